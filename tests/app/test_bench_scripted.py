@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,16 @@ import pytest
 from matplotlib.figure import Figure
 
 from app.bench import ladder, runs
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from app.bench.checkpoint import LLAMA_TINY, config_of, ensure_checkpoint
 from app.bench.client import Job
 from app.bench.reader import Answer
+from app.bench.replay import compare, print_comparison
+from app.bench.server_process import ServerFailed
 from app.cli import main
+from app.errors import OperatorError
+from engine.cores import num_cores
+from priority.lanes import Lane
+from priority.simulator.trace import Arrival
 from priority.steptime import NAMES
 from tests.app.expected import drawing, expected
 
@@ -61,7 +68,7 @@ class Scripted:
         self.lines += [
             f"  {sent[0]}",
             f"  {sent[-1]}",
-            f"  {crc32(repr(sent).encode()):08x} {set(job.keys or [])}",
+            f"  {crc32(repr(sent).encode()):08x} {sorted(set(job.keys or []))}",
         ]
         return {"answers": [asdict(answer) for answer in answers], "cpu_s": 0.25}
 
@@ -199,3 +206,87 @@ def test_the_ladder_of_the_demo_model(
     text = bench(capsys, "--ladder", "--quantize", "int4", "--plot", str(tmp_path / "ladder.png"))
     text = "\n".join([text, *pictures])
     assert text == expected("bench-demo-ladder.txt", text)
+
+
+def test_a_replay_with_keys_has_tenants(
+    script: Scripted, metrics_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrivals = [
+        Arrival(
+            7.0 + place, 20 + place, 4, Lane.BATCH if place % 2 else Lane.INTERACTIVE, f"tenant {place % 3}"
+        )
+        for place in range(9)
+    ]
+    server: Any = SimpleNamespace(host="host", port=2, url=metrics_url)
+    keys = {"tenant 0": "key 0", "tenant 1": "key 1"}
+    machine, served, simulated = compare(server, script.run_module, arrivals, range(300, 400), keys)
+    print_comparison("made", served, simulated)
+    rows = [
+        f"{name}: {figures.offered} {figures.ttft_s.p50:.5g} {figures.tpot_s.p50:.5g}"
+        for one in (served, simulated)
+        for name, figures in one.tenants.items()
+    ]
+    text = "\n".join([capsys.readouterr().out, str(machine), *rows, *script.lines, ""])
+    assert text == expected("bench-replay.txt", text)
+
+
+def test_a_machine_tells_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (runs.machine()["cores"], runs.machine()["python"]) == (num_cores(), platform.python_version())
+    cpuinfo = "processor : 0\nmodel name\t: A Processor\nflags : fma\nmodel name\t: Another\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: cpuinfo)
+    assert runs._processor() == "A Processor"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fma\n")
+    assert runs._processor() == ""
+    monkeypatch.setattr(platform, "processor", lambda: "x86")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: Path("/nowhere").read_bytes())
+    assert runs._processor() == "x86"
+
+
+def test_the_time_of_a_servers_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: f"2500000000 7 {path}")
+    assert runs._loop_cpu_s(3) == 2.5
+    monkeypatch.undo()
+    assert math.isnan(runs._loop_cpu_s(-1))
+
+
+def test_a_subject_is_measured_with_words(tmp_path: Path) -> None:
+    with pytest.raises(
+        OperatorError, match=rf"^--model {tmp_path}: No such file or directory: {tmp_path}/config.json$"
+    ):
+        runs.read_subject(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(LLAMA_TINY)))
+    vocabulary = {"aa": 5, "Ġbc": 3, "a": 1, "a1": 2, "Zz": 4, "Ġ": 6}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    subject = runs.read_subject(tmp_path)
+    assert (subject.name, subject.max_length, subject.token_ids) == (tmp_path.name, 2048, [3, 4, 5])
+    assert [subject.seeds(), subject.seeds()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "was_killed"),
+    [(ServerFailed("no memory"), OperatorError("the server did not start: no memory"), False),
+     (KeyboardInterrupt("stop"), KeyboardInterrupt("stop"), True)],
+)  # fmt: skip
+def test_a_server_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: BaseException, *, was_killed: bool
+) -> None:
+    killed: list[bool] = []
+
+    def fail() -> None:
+        raise error
+
+    server = SimpleNamespace(wait_ready=fail, kill=lambda: killed.append(True))
+    monkeypatch.setattr(runs, "ServerProcess", lambda _: server)
+    subject: Any = SimpleNamespace(path="m", name="m")
+    with pytest.raises(type(raised), match=str(raised)):
+        runs.start_server(subject, "auto")
+    assert killed == [True] * was_killed
+
+
+def test_the_shared_prefix_fits_the_model(script: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "run_module", script.run_module)
+    server: Any = SimpleNamespace(host="host", port=2)
+    subject: Any = SimpleNamespace(name="m", max_length=100, token_ids=[1], seeds=lambda: 1)
+    row = runs._prefix(server, subject, 1)
+    assert (row["shared_tokens"], row["cached_tokens"]) == (60, 92 // 4)
+    assert row["ratio"] == pytest.approx(2)
