@@ -11,6 +11,7 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
 from pathlib import Path
+from pprint import pformat
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +163,14 @@ def bench(
         status = main(["bench", *arguments, "--json", str(figures)])
         out, error = capsys.readouterr()
         found = json.loads(figures.read_text(), parse_float=lambda text: float(f"{float(text):.6g}"))
-        parts = [f"status {status}", out, error, json.dumps(found, indent=1), *script.lines, ""]
+        parts = [
+            f"status {status}",
+            out,
+            error,
+            pformat(found, width=160, compact=True, sort_dicts=False),
+            *script.lines,
+            "",
+        ]
         return "\n".join(parts).replace(str(tmp_path), "TMP")
 
     return run
