@@ -167,7 +167,7 @@ def bench(
             f"status {status}",
             out,
             error,
-            pformat(found, width=160, compact=True, sort_dicts=False),
+            pformat(found, width=700, compact=True, sort_dicts=False),
             *script.lines,
             "",
         ]
