@@ -82,7 +82,7 @@ def resume(server: Server, body: Body, after_bytes: int, patience_s: float = 0.0
 
     first = read_answer(server.exchange("POST", "/v1/responses", resumable, patience=reads_on))
     answer, give_up_s = first, time.perf_counter() + patience_s
-    while first.id and (answer.error or answer is first) and not answer.num_output_tokens:
+    while first.id and answer.error and not answer.num_output_tokens:
         path = f"/v1/responses/{first.id}?stream=true&starting_after={first.last_event}"
         answer = server.answer("GET", path, after_event=first.last_event)
         first.token_times_s += answer.token_times_s

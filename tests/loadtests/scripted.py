@@ -103,5 +103,3 @@ class ScriptedServer:
             def log_message(self, *_: Any) -> None: ...
 
         return Handler
-
-

@@ -89,6 +89,7 @@ def test_who_has_enough_stops_reading() -> None:
         return len(seen) < 3
 
     with ScriptedServer(chat("a", "b")) as server:
+        assert Server(server.url).exchange("GET", "/", piece_bytes=16).is_done
         recording = Server(server.url).exchange("GET", "/", patience=enough, piece_bytes=16)
     assert seen == [16, 32, 48]
     assert len(recording.data) == 48
@@ -179,7 +180,7 @@ def test_who_lost_the_server_tries_again_until_patience_ends(
 ) -> None:
     replies = [[HEAD, BEGIN], [REFUSED], [REFUSED], [HEAD + ONE + TWO + END]]
     server = Pieces("", replies=replies, clock=clock)
-    answer = resume(server, {}, 1, patience_s)
+    answer = resume(server, {}, 1, *([patience_s] if patience_s else []))
     assert server.asked[1:] == [follow(0)] * num_asked
     assert clock.slept == [0.2] * (2 if num_asked == 3 else num_asked - 1)
     assert answer.error == (None if num_asked == 3 else "HTTP/1.1 503 Service Unavailable")
