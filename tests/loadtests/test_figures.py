@@ -11,7 +11,7 @@ import pytest
 from app.bench.reader import Answer
 from loadtests.figures import figures
 from loadtests.outcomes import Outcome
-from loadtests.report import write_report
+from loadtests.report import markdown, print_report, write_report
 
 
 def outcome(
@@ -124,3 +124,31 @@ def test_a_report_of_anything_is_json_and_a_page(outcomes: list[Outcome], tmp_pa
         one.ending == "done" for one in outcomes
     )
     assert "</html>" in page.read_text()
+
+
+MIXED = [
+    outcome(1_000.0, tokens_s=(0.3, 0.4, 0.9), num_output=7),
+    replace(outcome(1_000.5, tokens_s=(1.2, 1.3, 1.6)), lag_s=0.25),
+    outcome(1_001.0, tokens_s=(0.1, 0.2), tenant="bob", lane="batch", num_output=2),
+    replace(outcome(1_001.5, tokens_s=(), num_output=2, tenant="bob", lane="standard"), kind="background"),
+    outcome(1_002.0, tokens_s=(), num_output=0, status=503, error="HTTP/1.1 503"),
+    outcome(1_002.5, tokens_s=(), num_output=0, status=0, error="<lost>"),
+    outcome(1_002.6, tokens_s=(), num_output=0, status=0, error="<lost>"),
+    outcome(1_003.0, tokens_s=(0.5,), num_output=1, error="cut", was_left=True),
+]
+"""Outcomes of every sort."""
+
+
+def rounded(value: object) -> object:
+    """The value with floats in six digits."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+FIGURES = 0
+REPORT = 0
+
+
+def test_all_figures_of_a_mixed_run() -> None:
+    assert rounded(figures(MIXED)) == FIGURES
