@@ -27,6 +27,17 @@ def test_the_evening_is_higher_than_the_morning_and_noon_lower_than_both() -> No
     assert double_wave(0.7) > double_wave(0.3) > double_wave(0.5) > double_wave(0.0)
 
 
+def test_every_shape_at_these_times() -> None:
+    times = (0.0, 0.19, 0.2, 0.3, 0.39, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
+    found = {name: [round(shape(passed), 4) for passed in times] for name, shape in SHAPES.items()}
+    assert found == {
+        "constant": [1.0] * 11,
+        "steps": [0.2, 0.2, 0.4, 0.4, 0.4, 0.6, 0.6, 0.8, 0.8, 1.0, 1.0],
+        "double-wave": WAVE,
+        "flash-crowd": [0.1, 0.1, 1.0, 1.0, 1.0, *[0.1] * 6],
+    }
+
+
 def test_tenants_are_read() -> None:
     assert read_tenants("") == {"default": ""}
     assert read_tenants("ann=k1,bob=k2=") == {"ann": "k1", "bob": "k2="}
