@@ -33,7 +33,7 @@ def test_every_shape_at_these_times() -> None:
     assert found == {
         "constant": [1.0] * 11,
         "steps": [0.2, 0.2, 0.4, 0.4, 0.4, 0.6, 0.6, 0.8, 0.8, 1.0, 1.0],
-        "double-wave": WAVE,
+        "double-wave": [0.2003, 0.3839, 0.4188, 0.7, 0.4563, 0.4193, 0.2477, 0.5504, 1.0, 0.3246, 0.2005],
         "flash-crowd": [0.1, 0.1, 1.0, 1.0, 1.0, *[0.1] * 6],
     }
 
