@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,20 @@ KINDS = {"background", "batcher", "chatter", "completer", "leaver", "resumer", "
 
 def locust(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), *arguments]
+
+
+def test_users_and_reports_part_by_part() -> None:
+    """In a process of its own, whose sockets locust leaves alone."""
+    parts = Path(__file__).with_name("locust_parts.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(parts)],
+        env={**os.environ, "LOCUST_SKIP_MONKEY_PATCH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_every_user_over_two_workers(live_server: str, tmp_path: Path) -> None:
