@@ -53,7 +53,7 @@ class Bench:
         self.shape, self.sizes = serving(name, arguments.mode)
         self.folder = arguments.scratch / name
         self.num_random = 1 << (20 if arguments.is_dry else 26)
-        self._seeds = count(1).__next__
+        self._seeds = count().__next__
         self.has_failed = False
 
     def run(self) -> None:

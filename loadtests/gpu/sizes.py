@@ -206,7 +206,7 @@ KERNELS = {
 _LLAMA = ServingSizes(contexts=(1024, 8192, 16_384, 32_768), prefill_tokens=8192)
 _QWEN3 = ServingSizes(requests=(500, 512, 128), clients=256, max_num_seqs=512)
 _SMALL = ServingSizes(
-    tpot_tokens=32, rounds=1, host_streams=4, host_tokens=24, client_tokens=24, max_batch_tokens=128, max_num_seqs=16
+    tpot_tokens=32, rounds=1, host_streams=4, client_tokens=24, max_batch_tokens=128, max_num_seqs=16
 )  # fmt: skip
 
 

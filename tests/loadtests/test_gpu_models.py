@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,16 @@ from engine.planning.tokenizer import Tokenizer
 from engine.quant.float8 import Float8
 from engine.quant.integers import Integers
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
-from loadtests.gpu.sizes import LLAMA_8B, LLAMA_SMALL, QWEN3_06B, QWEN3_SMALL, ModelShape, serving
+from loadtests.gpu.sizes import (
+    LLAMA_1B,
+    LLAMA_8B,
+    LLAMA_SMALL,
+    QWEN3_06B,
+    QWEN3_SMALL,
+    ModelShape,
+    serving,
+    speculation,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [LLAMA_SMALL, QWEN3_SMALL])
@@ -82,3 +91,63 @@ def test_no_prompt_is_longer_than_the_model_or_the_step_it_is_to_fill(name: str,
     assert all(context + sizes.slope_tokens <= shape.max_length for context in sizes.contexts)
     assert sizes.prefill_tokens <= sizes.max_batch_tokens
     assert max(sizes.clients, sizes.host_streams, (sizes.requests or (0,))[0]) <= sizes.max_num_seqs
+
+
+def test_a_config_has_all_sizes_of_its_model() -> None:
+    llama = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14_336,
+        "vocab_size": 128_256, "max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+        "bos_token_id": 256, "eos_token_id": 257, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    assert LLAMA_8B.config == llama
+    assert LLAMA_1B.config == llama | {
+        "hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64, "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert QWEN3_06B.config == llama | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "intermediate_size": 3072, "vocab_size": 151_936, "max_position_embeddings": 40_960,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    small = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 96, "vocab_size": 16_448, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    assert LLAMA_SMALL.config == llama | small | {"head_dim": 16}
+    assert QWEN3_SMALL.config == QWEN3_06B.config | small | {"head_dim": 24}
+
+
+@pytest.mark.parametrize(("shape", "group_size"), [(LLAMA_8B, 128), (LLAMA_SMALL, 32)])
+def test_a_config_says_how_its_weights_are_stored(shape: ModelShape, group_size: int) -> None:
+    assert replace(shape, quantization="fp8").config == shape.config | {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "ignored_layers": ["lm_head"],
+        }
+    }
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
+    assert replace(shape, quantization="int4").config["quantization_config"] == {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "shapes", "sizes"),
+    [
+        ("full", (LLAMA_8B, LLAMA_1B), ((1, 8, 32), 4, 0.8, 256)),
+        ("quick", (LLAMA_8B, LLAMA_1B), ((1, 8, 32), 4, 0.8, 128)),
+        ("dry", (LLAMA_SMALL, replace(LLAMA_SMALL, num_layers=1)), ((1, 3), 4, 0.8, 40)),
+    ],
+)
+def test_a_smaller_model_drafts_for_the_larger(
+    mode: str, shapes: tuple[ModelShape, ModelShape], sizes: tuple[object, ...]
+) -> None:
+    *found, of_drafts = speculation(mode)
+    assert (*found,) == shapes
+    assert astuple(of_drafts) == sizes
