@@ -27,6 +27,7 @@ from loadtests.gpu.parts import Outcome
 BYTES_PER_S, FLOP_PER_S = 1e12, 5e14
 META = torch.device("meta")
 Figures = dict[str, tuple[float, str, str]]
+MEASURES = ["ceilings", "decode", "slope", "prefill", "elementwise", "sampler", "kv_int8", "kv_fp8"]
 Sizes = list[tuple[int, int]]
 
 
@@ -39,6 +40,7 @@ class FakeCard:
         self.num_layers: list[int] = []
         """Of each step of attention."""
         self.calls = Counter[object]()
+        self.formats = set[tuple[Code, int]]()
 
     def read(self, what: object, num_bytes: float) -> None:
         self.calls[what] += 1
@@ -57,20 +59,28 @@ class FakeCard:
         self.kv_dtypes.append(options.kv_dtype)
         return replace(
             ops.reference_kernels(device, dtype),
-            rms_norm=lambda x, *_: self.read("rms_norm", 2 * x.nbytes),
-            add_rms_norm=lambda x, y, *_: self.read("add_rms_norm", 2 * (x.nbytes + y.nbytes)),
+            rms_norm=self.rms_norm,
+            add_rms_norm=self.add_rms_norm,
             silu_mul=lambda x: self.read("silu_mul", 1.5 * x.nbytes),
             rotate_and_write=self.rotate,
             attention=self.attention,
         )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> None:
+        assert (weight.shape, epsilon) == ((4096,), 1e-5)
+        self.read("rms_norm", 2 * x.nbytes)
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> None:
+        assert (weight.shape, epsilon) == ((4096,), 1e-5)
+        self.read("add_rms_norm", 2 * (x.nbytes + y.nbytes))
 
     def attention(self, batch: Batch, shape: KVShape) -> Callable[[Tensor, Tensor, int], None]:
         """Reads all blocks of a layer but the first, which belongs to nobody."""
         self.num_layers.append(shape.num_layers)
         size = batch.block_tables.shape[0], 32, 128
 
-        def attend(queries: Tensor, layer: Tensor, _: int) -> None:
-            assert queries.shape == size
+        def attend(queries: Tensor, layer: Tensor, window: int) -> None:
+            assert (queries.shape, window) == (size, 0)
             self.read("attention", layer[:, 1:].nbytes)
 
         return attend
@@ -89,14 +99,18 @@ class FakeCard:
         assert (batch.host_lengths is None) == (not backends)
         context = batch.block_tables.shape[1] * 16
 
-        def attend(queries: Tensor, *_: object) -> None:
+        def attend(queries: Tensor, _: Tensor, window: int) -> None:
+            assert window == 0
             attended = sum(range(context - len(queries) + 1, context + 1))
             self.now_s += 4 * 32 * 128 * attended / FLOP_PER_S
 
         return attend
 
     def linear(self, weight: PackedWeight | Tensor, _: object = None) -> FakeLinear:
-        return FakeLinear(self, weight.num_bytes if isinstance(weight, PackedWeight) else weight.nbytes)
+        if isinstance(weight, Tensor):
+            return FakeLinear(self, weight.nbytes)
+        self.formats.add((weight.code, weight.group_size))
+        return FakeLinear(self, weight.num_bytes)
 
 
 class FakeLinear:
@@ -142,7 +156,7 @@ def assert_same(found: Figures, expected: Figures) -> None:
     """In the same order, and values but for rounding."""
     assert list(found) == list(expected)
     for name, (value, *words) in expected.items():
-        assert found[name] == (pytest.approx(value), *words), name
+        assert found[name] == (pytest.approx(value, rel=1e-10), *words), name
 
 
 def expected_of_kv(kv: str, decode: Sizes, slope: list[int], bytes_per_token: int) -> Figures:
@@ -239,13 +253,16 @@ def test_linear_maps_of_every_format_are_measured(card: FakeCard, monkeypatch: p
     assert_same(measured(quantized, "full", monkeypatch), expected)
     # Copies of the four maps in 16 bits, of 48, 32, 224 and 112 MiB, are as many as a GiB holds.
     assert [card.calls[num << 20] for num in (48, 32, 224, 112)] == [21 * 6, 32 * 6, 4 * 6, 9 * 6]
-    assert max(card.calls.values()) <= 64 * 6 * 2
+    whole_rows = {(code, inputs) for code in (Code.INT8, Code.FLOAT8) for inputs in (4096, 14_336)}
+    assert card.formats == whole_rows | {
+        (Code.INT8, 128), (Code.INT4, 128), (Code.UINT4, 128), (Code.INT4, 32), (Code.UINT4, 32), (Code.FLOAT8, 128)
+    }  # fmt: skip
     assert_same(measured(quantized, "quick", monkeypatch), expected_of_linear_maps([1, 64, 2048]))
 
 
 @pytest.mark.parametrize("part", [kernels, quantized])
 def test_a_dry_run_computes_all_of_it_at_tiny_sizes(
-    part: ModuleType, monkeypatch: pytest.MonkeyPatch
+    part: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def once(device: torch.device, run: Callable[[], object]) -> float:
         assert device.type == "cpu"
@@ -254,7 +271,13 @@ def test_a_dry_run_computes_all_of_it_at_tiny_sizes(
 
     monkeypatch.setattr(part, "seconds", once)
     monkeypatch.setattr(timing, "seconds", once)
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     found = measured(part, "dry", monkeypatch)
+    assert threads == [1]
+    said = [line.split("  ")[1] for line in capsys.readouterr().err.splitlines() if line.startswith("gpu: ")]
+    names = ["ceilings", *(each.name for each in quantized.LAYOUTS)] if part is quantized else MEASURES
+    assert said == [f"{part.__name__.rpartition('.')[2]}: {name}" for name in names]
     if part is quantized:
         assert {name.rpartition(", ")[2] for name in found} == {"1 rows", "4 rows"}
         num_weights = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256
@@ -310,7 +333,7 @@ def test_blocks_are_scattered_and_hold_numbers_of_their_type() -> None:
     assert kv.data[..., : 2 * 16 * 16].float().std() > 30
     plain = kernels.Bench(config, kernels._table(config, device, torch.float32), sizes.KERNELS["dry"], device)
     assert kernels._scattered(plain, plain.shape(1), 1, 16)[1].data.std().item() == pytest.approx(1, abs=0.1)
-    assert [len(bench.copies(16, n)) for n in (64, 512, 4096)] == [16, 2, 1]
+    assert [len(bench.copies(16, n)) for n in (4, 64, 512, 4096)] == [64, 16, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -334,6 +357,7 @@ def test_a_random_weight_has_the_size_of_a_real_one(
     assert weight.codes.shape == (64, row_bytes)
     assert (weight.codes.min(), weight.codes.max()) == codes
     assert weight.scale.shape == (num_groups, 64)
-    assert (weight.scale.dtype, weight.codes.dtype.itemsize) == (torch.float16, 1)
+    assert weight.scale.dtype == torch.float16
+    assert weight.codes.dtype == (torch.int8 if layout.code is Code.INT8 else torch.uint8)
     unpacked = quantized.make_linear(torch.float32, torch.device("cpu"))(weight)(torch.eye(200))
     assert (unpacked.min().item(), unpacked.max().item()) == pytest.approx(weights, abs=1e-3)

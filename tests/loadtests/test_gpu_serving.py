@@ -240,7 +240,7 @@ def test_the_command_fails_where_nothing_is_answered(
     monkeypatch.setattr(serving, "parse_arguments", lambda: sizes.Arguments("dry", tmp_path, ("llama-8b",)))
     server.error = "x" * 1000
     assert serving.main() == 1
-    assert server.outcome.skipped == [("the rest of llama-8b", "x" * 600)]
+    assert server.outcome.skipped == [("the rest of llama-8b", f"RuntimeError: {'x' * 600}")]
 
 
 def test_ranks_are_a_power_of_two_of_all_cards(
