@@ -275,7 +275,9 @@ def test_a_dry_run_computes_all_of_it_at_tiny_sizes(
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     found = measured(part, "dry", monkeypatch)
     assert threads == [1]
-    said = [line.split("  ")[1] for line in capsys.readouterr().err.splitlines() if line.startswith("gpu: ")]
+    said = [
+        line.rpartition("  ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("gpu: ")
+    ]
     names = ["ceilings", *(each.name for each in quantized.LAYOUTS)] if part is quantized else MEASURES
     assert said == [f"{part.__name__.rpartition('.')[2]}: {name}" for name in names]
     if part is quantized:
