@@ -168,7 +168,7 @@ def cuda_run(
 
 
 def test_tests_run_in_several_processes_with_kernels_that_are_compiled(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["-q", "-W", "default", "-p", "no:cacheprovider", "tests/gpu"]
     options += ["--ignore=tests/engine/kernels/triton/test_compiling.py"]
