@@ -298,6 +298,111 @@ def test_a_gguf_file_is_a_model_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"  penstock serve --model {path} --dtype bfloat16 --device cpu" in lines
 
 
+ROOMY = """\
+model   {folder}, LlamaForCausalLM, 975.2 M parameters, stored in bfloat16, 32,768 positions
+from    {folder}
+types   147 BF16
+device  cpu, 16.00 GiB for the model
+        of what the weights leave, 25% is for KV, at most 4.00 GiB; --kv-memory sets it
+
+weights         size        KV        in  streams of 2,048  8,192  32,768
+----------  --------  --------  --------  ----------------  -----  ------
+float32     3.63 GiB  3.07 GiB   float32                24      6       1
+bfloat16 *  1.82 GiB  3.53 GiB  bfloat16                56     14       3
+float16     1.82 GiB  3.53 GiB   float16                56     14       3
+int8        0.91 GiB  3.75 GiB  bfloat16                60     15       3
+fp8         0.91 GiB  3.75 GiB  bfloat16                60     15       3
+int4        0.59 GiB  3.83 GiB  bfloat16                61     15       3
+nf4         0.54 GiB  3.85 GiB  bfloat16                61     15       3
+
+KV            a token       all   tokens  streams of 2,048  8,192  32,768
+----------  ---------  --------  -------  ----------------  -----  ------
+float32     64.00 KiB  3.53 GiB   57,760                28      7       1
+float16     32.00 KiB  3.53 GiB  115,552                56     14       3
+bfloat16 *  32.00 KiB  3.53 GiB  115,552                56     14       3
+int8        17.00 KiB  3.53 GiB  217,536                99     26       6
+More than 99 streams never run at once: --max-num-seqs.
+
+fits: bfloat16 weights and bfloat16 KV (*), sequences of up to 32,768 tokens
+  penstock serve --model {folder} --dtype bfloat16 --max-num-seqs 99 --device cpu
+or, with nothing left to chance:
+  penstock serve --model {folder} --dtype bfloat16 --max-num-seqs 99 --device cpu \
+--kv-dtype bfloat16 --max-model-len 32768 --num-blocks 7223
+"""
+
+TIGHT = """\
+model   {folder}, LlamaForCausalLM, 975.2 M parameters, stored in bfloat16, 32,768 positions
+from    {folder}
+types   147 BF16
+device  cpu, 0.90 GiB for the model
+        of what the weights leave, 25% is for KV, at most 4.00 GiB; --kv-memory sets it
+
+weights       size            KV        in  streams of 2,048  4,096
+--------  --------  ------------  --------  ----------------  -----
+float32   3.63 GiB  does not fit   float32                 -      -
+bfloat16  1.82 GiB  does not fit  bfloat16                 -      -
+float16   1.82 GiB  does not fit   float16                 -      -
+int8      0.91 GiB  does not fit  bfloat16                 -      -
+fp8       0.91 GiB  does not fit  bfloat16                 -      -
+int4 *    0.59 GiB      59.5 MiB  bfloat16                 0      0
+nf4       0.54 GiB      73.0 MiB  bfloat16                 1      0
+
+KV            a token       all  tokens  streams of 2,048  4,096
+----------  ---------  --------  ------  ----------------  -----
+float32     64.00 KiB  65.0 MiB   1,024                 0      0
+float16     32.00 KiB  59.5 MiB   1,888                 0      0
+bfloat16 *  32.00 KiB  59.5 MiB   1,888                 0      0
+int8        17.00 KiB  59.8 MiB   3,584                 1      0
+
+fits with --quantize int4: int4 weights and bfloat16 KV (*), sequences of up to 1,888 tokens of 4,096
+  penstock serve --model {folder} --dtype bfloat16 --max-model-len 4096 --device cpu --quantize int4
+or, with nothing left to chance:
+  penstock serve --model {folder} --dtype bfloat16 --max-model-len 1888 --device cpu --quantize int4 \
+--kv-dtype bfloat16 --num-blocks 119
+"""
+
+
+@pytest.mark.parametrize(
+    ("available", "flags", "said"),
+    [(16 * GIB, ["--max-num-seqs", "99"], ROOMY), (9 * GIB // 10, ["--max-model-len", "4096"], TIGHT)],
+    ids=["roomy", "tight"],
+)
+def test_all_that_is_said_of_a_model(
+    large: Path,
+    available: int,
+    flags: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: available)
+    lines = tell(capsys, str(large), "--dtype", "bfloat16", *flags)
+    assert lines == said.format(folder=large).splitlines()
+
+
+def test_what_does_not_fit_is_told_with_what_it_needs(
+    large: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: GIB)
+    flags = ("--dtype", "bfloat16", "--quantize", "int8", "--kv-dtype", "bfloat16")
+    lines = tell(capsys, str(large), *flags, status=1)
+    plan = estimate(
+        large_config(), LoadOptions(device="cpu", dtype="bfloat16", quantize="int8"), Budget(0, 0.25)
+    ).plan
+    assert lines[-2:] == [
+        f"does not fit: needs {plan.needed / GIB:.2f} GiB of 1.00 GiB",
+        f"  weights {plan.weights / GIB:.2f} GiB, KV {plan.kv / (1 << 20):.1f} MiB for 1,024 tokens, "
+        f"and {(plan.needed - plan.weights - plan.kv) / (1 << 20):.1f} MiB for the largest step",
+    ]
+
+
+def test_what_sets_the_cache_goes_before_a_share(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--num-blocks", "99"], ["--kv-memory", "1GiB"]):
+        lines = tell(capsys, str(large), *flags)
+        assert lines[4] == ""
+        assert "--kv-memory" not in lines[-1]
+
+
 # The hub
 
 
