@@ -69,7 +69,7 @@ def environment(host: str, **options: object) -> tuple[Environment, list[Outcome
 def test_every_user_sends_this(
     kind: str, weight: int, lane: str, reply: bytes, path: str, body: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(users.gevent, "sleep", lambda _: None)
+    monkeypatch.setattr("gevent.sleep", lambda _: None)
     with ScriptedServer(reply) as server:
         place, outcomes = environment(server.url)
         user = getattr(locustfile, kind)(place)
@@ -112,7 +112,7 @@ def test_lengths_and_places_of_leaving_are_drawn(
     for name in ("leave", "resume", "complete", "respond"):
         monkeypatch.setattr(users, name, ask)
     for name in ("uniform", "randint"):
-        monkeypatch.setattr(users.random, name, lambda *ends, name=name: (name, *ends))
+        monkeypatch.setattr(random, name, lambda *ends, name=name: (name, *ends))
     user.say() if kind == "Chatter" else user.request(0.0)
     assert drawn in given
 
@@ -169,9 +169,14 @@ def test_requests_are_due_at_random_times_whether_or_not_the_last_was_answered(
     spawned: list[object] = []
     monkeypatch.setattr(users, "gevent", SimpleNamespace(sleep=slept.append))
     now_s = 100.0
-    monkeypatch.setattr(users.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     rates: list[float] = []
-    monkeypatch.setattr(users.random, "expovariate", lambda rate: rates.append(rate) or 2.0)
+
+    def expovariate(rate: float) -> float:
+        rates.append(rate)
+        return 2.0
+
+    monkeypatch.setattr(random, "expovariate", expovariate)
     user = Completer(environment("http://here")[0])
     user.on_start()
     user.at_work = SimpleNamespace(

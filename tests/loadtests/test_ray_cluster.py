@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from loadtests import local_ray, ray_cluster
+from loadtests import local_ray, ray_cluster, replicas
 from loadtests.local_ray import LocalRay
 from loadtests.ray_cluster import (
     Cluster,
@@ -144,7 +144,7 @@ def test_the_load_asks_every_switch_in_turn_and_counts(monkeypatch: pytest.Monke
         paused.append(seconds)
 
     monkeypatch.setattr(ray_cluster, "ask", scripted)
-    monkeypatch.setattr(ray_cluster.asyncio, "sleep", sleep)
+    monkeypatch.setattr("asyncio.sleep", sleep)
     times = iter([10.0, 11.25, 12.0])
     monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(perf_counter=lambda: next(times)))
 
@@ -226,7 +226,7 @@ def test_a_life_is_all_of_this(
         cluster.log.append(("killed", what[0].name, *what[1:]))
         return ["a", "b"], ["a", "b" if is_well else "c"]
 
-    monkeypatch.setattr(ray_cluster.sessions, "run", run)
+    monkeypatch.setattr(replicas, "run", run)
     monkeypatch.setattr(ray_cluster, "light_load", load)
     monkeypatch.setattr(ray_cluster, "killed_under_streams", killed)
     times = iter(range(5, 100))
@@ -247,7 +247,7 @@ def test_a_life_is_all_of_this(
         ("load ends",),
         ("down",),
     ]
-    loads = ray_cluster.sessions.Load(num_sessions=12, num_turns=4, served_as="penstock-demo")
+    loads = replicas.Load(num_sessions=12, num_turns=4, served_as="penstock-demo")
     assert streams == [loads] * 3
     told = [
         f"deployed\n{deployed}",
@@ -370,7 +370,7 @@ def test_rays_process_starts_it_small_and_ends_it_with_its_input(
 
     ray = SimpleNamespace(init=init, shutdown=lambda: log.append("shutdown"))
     monkeypatch.setitem(sys.modules, "ray", cast(Any, ray))
-    monkeypatch.setattr(local_ray.signal, "alarm", log.append)
+    monkeypatch.setattr("signal.alarm", log.append)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda: log.append("read")))
     local_ray.main(3, "/tmp/folder")
     given = {

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from app.bench.checkpoint import LLAMA_135M
 from app.bench.client import Job
 from app.bench.job import run_module
 from app.bench.reader import Answer
@@ -247,7 +248,7 @@ def test_a_minute_of_traffic(
         assert "PATH" in env
         return SimpleNamespace(returncode=7)
 
-    monkeypatch.setattr(minute.subprocess, "run", run)
+    monkeypatch.setattr("subprocess.run", run)
     assert minute.main(["--rate", "2"]) == 7
     assert [one[:1] for one in server] == [["--api-keys-file"]]
     assert (
@@ -350,4 +351,4 @@ def test_a_server_that_fails_when_it_is_warmed_is_not_measured(
 def test_models_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "ensure_checkpoint", lambda name: Path("made", name.name))
     names = [replay._model(name) for name in ("demo", "135m", "x/y")]
-    assert names == [DEMO_MODEL, Path("made", replay.LLAMA_135M.name), Path("x/y")]
+    assert names == [DEMO_MODEL, Path("made", LLAMA_135M.name), Path("x/y")]

@@ -78,7 +78,9 @@ def test_when_clients_leave_and_lose_their_connection_is_drawn(monkeypatch: pyte
     )
     for name in ("leave", "resume"):
         monkeypatch.setattr(module, name, lambda _, __, *when: when)
-    found = [BEHAVIOURS[name](cast(Server, None), cast(random.Random, drawn)) for name in ("leave", "resume")]
+    found: list[object] = [
+        BEHAVIOURS[name](cast(Server, None), cast(random.Random, drawn)) for name in ("leave", "resume")
+    ]
     assert found == [(("uniform", 0.0, 0.5),), (("randint", 1, 8_000), 60.0)]
 
 
@@ -407,12 +409,16 @@ def test_a_server_comes_back_on_its_port_and_it_is_known_when_it_was_away(
         (first,) = Process.started
         assert target.server == Server(first.url)
         assert not target.was_down(0.0, 1_000.0)
-        monkeypatch.setattr(
-            Process, "wait", lambda self: self.log.append("wait") or clock.sleep(5.0), raising=False
-        )
-        monkeypatch.setattr(
-            Process, "wait_ready", lambda self: self.log.append(target.was_down(900.0, 901.0)), raising=False
-        )
+
+        def wait(process: Process) -> None:
+            process.log.append("wait")
+            clock.sleep(5.0)
+
+        def wait_ready(process: Process) -> None:
+            process.log.append(target.was_down(900.0, 901.0))
+
+        monkeypatch.setattr(Process, "wait", wait, raising=False)
+        monkeypatch.setattr(Process, "wait_ready", wait_ready, raising=False)
         target.restart(signal.SIGKILL)
     second = Process.started[1]
     assert first.arguments == ["--redis-url", "unix:///redis", "--kv-memory", "64MiB"]
@@ -464,7 +470,12 @@ def test_the_command_says_what_did_not_hold(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given: list[tuple[float, int]] = []
-    monkeypatch.setattr(module, "soak", lambda *options: given.append(options) or wrong)
+
+    def scripted(seconds: float, num_clients: int) -> list[str]:
+        given.append((seconds, num_clients))
+        return wrong
+
+    monkeypatch.setattr(module, "soak", scripted)
     assert [main([]), main(["--seconds", "2.5", "--clients", "3"])] == [status] * 2
     assert given == [(600.0, 16), (2.5, 3)]
     assert capsys.readouterr().out == printed * 2
