@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -232,7 +233,7 @@ def test_a_checkpoint_is_a_directory_or_a_gguf_file(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path / "tiny"))
 
 
-def told(*arguments: str | None, **options: str) -> str:
+def told(*arguments: str | None, **options: Any) -> str:
     """Why there is no checkpoint."""
     with pytest.raises(OperatorError) as caught:
         find_checkpoint(*arguments, **options)

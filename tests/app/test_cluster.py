@@ -21,9 +21,8 @@ from cluster.plan import Plan, PlanError
 class Cluster:
     """Stands for the module of deployments, for Ray, for Serve and for the directory: all that is asked is noted."""
 
-    Plan, PlanError = Plan, PlanError
-
     def __init__(self) -> None:
+        self.Plan, self.PlanError = Plan, PlanError
         self.ray = self.serve = self.view = self
         self.seen = View(replicas=(), switches=(), failures=())
         self.resources: dict[str, float] = {}
@@ -99,9 +98,8 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def report(
     name: str, *, is_draining: bool = False, plan: Mapping[str, Any] | None = None, **figures: float
 ) -> Report:
-    kind = "switch" if name.startswith("s") else "replica"
     return Report(
-        kind=kind, name=name, url=f"http://{name}", node="node", pid=7, is_draining=is_draining, figures=figures,
+        kind="switch" if name.startswith("s") else "replica", name=name, url=f"http://{name}", node="node", pid=7, is_draining=is_draining, figures=figures,
         plan=plan or {},
     )  # fmt: skip
 

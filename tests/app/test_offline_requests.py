@@ -31,8 +31,14 @@ def requests() -> Requests:
 
 
 def asked(token_ids: tuple[int, ...], sampling: SamplingParams, **more: Any) -> Request:
-    ours = {"tenant": OPEN_TENANT.name, "salt": salt_of(OPEN_TENANT)}
-    return Request(request_id="", prompt_token_ids=token_ids, sampling=sampling, **ours, **more)
+    return Request(
+        request_id="",
+        prompt_token_ids=token_ids,
+        sampling=sampling,
+        tenant=OPEN_TENANT.name,
+        salt=salt_of(OPEN_TENANT),
+        **more,
+    )
 
 
 def test_a_prompt_is_asked_for_as_it_is_said(requests: Requests) -> None:

@@ -270,7 +270,8 @@ def test_the_plan_is_what_is_asked_for(arguments: list[str], plan: Plan, checkpo
 @pytest.mark.parametrize("name", ["hidden_size", "head_dim", "intermediate_size"])
 def test_groups_are_smaller_where_they_must_be(name: str, checkpoint: Path) -> None:
     config = read_config(checkpoint)
-    config = replace(config, **{name: 8 if name == "head_dim" else 96})
+    sizes: dict[str, Any] = {name: 8 if name == "head_dim" else 96}
+    config = replace(config, **sizes)
     assert command._plan(options(), config).group_size == 32
 
 

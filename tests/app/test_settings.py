@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -188,7 +189,8 @@ def test_each_port_is_its_own() -> None:
 def test_a_lane_is_what_is_said_over_its_default() -> None:
     said = "ttft = none, weight=8,max_requests=7,max_tokens=none,tenant_share=0.4,"
     default = DEFAULT_POLICIES[Lane.STANDARD]
-    policy = replace(default, ttft_s=inf, weight=8, max_requests=7, max_tokens=inf, tenant_share=0.4)
+    bounds: dict[str, Any] = {"max_requests": 7, "max_tokens": inf, "tenant_share": 0.4}
+    policy = replace(default, ttft_s=inf, weight=8, **bounds)
     settings = Settings.load({"lane_standard": said})
     assert settings.lanes == {**DEFAULT_POLICIES, Lane.STANDARD: policy}
     assert type(policy.weight) is type(settings.lane_standard.weight) is int

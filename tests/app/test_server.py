@@ -1,0 +1,128 @@
+"""What the process makes of its engine's states and of signals; how a real one comes up is in `test_serving`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app import server
+from app.errors import OperatorError
+from app.listen import bind, url
+from app.settings import Settings
+from engine.engine import EngineState
+
+Told = list[object]
+
+
+class Parts:
+    """Stands for a server's parts: what they are told is noted."""
+
+    folder = "folder"
+
+    def __init__(self) -> None:
+        self.told: Told = []
+        self.failure: Exception | None = None
+        self.app = self.engine = self.service = self.dispatch = self.access = self.queue = self
+
+    def warm_up(self) -> None:
+        self.told.append("warm up")
+
+    def begin_drain(self) -> None:
+        self.told.append("drain")
+
+    async def drained(self, timeout_s: float) -> None:
+        self.told.append(timeout_s)
+        if timeout_s:
+            await asyncio.Event().wait()
+
+    def fail_all(self) -> None:
+        self.told.append("fail")
+
+    def replace(self, clients: object) -> None:
+        self.told.append(clients)
+
+    def set_weights(self, weights: object) -> None:
+        self.told.append(weights)
+
+
+@pytest.fixture
+def process() -> Iterator[server._Process]:
+    parts: Any = Parts()
+    with bind("127.0.0.1", 0) as listener:
+        yield server._Process(Settings(drain_timeout=0), parts, listener, None, started_s=100.0)
+
+
+def told(process: server._Process) -> Told:
+    parts: Any = process.parts
+    return list(parts.told)
+
+
+def test_the_status_is_that_of_the_engine(
+    process: server._Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    parts: Any = process.parts
+    assert process.finish(ended=True) == 0
+    assert caplog.messages == ["stopped"]
+    parts.failure = ValueError("x")
+    with pytest.raises(OperatorError, match=r"^folder cannot be loaded: ValueError: x$"):
+        process.finish(ended=True)
+    process.was_ready = True
+    assert process.finish(ended=True) == 1
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    process.finish(ended=False)
+    assert left == [1]
+
+
+def test_a_model_that_is_loaded_is_told_once_all_is_settled(
+    process: server._Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    settled: list[object] = []
+    monkeypatch.setattr(server, "settle_garbage", lambda: settled.append("garbage"))
+    monkeypatch.setattr(sys, "setswitchinterval", settled.append)
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: 102.5))
+    process._on_state(EngineState.STARTING)
+    assert (process.was_ready, told(process), settled) == (False, [], [])
+    process._on_state(EngineState.READY)
+    assert (process.was_ready, told(process), settled) == (True, ["warm up"], ["garbage", 0.0005])
+    assert caplog.messages == [f"ready in 2.5 s: open {url(process.listener)}"]
+    assert not process.server.should_exit
+    process._on_state(EngineState.FAILED)
+    assert process.server.should_exit
+
+
+def test_streams_drain_before_what_is_left_fails(process: server._Process) -> None:
+    asyncio.run(process._drain_streams())
+    assert told(process) == ["drain", 0.0, "fail"]
+    assert process.server.should_exit
+
+
+def test_a_second_signal_does_not_wait(process: server._Process, caplog: pytest.LogCaptureFixture) -> None:
+    process.settings = Settings(drain_timeout=7)
+
+    async def run() -> None:
+        process._on_signal()
+        assert process._drain is not None
+        while len(told(process)) < 2:
+            await asyncio.sleep(0)
+        assert not process.server.should_exit
+        process._on_signal()
+        await process._drain
+
+    asyncio.run(run())
+    assert told(process) == ["drain", 7.0, "fail"]
+    assert process.server.should_exit
+    assert caplog.messages == ["a second signal: ending at once"]
+
+
+def test_new_keys_reach_the_door_and_the_queue(process: server._Process) -> None:
+    process._take_keys({})
+    assert told(process) == [{}, {}]
