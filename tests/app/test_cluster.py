@@ -67,8 +67,8 @@ class Cluster:
 
     def delete(self, name: str) -> None:
         self.asked.append(f"delete {name}")
-        if self.fault is not None:
-            self.fault, fault = None, self.fault
+        fault, self.fault = self.fault, None
+        if fault is not None:
             raise fault
         del self.applications[name]
 
@@ -99,9 +99,15 @@ def report(
     name: str, *, is_draining: bool = False, plan: Mapping[str, Any] | None = None, **figures: float
 ) -> Report:
     return Report(
-        kind="switch" if name.startswith("s") else "replica", name=name, url=f"http://{name}", node="node", pid=7, is_draining=is_draining, figures=figures,
+        kind="switch" if name.startswith("s") else "replica",
+        name=name,
+        url=f"http://{name}",
+        node="node",
+        pid=7,
+        is_draining=is_draining,
+        figures=figures,
         plan=plan or {},
-    )  # fmt: skip
+    )
 
 
 def view(*reports: Report, failures: tuple[str, ...] = ()) -> View:
