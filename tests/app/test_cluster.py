@@ -345,6 +345,14 @@ def arguments(action: str, *given: str) -> argparse.Namespace:
     return parser.parse_args(["--address", "ray:1", *given])
 
 
+def test_what_is_said_of_a_cluster_is_text() -> None:
+    said = dict.fromkeys(("replicas", "switches", "cpus", "gpus", "listen", "replica_port"), "1")
+    flags = [word for name, value in said.items() for word in (f"--{name.replace('_', '-')}", value)]
+    common = {"address": "ray:1", "name": None}
+    assert vars(arguments("deploy", "--surge", *flags)) == {**common, **said, "surge": "true"}
+    assert vars(arguments("status")) == common
+
+
 def test_an_action_is_for_the_cluster_of_its_name(
     there: Cluster, slept: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
