@@ -62,7 +62,16 @@ class Scripted:
         for stream, bodies in enumerate(job.bodies):
             for place, body in enumerate(bodies[:3]):
                 sent.append(f"at {starts_s[stream]:.6g} {len(bodies)} times {_digest(body)}")
-                answers.append(_answer(job, stream, place, starts_s[stream] + 10.0 * place, body))
+                answers.append(
+                    _answer(
+                        job,
+                        stream,
+                        place,
+                        starts_s[stream] + 10.0 * place,
+                        body,
+                        0.001 * (len(self.lines) % 7),
+                    )
+                )
         self.lines.append(
             f"{job.host}:{job.port}{job.path}, {len(job.bodies)} streams, stop after {job.stop_s}"
         )
@@ -80,7 +89,7 @@ def _digest(body: Any) -> str:
     return f"{sizes}, {crc32(repr(body).encode()):08x}"
 
 
-def _answer(job: Job, stream: int, place: int, at_s: float, body: dict[str, Any]) -> Answer:
+def _answer(job: Job, stream: int, place: int, at_s: float, body: dict[str, Any], late_s: float) -> Answer:
     """Of 12 interactive streams the server refuses one and loses another; the more streams, the slower they begin."""
     started_s, num_prompt, num_output = 1000.0 + at_s, len(body["prompt"]), body["max_tokens"]
     is_interactive = body["service_tier"] == "priority"
@@ -88,7 +97,7 @@ def _answer(job: Job, stream: int, place: int, at_s: float, body: dict[str, Any]
         error, status = ("busy", 503) if stream % 12 == 5 else ("cut", 200)
         return Answer(started_s, started_s + 0.01 * stream, error=error, status=status, stream=stream)
     share_s = (0.01 if is_interactive else 0.04) / job.port / (1 + place)
-    first_s = started_s + share_s * len(job.bodies) * (1 + stream % 9 / 9)
+    first_s = started_s + late_s + share_s * len(job.bodies) * (1 + stream % 9 / 9)
     times_s = [first_s + 0.06 * number + 0.002 * (number**2 % 5) for number in range((num_output + 1) // 2)]
     return Answer(
         started_s, times_s[-1], times_s, num_prompt, num_prompt // 4, num_output, stream=stream, status=200,
@@ -297,4 +306,4 @@ def test_the_shared_prefix_fits_the_model(script: Scripted, monkeypatch: pytest.
     subject: Any = SimpleNamespace(name="m", max_length=100, token_ids=[1], seeds=lambda: 1)
     row = runs._prefix(server, subject, 1)
     assert (row["shared_tokens"], row["cached_tokens"]) == (60, 92 // 4)
-    assert row["ratio"] == pytest.approx(2)
+    assert row["ratio"] == pytest.approx(0.04 / 0.02)
