@@ -98,7 +98,8 @@ def test_who_polls_counts_into_no_promise() -> None:
 
 def test_the_servers_lane_goes_before_the_one_asked_for() -> None:
     answer = Answer(0.0, 1.0, lane="batch")
-    assert Outcome(kind="x", tenant="y", lane="interactive", at_s=0, lag_s=0, answer=answer).lane == "batch"
+    outcome = Outcome(kind="x", tenant="y", lane="interactive", at_s=0, lag_s=0, answer=answer)
+    assert (outcome.lane, outcome.ending) == ("batch", "done")
 
 
 def test_equal_work_is_a_jain_index_of_one() -> None:
@@ -310,6 +311,7 @@ def test_the_report_of_a_mixed_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_page_is_a_table_for_each_of_the_reports(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     write_report(folder, figures([outcome()]))
+    assert figures([]) == {"completed": 0, "failed": 0, "rejected": 0, "cancelled": 0}
     data, page = write_report(folder, figures([]))
     assert data.read_text() == json.dumps(figures([]), indent=1) + "\n"
     rows = "<tr><th>requests</th><th>number</th></tr>\n<tr><td>all</td><td>0</td></tr>"

@@ -72,15 +72,16 @@ def test_a_first_turn_that_failed_has_no_second() -> None:
     assert len(server.asked) == 1
 
 
-def test_when_clients_leave_and_lose_their_connection_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_and_places_of_leaving_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = SimpleNamespace(
         uniform=lambda *ends: ("uniform", *ends), randint=lambda *ends: ("randint", *ends)
     )
     for name in ("leave", "resume"):
         monkeypatch.setattr(module, name, lambda _, __, *when: when)
-    found: list[object] = [
-        BEHAVIOURS[name](cast(Server, None), cast(random.Random, drawn)) for name in ("leave", "resume")
-    ]
+    monkeypatch.setattr(module, "respond", lambda _, body: Answer(0, 1, error=str(body["max_output_tokens"])))
+    source = cast(random.Random, drawn)
+    assert BEHAVIOURS["talk"](cast(Server, None), source).error == "('randint', 8, 48)"
+    found: list[object] = [BEHAVIOURS[name](cast(Server, None), source) for name in ("leave", "resume")]
     assert found == [(("uniform", 0.0, 0.5),), (("randint", 1, 8_000), 60.0)]
 
 
