@@ -114,7 +114,7 @@ def test_a_replica_tells_its_state_and_then_its_load_four_times_a_second() -> No
         assert all(
             change["epoch"] == first["epoch"] and change["load"] == first["load"] for change in changes
         )
-        assert 0.2 < times_s[-1] - times_s[0] < 1.2
+        assert 0.2 < times_s[-1] - times_s[0] < 2.4
 
     asyncio.run(run())
 
