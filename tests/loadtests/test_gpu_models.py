@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from engine.execution.loader import load_model
@@ -19,6 +20,7 @@ from engine.model.weights import linear_specs, make_recipe
 from engine.planning.tokenizer import Tokenizer
 from engine.quant.float8 import Float8
 from engine.quant.integers import Integers
+from loadtests.gpu import checkpoints
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.sizes import (
     LLAMA_1B,
@@ -151,3 +153,63 @@ def test_a_smaller_model_drafts_for_the_larger(
     *found, of_drafts = speculation(mode)
     assert (*found,) == shapes
     assert astuple(of_drafts) == sizes
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+def test_tensors_are_random_numbers_of_one_deviation(quantization: str | None, tmp_path: Path) -> None:
+    """Norms are 1; rows of the vocabulary that are no text are twenty times smaller."""
+    shape = replace(LLAMA_SMALL, quantization=quantization)
+    write_checkpoint(shape, tmp_path, num_random=100_000)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    head = tensors["lm_head.weight"].float()
+    assert head.shape == (16_448, 64)
+    for rows, deviation in ((head[:258], 0.001), (head[258:16_384], 0.02), (head[16_384:], 0.001)):
+        assert rows.std().item() == pytest.approx(deviation, rel=0.05)
+    assert not torch.equal(head, tensors["model.embed_tokens.weight"].float())
+    assert tensors["model.norm.weight"].tolist() == [1.0] * 64
+    prefix = "model.layers.1.mlp.down_proj.weight"
+    if quantization is None:
+        weight, other = (tensors[f"model.layers.{i}.mlp.down_proj.weight"].float() for i in (0, 1))
+        assert weight.shape == (64, 96)
+        assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert not torch.equal(weight, other)
+    elif quantization == "fp8":
+        weight, scale = tensors[prefix], tensors[f"{prefix}_scale"]
+        assert (weight.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+        assert weight.float().std().item() == pytest.approx(1, rel=0.05)
+        assert scale.float().unique().tolist() == [pytest.approx(0.02, rel=0.01)]
+    else:
+        words, scale = tensors[f"{prefix}_packed"], tensors[f"{prefix}_scale"]
+        assert (words.dtype, words.shape, scale.shape) == (torch.int32, (64, 12), (64, 3))
+        assert tensors[f"{prefix}_shape"].tolist() == [64, 96]
+        assert scale.float().unique().tolist() == [pytest.approx(0.02 / 4.6, rel=0.01)]
+        nibbles = torch.stack([(words >> 4 * i) & 15 for i in range(8)]).float() - 8
+        assert nibbles.std().item() == pytest.approx(4.6, rel=0.02)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    header = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
+    assert (header % 8, size) == (0, 8 + header + sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def test_each_tensor_starts_further_on_in_numbers_that_all_share() -> None:
+    noise = torch.arange(10)
+    assert torch.cat(list(checkpoints._repeated(25, noise, 27))).tolist() == [
+        *range(7, 10),
+        *range(10),
+        *range(10),
+        0,
+        1,
+    ]
+    assert list(checkpoints._repeated(0, noise, 3)) == []
+    floats, bits = checkpoints._Noise.of(4000).floats, checkpoints._Noise.of(4000).bits
+    assert (floats.shape, floats.dtype, bits.shape, bits.dtype) == (
+        (4000,),
+        torch.bfloat16,
+        (1000,),
+        torch.int32,
+    )
+    assert torch.equal(floats, checkpoints._Noise.of(4000).floats)
+    assert bits.double().mean().abs().item() < 1 << 28
+    assert bits.min().item() < -(1 << 31) * 0.98
+    assert bits.max().item() > (1 << 31) * 0.98
