@@ -89,6 +89,11 @@ def test_what_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPatch) ->
     assert (device.num_captured, device.num_launched) == (0, 2 + 8 * 4)
 
 
+def test_an_event_knows_when_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: options)
+    assert timing.event() == {"enable_timing": True}
+
+
 def test_a_host_takes_the_median_of_calls_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     times_s = iter([100.0, 5.0, 1.0, 2.0, 3.0, 4.0, 60.0, 70.0])
     clock = SimpleNamespace(now_s=0.0)

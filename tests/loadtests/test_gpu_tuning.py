@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,17 +61,26 @@ def test_without_a_card_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str
 
 
 def test_nothing_is_measured_beside_a_server() -> None:
-    tuning._check_alone(79 << 30, 80 << 30)
+    tuning._check_alone(76 << 30, 80 << 30)
     with pytest.raises(NoDevice, match=r"^others use 60\.0 GiB .* stop it first$"):
         tuning._check_alone(20 << 30, 80 << 30)
 
 
 def test_candidates_fit_the_card_and_are_as_many_kinds_as_there_is_time_for() -> None:
     every = list(candidates(TASK, CARD))
+    assert every == list(candidates(TASK, CARD)), "the same order in every run"
     assert len(set(every)) == len(every) > 100
     for tiling in every:
         assert shared_bytes(tiling, TASK.code, TASK.dtype, CARD.chip.tensor_cores) <= CARD.chip.shared_bytes
         assert tiling.block_m == 16
+    values = {field.name: {getattr(tiling, field.name) for tiling in every} for field in fields(Tiling)}
+    assert values == {
+        "block_m": {16}, "block_n": {32, 64, 128}, "block_k": {64, 128, 256}, "num_warps": {4, 8},
+        "num_stages": {2, 3, 4, 5, 6}, "programs_per_sm": {1, 2, 3, 4, 6},
+    }  # fmt: skip
+    of_more = list(candidates(replace(TASK, most_rows=64), CARD))
+    assert {tiling.block_m for tiling in of_more} == {32, 64, 128}
+    assert {tiling.programs_per_sm for tiling in of_more} == {1, 2}
     for field in ("block_n", "block_k", "num_stages", "programs_per_sm"):
         assert len({getattr(tiling, field) for tiling in every[:20]}) > 1, field
 
@@ -127,3 +138,144 @@ def test_entries_are_added_to_those_of_others_and_are_read_back(
     finally:
         tiles._table.cache_clear()
     assert {field.name for field in fields(Tiling)} == set(asdict(first))
+
+
+def test_every_class_of_code_is_tuned_the_fewest_rows_first() -> None:
+    kinds = [
+        (Code.INT4, torch.bfloat16, 128, False),
+        (Code.FLOAT8, torch.bfloat16, None, False),
+        (Code.INT8, torch.int8, None, False),
+        (Code.UINT4, torch.bfloat16, 128, True),
+        (Code.INT8, torch.bfloat16, 128, False),
+    ]
+    assert tuning._tasks() == [
+        Task(code, dtype, rows, group_size, zero)
+        for rows in (16, 64, 255)
+        for code, dtype, group_size, zero in kinds
+    ]
+    assert [replace(TASK, most_rows=rows).rows for rows in (16, 64, 255)] == [(1, 16), (64,), (255,)]
+
+
+def test_weights_are_the_maps_of_a_layer_the_largest_first() -> None:
+    """So many of each that 256 MiB are read in turn."""
+    device = torch.device("meta")
+    maps = tuning._weights(TASK, device, is_dry=False)
+    sizes = [(28_672, 4096), (6144, 4096), (4096, 14_336), (4096, 4096)]
+    assert [(copies[0].out_features, copies[0].in_features) for copies, _ in maps] == sizes
+    assert [len(copies) for copies, _ in maps] == [
+        (256 << 20) // (outputs * inputs // 2 + outputs * inputs // 128 * 2) for outputs, inputs in sizes
+    ]
+    assert [[x.shape for x in inputs] for _, inputs in maps] == [[(1, n), (16, n)] for _, n in sizes]
+    assert all(x.dtype == torch.bfloat16 for _, inputs in maps for x in inputs)
+    dry = tuning._weights(replace(TASK, dtype=torch.int8, most_rows=64), torch.device("cpu"), is_dry=True)
+    assert [(len(copies), copies[0].out_features, copies[0].in_features) for copies, _ in dry] == [
+        (1, outputs // 64, inputs // 32) for outputs, inputs in sizes
+    ]
+    for _, (x,) in dry:
+        assert x.dtype == torch.int8
+        assert x.float().std().item() == pytest.approx(30, rel=0.1)
+        assert x.min() >= -127
+
+
+class FakeTimes:
+    """A tiling takes what it is given, else 2 s; the measured ones are kept."""
+
+    def __init__(self, faster: Tiling | None) -> None:
+        self.faster = faster
+        self.measured: list[tuple[Task, Tiling]] = []
+
+    def __call__(self, task: Task, tiling: Tiling, *_: object) -> float:
+        if (task, tiling) not in self.measured:
+            self.measured.append((task, tiling))
+        return 1.0 if tiling == self.faster else 2.0
+
+
+@pytest.mark.parametrize("is_dry", [True, False])
+def test_the_best_is_printed_or_written(
+    is_dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [each for each in tuning._tasks() if (each.code, each.most_rows) == (Code.INT4, 16)]
+    (faster,) = some(1)
+    times = FakeTimes(faster)
+    path = tmp_path / "tiles.json"
+    clock = iter([100.0] + [0.0] * 100_000)
+    monkeypatch.setattr(tuning, "_tasks", lambda: [*tasks, Task(Code.FLOAT8, torch.bfloat16, 64, None)])
+    monkeypatch.setattr(tuning, "_weights", lambda *_, **__: WEIGHTS)
+    monkeypatch.setattr(tuning, "_by_torch", times)
+    monkeypatch.setattr(tuning, "_on_card", lambda _: times)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.append(number))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 << 30, 80 << 30))
+    monkeypatch.setattr(Card, "of", lambda _: CARD)
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    threads: list[int] = []
+    options = argparse.Namespace(dry_run=is_dry, only="int4 x", out=path)
+    assert tuning.tune(options, 160.0) == 0
+    name = "a card that is not there" if is_dry else "a card"
+    expected = {name: {"int4 x bfloat16": {"16": asdict(faster)}}}
+    printed = capsys.readouterr()
+    said = [line.partition(" s  ")[2] for line in printed.err.splitlines()]
+    count = 4 if is_dry else 1 + len(list(candidates(TASK, CARD)))
+    assert said[:2] == [
+        "[1/1] int4 x bfloat16, up to 16 rows: at most 60 s",
+        f"[1/1] int4 x bfloat16, up to 16 rows: {count} tilings, 2.00 times as fast as the rule's: {faster}",
+    ]
+    if is_dry:
+        assert json.loads(printed.out) == expected
+        assert (path.exists(), threads) == (False, [1])
+    else:
+        assert path.read_text() == json.dumps(expected, indent=1) + "\n"
+        assert said[2:] == [f"1 entries for a card in {path}"]
+        assert path.stat().st_mode & 0o777 == 0o644
+        assert threads == []
+
+
+def test_a_rule_that_is_the_best_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuning, "_tasks", lambda: [TASK, replace(TASK, most_rows=64)])
+    monkeypatch.setattr(tuning, "_weights", lambda *_, **__: WEIGHTS)
+    monkeypatch.setattr(tuning, "_by_torch", FakeTimes(None))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    options = argparse.Namespace(dry_run=True, only="", out=tmp_path / "tiles.json")
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    assert tuning.tune(options, 3700.0) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"a card that is not there": {}}
+    said = [line.partition(" s  ")[2] for line in printed.err.splitlines()]
+    assert [line.partition(":")[0] for line in said] == [
+        f"[{number}/2] int4 x bfloat16, up to {rows} rows"
+        for number, rows in ((1, 16), (1, 16), (2, 64), (2, 64))
+    ]
+    assert said[1].endswith(": 4 tilings, it stays")
+    assert said[0].endswith(": at most 1800 s")
+    assert said[2].endswith(": at most 3600 s")
+
+
+def test_a_product_on_the_card_is_one_of_its_copies_by_that_tiling_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from engine.kernels.triton import packed_linear
+
+    calls: list[tuple[Any, ...]] = []
+
+    def timed(device: torch.device, run: Any) -> float:
+        assert device == torch.device("cpu")
+        run()
+        return 6.0
+
+    monkeypatch.setattr(packed_linear, "multiply", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(tuning, "timed", timed)
+    monkeypatch.setattr(Card, "of", lambda _: CARD)
+    measure = tuning._on_card(torch.device("cpu"))
+    copies: Any = ["one", "two", "three"]
+    (tiling,) = some(1)
+    assert measure(TASK, tiling, copies, torch.ones(2, 4)) == 2.0
+    assert [(weight, scale, bias, dtype) for _, weight, scale, bias, dtype, _ in calls] == [
+        (weight, None, None, torch.bfloat16) for weight in copies
+    ]
+    card = calls[0][-1]
+    assert (card.chip, card.tiling(Code.INT8, torch.int8, 64)) == (CARD.chip, tiling)
+    measure(replace(TASK, dtype=torch.int8), tiling, copies, torch.ones(2, 4))
+    assert calls[-1][2].tolist() == [1.0, 1.0]
+    monkeypatch.setattr(tuning, "timed", None)
+    assert measure(TASK, tiling, copies, torch.ones(2, 4)) == float("inf")
