@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from loadtests.gpu import command
-from loadtests.gpu.packages import ROOT
+from loadtests.gpu.packages import ROOT, PackagesMissing, needed
 from loadtests.gpu.parts import PARTS, Outcome, Part
 
 RUN = ROOT / "loadtests" / "gpu" / "run"
@@ -173,7 +173,7 @@ def test_a_device_is_there_with_its_packages(monkeypatch: pytest.MonkeyPatch) ->
     assert checked == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     command.check_device(dry_run=False)
-    assert checked == [command.needed("gpu")]
+    assert checked == [needed("gpu")]
 
 
 def test_packages_are_unpacked_beside_the_checkpoints(
@@ -183,7 +183,7 @@ def test_packages_are_unpacked_beside_the_checkpoints(
 
     def prepare(target: Path, _: object) -> None:
         targets.append(target)
-        raise command.PackagesMissing("no torch")
+        raise PackagesMissing("no torch")
 
     monkeypatch.setattr(command, "prepare", prepare)
     assert command.main(["--scratch", str(tmp_path)]) == 2

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import sysconfig
+from io import TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -41,10 +44,10 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return subprocess.CompletedProcess(command, *answer)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(environment.shutil, "which", lambda name: f"/bin/{name}" if name in answers else None)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in answers else None)
     monkeypatch.setattr(environment, "num_cores", lambda: 16)
     monkeypatch.setattr(environment, "version", {"triton": "3.5", "transformers": "5.0"}.__getitem__)
-    monkeypatch.setattr(environment.sysconfig, "get_path", lambda _: "/nowhere/include")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: "/nowhere/include")
     monkeypatch.setenv("CC", "")
     return answers
 
@@ -82,7 +85,7 @@ def test_a_compiler_is_the_one_that_is_wanted_or_found(
     commands: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(environment.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     commands |= {"gcc": None, "clang": None}
     assert environment._compiler() == "/bin/gcc"
     monkeypatch.setenv("CC", "/opt/cc")
@@ -184,7 +187,7 @@ def test_tests_run_in_several_processes_with_kernels_that_are_compiled(
 def test_tests_are_counted_and_the_first_failed_ones_are_named(outcome: Outcome) -> None:
     tally = cuda_tests.Tally("tests/gpu")
     tally._report.close()
-    tally._report = sys.stdout
+    tally._report = cast(TextIOWrapper, sys.stdout)
 
     def report(outcome: str, when: str = "call", longrepr: object = None, name: str = "a") -> None:
         tally.pytest_runtest_logreport(

@@ -32,7 +32,9 @@ def test_a_kernel_that_fails_leaves_the_others_to_another_process(
     assert kernels.main() == 1
     assert started == [[sys.executable, "-m", "loadtests.gpu.kernels", "slope", "sampler", *DRY]]
     outcome = Outcome("kernels")
-    for line in capsys.readouterr().out.splitlines():
+    printed = capsys.readouterr()
+    assert "Traceback" in printed.err
+    for line in printed.out.splitlines():
         outcome.take(line)
     assert [figure.name for figure in outcome.figures] == ["matmul rate", "copy bandwidth"]
     assert outcome.skipped == [("kernels: decode", "KeyError: 'no kernel'")]

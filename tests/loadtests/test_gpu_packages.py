@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 import tomllib
@@ -97,7 +97,7 @@ def test_all_that_penstock_requires_is_needed() -> None:
 
 
 def test_without_packaging_it_is_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(PackagesMissing, match=r"^packaging is missing\non"):
         check_packages([])
 

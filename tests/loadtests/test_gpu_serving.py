@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from app.bench.client import Job
 from app.bench.reader import Answer
 from loadtests.gpu import alone, figures, ranks, serving, sizes
 from loadtests.gpu.parts import Outcome
@@ -59,13 +58,11 @@ class FakeServer:
         self.shape, self.num_random = shape, num_random
         folder.mkdir()
 
-    def ask(self, run: Any, job: Job, num_processes: int) -> list[Answer]:
+    def ask(self, run: Any, job: Any, num_processes: int) -> list[Answer]:
         assert (run.func, run.keywords) == (self.run_alone, {"timeout_s": 60.0})
         assert (job.host, job.port, job.path) == ("here", 80, "/v1/completions")
         (prompt_tokens, output_tokens), *_ = {
-            (len(body["prompt"]), body["max_tokens"])
-            for bodies in job.bodies
-            for body in bodies  # type: ignore[arg-type]
+            (len(body["prompt"]), body["max_tokens"]) for bodies in job.bodies for body in bodies
         }
         self.sent.append((len(job.bodies), prompt_tokens, output_tokens, len(job.bodies[0]), num_processes))
         first_s, each_s = prompt_tokens / 1e3, 0.002 + prompt_tokens / 1e6
