@@ -53,12 +53,13 @@ def answer(*token_times_s: float, error: str | None = None) -> Answer:
     ("found", "kept"),
     [
         (answer(0.9, 1.8), True),
+        (answer(1.0, 2.0), True),
         (answer(1.1, 1.2), False),
         (answer(0.9, 2.0), False),
         (answer(), False),
         (answer(0.9, 1.8, error="cut"), False),
     ],
-    ids=["kept", "late", "slow", "nothing", "cut"],
+    ids=["kept", "just", "late", "slow", "nothing", "cut"],
 )
 def test_a_promise_is_both_times_and_a_whole_answer(found: Answer, kept: bool) -> None:
     assert is_kept(found) is kept
