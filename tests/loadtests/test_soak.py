@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -225,7 +226,7 @@ def test_an_answer_ends_so(name: str, answer: dict[str, Any], down: bool, ending
     assert clients.failures == failures
 
 
-def test_a_storm_is_sixty_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storm_is_sixty_requests_at_once() -> None:
     random.seed(3)
     with ScriptedServer(chat("a")) as server:
         process = SimpleNamespace(host="127.0.0.1", port=server.port)
@@ -294,10 +295,9 @@ def run_soak(
     """The judgements of a soak of 112 s on stand-ins, and how long it slept."""
 
     class Scripted:
-        endings = Counter({("talk", "done"): 12, ("nonsense", "refused"): 3})
-
         def __init__(self, _: object, number: int) -> None:
             assert number == 3
+            self.endings = Counter({("talk", "done"): 12, ("nonsense", "refused"): 3})
             self.failures = failures
 
         def __enter__(self) -> Scripted:
@@ -314,7 +314,7 @@ def run_soak(
     clock = Clock()
     target.memory = iter(memory)
     redis = Redis(target.log)
-    fakes = {"RedisProcess": lambda: redis, "SlowLine": lambda url: redis, "_server_under_test": server}
+    fakes = {"RedisProcess": lambda: redis, "SlowLine": lambda _: redis, "_server_under_test": server}
     for name, fake in {**fakes, "Clients": Scripted, "time": clock}.items():
         monkeypatch.setattr(module, name, fake)
     monkeypatch.setattr(module, "storm", lambda _: target.log.append("storm"))
@@ -442,7 +442,8 @@ def test_it_waits_until_redis_knows_all(clock: Clock, monkeypatch: pytest.Monkey
     assert 29.9 < sum(clock.slept[3:]) < 30.1
 
 
-def test_memory_is_counted_without_what_has_bounds_of_its_own(clock: Clock) -> None:
+@pytest.mark.usefixtures("clock")
+def test_memory_is_counted_without_what_has_bounds_of_its_own() -> None:
     target = ServerUnderTest("unix:///redis")
     text = "penstock_store_bytes 3145728\npenstock_recording_bytes 1048576\n"
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\n"
@@ -451,7 +452,7 @@ def test_memory_is_counted_without_what_has_bounds_of_its_own(clock: Clock) -> N
         assert target.metrics() == {"penstock_store_bytes": 3_145_728, "penstock_recording_bytes": 1_048_576}
         memory_mib = target.memory_mib
     assert server.asked == [("GET", "/metrics", None)] * 2
-    pages = int(open("/proc/self/statm").read().split()[1])
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
     assert memory_mib == pytest.approx(pages * 4096 / 2**20 - 4, abs=2)
     before = target.num_files
     with open(os.devnull):
