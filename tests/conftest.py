@@ -91,11 +91,11 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
 @pytest.fixture(autouse=True)
 def _log_is_left_as_it_was() -> Iterator[None]:
     """Logging is one for the whole process: what a test sets up is put back."""
-    root, access = logging.getLogger(), log.getChild("access")
+    root, access, engine = logging.getLogger(), log.getChild("access"), log.getChild("engine")
     before = [(logger, logger.level) for logger in (root, log, access)]
-    handlers = list(root.handlers)
+    handlers, filters = list(root.handlers), list(engine.filters)
     yield
-    root.handlers[:] = handlers
+    root.handlers[:], engine.filters[:] = handlers, filters
     for logger, level in before:
         logger.setLevel(level)
 
