@@ -197,16 +197,20 @@ class Drafting:
             if sequence.finish_reason is None:
                 continue
             self._records.pop(sequence, None)
-            for proposer in self._proposers:
+            for proposer in self._all_proposers:  # also those that rest, lest they keep what ended meanwhile
                 try:
                     proposer.forget(sequence)
                 except Exception:
                     self._let_rest(proposer)
 
     @property
-    def _proposers(self) -> list[Proposer]:
+    def _all_proposers(self) -> list[Proposer]:
         every = (self._lookup, self._forced, self._model)
-        return [proposer for proposer in every if proposer is not None and not self._rests_now(proposer)]
+        return [proposer for proposer in every if proposer is not None]
+
+    @property
+    def _proposers(self) -> list[Proposer]:
+        return [proposer for proposer in self._all_proposers if not self._rests_now(proposer)]
 
     def _rests_now(self, proposer: Proposer) -> bool:
         return self._num_steps < self._rests_until.get(proposer.name, 0)

@@ -307,6 +307,21 @@ def test_a_proposer_that_fails_rests_for_longer_each_time(caplog: pytest.LogCapt
     assert min(asked) > 0
 
 
+def test_a_proposer_that_rests_forgets_who_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = BlockTables(64, 4)
+    (sequence,) = running(tables, 1)
+    drafting = drafting_at({1: 1.0, 64: 1.0})
+    proposer = drafting._lookup
+    assert isinstance(proposer, Echo)
+    proposer.fault = RuntimeError("broken")
+    drafting.extend(step_of([sequence]), tables, 100)
+    forgotten: list[Sequence] = []
+    monkeypatch.setattr(proposer, "forget", forgotten.append)
+    sequence.finish_reason = FinishReason.STOP
+    drafting.forget([sequence])
+    assert forgotten == [sequence]
+
+
 def test_who_ended_is_forgotten_and_who_gave_way_is_not() -> None:
     tables = BlockTables(64, 4)
     ended, waiting = running(tables, 2)
