@@ -234,7 +234,7 @@ class Engine:
             self._facts.num_blocks,
             self._facts.block_size,
             prefix_cache=self._prefix_cache,
-            window=self._facts.window,
+            windows=self._facts.windows,
             log=self._prefix_log,
         )
         limits = replace(
@@ -360,7 +360,6 @@ class Engine:
         self._reported = replace(counters)
 
     def _load(self, scheduler: Scheduler, plan: Plan, num_prefill: int, duration_s: float) -> StepLoad:
-        tables = scheduler.tables
         return StepLoad(
             num_prefill_tokens=num_prefill,
             num_decode_tokens=plan.num_tokens - num_prefill,
@@ -371,8 +370,7 @@ class Engine:
             num_running=len(scheduler.running),
             max_num_seqs=self._limits.max_num_seqs,
             max_batch_tokens=scheduler.most_tokens,
-            num_free_tokens=tables.pool.num_free * tables.block_size,
-            num_kv_tokens=tables.num_kv_tokens,
+            num_free_tokens=scheduler.tables.num_free_tokens,
         )
 
     def _cancel_asked(self, scheduler: Scheduler, now: float) -> list[Output]:

@@ -32,7 +32,7 @@ from engine.kernels.cpu.native import (
     NativeUnavailable,
     PackedLinear,
 )
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import Ranks
@@ -143,9 +143,9 @@ def load_model(
         memory = _measured_plan(
             config, recipe, weights, kernels, options, limits, draft_size, max_model_len, say
         )
-    shape = KVShape.of(config, options.block_size)
+    layout = KVLayout.of(config, options.block_size)
     memory = replace(memory, num_blocks=agreed(memory.num_blocks, ranks))
-    kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
+    kv = KVCache(layout, memory.num_blocks, kernels.kv_dtype, device)
     decoder = make_decoder(config, weights, kernels, kv, max_model_len)
     return LoadedModel(
         config=config,
@@ -199,7 +199,7 @@ class _Draft:
         config, kernels = self.source.config, self.kernels
         return DraftSize(
             weight_bytes(config, kernels.embedding_dtype, self.source.recipe, kernels.packs),
-            KVShape.of(config, self.options.block_size).block_bytes(kernels.kv_dtype),
+            KVLayout.of(config, self.options.block_size, keeps_all=True).block_bytes(kernels.kv_dtype),
         )
 
     def load(self, target: _Target) -> LoadedDraft:
@@ -241,7 +241,7 @@ class _Head:
     def size(self) -> DraftSize:
         config, kernels, block_size = self.config.layer, self.kernels, self.options.block_size
         weights = eagle_bytes(self.config, kernels, self.recipe, with_embedding=has_embedding(self.files))
-        block = KVShape.of(config, block_size).block_bytes(kernels.kv_dtype)
+        block = KVLayout.of(config, block_size, keeps_all=True).block_bytes(kernels.kv_dtype)
         return DraftSize(weights, block + block_size * config.hidden_size * _FEATURES.itemsize)
 
     def load(self, target: _Target) -> LoadedDraft:
@@ -263,8 +263,8 @@ class _Head:
 
 def _kv_beside(target: _Target, config: ModelConfig, kernels: Kernels) -> KVCache:
     """A draft's cache, of as many blocks as the target's."""
-    shape = KVShape.of(config, target.kv.block_size)
-    return KVCache(shape, target.kv.num_blocks, kernels.kv_dtype, kernels.device)
+    layout = KVLayout.of(config, target.kv.block_size, keeps_all=True)
+    return KVCache(layout, target.kv.num_blocks, kernels.kv_dtype, kernels.device)
 
 
 def _longest(target: _Target, options: LoadOptions) -> int:
@@ -370,7 +370,7 @@ def _most_tokens(memory: MemoryPlan) -> int:
     """
     on_card = memory.card is not None
     num_blocks = max(memory.num_blocks, memory.available // memory.block) if on_card else memory.num_blocks
-    return num_blocks * memory.block_size
+    return memory.windows.room(num_blocks, memory.chunk)
 
 
 def _tables(
@@ -378,8 +378,9 @@ def _tables(
 ) -> tuple[SequenceTable, Sampler, StepBuffers | None]:
     """What steps keep on the device of the running sequences."""
     num_slots, device = options.max_num_seqs, kernels.device
-    max_blocks = -(-max_model_len // options.block_size)
-    table = SequenceTable(num_slots, max_blocks, options.block_size, device)
+    num_tables = len(KVLayout.of(config, options.block_size).windows)
+    max_blocks = -(-max_model_len // options.block_size) * num_tables
+    table = SequenceTable(num_slots, max_blocks, options.block_size, device, num_tables)
     sampler = Sampler(num_slots, config.vocab_size, config.eos_token_ids, device, kernels.choose)
     if not (kernels.is_static and options.cuda_graphs):
         return table, sampler, None
@@ -400,13 +401,13 @@ def _measured_plan(
 ) -> MemoryPlan:
     """The memory plan from what weights, tables and the largest steps really take on a GPU."""
     say("running the largest steps; kernels that are new to this machine are compiled, which takes a while")
-    shape = KVShape.of(config, options.block_size)
+    layout = KVLayout.of(config, options.block_size)
     decoder = make_decoder(
-        config, weights, kernels, KVCache(shape, 1, kernels.kv_dtype, kernels.device), max_model_len
+        config, weights, kernels, KVCache(layout, 1, kernels.kv_dtype, kernels.device), max_model_len
     )
 
     def steps() -> None:
-        for batch in largest_batches(options, max_model_len, shape.block_size):
+        for batch in largest_batches(options, max_model_len, len(layout.windows)):
             rows = torch.arange(batch.sample_rows.numel(), dtype=torch.int32, device=kernels.device)
             logits = weights.lm_head(decoder(batch.to(kernels.device)))
             kernels.most_likely(logits, rows, MAX_TOP_LOGPROBS)

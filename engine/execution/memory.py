@@ -17,7 +17,7 @@ import torch
 from engine.errors import NotEnoughMemory
 from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.cpu.native import PACKED, NativeUnavailable
-from engine.kernels.kv_cache import KVShape
+from engine.kernels.kv_cache import KVLayout
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import check_native
 from engine.model.config import LoadOptions, ModelConfig
@@ -35,6 +35,7 @@ from engine.model.tensors import (
     make_recipe,
     packs_embedding,
 )
+from engine.planning.windows import Windows
 from engine.quant.formats import DENSE, Format
 from engine.quant.integers import Integers
 from engine.sizes import GIB, size_text
@@ -116,8 +117,10 @@ class MemoryPlan:
     block: int
     """A KV block, of the model and its draft together."""
     num_blocks: int
-    block_size: int
-    """In tokens, not bytes."""
+    windows: Windows
+    """The block tables of every sequence."""
+    chunk: int
+    """The most tokens that a step computes of a sequence."""
     available: int
     card: Card | None = None
     """The card of the budget."""
@@ -129,7 +132,7 @@ class MemoryPlan:
     @property
     def num_tokens(self) -> int:
         """The tokens that the KV cache holds."""
-        return (self.num_blocks - 1) * self.block_size
+        return self.windows.room(self.num_blocks - 1, self.chunk)
 
     @property
     def needed(self) -> int:
@@ -230,14 +233,15 @@ def draft_plan(
     draft: DraftSize | None = None,
 ) -> MemoryPlan:
     """The plan of `plan_memory`, which may need more than there is."""
-    shape = KVShape.of(config, options.block_size)
+    layout = KVLayout.of(config, options.block_size)
+    windows = Windows(layout.windows, options.block_size)
     dtype = kernels.embedding_dtype
     weights = weight_bytes(config, dtype, recipe, kernels.packs, keeps_narrow=kernels.keeps_narrow)
     workspace = measured.workspace if measured else _workspace_bytes(config, options)
     tables = max(0, measured.resident - weights) if measured else 0
     graphs = _graph_bytes(options, workspace) if budget.card is not None and options.cuda_graphs else 0
     draft = draft or DraftSize(0, 0)
-    block = shape.block_bytes(kernels.kv_dtype) + draft.block
+    block = layout.block_bytes(kernels.kv_dtype) + draft.block
     left = budget.available - weights - draft.weights - tables - workspace - graphs
     return MemoryPlan(
         weights=weights,
@@ -246,18 +250,21 @@ def draft_plan(
         graphs=graphs,
         tables=tables,
         block=block,
-        num_blocks=options.num_blocks or _num_blocks(config, shape, options, block, budget.kv_limit(left)),
-        block_size=shape.block_size,
+        num_blocks=options.num_blocks or _num_blocks(config, windows, options, block, budget.kv_limit(left)),
+        windows=windows,
+        chunk=options.max_batch_tokens,
         available=budget.available,
         card=budget.card,
     )
 
 
-def _num_blocks(config: ModelConfig, shape: KVShape, options: LoadOptions, block: int, kv_limit: int) -> int:
+def _num_blocks(
+    config: ModelConfig, windows: Windows, options: LoadOptions, block: int, kv_limit: int
+) -> int:
     """The KV blocks that the limit holds: the smallest useful number at least, and no more than could be used."""
     max_model_len = options.max_model_len or config.max_position
-    per_sequence = -(-max_model_len // shape.block_size)
-    smallest = 1 + -(-min(max_model_len, SMALLEST_CONTEXT) // shape.block_size)
+    per_sequence = windows.num_tables * -(-max_model_len // windows.block_size)
+    smallest = 1 + windows.num_tables * -(-min(max_model_len, SMALLEST_CONTEXT) // windows.block_size)
     limit = kv_limit if options.kv_bytes is None else options.kv_bytes
     return max(smallest, min(limit // block, 1 + per_sequence * options.max_num_seqs))
 
@@ -327,8 +334,6 @@ class Estimate:
     """It may need more than there is."""
     max_model_len: int
     """The tokens of the longest sequence that would be served."""
-    window: int
-    """See `ModelConfig.context_window`."""
     max_num_seqs: int
 
     @property
@@ -337,16 +342,15 @@ class Estimate:
 
     @property
     def kv_of_a_token(self) -> float:
-        return self.plan.block / self.plan.block_size
+        """The bytes that the cache grows by with every token of a sequence that is longer than all windows."""
+        windows = self.plan.windows
+        return self.plan.block * (windows.num_unbounded or windows.num_tables) / windows.block_size
 
     def num_streams(self, context: int) -> int:
         """The sequences of so many tokens that can run at the same time; 0 if the plan does not fit."""
         if not self.plan.fits:
             return 0
-        # Behind a window blocks are given back, one more token than it has is kept, and a step adds one.
-        kept = min(context, self.window + 2) if self.window else context
-        each = -(-kept // self.plan.block_size) + (kept < context)
-        return min(self.max_num_seqs, (self.plan.num_blocks - 1) // each)
+        return min(self.max_num_seqs, (self.plan.num_blocks - 1) // self.plan.windows.num_held(context, 1))
 
 
 def estimate(
@@ -382,7 +386,6 @@ def estimate(
         kv_dtype=kv_dtype_name(kernels.kv_dtype),
         plan=plan,
         max_model_len=wanted if config.context_window else min(wanted, plan.num_tokens),
-        window=config.context_window,
         max_num_seqs=options.max_num_seqs,
     )
 
@@ -418,7 +421,7 @@ def card_budget(card: Card, utilization: float) -> Budget:
     return Budget(available=max(0, int(card.total * utilization) - card.used), share=1.0, card=card)
 
 
-def largest_batches(options: LoadOptions, max_model_len: int, block_size: int) -> Iterator[Batch]:
+def largest_batches(options: LoadOptions, max_model_len: int, num_tables: int) -> Iterator[Batch]:
     """The steps that need the most memory beside the KV cache, all of it in block 0, which belongs to nobody.
 
     As many tokens as a step may have: of as many sequences as there may be, with as many rows of logits; and at the end
@@ -431,7 +434,8 @@ def largest_batches(options: LoadOptions, max_model_len: int, block_size: int) -
         (lengths, lengths, min(options.max_rows, sum(lengths))),
         ([min(options.max_batch_tokens, max_model_len)], [max_model_len], 1),
     ):
-        tables = torch.zeros((len(contexts), -(-max(contexts) // block_size)), dtype=torch.int32)
+        num_blocks = num_tables * -(-max(contexts) // options.block_size)
+        tables = torch.zeros((len(contexts), num_blocks), dtype=torch.int32)
         batch = blank_batch(num_tokens, contexts, tables)
         yield replace(batch, sample_rows=torch.arange(num_rows, dtype=torch.int32))
 

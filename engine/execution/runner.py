@@ -96,7 +96,7 @@ class ModelRunner:
             max_batch_tokens=model.options.max_batch_tokens,
             num_ahead=num_ahead,
             max_model_len=model.max_model_len,
-            window=model.config.context_window,
+            windows=model.kv.layout.windows,
             max_drafts=model.options.max_drafts,
             max_rows=model.options.max_rows,
             max_scored=_MOST_SCORED if model.device.type == "cpu" else NO_LIMIT,
@@ -282,7 +282,8 @@ class Steps:
         prompt = (0,) * (max(lengths, default=0) + 1)
         sampling = SamplingParams(max_tokens=2)
         sequence = Sequence(Request(request_id="warm-up", prompt_token_ids=prompt, sampling=sampling))
-        sequence.block_table = [0] * -(-len(prompt) // model.kv.block_size)
+        num_blocks = -(-len(prompt) // model.kv.block_size)
+        sequence.block_table = [0] * num_blocks * len(model.kv.layout.windows)
         chunks = [Chunk(sequence, 0, length, samples=False) for length in lengths]
         chunks.append(Chunk(sequence, len(prompt) - 1, 1, samples=True))
         if model.options.max_rows > 1 and model.options.max_drafts:

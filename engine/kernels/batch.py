@@ -28,6 +28,12 @@ class Batch:
     max_query_len: int | None = field(default=None, kw_only=True)
     """No sequence has more tokens than this in the step; None if whoever made the batch did not count."""
 
+    def tables(self, num: int) -> Tensor:
+        """[num, S, max blocks / num]: the `num` tables of each sequence that lie in `block_tables`, entry by entry."""
+        if num == 1:
+            return self.block_tables[None]
+        return self.block_tables.view(self.block_tables.shape[0], -1, num).permute(2, 0, 1).contiguous()
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; itself if it is there already."""
         if self.token_ids.device == device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,8 @@ LARGEST_NUMBER = {torch.int8: 127.0, FLOAT8: LARGEST}
 """By type of a quantized cache, what the largest magnitude of a head becomes."""
 SCALE_BYTES = 4
 """Bytes of a scale, which is float32."""
+MAX_TABLES = 16
+"""The most block tables of a sequence."""
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
@@ -38,43 +41,46 @@ def numbers_and_scales(layer_kv: Tensor) -> tuple[Tensor, Tensor | None]:
     return numbers, layer_kv.view(torch.float32)
 
 
-class HasKV(Protocol):
-    """Whatever knows how many keys and values a token has: a model's configuration."""
+class HasHeads(Protocol):
+    """What one layer's attention says of its keys and values."""
 
-    @property
-    def num_layers(self) -> int: ...
     @property
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def shares(self) -> int | None: ...
+
+
+class HasAttention(Protocol):
+    @property
+    def attention(self) -> HasHeads: ...
+
+
+class HasKV(Protocol):
+    """Whatever knows the keys and values of every layer: a model's configuration."""
+
+    @property
+    def layers(self) -> Sequence[HasAttention]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """How the cache of a model is cut."""
+    """The keys (or values) of one layer in one block."""
 
-    num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     """Tokens per block."""
 
-    @classmethod
-    def of(cls, model: HasKV, block_size: int) -> KVShape:
-        return cls(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_size=block_size,
-        )
-
     @property
     def block_elements(self) -> int:
-        """Elements of one layer's keys (or values) in one block."""
         return self.num_kv_heads * self.block_size * self.head_dim
 
     def stored_elements(self, dtype: torch.dtype) -> int:
-        """Elements of a cache of type `dtype` that one layer's keys (or values) take in one block.
+        """Elements of a cache of type `dtype` that they take.
 
         If it is quantized, the block ends with a float32 scale for each head of each token.
         """
@@ -82,31 +88,116 @@ class KVShape:
             return self.block_elements
         return self.block_elements + self.num_kv_heads * self.block_size * SCALE_BYTES
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPlace:
+    """Where the keys and values of a layer are: in which part of which slot of the blocks of which block table."""
+
+    shape: KVShape
+    slot: int
+    part: int
+    table: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """How the cache of a model is cut.
+
+    A block has a number of slots, each of which holds the keys and values of one layer, or of several narrow ones. If
+    all layers see equally many tokens, a block has them all. Otherwise the layers of each window, and those without
+    one, fill the blocks of block tables of their own; the rarest kind fills one, and so few slots are left empty.
+    """
+
+    places: tuple[KVPlace, ...]
+    """By layer."""
+    windows: tuple[int, ...]
+    """By block table, the tokens that its layers see; 0 if they see all. Those that see all come first."""
+    num_slots: int
+    block_size: int
+
+    @classmethod
+    def of(cls, model: HasKV, block_size: int, *, keeps_all: bool = False) -> KVLayout:
+        """With `keeps_all`, a window is only what is attended, and all layers share one block table."""
+        heads = [layer.attention for layer in model.layers]
+        shapes = [
+            KVShape(num_kv_heads=h.num_kv_heads, head_dim=h.head_dim, block_size=block_size) for h in heads
+        ]
+        widest = max(shape.block_elements for shape in shapes)
+        filled: dict[int, list[list[int]]] = {}
+        """By window, the layers in each slot."""
+        for number, (own, shape) in enumerate(zip(heads, shapes, strict=True)):
+            if own.shares is not None:
+                continue
+            slots = filled.setdefault(0 if keeps_all else own.window, [])
+            room = (s for s in slots if shapes[s[0]] == shape and len(s) < widest // shape.block_elements)
+            found = next(room, None)
+            if found is None:
+                slots.append([number])
+            else:
+                found.append(number)
+        num_slots = min(map(len, filled.values()))
+        while sum(-(-len(slots) // num_slots) for slots in filled.values()) > MAX_TABLES:
+            num_slots += 1
+        windows: list[int] = []
+        places: dict[int, KVPlace] = {}
+        for window, slots in sorted(filled.items()):
+            for at, layers in enumerate(slots):
+                table = len(windows) + at // num_slots
+                for part, number in enumerate(layers):
+                    places[number] = KVPlace(
+                        shape=shapes[number], slot=at % num_slots, part=part, table=table
+                    )
+            windows += [window] * -(-len(slots) // num_slots)
+        return cls(
+            places=tuple(
+                places[number if own.shares is None else own.shares] for number, own in enumerate(heads)
+            ),
+            windows=tuple(windows),
+            num_slots=num_slots,
+            block_size=block_size,
+        )
+
+    @classmethod
+    def even(cls, shape: KVShape, num_layers: int) -> KVLayout:
+        """That of layers which are all alike and see all tokens."""
+        places = tuple(KVPlace(shape=shape, slot=slot, part=0, table=0) for slot in range(num_layers))
+        return cls(places=places, windows=(0,), num_slots=num_layers, block_size=shape.block_size)
+
+    @property
+    def shapes(self) -> set[KVShape]:
+        return {place.shape for place in self.places}
+
+    def slot_elements(self, dtype: torch.dtype) -> int:
+        """Elements of a cache of type `dtype` that the keys (or values) of a slot take in one block."""
+        return max((place.part + 1) * place.shape.stored_elements(dtype) for place in self.places)
+
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one block: keys and values of all layers."""
-        return self.num_layers * 2 * self.stored_elements(dtype) * dtype.itemsize
+        """Bytes of one block: keys and values of all its slots."""
+        return self.num_slots * 2 * self.slot_elements(dtype) * dtype.itemsize
 
 
 class KVCache:
     """Keys and values of `num_blocks` blocks, all layers.
 
-    `data` is [num_layers, 2, num_blocks, num_kv_heads * block_size * head_dim]. What is inside a block is the business
+    `data` is [num_slots, 2, num_blocks, elements of a slot]. What is inside a layer's part of a block is the business
     of the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. Block 0 belongs to
     nobody: unused entries of block tables point to it, and what is written there is never read.
 
-    If the type is quantized, int8 or e4m3, the numbers of a block are followed by the bytes of float32 scales
+    If the type is quantized, int8 or e4m3, the numbers of a layer are followed by the bytes of float32 scales
     [num_kv_heads, block_size]: an element is its number times the scale of its token and head.
     """
 
-    def __init__(self, shape: KVShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = shape
+    def __init__(self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
         self.num_blocks = num_blocks
-        self.block_size = shape.block_size
-        self.data = _zeros((shape.num_layers, 2, num_blocks, shape.stored_elements(dtype)), dtype, device)
+        self.block_size = layout.block_size
+        self.data = _zeros((layout.num_slots, 2, num_blocks, layout.slot_elements(dtype)), dtype, device)
 
     def layer(self, index: int) -> Tensor:
-        """[2, num_blocks, stored elements of a block], keys first."""
-        return self.data[index]
+        """[2, num_blocks, stored elements of a block], keys first; from block to block there may be a stride."""
+        place = self.layout.places[index]
+        stored = place.shape.stored_elements(self.data.dtype)
+        return self.data[place.slot, :, :, place.part * stored : (place.part + 1) * stored]
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copies blocks [N] in all layers, as if all at once; the targets are distinct."""

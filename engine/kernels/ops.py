@@ -36,10 +36,11 @@ class DecoderShape(HasKV, Protocol):
     @property
     def num_heads(self) -> int: ...
     @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
     def vocab_size(self) -> int: ...
-
-    def window(self, layer: int) -> int:
-        """Tokens that a token of this layer sees, itself included; 0 sees all."""
 
 
 class StepLimits(Protocol):
@@ -70,6 +71,7 @@ class Attention(Protocol):
         window: int,
         scale: float | None = None,
         softcap: float = 0.0,
+        block_tables: Tensor | None = None,
     ) -> Tensor: ...
 
 

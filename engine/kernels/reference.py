@@ -222,8 +222,10 @@ class _Tile:
     """[G, Q]"""
     positions: Tensor
     """[G, Q]"""
-    blocks: Tensor
-    """[G, P]"""
+    sequences: Tensor
+    """[G]"""
+    num_blocks: int
+    """Any of the sequences has so many at most."""
 
 
 class PagedAttention:
@@ -235,6 +237,7 @@ class PagedAttention:
 
     def __init__(self, batch: Batch, shape: KVShape) -> None:
         self._shape = shape
+        self._block_tables = batch.block_tables
         self._tiles = list(_tiles(batch, shape))
 
     def __call__(
@@ -244,6 +247,7 @@ class PagedAttention:
         window: int,
         scale: float | None = None,
         softcap: float = 0.0,
+        block_tables: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
@@ -252,20 +256,25 @@ class PagedAttention:
             window: the tokens that each sees, itself included; 0 sees all.
             scale: what scores are multiplied by; None stands for head_dim^-1/2.
             softcap: c > 0 makes c tanh(s / c) of a scaled score s.
+            block_tables: [S, max blocks] those of the layer; None stands for the batch's.
 
         Returns:
             [T, num_heads * head_dim]
         """
         attended = torch.zeros_like(queries)
+        tables = self._block_tables if block_tables is None else block_tables
         for tile in self._tiles:
-            attended[tile.rows] = self._attend(queries[tile.rows], layer_kv, tile, window, scale, softcap)
+            blocks = tables[tile.sequences, : tile.num_blocks].long()
+            found = self._attend(queries[tile.rows], layer_kv, blocks, tile.positions, window, scale, softcap)
+            attended[tile.rows] = found
         return attended.flatten(1)
 
     def _attend(
         self,
         queries: Tensor,
         layer_kv: Tensor,
-        tile: _Tile,
+        blocks: Tensor,
+        positions: Tensor,
         window: int,
         scale: float | None,
         softcap: float,
@@ -276,13 +285,13 @@ class PagedAttention:
         dtype = queries.dtype
         if not is_quantized(layer_kv.dtype):
             dtype = torch.promote_types(dtype, layer_kv.dtype)
-        keys, values = (gather_kv(half, tile.blocks, self._shape, dtype) for half in layer_kv.unbind())
+        keys, values = (gather_kv(half, blocks, self._shape, dtype) for half in layer_kv.unbind())
         stacked = queries.view(num_sequences, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         scores = (stacked.flatten(2, 3).to(dtype) @ keys.mT).float()
         scores.mul_(head_dim**-0.5 if scale is None else scale)
         if softcap:
             scores.div_(softcap).tanh_().mul_(softcap)
-        hidden = ~_visible(tile.positions, keys.shape[2], window)[:, None, None]
+        hidden = ~_visible(positions, keys.shape[2], window)[:, None, None]
         scores = scores.view(*scores.shape[:2], -1, num_queries, scores.shape[3])
         scores.masked_fill_(hidden, -torch.inf)
         attended: Tensor = scores.softmax(-1).flatten(2, 3).to(dtype) @ values
@@ -327,6 +336,4 @@ def _tile(batch: Batch, block_size: int, pieces: list[tuple[int, int, int, int]]
         [piece[2:] for piece in pieces], device=batch.positions.device
     ).unbind(1)
     rows = first_rows[:, None] + torch.arange(num_queries, device=batch.positions.device)
-    return _Tile(
-        rows, batch.positions[rows], batch.block_tables[sequences, : -(-context // block_size)].long()
-    )
+    return _Tile(rows, batch.positions[rows], sequences, -(-context // block_size))

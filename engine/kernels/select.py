@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVShape
+from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout
 from engine.kernels.linear import Linear, LinearPacker
 from engine.kernels.ops import DecoderShape, Kernels, Say, StepLimits, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
@@ -88,13 +88,14 @@ def triton_kernels(
     # Not above: the package is there without triton, too.
     from engine.kernels.triton import activation, attention, inputs, norms, rotary, sampling
 
+    layout = KVLayout.of(model, limits.block_size)
     workspace = attention.Workspace(
-        KVShape.of(model, limits.block_size),
+        layout.places[0].shape,
         dtype,
         model.num_heads,
         limits.max_num_seqs,
         device,
-        windows={model.window(layer) for layer in range(model.num_layers)},
+        windows=set(layout.windows),
         max_decode_queries=limits.max_query_len,
         is_quantized=limits.kv_dtype in QUANTIZED,
     )
@@ -197,8 +198,8 @@ def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], sa
 def trials(kernels: Kernels, model: DecoderShape, limits: StepLimits) -> dict[str, Trial]:
     """A trial of every operation that a table of kernels brings, by name, in the shapes of the model."""
     device, dtype = kernels.device, kernels.activation_dtype
-    shape = KVShape.of(model, limits.block_size)
-    kv = KVCache(shape, 1, kernels.kv_dtype, device)
+    layout = KVLayout.of(model, limits.block_size)
+    kv, shape = KVCache(layout, 1, kernels.kv_dtype, device), layout.places[0].shape
     num_heads = model.num_heads + 2 * model.num_kv_heads
     row = torch.ones(2, num_heads * model.head_dim, device=device, dtype=dtype)
     norm = row[0]
@@ -214,11 +215,10 @@ def trials(kernels: Kernels, model: DecoderShape, limits: StepLimits) -> dict[st
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     step = StepTokens(slots, batch.query_starts, batch.token_ids, num_blocks=1, max_query_len=2)
     logits = torch.zeros(1, model.vocab_size, device=device, dtype=dtype)
-    windows = {model.window(layer) for layer in range(model.num_layers)}
 
     def attention() -> None:
         attend = kernels.attention(mixed_batch, shape)
-        for window in windows:
+        for window in set(layout.windows):
             attend(queries, kv.layer(0), window)
 
     return {

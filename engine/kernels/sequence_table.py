@@ -25,13 +25,16 @@ class SequenceTable:
         lengths: [rows] tokens whose KV is written by the steps launched so far.
         prompt_lens: [rows] tokens of the prompt.
         last_tokens: [rows] the token sampled last; -1 where that step found none.
-        block_tables: [rows, max_blocks] KV blocks.
+        block_tables: [rows, max_blocks] KV blocks; of several tables, the entries for the same tokens side by side.
         words: these four, one after another, in one piece of memory.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_blocks: int, block_size: int, device: torch.device, num_tables: int = 1
+    ) -> None:
+        """`max_blocks` are those of all `num_tables` tables of a sequence together."""
         self.num_rows = rows = num_slots + 1
-        self.max_blocks, self.block_size = max_blocks, block_size
+        self.max_blocks, self.block_size, self.num_tables = max_blocks, block_size, num_tables
         sizes = [rows, rows, rows, rows * max_blocks]
         self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.lengths, self.prompt_lens, self.last_tokens, blocks = torch.split(self.words, sizes)
@@ -49,7 +52,7 @@ class StepTokens:
     token_ids: Tensor
     """[T] FROM_TABLE, for the last token of a sequence only, where the host does not know it."""
     num_blocks: int
-    """No sequence of the step has more blocks."""
+    """No sequence of the step has more, in all its tables."""
     max_query_len: int
     """No sequence of the step has more tokens."""
 

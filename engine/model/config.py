@@ -78,9 +78,6 @@ class ModelConfig:
         windows = [layer.attention.window for layer in self.layers]
         return max(windows) if all(windows) else 0
 
-    def window(self, layer: int) -> int:
-        return self.layers[layer].attention.window
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:

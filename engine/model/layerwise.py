@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.batch import blank_batch
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.reference import (
     PagedAttention,
     TokenPlaces,
@@ -132,8 +132,8 @@ class Layer:
     def _attend(self, x: Tensor, tables: RotaryTables) -> Tensor:
         """[T, hidden] -> [T, num_heads * head_dim], causal, over a cache that has this sequence alone."""
         own, length = self._spec.attention, len(x)
-        shape = KVShape(num_layers=1, num_kv_heads=own.num_kv_heads, head_dim=own.head_dim, block_size=length)
-        kv = KVCache(shape, 1, torch.float32, x.device)
+        shape = KVShape(num_kv_heads=own.num_kv_heads, head_dim=own.head_dim, block_size=length)
+        kv = KVCache(KVLayout.even(shape, 1), 1, torch.float32, x.device)
         batch = blank_batch([length], [length], torch.zeros((1, 1), dtype=torch.int32)).to(x.device)
         q_norm, k_norm = self._head_norm(own.q_norm), self._head_norm(own.k_norm)
         places = TokenPlaces(batch.positions, torch.arange(length, device=x.device), *tables.of(own))

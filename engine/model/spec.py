@@ -119,6 +119,8 @@ class Attention:
     """The number of its table among `ModelSpec.ropes`; None where positions are not rotated."""
     window: int = 0
     """A token sees itself and at most window - 1 tokens before it; 0 has no bound."""
+    shares: int | None = None
+    """The layer whose keys and values it reads, in place of any of its own."""
     softcap: float = 0.0
     """c: a score s becomes c tanh(s / c) before the softmax; 0 is none."""
     q_norm: Norm | None = None

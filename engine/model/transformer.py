@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
-from engine.kernels.kv_cache import KVCache
+from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Attention as AttendStep
 from engine.kernels.ops import Kernels
@@ -146,18 +147,28 @@ class Decoder:
 
     def _attend(self, index: int, x: Tensor, step: _Step) -> Tensor:
         layer_kv, attention = self.kv.layer(index), self.config.spec.layers[index].attention
+        place = self.kv.layout.places[index]
         weights = self.weights.layers[index]
         queries = self.kernels.rotate_and_write(
             weights.qkv(x),
             weights.q_norm,
             weights.k_norm,
             self.config.spec.norm_eps,
-            step.places(attention),
+            step.places(attention, place.table),
             layer_kv,
-            self.kv.shape,
+            place.shape,
             norms_last=attention.norms_after_rotation,
         )
-        return weights.o(step.attend(queries, layer_kv, attention.window, attention.scale, attention.softcap))
+        return weights.o(
+            step.attend[place.shape](
+                queries,
+                layer_kv,
+                attention.window,
+                attention.scale,
+                attention.softcap,
+                step.tables[place.table],
+            )
+        )
 
 
 class _Step:
@@ -165,9 +176,14 @@ class _Step:
 
     def __init__(self, batch: Batch, decoder: Decoder) -> None:
         kernels, kv = decoder.kernels, decoder.kv
-        self._positions, self._tables = batch.positions, decoder.tables
-        self._slots = kernels.slot_mapping(batch, kv.block_size)
-        self.attend: AttendStep = kernels.attention(batch, kv.shape)
+        self._positions, self._rotary = batch.positions, decoder.tables
+        self.tables = batch.tables(len(kv.layout.windows))
+        self._slots = [
+            kernels.slot_mapping(replace(batch, block_tables=table), kv.block_size) for table in self.tables
+        ]
+        self.attend: dict[KVShape, AttendStep] = {
+            shape: kernels.attention(batch, shape) for shape in kv.layout.shapes
+        }
 
-    def places(self, attention: Attention) -> TokenPlaces:
-        return TokenPlaces(self._positions, self._slots, *self._tables.of(attention))
+    def places(self, attention: Attention, table: int) -> TokenPlaces:
+        return TokenPlaces(self._positions, self._slots[table], *self._rotary.of(attention))

@@ -1,14 +1,15 @@
 """Block tables: which blocks hold the KV of a sequence, from its first prefix hit to its release.
 
-A sequence's block table covers these token ranges:
+A sequence has a table for each group of the model's layers (see `Windows`). They lie in one list, the entries for the
+same tokens side by side, and cover these token ranges:
 
-    [0, num_null_blocks * block_size)  behind the sliding window: the blocks are given back, the entries are block 0
-    [..., num_committed)               computed and confirmed; its full blocks are in the prefix index
-    [num_committed, num_computed)      being written by steps in flight; full prompt blocks are marked pending
-    [num_computed, ...)                room that was allocated ahead
+    [0, ...)                       behind the table's sliding window: the blocks are given back, the entries are 0
+    [..., num_committed)           computed and confirmed; its full blocks are in the prefix index
+    [num_committed, num_computed)  being written by steps in flight; full prompt blocks are marked pending
+    [num_computed, ...)            room that was allocated ahead; 0 where a table with a window has none yet
 
-One table entry is one reference in the pool. A block with more than one reference is never written: `grow` replaces it
-by a copy first.
+One entry that is not 0 is one reference in the pool. A block with more than one reference is never written: `grow`
+replaces it by a copy first.
 
 A step in flight may read and write all that its sequences held when it was planned. So blocks that are given back keep
 their references, in here, until every step planned before has come back: they are not handed out earlier, though a
@@ -25,7 +26,8 @@ from itertools import chain
 from engine.planning.blocks import BlockPool
 from engine.planning.prefix_events import Dropped, Found, PrefixLog
 from engine.planning.prefix_index import PrefixIndex, extend_hashes
-from engine.planning.request import NO_LIMIT, Sequence
+from engine.planning.request import Sequence
+from engine.planning.windows import Windows
 
 
 def most_tokens_of_forks(num_blocks: int, block_size: int, num_prompt: int, num_forks: int) -> int:
@@ -43,29 +45,32 @@ class BlockTables:
         block_size: int,
         *,
         prefix_cache: bool = True,
-        window: int = 0,
+        windows: TokenIds[int] = (0,),
         log: PrefixLog | None = None,
     ) -> None:
         """Makes the tables of an empty pool.
 
         Args:
             num_blocks: blocks of the pool, the null block (block 0) included.
-            window: if every layer of the model has a sliding window, the largest of them: so many tokens, itself
-                included, are all that a token sees. 0 if some layer sees all tokens.
+            windows: by table of a sequence, how many tokens a token sees, itself included; 0 if it sees all.
             log: hears of every block that can be found from now on, is found, or is gone.
         """
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.log = log
-        self.index = PrefixIndex()
+        self.windows = Windows(tuple(windows), block_size)
+        if self.windows.max_chunk(num_blocks - 1) <= 0:
+            # A window that is wider than the pool gives no block back before the pool is full.
+            self.windows = Windows((0,) * len(windows), block_size)
+        self.num_tables = self.windows.num_tables
+        self.max_chunk = self.windows.max_chunk(num_blocks - 1)
+        """Tokens of the largest chunk: its blocks and those of the windows before it fit into the pool together."""
+        self._num_seen = [self.blocks_for(size) for size in self.windows.sizes]
+        """By table, the blocks of a window; 0 if it has none."""
+        self.index = PrefixIndex(self.num_tables)
         self.findable = bytearray(num_blocks)
         """By block, 1 if the prefix index finds it: what `knows_block` says, for a look at all of them."""
         self.pool = BlockPool(num_blocks, on_reuse=self._drop)
-        max_chunk = (num_blocks - 2) * block_size - window + 1
-        # A window that is wider than the pool gives no block back before the pool is full.
-        self.window = window if max_chunk > 0 else 0
-        self.max_chunk = max_chunk if self.window else NO_LIMIT
-        """Tokens of the largest chunk: its blocks and those of the window before it fit into the pool together."""
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
         """Numbers of the steps that have not come back, oldest first."""
@@ -108,36 +113,33 @@ class BlockTables:
     # Sequences
 
     @property
-    def num_kv_tokens(self) -> int:
-        """Tokens whose KV the whole pool can hold."""
-        return (self.pool.num_blocks - 1) * self.block_size
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that can be computed: NO_LIMIT if every table has a window."""
+        return self.windows.most_tokens(self.pool.num_blocks - 1, self.max_chunk)
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens of the longest sequence that can be computed; a sliding window sets no limit."""
-        return NO_LIMIT if self.window else self.num_kv_tokens
+    def num_free_tokens(self) -> int:
+        """Tokens that there is room for in the free blocks."""
+        return self.windows.room(self.pool.num_free, self.max_chunk)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the blocks of the longest cached prefix.
+        """Returns the table entries of the longest cached prefix.
 
-        No token whose logits are needed is part of it. With a sliding window, the prefix is a hit if the blocks of its
-        last `window` tokens are cached; the blocks before them are 0.
+        No token whose logits are needed is part of it. Of a table with a window, the blocks of the prefix's last tokens
+        have to be cached, as many as the window has; the entries before them are 0.
         """
         if not self.prefix_cache:
             return []
         num_full = sequence.num_reusable // self.block_size
         salt = sequence.request.salt
         extend_hashes(sequence.block_hashes, sequence.token_ids, num_full, self.block_size, salt)
-        hashes = sequence.block_hashes[:num_full]
-        if self.window:
-            return self.index.match_end(hashes, self.blocks_for(self.window))
-        return self.index.match(hashes)
+        return self.index.match(sequence.block_hashes[:num_full], self._num_seen)
 
     def num_cached_tokens(self, token_ids: TokenIds[int], salt: bytes) -> int:
-        """Returns how many first tokens of a prompt are cached, without regard to a sliding window.
+        """Returns how many first tokens of a prompt are cached, without regard to windows.
 
         It reads single entries only, so that another thread may call it.
         """
@@ -150,20 +152,22 @@ class BlockTables:
                 return (number - 1) * self.block_size
         return len(hashes) * self.block_size
 
-    def awaits_prefix(self, sequence: Sequence, num_found: int) -> bool:
-        """Says whether the block after the `num_found` cached ones is worth waiting for.
+    def awaited_hash(self, sequence: Sequence, prefix: list[int]) -> bytes:
+        """Returns the hash of the block after the cached ones if it is worth waiting for, else b"".
 
         It is if another sequence is computing it that is at least as urgent: a less urgent one may be held up by
         everybody who goes before it, and would hold this one up as well.
         """
-        hashes = sequence.block_hashes
-        return num_found < len(hashes) and self.index.is_pending(hashes[num_found], sequence.request.lane)
+        hashes, num_found = sequence.block_hashes, len(prefix) // self.num_tables
+        is_awaited = num_found < len(hashes) and self.index.is_pending(
+            hashes[num_found], sequence.request.lane
+        )
+        return hashes[num_found] if is_awaited else b""
 
     def num_free_needed(self, sequence: Sequence, prefix: list[int]) -> int:
         """Returns how many free blocks `start` takes, those of the found blocks included that nobody holds."""
         in_use = sum(1 for block in prefix if self.pool.ref_counts[block])
-        num_tokens = self._num_tokens_at_start(sequence, prefix)
-        return self.blocks_for(num_tokens) - prefix.count(0) - in_use
+        return sum(self._ends_at_start(sequence, prefix)) - prefix.count(0) - in_use
 
     def num_held_alone(self, sequence: Sequence) -> int:
         """Returns how many blocks would be free if this sequence gave its blocks back."""
@@ -172,57 +176,59 @@ class BlockTables:
     def start(self, sequence: Sequence, prefix: list[int]) -> None:
         """Takes the blocks of the prefix, and free ones for the known tokens after it; there have to be enough.
 
-        With a sliding window, it takes what the window and the largest chunk need: the sequence never needs more at a
+        For a table with a window, it takes what the window and the largest chunk need: the table never needs more at a
         time, because `grow` gives back what is behind the window.
         """
-        sequence.num_null_blocks = prefix.count(0)
-        for block in prefix[sequence.num_null_blocks :]:
+        for block in filter(None, prefix):
             self.pool.hold(block)
+        num_found = len(prefix) // self.num_tables
         if prefix and self.log is not None and sequence.num_cached_tokens < 0:  # else it was preempted
-            self.log.add(Found(sequence.block_hashes[len(prefix) - 1]))
+            self.log.add(Found(sequence.block_hashes[num_found - 1]))
         sequence.block_table = list(prefix)
-        sequence.num_computed = sequence.num_committed = len(prefix) * self.block_size
-        self._extend(sequence, self._num_tokens_at_start(sequence, prefix))
-        for block_hash in sequence.block_hashes[len(prefix) :]:
+        sequence.num_computed = sequence.num_committed = num_found * self.block_size
+        self._extend(sequence, self._ends_at_start(sequence, prefix))
+        for block_hash in sequence.block_hashes[num_found:]:
             self.index.begin(block_hash, sequence, sequence.request.lane)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Makes the first `num_tokens` tokens of a running sequence writable from `num_computed` on.
 
-        Blocks that lie behind the sliding window of the token at `num_computed` are given back first.
+        Blocks that lie behind the window of the token at `num_computed` are given back first.
 
         Returns:
             The block copies (source, target) that must happen first. None if there are not enough free blocks; then
             nothing was allocated.
         """
-        if self.window:
-            self._free_behind_window(sequence)
-        table, counts, block_size = sequence.block_table, self.pool.ref_counts, self.block_size
-        first, num_held = sequence.num_computed // block_size, len(table)
-        if num_tokens <= num_held * block_size and first == num_held - 1 and counts[table[first]] == 1:
-            return []  # the usual decode: its token goes into the last block, which is its own
+        if self.windows.longest:
+            self._free_behind_windows(sequence)
+        table, counts, num_tables = sequence.block_table, self.pool.ref_counts, self.num_tables
+        first, num_held = sequence.num_computed // self.block_size * num_tables, len(table)
+        if first + num_tables == num_held and num_tokens * num_tables <= num_held * self.block_size:
+            lasts = table[first:]
+            if counts[lasts[0]] == 1 and (num_tables == 1 or all(counts[block] == 1 for block in lasts)):
+                return []  # the usual decode: its token goes into the last blocks, which are its own
         shared = [i for i in range(first, num_held) if counts[table[i]] > 1]
-        if len(shared) + self.blocks_for(num_tokens) - num_held > self.pool.num_free:
+        if len(shared) + self._num_missing(sequence, num_tokens) > self.pool.num_free:
             return None
         copies = [(table[i], self._replace(sequence, i)) for i in shared]
-        self._extend(sequence, num_tokens)
+        self._extend(sequence, [self.blocks_for(num_tokens)] * num_tables)
         return copies
 
     def will_have_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Says whether `grow` succeeds once the steps in flight have come back, if nobody else takes a block."""
         table, counts = sequence.block_table, self.pool.ref_counts
-        first = sequence.num_computed // self.block_size
-        num_shared = sum(1 for block in table[first:] if counts[block] > 1)
-        num_needed = num_shared + self.blocks_for(num_tokens) - len(table)
-        behind_window = table[sequence.num_null_blocks : self._num_behind_window(sequence.num_computed)]
-        return num_needed <= self.pool.num_free + self.num_returning + self._num_alone(behind_window)
+        first = sequence.num_computed // self.block_size * self.num_tables
+        num_needed = sum(1 for block in table[first:] if counts[block] > 1)
+        num_needed += self._num_missing(sequence, num_tokens)
+        behind = [table[i] for i in self._behind_windows(sequence, sequence.num_computed)]
+        return num_needed <= self.pool.num_free + self.num_returning + self._num_alone(behind)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets the child share what the parent has of its tokens, but for the last one, whose logits it needs."""
         num_shared = self._continue(parent, child)
-        child.block_table = parent.block_table[: self.blocks_for(num_shared + 1)]
+        child.block_table = parent.block_table[: self.blocks_for(num_shared + 1) * self.num_tables]
         child.block_hashes = parent.block_hashes[: num_shared // self.block_size]
-        for block in child.block_table[child.num_null_blocks :]:
+        for block in filter(None, child.block_table):
             self.pool.hold(block)
 
     def hand_over(self, parent: Sequence, heir: Sequence) -> None:
@@ -230,12 +236,10 @@ class BlockTables:
         self._continue(parent, heir)
         heir.block_table, parent.block_table = parent.block_table, []
         heir.block_hashes, parent.block_hashes = parent.block_hashes, []
-        parent.num_null_blocks = 0
 
     def _continue(self, parent: Sequence, child: Sequence) -> int:
         """Notes of how many tokens the child has the parent's KV, and returns the number."""
         num_shared = min(len(child.token_ids) - 1, parent.num_committed)
-        child.num_null_blocks = parent.num_null_blocks
         child.num_computed = child.num_committed = num_shared
         return num_shared
 
@@ -249,11 +253,11 @@ class BlockTables:
         extend_hashes(hashes, sequence.token_ids, last, self.block_size, sequence.request.salt)
         for i in range(first, last):
             self.index.end(hashes[i], sequence)
-            if not self.index.add(hashes[i], table[i]):
-                continue
-            self.findable[table[i]] = 1
-            if self.log is not None:
-                self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
+            for number, block in enumerate(table[i * self.num_tables : (i + 1) * self.num_tables]):
+                if self.index.add(hashes[i], block, number):
+                    self.findable[block] = 1
+                    if self.log is not None and not number:
+                        self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
     def release(self, sequence: Sequence) -> None:
         """Gives all blocks of a sequence back; it is safe to call it again.
@@ -263,9 +267,9 @@ class BlockTables:
         """
         for block_hash in sequence.block_hashes[sequence.num_committed // self.block_size :]:
             self.index.end(block_hash, sequence)
-        blocks = sequence.block_table[sequence.num_null_blocks :]
+        blocks = [block for block in sequence.block_table if block]
         sequence.block_table = []
-        sequence.num_computed = sequence.num_committed = sequence.num_null_blocks = 0
+        sequence.num_computed = sequence.num_committed = 0
         self._release(blocks)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -277,28 +281,36 @@ class BlockTables:
         tables = (sequence.block_table for sequence in sequences)
         self.pool.check(chain(tables, (blocks for _, blocks in self._returning)))
 
-    def _num_tokens_at_start(self, sequence: Sequence, prefix: list[int]) -> int:
-        """Tokens, from the first on, whose table entries a sequence gets when it starts."""
-        num_known = len(sequence.token_ids)
-        if not self.window:
-            return num_known
-        return min(num_known, max(len(prefix) * self.block_size, self.window) + self.max_chunk)
+    def _ends_at_start(self, sequence: Sequence, prefix: list[int]) -> list[int]:
+        """By table, the blocks' worth of tokens, from the first on, that a sequence has entries for when it starts."""
+        num_known, num_found = len(sequence.token_ids), len(prefix) // self.num_tables * self.block_size
+        return [
+            self.blocks_for(min(num_known, max(num_found, size) + self.max_chunk) if size else num_known)
+            for size in self.windows.sizes
+        ]
 
-    def _num_behind_window(self, position: int) -> int:
-        """First blocks of a sequence that no token from `position` on sees.
+    def _behind_windows(self, sequence: Sequence, num_committed: int) -> list[int]:
+        """The entries, not given back yet, of blocks with committed tokens that no token from `num_computed` on sees.
 
-        One token more than the window has is kept: a fork starts one token before its parent.
+        One token more than a window has is kept: a fork starts one token before its parent.
         """
-        return max(0, position - self.window) // self.block_size if self.window else 0
+        table, found = sequence.block_table, list[int]()
+        for number, size in enumerate(self.windows.sizes):
+            if size:
+                num_behind = min(sequence.num_computed - size, num_committed) // self.block_size
+                i = (num_behind - 1) * self.num_tables + number
+                while i >= 0 and table[i]:
+                    found.append(i)
+                    i -= self.num_tables
+        return found[::-1]
 
-    def _free_behind_window(self, sequence: Sequence) -> None:
-        """Gives back the blocks behind the window, but for those that have no hash yet: these are to be found again."""
-        position = min(sequence.num_computed, sequence.num_committed + self.window)
-        start, end = sequence.num_null_blocks, self._num_behind_window(position)
-        if start < end:
-            blocks = sequence.block_table[start:end]
-            sequence.block_table[start:end] = [0] * len(blocks)
-            sequence.num_null_blocks = end
+    def _free_behind_windows(self, sequence: Sequence) -> None:
+        """Gives back the blocks behind windows, but for those that have no hash yet: these are to be found again."""
+        table, blocks = sequence.block_table, list[int]()
+        for i in self._behind_windows(sequence, sequence.num_committed):
+            blocks.append(table[i])
+            table[i] = 0
+        if blocks:
             self._release(blocks)
 
     def _num_alone(self, blocks: list[int]) -> int:
@@ -326,10 +338,20 @@ class BlockTables:
         if block_hash is not None and self.log is not None:
             self.log.add(Dropped(block_hash))
 
-    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        table = sequence.block_table
-        while len(table) * self.block_size < num_tokens:
-            table.append(self.pool.allocate())
+    def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Returns how many entries for tokens between `num_computed` and `num_tokens` have no block."""
+        table, first = sequence.block_table, sequence.num_computed // self.block_size * self.num_tables
+        end = self.blocks_for(num_tokens) * self.num_tables
+        return table[first:end].count(0) + max(0, end - len(table))
+
+    def _extend(self, sequence: Sequence, ends: list[int]) -> None:
+        """Takes a free block for every entry from `num_computed` on that has none, in each table up to its own end."""
+        table, num_tables = sequence.block_table, self.num_tables
+        first = sequence.num_computed // self.block_size * num_tables
+        table += [0] * (max(ends) * num_tables - len(table))
+        for number, end in enumerate(ends):
+            for i in range(first + number, end * num_tables, num_tables):
+                table[i] = table[i] or self.pool.allocate()
 
     def _replace(self, sequence: Sequence, i: int) -> int:
         shared = sequence.block_table[i]

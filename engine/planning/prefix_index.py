@@ -30,63 +30,87 @@ def extend_hashes(
 
 
 class PrefixIndex:
-    """Maps hashes to blocks and back, and knows which sequence is computing the block of a hash right now."""
+    """Maps hashes to blocks and back, and knows which sequence is computing the blocks of a hash right now.
 
-    def __init__(self) -> None:
-        self._block_of: dict[bytes, int] = {}
+    A hash stands for some tokens and all before them; each block table of a sequence has a block of its own for them.
+    """
+
+    def __init__(self, num_tables: int = 1) -> None:
+        self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_tables)]
         self._hash_of: dict[int, bytes] = {}
         self._pending: dict[bytes, tuple[object, int]] = {}
-        """By hash: who computes the block, and in which lane."""
+        """By hash: who computes its blocks, and in which lane."""
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return len(self._hash_of)
 
-    def match(self, hashes: TokenIds[bytes] | list[bytes]) -> list[int]:
-        """Returns the blocks of the longest known prefix of the chain."""
-        blocks = []
-        for block_hash_ in hashes:
-            block = self._block_of.get(block_hash_)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def match(self, hashes: list[bytes], num_seen: TokenIds[int] = (0,)) -> list[int]:
+        """Returns the table entries of the longest known prefix of the chain, those of the same tokens side by side.
 
-    def match_end(self, hashes: list[bytes], num_blocks: int) -> list[int]:
-        """Returns the blocks of the longest prefix of the chain whose last `num_blocks` blocks are known.
-
-        That is enough under a sliding window of so many blocks. The blocks before them are 0 in the result.
+        Args:
+            num_seen: by table, how many of the prefix's last blocks have to be known, since nobody sees those before
+                them, whose entries are 0; 0 if all have to be.
         """
-        num_known = 0
-        for i in range(len(hashes) - 1, -1, -1):
-            num_known = num_known + 1 if hashes[i] in self._block_of else 0
-            if num_known and (i == 0 or num_known == num_blocks):
-                return [0] * i + [self._block_of[hash_] for hash_ in hashes[i : i + num_known]]
-        return []
+        columns: list[list[int]] = [[] for _ in num_seen]
+        length = len(hashes)
+        for blocks, known, seen in zip(columns, self._block_of, num_seen, strict=True):
+            if seen:
+                continue
+            for block_hash_ in hashes[:length]:
+                block = known.get(block_hash_)
+                if block is None:
+                    break
+                blocks.append(block)
+            length = len(blocks)
+        while (gap := self._last_gap(hashes, length, num_seen)) is not None:
+            length = gap
+        if len(columns) == 1 and not num_seen[0]:
+            return columns[0]
+        for number, seen in enumerate(num_seen):
+            if seen:
+                first = max(0, length - seen)
+                known = self._block_of[number]
+                columns[number] = [0] * first + [known[hash_] for hash_ in hashes[first:length]]
+        return [block for entries in zip(*columns, strict=False) for block in entries]
 
-    def add(self, block_hash_: bytes, block: int) -> bool:
-        """Records a full block whose tokens are confirmed.
+    def _last_gap(self, hashes: list[bytes], length: int, num_seen: TokenIds[int]) -> int | None:
+        """A place before `length` that some table sees from there and has no block of; None if there is none."""
+        for known, seen in zip(self._block_of, num_seen, strict=True):
+            for i in reversed(range(max(0, length - seen), length)):
+                if hashes[i] not in known:
+                    return i
+        return None
+
+    def add(self, block_hash_: bytes, block: int, table: int = 0) -> bool:
+        """Records a full block of a table whose tokens are confirmed.
 
         Returns:
-            False if another block is found by this hash already; it stays the one that is found.
+            False if another block of the table is found by this hash already; it stays the one that is found.
         """
-        if block_hash_ in self._block_of:
+        known = self._block_of[table]
+        if block_hash_ in known:
             return False
-        self._block_of[block_hash_] = block
+        known[block_hash_] = block
         self._hash_of[block] = block_hash_
         return True
 
     def drop(self, block: int) -> bytes | None:
-        """Forgets a block whose content is gone; returns the hash that it was found by."""
+        """Forgets a block whose content is gone; returns the hash that it was found by if it was of the first table."""
         block_hash_ = self._hash_of.pop(block, None)
-        if block_hash_ is not None:
-            del self._block_of[block_hash_]
-        return block_hash_
+        if block_hash_ is None:
+            return None
+        for number, known in enumerate(self._block_of):
+            if known.get(block_hash_) == block:
+                del known[block_hash_]
+                return None if number else block_hash_
+        return None
 
     def knows_block(self, block: int) -> bool:
         return block in self._hash_of
 
     def knows_hash(self, block_hash_: bytes) -> bool:
-        return block_hash_ in self._block_of
+        """Says whether the first table has a block of this hash."""
+        return block_hash_ in self._block_of[0]
 
     def begin(self, block_hash_: bytes, owner: object, lane: int = 0) -> None:
         """Notes that `owner` computes the block of this hash.

@@ -271,7 +271,6 @@ class Sequence:
         "num_cached_tokens",
         "num_committed",
         "num_computed",
-        "num_null_blocks",
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
@@ -319,9 +318,8 @@ class Sequence:
         self.pooled: list[float] = []
         """The sum of the hidden states that have come and that are pooled."""
         self.block_table: list[int] = []
-        """The block of token t is `block_table[t // block_size]`. Empty while the sequence does not run."""
-        self.num_null_blocks = 0
-        """Leading entries of `block_table` that are 0: their blocks, behind the sliding window, are given back."""
+        """By block of tokens, the KV blocks of its tables, one after another; see block_tables.py. Empty while the
+        sequence does not run."""
         self.block_hashes: list[bytes] = []
         self.awaited_hash = b""
         """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""

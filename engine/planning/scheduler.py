@@ -44,8 +44,8 @@ class Scheduler(StepResults):
         limits: SchedulerLimits,
         drafting: Drafting | None = None,
     ) -> None:
-        super().__init__(queue, tables, sink, limits, drafting)
         tables.limit_chunks(limits.max_batch_tokens)
+        super().__init__(queue, tables, sink, limits, drafting)
         self._tokens_left = 0
         """Tokens that the step being planned has room for."""
         self._scored_left = 0
@@ -302,9 +302,8 @@ class Scheduler(StepResults):
 
     def _defer(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Notes for which block the sequence has to wait, and says whether there is one."""
-        is_deferred = self.tables.awaits_prefix(sequence, len(prefix))
-        sequence.awaited_hash = sequence.block_hashes[len(prefix)] if is_deferred else b""
-        return is_deferred
+        sequence.awaited_hash = self.tables.awaited_hash(sequence, prefix)
+        return bool(sequence.awaited_hash)
 
     def _is_deferred(self, sequence: Sequence) -> bool:
         """Whether another sequence is still computing the block that this one was found to wait for."""

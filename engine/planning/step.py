@@ -187,8 +187,8 @@ class RunnerFacts:
     """Steps that may be launched while an earlier one has not been waited for: 0 or 1."""
     max_model_len: int = NO_LIMIT
     """Tokens of the longest sequence that it has positions for."""
-    window: int = 0
-    """If all layers have a sliding window, the longest of them in tokens; else 0."""
+    windows: tuple[int, ...] = (0,)
+    """By block table of a sequence, the tokens that a token sees; 0 if it sees all of them."""
     max_drafts: int = 0
     """Drafts that a chunk may have."""
     max_rows: int = NO_LIMIT
@@ -255,8 +255,6 @@ class StepLoad:
     max_batch_tokens: int
     num_free_tokens: int
     """Tokens that there is room for in the KV pool, evictable blocks included."""
-    num_kv_tokens: int
-    """Tokens that the whole pool has room for."""
 
 
 class RequestQueue(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.fields import Fields
 from engine.kernels import ops
 from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVShape, is_quantized
+from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_quantized
 from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.select import select
@@ -43,8 +43,14 @@ class Bench:
     kv: str = ""
     """The end of the names of figures whose KV cache is quantized: ", KV int8"."""
 
-    def shape(self, num_layers: int) -> KVShape:
-        return replace(KVShape.of(self.config, BLOCK_SIZE), num_layers=num_layers)
+    @property
+    def shape(self) -> KVShape:
+        return KVLayout.of(self.config, BLOCK_SIZE).places[0].shape
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token in one layer."""
+        return KVLayout.even(self.shape, 1).block_bytes(self.kernels.kv_dtype) // BLOCK_SIZE
 
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, device=self.device, dtype=self.kernels.activation_dtype)
@@ -123,9 +129,8 @@ def ceilings(bench: Bench) -> None:
 
 def decode(bench: Bench) -> None:
     """One token of each sequence against its whole context; bytes are those of its keys and values."""
-    per_token = bench.shape(1).block_bytes(bench.kernels.kv_dtype) // BLOCK_SIZE
     for num_sequences, context in bench.sizes.decode:
-        num_bytes = num_sequences * context * per_token
+        num_bytes = num_sequences * context * bench.kv_bytes
         num_layers = max(1, min(bench.config.num_layers, bench.sizes.walked_bytes // num_bytes))
         time_s = _decode_seconds(bench, num_sequences, context, num_layers)
         emit(
@@ -148,12 +153,11 @@ def slope(bench: Bench) -> None:
 
 def _decode_seconds(bench: Bench, num_sequences: int, context: int, num_layers: int) -> float:
     """Attention of all layers of one step."""
-    shape = bench.shape(num_layers)
-    batch, kv = _scattered(bench, shape, num_sequences, context)
-    queries = bench.random(num_sequences, bench.config.num_heads, shape.head_dim)
+    batch, kv = _scattered(bench, num_layers, num_sequences, context)
+    queries = bench.random(num_sequences, bench.config.num_heads, bench.shape.head_dim)
 
     def step() -> None:
-        attention = bench.kernels.attention(batch, shape)
+        attention = bench.kernels.attention(batch, bench.shape)
         for layer in range(num_layers):
             attention(queries, kv.layer(layer), 0)
 
@@ -162,12 +166,12 @@ def _decode_seconds(bench: Bench, num_sequences: int, context: int, num_layers: 
 
 def prefill(bench: Bench) -> None:
     """Attention of a chunk; only arithmetic that is needed counts."""
-    shape, config = bench.shape(1), bench.config
+    config = bench.config
     for num_tokens, context in bench.sizes.prefill:
         of = "tokens" if num_tokens == context else f"after {context - num_tokens:,}"
-        batch, kv = _scattered(bench, shape, 1, context, num_tokens=num_tokens)
-        attend = bench.kernels.attention(batch, shape)
-        queries = bench.random(num_tokens, config.num_heads, shape.head_dim)
+        batch, kv = _scattered(bench, 1, 1, context, num_tokens=num_tokens)
+        attend = bench.kernels.attention(batch, bench.shape)
+        queries = bench.random(num_tokens, config.num_heads, config.head_dim)
         time_s = bench.seconds(partial(attend, queries, kv.layer(0), 0))
         flop = 2.0 * config.q_size * num_tokens * (2 * context - num_tokens + 1)
         name = f"attention prefill{bench.kv}, {num_tokens:,} {of}"
@@ -175,14 +179,15 @@ def prefill(bench: Bench) -> None:
 
 
 def _scattered(
-    bench: Bench, shape: KVShape, num_sequences: int, context: int, num_tokens: int = 1
+    bench: Bench, num_layers: int, num_sequences: int, context: int, num_tokens: int = 1
 ) -> tuple[Batch, KVCache]:
     """Sequences with the last `num_tokens` of their context in the step, their blocks in no order."""
     per_sequence = -(-context // BLOCK_SIZE)
-    kv = KVCache(shape, 1 + num_sequences * per_sequence, bench.kernels.kv_dtype, bench.device)
+    layout = KVLayout.even(bench.shape, num_layers)
+    kv = KVCache(layout, 1 + num_sequences * per_sequence, bench.kernels.kv_dtype, bench.device)
     if is_quantized(bench.kernels.kv_dtype):
         kv.data.view(torch.int8).random_()
-        num_scales = shape.num_kv_heads * BLOCK_SIZE
+        num_scales = bench.shape.num_kv_heads * BLOCK_SIZE
         kv.data.view(torch.float32)[..., -num_scales:] = 0.01
     else:
         kv.data.normal_()
@@ -211,15 +216,17 @@ def elementwise(bench: Bench) -> None:
 
 
 def _rotate(bench: Bench, rows: int) -> None:
-    config, kernels, shape = bench.config, bench.kernels, bench.shape(1)
-    batch, kv = _scattered(bench, shape, 1, rows, num_tokens=rows)
+    config, kernels = bench.config, bench.kernels
+    batch, kv = _scattered(bench, 1, 1, rows, num_tokens=rows)
     angles = torch.randn(rows, config.head_dim // 2, device=bench.device)
     slots = kernels.slot_mapping(batch, BLOCK_SIZE)
     places = TokenPlaces(batch.positions, slots, angles.cos(), angles.sin())
     qkv = bench.copies(rows, config.q_size + 2 * config.kv_size)
     layer = kv.layer(0)
-    time_s = bench.in_turn(qkv, lambda x: kernels.rotate_and_write(x, None, None, 1e-5, places, layer, shape))
-    written = config.q_size * qkv[0].itemsize + shape.block_bytes(kernels.kv_dtype) // BLOCK_SIZE
+    time_s = bench.in_turn(
+        qkv, lambda x: kernels.rotate_and_write(x, None, None, 1e-5, places, layer, bench.shape)
+    )
+    written = config.q_size * qkv[0].itemsize + bench.kv_bytes
     _emit_rate(f"rotate_and_write{bench.kv}", rows, qkv[0].nbytes + rows * written, time_s)
 
 

@@ -371,8 +371,7 @@ class Server:
                 num_running=len(self.scheduler.running),
                 max_num_seqs=self.limits.max_num_seqs,
                 max_batch_tokens=self.limits.max_batch_tokens,
-                num_free_tokens=self.tables.pool.num_free * BLOCK_SIZE,
-                num_kv_tokens=self.tables.max_tokens,
+                num_free_tokens=self.tables.num_free_tokens,
             )
         )
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from engine.fields import Fields
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVLayout
 from engine.model.config import ModelConfig
 from engine.model.families.common import Sizes
 from engine.model.spec import Rope
@@ -68,3 +72,10 @@ def with_spec(config: ModelConfig, **changes: object) -> ModelConfig:
 def with_attention(config: ModelConfig, **changes: object) -> ModelConfig:
     """The model with these changes in the attention of every layer."""
     return with_spec(config, layers=tuple(layer.with_attention(**changes) for layer in config.layers))
+
+
+def spread(batch: Batch, layout: KVLayout) -> Batch:
+    """A batch with one block table a sequence, as one with all tables of a layout, in as many times the blocks."""
+    num = len(layout.windows)
+    blocks = batch.block_tables[..., None] * num + torch.arange(num, dtype=torch.int32)
+    return replace(batch, block_tables=blocks.flatten(1))

@@ -101,7 +101,7 @@ class Driver:
             num_blocks or self.facts.num_blocks,
             self.facts.block_size,
             prefix_cache=prefix_cache,
-            window=self.facts.window,
+            windows=self.facts.windows,
         )
         limits = SchedulerLimits(
             max_batch_tokens=budget or self.budget,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from engine.planning.block_tables import BlockTables
@@ -61,13 +62,14 @@ class EndedStep:
 
 
 class FakeRunner:
-    """Executes plans on blocks of (position, token) pairs."""
+    """Executes plans on blocks of (block table, position, token)."""
 
-    def __init__(self, num_blocks: int, block_size: int, window: int = 0) -> None:
-        """With a `window`, every token sees so many tokens, itself included; 0 sees all."""
+    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int, ...] = (0,)) -> None:
+        """Through each block table of a sequence, a token sees so many tokens, itself included; 0 sees all."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.window = window
+        self.windows = windows
+        self.window = 0 if 0 in windows else max(windows)
         self.max_batch_tokens = 1 << 30
         self.num_ahead = 0
         self.num_tokens = 0
@@ -82,7 +84,9 @@ class FakeRunner:
         self.bad: set[tuple[str, int]] = set()
         """Choices whose logits are not finite."""
         self.closed = False
-        self._blocks: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._blocks: list[list[tuple[int, int, int] | None]] = [
+            [None] * block_size for _ in range(num_blocks)
+        ]
 
     def load(self) -> RunnerFacts:
         return RunnerFacts(
@@ -129,10 +133,15 @@ class FakeRunner:
     def _write(self, chunk: Chunk) -> None:
         sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *chunk.drafts]
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            block = sequence.block_table[position // self.block_size]
+            self._store(sequence.block_table, position, tokens[position])
+
+    def _store(self, entries: ListLike[int], position: int, token: int) -> None:
+        """Writes a token into a block of every table."""
+        for table in range(len(self.windows)):
+            block = entries[position // self.block_size * len(self.windows) + table]
             assert block != 0, "block 0 is padding"
-            self._blocks[block][position % self.block_size] = (position, tokens[position])
-            self.num_tokens += 1
+            self._blocks[block][position % self.block_size] = (table, position, token)
+        self.num_tokens += 1
 
     def _sample(self, chunk: Chunk) -> Sampled:
         sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *chunk.drafts]
@@ -141,22 +150,31 @@ class FakeRunner:
         drawn: list[int] = []
         while True:
             length = len(sequence.token_ids) + len(drawn)
-            seen = [self._read(sequence, position) for position in self.visible(length)]
-            assert seen == list(enumerate(tokens))[:length][-self.window :], f"{sequence!r} sees {seen}"
-            drawn.append(
-                next_token([token for _, token in seen], sequence.request, sequence.index, self.window)
-            )
+            seen = self._seen_by(sequence.block_table, length)
+            assert seen == tokens[:length][-self.window :], f"{sequence!r} sees {seen}"
+            drawn.append(next_token(seen, sequence.request, sequence.index, self.window))
             if len(drawn) > len(chunk.drafts) or drawn[-1] != chunk.drafts[len(drawn) - 1]:
                 return Sampled(drawn)
 
-    def visible(self, length: int) -> range:
-        """Positions that the last of `length` tokens sees."""
-        return range(max(0, length - self.window) if self.window else 0, length)
+    def visible(self, length: int, window: int) -> range:
+        """Positions that the last of `length` tokens sees through a table."""
+        return range(max(0, length - window) if window else 0, length)
 
-    def _read(self, sequence: Sequence, position: int) -> tuple[int, int]:
-        entry = self._blocks[sequence.block_table[position // self.block_size]][position % self.block_size]
-        assert entry is not None, f"{sequence!r} reads position {position}, which nobody wrote"
-        return entry
+    def _seen_by(self, entries: ListLike[int], length: int) -> list[int]:
+        """The tokens that the last of `length` tokens sees; every table has those in its window."""
+        most: list[int] = []
+        for table, window in enumerate(self.windows):
+            seen = [self._read(entries, table, position) for position in self.visible(length, window)]
+            most = max(most, seen, key=len)
+            assert most[len(most) - len(seen) :] == seen, f"through table {table}, {seen} are seen"
+        return most
+
+    def _read(self, entries: ListLike[int], table: int, position: int) -> int:
+        block = entries[position // self.block_size * len(self.windows) + table]
+        entry = self._blocks[block][position % self.block_size]
+        assert entry is not None, f"position {position} is read, which nobody wrote"
+        assert entry[:2] == (table, position), f"{entry} is seen at {position} through table {table}"
+        return entry[2]
 
 
 class FakeProposer:

@@ -31,7 +31,7 @@ class QueuedChunk:
     table: tuple[int, ...]
 
     @classmethod
-    def of(cls, chunk: Chunk, block_size: int) -> QueuedChunk:
+    def of(cls, chunk: Chunk, block_size: int, num_tables: int) -> QueuedChunk:
         end, known = chunk.start + chunk.num_tokens, [*chunk.sequence.token_ids, *chunk.drafts]
         return cls(
             sequence=chunk.sequence,
@@ -40,14 +40,14 @@ class QueuedChunk:
             samples=chunk.samples,
             drafts=tuple(chunk.drafts),
             token_ids=tuple(known[i] if i < len(known) else None for i in range(chunk.start, end)),
-            table=tuple(chunk.sequence.block_table[: -(-end // block_size)]),
+            table=tuple(chunk.sequence.block_table[: -(-end // block_size) * num_tables]),
         )
 
 
 class QueuedStep:
     def __init__(self, runner: QueuedRunner, plan: Plan) -> None:
         self.runner = runner
-        self.chunks = [QueuedChunk.of(chunk, runner.block_size) for chunk in plan.chunks]
+        self.chunks = [QueuedChunk.of(chunk, runner.block_size, len(runner.windows)) for chunk in plan.chunks]
         self.copies = list(plan.copies)
         self.result: StepResult | None = None
 
@@ -72,9 +72,9 @@ class QueuedRunner(FakeRunner):
         num_blocks: int,
         block_size: int,
         runs_early: Callable[[], bool] = lambda: False,
-        window: int = 0,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
-        super().__init__(num_blocks, block_size, window)
+        super().__init__(num_blocks, block_size, windows)
         self.num_ahead = 1
         self.in_flight: deque[QueuedStep] = deque()
         """Launched and not waited for, oldest first."""
@@ -148,10 +148,7 @@ class QueuedRunner(FakeRunner):
                 self.num_unknown += 1
                 place, token_id = self._last[chunk.sequence]
                 assert place == position, f"{chunk} needs token {position}, the device has {place}"
-            block = chunk.table[position // self.block_size]
-            assert block != 0, "block 0 is padding"
-            self._blocks[block][position % self.block_size] = (position, token_id)
-            self.num_tokens += 1
+            self._store(chunk.table, position, token_id)
 
     def _draw(self, chunk: QueuedChunk) -> Sampled:
         sequence = chunk.sequence
@@ -161,14 +158,8 @@ class QueuedRunner(FakeRunner):
         drawn: list[int] = []
         while True:
             end = chunk.end - len(chunk.drafts) + len(drawn)
-            tokens = [self._seen(chunk, position) for position in self.visible(end)]
+            tokens = self._seen_by(chunk.table, end)
             drawn.append(next_token(tokens, sequence.request, sequence.index, self.window))
             if len(drawn) > len(chunk.drafts) or drawn[-1] != chunk.drafts[len(drawn) - 1]:
                 self._last[sequence] = (end, drawn[-1])
                 return Sampled(drawn)
-
-    def _seen(self, chunk: QueuedChunk, position: int) -> int:
-        entry = self._blocks[chunk.table[position // self.block_size]][position % self.block_size]
-        assert entry is not None, f"{chunk} reads position {position}, which nobody wrote"
-        assert entry[0] == position, f"{chunk} sees {entry} at {position}"
-        return entry[1]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Attention, Kernels, reference_kernels
 from engine.kernels.reference import TokenPlaces
@@ -28,6 +28,7 @@ from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
 from engine.planning.request import TokenLogprobs
 from engine.quant.formats import Format, NamedTensors
+from tests.engine.configs import spread
 from tests.engine.ranges import FUNCTION, UNIT
 
 RUNS, MARGIN = 3, 2
@@ -129,11 +130,14 @@ class NoisyReference:
             window: int,
             scale: float | None = None,
             softcap: float = 0.0,
+            block_tables: Tensor | None = None,
         ) -> Tensor:
             if self.attends_in == torch.float32:
-                attended = attend(queries, layer_kv, window, scale, softcap)
+                attended = attend(queries, layer_kv, window, scale, softcap, block_tables)
                 return self.moved(attended, 2, context + shape.head_dim)
-            attended = attend(self.stored(queries, self.attends_in), layer_kv, window, scale, softcap)
+            attended = attend(
+                self.stored(queries, self.attends_in), layer_kv, window, scale, softcap, block_tables
+            )
             # What rounded weights do is relative to what they add up, as with a sum.
             length = context + shape.head_dim + (unit_of(self.attends_in) / UNIT) ** 2
             return self.moved(attended, 2, length)
@@ -197,7 +201,7 @@ def error_of(
         hidden: of the last hidden states, not of the logits.
     """
     config = read_config(path)
-    kv = KVCache(KVShape.of(config, 8), 64, torch.float32, torch.device("cpu"))
+    kv = KVCache(KVLayout.of(config, 8), 256, torch.float32, torch.device("cpu"))
     length = len(token_ids)
     batch = blank_batch([length], [length], torch.arange(-(-length // 8), dtype=torch.int32)[None])
     batch.token_ids, batch.sample_rows = torch.tensor(token_ids), torch.arange(length)
@@ -208,7 +212,7 @@ def error_of(
         return decoder if hidden else lambda batch: weights.lm_head(decoder(batch))
 
     with torch.inference_mode():
-        return 2 * allowed(make, [batch], kv_dtype, dtype)[0]
+        return 2 * allowed(make, [spread(batch, kv.layout)], kv_dtype, dtype)[0]
 
 
 def check_logprobs(found: TokenLogprobs, logits: Tensor, error: float) -> None:

@@ -181,7 +181,7 @@ def test_a_prompt_longer_than_the_pool_is_served_where_all_layers_have_a_window(
     asked = [request(name, [(31 * i + length) % 390 for i in range(length)]) for name, length in LONG]
     for driver in (roomy, tight):
         driver.run(*asked)
-        assert driver.facts.window == 40
+        assert driver.facts.windows == (40,)
     assert max(length for _, length in LONG) > 7 * 16
     for name, _ in LONG:
         assert tight.tokens(name) == roomy.tokens(name)

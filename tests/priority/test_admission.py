@@ -41,7 +41,6 @@ IDLE = StepLoad(
     max_num_seqs=10_000,
     max_batch_tokens=2_048,
     num_free_tokens=10**9,
-    num_kv_tokens=10**9,
 )
 
 

@@ -55,9 +55,11 @@ class Decoder {
                 if (s.positions[t] < 0 || s.positions[t] >= context) return kBadPosition;
                 sequence_of_[t] = i;
             }
-            const int32_t* table = s.block_tables + static_cast<size_t>(i) * s.max_blocks;
-            for (int b = 0; b < divide_up(context, kBlockTokens); b++)
-                if (table[b] < 0 || table[b] >= model_.num_blocks) return kBadBlock;
+            for (int number = 0; number < model_.num_tables; number++) {
+                const int32_t* table = s.tables(number) + static_cast<size_t>(i) * s.max_blocks;
+                for (int b = 0; b < divide_up(context, kBlockTokens); b++)
+                    if (table[b] < 0 || table[b] >= model_.num_blocks) return kBadBlock;
+            }
         }
         for (int r = 0; r < s.samples; r++)
             if (s.sample_rows[r] < 0 || s.sample_rows[r] >= s.tokens) return kBadSample;
@@ -276,7 +278,7 @@ class Decoder {
     }
 
     AttentionStep attention_step(const Op& op) {
-        return {op.shape,  step_.positions, step_.block_tables, static_cast<size_t>(step_.max_blocks),
+        return {op.shape,  step_.positions, step_.tables(op.table), static_cast<size_t>(step_.max_blocks),
                 op.window, is_head(),       op.keys,            op.values,
                 qkv_.get(), ld_qkv_,        attended_.get(),    ld_q_};
     }
@@ -285,10 +287,13 @@ class Decoder {
 
     size_t ld_taps() const { return padded(Taps::kCount * model_.hidden); }
 
-    // Where a token of a sequence lies in a cache of rows.
+    size_t block_of(const int32_t* tables, int sequence, int position) const {
+        return tables[static_cast<size_t>(sequence) * step_.max_blocks + position / kBlockTokens];
+    }
+
+    // Where a token of a sequence lies in a cache of rows, which has the blocks of the first table.
     size_t place_of(int sequence, int position) const {
-        const int32_t* table = step_.block_tables + static_cast<size_t>(sequence) * step_.max_blocks;
-        return static_cast<size_t>(table[position / kBlockTokens]) * kBlockTokens + position % kBlockTokens;
+        return block_of(step_.block_tables, sequence, position) * kBlockTokens + position % kBlockTokens;
     }
 
     // ---- what the phases do ------------------------------------------------------------------------------------
@@ -390,8 +395,9 @@ class Decoder {
 
     void run_place(uint32_t index, int chunk, int) {
         const auto place = [&](int t) {
-            const int block = static_cast<int>(place_of(sequence_of_[t], step_.positions[t]) / kBlockTokens);
-            attention_.place(attentions_[index].step, t, block);
+            const AttentionStep& step = attentions_[index].step;
+            const size_t block = block_of(step.block_tables, sequence_of_[t], step_.positions[t]);
+            attention_.place(step, t, static_cast<int>(block));
         };
         for_rows(chunk, step_.tokens, place, rows_to_place(step_.tokens));
     }

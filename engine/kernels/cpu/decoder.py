@@ -82,6 +82,7 @@ class NativeDecoder:
             eps=eps,
             kv_type=DTYPES[kv.data.dtype],
             num_blocks=kv.num_blocks,
+            num_tables=len(kv.layout.windows),
             kv=kv.data.data_ptr(),
             kv_bytes=kv.data.nbytes,
             shape=next(op.shape for op in made if op.shape),
@@ -102,7 +103,7 @@ class NativeDecoder:
         Raises:
             ValueError: one does not.
         """
-        shape, num_heads = self._kv.shape, heads[0].num_heads
+        shape, num_heads = self._kv.layout.places[0].shape, heads[0].num_heads
         if num_heads % shape.num_kv_heads or any(other.num_heads != num_heads for other in heads):
             raise ValueError(f"{num_heads} heads in every layer expected, a multiple of {shape.num_kv_heads}")
         q_size = num_heads * shape.head_dim
@@ -155,11 +156,12 @@ class NativeDecoder:
         if op.heads is not None:
             keys, values = self._kv.layer(op.layer)
             made.shape = ctypes.pointer(self._shape(op.heads))
+            made.table = self._kv.layout.places[op.layer].table
             made.window, made.keys, made.values = op.heads.window, keys.data_ptr(), values.data_ptr()
         return made
 
     def _shape(self, heads: NativeHeads) -> Shape:
-        shape, positions = self._kv.shape, heads.cos.shape[0]
+        shape, positions = self._kv.layout.places[0].shape, heads.cos.shape[0]
         for name, table in (("cos", heads.cos), ("sin", heads.sin)):
             expect_shape(name, table, (positions, shape.head_dim // 2))
         of_rows = heads.q_norm is not None and heads.q_norm.numel() != shape.head_dim
@@ -190,7 +192,8 @@ class NativeDecoder:
         Raises:
             ValueError: the batch cannot be.
         """
-        step = step_of(batch)
+        tables = batch.tables(len(self._kv.layout.windows))
+        step = step_of(batch, tables)
         hidden = torch.empty((step.samples, self.hidden_size))
         check(self._run(self.handle, ctypes.byref(step), hidden.data_ptr()))
         return hidden
@@ -198,7 +201,7 @@ class NativeDecoder:
     @property
     def linears(self) -> list[dict[str, PackedLinear]]:
         """The linear maps of each layer by the part of a step that they are."""
-        layers: list[dict[str, PackedLinear]] = [{} for _ in range(self._kv.shape.num_layers)]
+        layers: list[dict[str, PackedLinear]] = [{} for _ in self._kv.layout.places]
         for op in self.ops:
             if op.kind == "linear" and op.linear is not None:
                 layers[op.layer][op.time] = op.linear
@@ -209,7 +212,7 @@ class NativeDecoder:
         width = taps.fuse.out_features
         if taps.fuse.in_features != len(taps.after) * self.hidden_size or taps.fuse.gated:
             raise ValueError(f"fuse: {len(taps.after)} times {self.hidden_size} inputs expected")
-        num_layers = self._kv.shape.num_layers
+        num_layers = len(self._kv.layout.places)
         if not all(0 <= number < num_layers for number in taps.after):
             raise ValueError(f"hidden states after {taps.after} layers, and there are {num_layers}")
         _check_features(taps.features, self._kv.num_blocks, width)
@@ -245,12 +248,11 @@ class NativeDecoder:
 
 
 def _check_kv(kv: KVCache, num_layers: int) -> None:
-    if kv.shape.block_size != BLOCK_SIZE or kv.shape.head_dim % 8:
-        raise ValueError(
-            f"blocks of {BLOCK_SIZE} tokens and heads of a multiple of 8 expected, not {kv.shape}"
-        )
-    if num_layers != kv.shape.num_layers:
-        raise ValueError(f"{num_layers} layers given, {kv.shape.num_layers} in the KV cache")
+    shapes = kv.layout.shapes
+    if len(shapes) > 1 or any(s.block_size != BLOCK_SIZE or s.head_dim % 8 for s in shapes):
+        raise ValueError(f"blocks of {BLOCK_SIZE} tokens and heads of a multiple of 8 expected, not {shapes}")
+    if num_layers != len(kv.layout.places):
+        raise ValueError(f"{num_layers} layers given, {len(kv.layout.places)} in the KV cache")
     if kv.data.device.type != "cpu" or not kv.data.is_contiguous():
         raise ValueError("a contiguous KV cache on the CPU expected")
 

@@ -82,7 +82,7 @@ class NativeDraft:
             ValueError: tensors that do not fit each other, or a draft that is no token.
         """
         length, num = ends.shape
-        step = step_of(first)
+        step = step_of(first, first.block_tables[None])
         expect_ints("sample_rows", first.sample_rows, (num,))
         expect_ints("block_tables", block_tables, (num, step.max_blocks))
         expect_ints("slots", slots, (num,))

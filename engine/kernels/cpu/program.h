@@ -42,6 +42,7 @@ struct Op {
     const Shape* shape;
     int32_t window;
     int32_t is_sampled;  // of attention: no row is wanted but the sampled ones
+    int32_t table;       // of its sequences' block tables, that of its cache
     char* keys;          // of this layer: [blocks][bytes of a block]
     char* values;
 };
@@ -71,7 +72,7 @@ struct Model {
     const void* embedding;           // [vocab][hidden] in its own type, or null:
     const Linear* embedding_linear;  // its rows are the embedding
     int32_t kv_type;
-    int32_t num_blocks;
+    int32_t num_blocks, num_tables;
     void* kv;  // all layers: see kv_layout.h
     int64_t kv_bytes;
     const Shape* shape;  // of the heads of any layer
@@ -81,8 +82,14 @@ struct Model {
 };
 
 struct Step {
-    const int32_t *token_ids, *positions, *query_starts, *context_lens, *block_tables, *sample_rows;
+    const int32_t *token_ids, *positions, *query_starts, *context_lens;
+    const int32_t* block_tables;  // [tables][sequences][max_blocks]
+    const int32_t* sample_rows;
     int32_t tokens, sequences, max_blocks, samples;
+
+    const int32_t* tables(int number) const {
+        return block_tables + static_cast<size_t>(number) * sequences * max_blocks;
+    }
 };
 
 enum Status : int {

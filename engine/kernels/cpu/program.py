@@ -54,6 +54,7 @@ class Op(ctypes.Structure):
         ("shape", ctypes.POINTER(Shape)),
         ("window", c_int32),
         ("is_sampled", c_int32),
+        ("table", c_int32),
         ("keys", c_void_p),
         ("values", c_void_p),
     ]
@@ -90,6 +91,7 @@ class Model(ctypes.Structure):
         ("embedding_linear", c_void_p),
         ("kv_type", c_int32),
         ("num_blocks", c_int32),
+        ("num_tables", c_int32),
         ("kv", c_void_p),
         ("kv_bytes", c_int64),
         ("shape", ctypes.POINTER(Shape)),
@@ -193,24 +195,25 @@ class NativeHeadInput:
     """Whether the norm of the features is the residual."""
 
 
-def step_of(batch: Batch) -> Step:
+def step_of(batch: Batch, block_tables: Tensor) -> Step:
+    """What a step is told; it points into the batch and its block tables [tables, S, max blocks]."""
     tokens, sequences = batch.token_ids.shape[0], batch.context_lens.shape[0]
     expect_ints("positions", batch.positions, (tokens,))
     expect_ints("token_ids", batch.token_ids, (tokens,))
     expect_ints("query_starts", batch.query_starts, (sequences + 1,))
     expect_ints("context_lens", batch.context_lens, (sequences,))
-    expect_ints("block_tables", batch.block_tables, (sequences, batch.block_tables.shape[-1]))
+    expect_ints("block_tables", block_tables, (len(block_tables), sequences, block_tables.shape[-1]))
     expect_ints("sample_rows", batch.sample_rows, (batch.sample_rows.shape[0],))
     return Step(
         batch.token_ids.data_ptr(),
         batch.positions.data_ptr(),
         batch.query_starts.data_ptr(),
         batch.context_lens.data_ptr(),
-        batch.block_tables.data_ptr(),
+        block_tables.data_ptr(),
         batch.sample_rows.data_ptr(),
         tokens,
         sequences,
-        batch.block_tables.shape[1],
+        block_tables.shape[-1],
         batch.sample_rows.shape[0],
     )
 

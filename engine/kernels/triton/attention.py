@@ -136,6 +136,7 @@ class TritonAttention:
         window: int,
         scale: float | None = None,
         softcap: float = 0.0,
+        block_tables: Tensor | None = None,
     ) -> Tensor:
         """Attends one layer, as `reference.PagedAttention` does; the result is the only tensor that is allocated.
 
@@ -146,11 +147,12 @@ class TritonAttention:
         num_tokens, num_heads, head_dim = queries.shape
         assert num_tokens == self._num_tokens
         attended = torch.empty(num_tokens, num_heads * head_dim, dtype=queries.dtype, device=queries.device)
+        tables = self._batch.block_tables if block_tables is None else block_tables
         scoring = {**self._scoring, "SCALE": head_dim**-0.5 if scale is None else scale, "SOFTCAP": softcap}
-        self._launch_decode(attended, queries, layer_kv, window, scoring)
+        self._launch_decode(attended, queries, layer_kv, tables, window, scoring)
         self._launch_reduction(attended, window)
         if self._has_prefill:
-            self._launch_prefill(attended, queries, layer_kv, window, scoring)
+            self._launch_prefill(attended, queries, layer_kv, tables, window, scoring)
         return attended
 
     def _plan_segments(self, window: int) -> None:
@@ -171,7 +173,13 @@ class TritonAttention:
         )
 
     def _launch_decode(
-        self, attended: Tensor, queries: Tensor, layer_kv: Tensor, window: int, scoring: Mapping[str, Any]
+        self,
+        attended: Tensor,
+        queries: Tensor,
+        layer_kv: Tensor,
+        tables: Tensor,
+        window: int,
+        scoring: Mapping[str, Any],
     ) -> None:
         batch, workspace, segments = self._batch, self._workspace, self._workspace.segments[window]
         numbers, scales = numbers_and_scales(layer_kv)
@@ -182,14 +190,14 @@ class TritonAttention:
             queries,
             numbers,
             scales,
-            batch.block_tables,
+            tables,
             batch.query_starts,
             batch.context_lens,
             segments.item_sequences,
             segments.first_items,
             queries.stride(0),
             numbers.stride(0),
-            batch.block_tables.stride(0),
+            tables.stride(0),
             window,
             WINDOWED=window > 0,
             **self._constants,
@@ -214,7 +222,13 @@ class TritonAttention:
         )
 
     def _launch_prefill(
-        self, attended: Tensor, queries: Tensor, layer_kv: Tensor, window: int, scoring: Mapping[str, Any]
+        self,
+        attended: Tensor,
+        queries: Tensor,
+        layer_kv: Tensor,
+        tables: Tensor,
+        window: int,
+        scoring: Mapping[str, Any],
     ) -> None:
         batch, workspace = self._batch, self._workspace
         numbers, scales = numbers_and_scales(layer_kv)
@@ -226,12 +240,12 @@ class TritonAttention:
             queries,
             numbers,
             scales,
-            batch.block_tables,
+            tables,
             batch.query_starts,
             batch.context_lens,
             queries.stride(0),
             numbers.stride(0),
-            batch.block_tables.stride(0),
+            tables.stride(0),
             self._num_sequences,
             window,
             WINDOWED=window > 0,

@@ -52,6 +52,7 @@ def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
         LAST_ROW=table.num_rows - 1,
         MAX_BLOCKS=table.max_blocks,
         BLOCK_SIZE=table.block_size,
+        NUM_TABLES=table.num_tables,
         ENTRIES=entries,
         num_warps=num_warps,
     )
@@ -79,6 +80,7 @@ def gather_kernel(
     LAST_ROW: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    NUM_TABLES: tl.constexpr,
     ENTRIES: tl.constexpr,
 ) -> None:
     """One sequence: its rows of the batch and its length after the step; the last program fills rows of no sequence.
@@ -112,7 +114,7 @@ def gather_kernel(
         tl.store(token_ids + rows, tl.where(is_padding, 0, found), mask=rows < end)
         tl.store(positions + rows, tl.where(is_padding, -1, length + rows - start), mask=rows < end)
 
-    used = tl.minimum(tl.cdiv(context, BLOCK_SIZE), num_blocks)
+    used = tl.minimum(tl.cdiv(context, BLOCK_SIZE) * NUM_TABLES, num_blocks)
     source = table_blocks + row * MAX_BLOCKS
     target = block_tables + sequence.to(tl.int64) * num_blocks
     for first in range(0, used, ENTRIES):

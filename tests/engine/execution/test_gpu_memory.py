@@ -27,7 +27,7 @@ from engine.execution.memory import (
 )
 from engine.fields import Fields
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import select
 from engine.model.config import LoadOptions, ModelConfig
@@ -54,7 +54,6 @@ LLAMA_8B = parse_config(
         ),
     )
 )
-SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 BLOCK = 32 * 2 * 8 * 16 * 128 * 2
 KERNELS = reference_kernels(CUDA, torch.bfloat16)
 CARD = Card(total=80 * GIB, free=79 * GIB)
@@ -190,7 +189,7 @@ def test_the_largest_steps_have_all_tokens_all_rows_and_the_longest_context(
     max_batch_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> None:
     options = LoadOptions(max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs)
-    many, long = largest_batches(options, max_model_len, 16)
+    many, long = largest_batches(options, max_model_len, 1)
     num_sequences = min(max_num_seqs, max_batch_tokens)
     assert many.context_lens.numel() == num_sequences
     assert many.sample_rows.tolist() == [*range(min(options.max_rows, many.token_ids.numel()))]
@@ -216,10 +215,10 @@ def test_a_decoder_runs_them_in_the_one_block_that_belongs_to_nobody(tmp_path: P
     config = read_config(make_checkpoint("qwen3", tmp_path))
     kernels = reference_kernels(CPU, torch.float32)
     weights = load_weights(config, TensorFiles(tmp_path), kernels, lambda *_: None)
-    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=24, block_size=16)
-    decoder = Decoder(config, weights, kernels, KVCache(shape, 1, torch.float32, CPU), 100)
+    shape = KVShape(num_kv_heads=2, head_dim=24, block_size=16)
+    decoder = Decoder(config, weights, kernels, KVCache(KVLayout.even(shape, 3), 1, torch.float32, CPU), 100)
     options = LoadOptions(max_batch_tokens=50, max_num_seqs=7)
-    rows = [decoder(batch).shape[0] for batch in largest_batches(options, 100, 16)]
+    rows = [decoder(batch).shape[0] for batch in largest_batches(options, 100, 1)]
     assert rows == [50, 1], "of logits, with drafts"
 
 

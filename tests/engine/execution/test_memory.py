@@ -22,6 +22,7 @@ from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import parse_config
 from engine.model.tensors import Recipe
+from engine.planning.windows import Windows
 from engine.quant.quantization import Quantization
 from engine.sizes import GIB
 from tests.engine.checkpoints import make_config, random_tensors
@@ -124,7 +125,13 @@ def test_what_does_not_fit_is_one_line_with_the_numbers(available: int, options:
 
 def test_the_report_has_every_number() -> None:
     text = MemoryPlan(
-        weights=3 * GIB, workspace=1 << 20, block=1 << 20, num_blocks=2049, block_size=16, available=10 * GIB
+        weights=3 * GIB,
+        workspace=1 << 20,
+        block=1 << 20,
+        num_blocks=2049,
+        windows=Windows((0,), 16),
+        chunk=512,
+        available=10 * GIB,
     ).text
     assert text == (
         "weights 3.00 GiB, KV cache 2.00 GiB (32768 tokens), workspace 1.0 MiB, of 10.00 GiB available"

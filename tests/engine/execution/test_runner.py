@@ -83,13 +83,13 @@ def test_on_a_cpu_a_step_has_ended_when_its_launch_returns(driver: Driver) -> No
 
 @pytest.mark.parametrize(
     ("window", "use", "first", "expected"),
-    [(6, True, 0, 6), (6, True, 1, 0), (6, False, 0, 0)],
+    [(6, True, 0, (6,)), (6, True, 1, (0, 6, 6)), (6, False, 0, (0,))],
 )
-def test_planning_is_told_the_window_that_all_layers_have(
-    tmp_path: Path, window: int, use: bool, first: int, expected: int
+def test_planning_is_told_the_windows_of_the_block_tables(
+    tmp_path: Path, window: int, use: bool, first: int, expected: tuple[int, ...]
 ) -> None:
     make_checkpoint("qwen2", tmp_path, sliding_window=window, use_sliding_window=use, max_window_layers=first)
-    assert Driver(tmp_path, num_blocks=32).facts.window == expected
+    assert Driver(tmp_path, num_blocks=32).facts.windows == expected
 
 
 def test_a_mask_can_arrive_between_the_pass_and_the_choice(driver: Driver) -> None:

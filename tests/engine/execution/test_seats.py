@@ -92,10 +92,7 @@ class TableRunner(QueuedRunner):
         batch, starts = inputs.batch, inputs.batch.query_starts.tolist()
         for i, (order, chunk) in enumerate(zip(step.chunks, plan.chunks, strict=True)):
             rows = slice(starts[i], starts[i + 1])
-            seen = [
-                self._blocks[order.table[p // BLOCK_SIZE]][p % BLOCK_SIZE]
-                for p in range(order.start, order.end)
-            ]
+            seen = [(p, self._read(order.table, 0, p)) for p in range(order.start, order.end)]
             positions, tokens = batch.positions[rows].tolist(), batch.token_ids[rows].tolist()
             assert list(zip(positions, tokens, strict=True)) == seen
             assert batch.context_lens[i] == order.end

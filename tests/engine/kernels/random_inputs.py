@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.ops import RotateAndWrite
 from engine.kernels.reference import TokenPlaces, quantize_kv, write_kv
 from tests.engine import ranges
@@ -55,9 +55,7 @@ class Layer:
 
     @property
     def shape(self) -> KVShape:
-        return KVShape(
-            num_layers=1, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, block_size=self.block_size
-        )
+        return KVShape(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, block_size=self.block_size)
 
 
 class RotationInput:
@@ -96,7 +94,7 @@ class RotationInput:
     def kv(self, dtype: torch.dtype) -> Tensor:
         """One layer's cache, full of what others wrote."""
         device = self.qkv.device
-        cache = KVCache(self.layer.shape, self.num_blocks, dtype, device)
+        cache = KVCache(KVLayout.even(self.layer.shape, 1), self.num_blocks, dtype, device)
         return cache.data.copy_(torch.arange(cache.data.numel(), device=device).view_as(cache.data) % 251)[0]
 
     def run(self, function: RotateAndWrite, kv: Tensor) -> Tensor:
@@ -152,7 +150,6 @@ class AttentionInput:
             return torch.randn(size, generator=generator).to(self.dtype)
 
         self.shape = KVShape(
-            num_layers=1,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=self.block_size,
@@ -160,7 +157,9 @@ class AttentionInput:
         num_blocks = 1 + sum(self._num_blocks(row) for row in range(len(self.lengths)))
         free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
         width = max(self._num_blocks(row) for row in range(len(self.lengths))) + 2
-        kv = KVCache(self.shape, num_blocks, self.kv_dtype or self.dtype, torch.device("cpu"))
+        kv = KVCache(
+            KVLayout.even(self.shape, 1), num_blocks, self.kv_dtype or self.dtype, torch.device("cpu")
+        )
         kv.data.view(torch.uint8).fill_(255)  # all of these are NaN, and so are scales
         self.keys, self.values = [], []
         starts, tables = [0], torch.zeros(len(self.lengths), width, dtype=torch.int32)

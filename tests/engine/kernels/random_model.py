@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.config import ModelConfig
@@ -105,12 +105,11 @@ class Checkpoint:
     def kv(self, dtype: torch.dtype, device: torch.device = CPU) -> KVCache:
         c = self.config
         shape = KVShape(
-            num_layers=c.num_layers,
             num_kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             block_size=BLOCK_SIZE,
         )
-        return KVCache(shape, NUM_BLOCKS, dtype, device)
+        return KVCache(KVLayout.even(shape, c.num_layers), NUM_BLOCKS, dtype, device)
 
     def decoder(self, kernels: Kernels) -> TableModel:
         return TableModel(self, kernels)
@@ -219,14 +218,15 @@ class PlainModel:
         c = self.checkpoint
         slots = reference.slot_mapping(batch, self.kv.block_size)
         places = reference.TokenPlaces(batch.positions, slots, self.cos, self.sin)
-        attention = reference.PagedAttention(batch, self.kv.shape)
+        attention = reference.PagedAttention(batch, self.kv.layout.places[0].shape)
         hidden = F.embedding(batch.token_ids, c.embedding)
         for index, layer in enumerate(c.layers):
             input_norm, post_norm, q_norm, k_norm = c.norms[index]
             eps, layer_kv = c.config.spec.norm_eps, self.kv.layer(index)
+            window, shape = c.config.layers[index].attention.window, self.kv.layout.places[index].shape
             qkv = F.linear(reference.rms_norm(hidden, input_norm, eps), *layer["qkv"])
-            queries = reference.rotate_and_write(qkv, q_norm, k_norm, eps, places, layer_kv, self.kv.shape)
-            hidden = hidden + F.linear(attention(queries, layer_kv, c.config.window(index)), *layer["o"])
+            queries = reference.rotate_and_write(qkv, q_norm, k_norm, eps, places, layer_kv, shape)
+            hidden = hidden + F.linear(attention(queries, layer_kv, window), *layer["o"])
             gate_up = F.linear(reference.rms_norm(hidden, post_norm, eps), *layer["gate_up"])
             hidden = hidden + F.linear(reference.silu_mul(gate_up), *layer["down"])
         wanted = hidden[batch.sample_rows.long()]

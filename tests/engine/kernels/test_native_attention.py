@@ -20,7 +20,7 @@ from engine.kernels.cpu.native import (
     Team,
     load_library,
 )
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from tests.engine import ranges
 from tests.engine.kernels.levels import LEVELS, SHAPE_LEVELS, build_levels, params
 from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, WITH_TILES, Prompts
@@ -91,10 +91,8 @@ class Layer:
         self.shape = shape
         self.embedding = made_up(shape) if embedding is None else embedding
         hidden = shape.qkv_size + shape.q_size
-        kv_shape = KVShape(
-            num_layers=1, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=BLOCK_SIZE
-        )
-        self.kv = KVCache(kv_shape, NUM_BLOCKS, dtype, CPU)
+        kv_shape = KVShape(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=BLOCK_SIZE)
+        self.kv = KVCache(KVLayout.even(kv_shape, 1), NUM_BLOCKS, dtype, CPU)
         self.kv.data.fill_(-1 if dtype == torch.int8 else torch.nan)  # four bytes of -1 are a NaN
 
         def linear(weight: Tensor) -> PackedLinear:

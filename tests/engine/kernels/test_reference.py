@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVShape
+from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape
 from engine.kernels.linear import DenseLinear
 from engine.kernels.reference import (
     PagedAttention,
@@ -29,7 +29,7 @@ from tests.few import examples
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 8, 4
-SHAPE = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE)
+SHAPE = KVShape(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE)
 
 SEQUENCES = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=6)
 """(tokens computed before, tokens of this step)"""
@@ -67,7 +67,7 @@ def test_paged_attention_is_dense_attention(
     bound: int, sequences: list[tuple[int, int]], window: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    batch, kv = make_batch(sequences), KVCache(SHAPE, 1001, torch.float32, CPU)
+    batch, kv = make_batch(sequences), KVCache(KVLayout.even(SHAPE, 1), 1001, torch.float32, CPU)
     kv.data.uniform_(-50, 50, generator=generator)  # what nobody wrote must not matter
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "MAX_TILE_ELEMENTS", bound)
@@ -107,7 +107,7 @@ def test_rows_that_pad_a_batch_have_no_slot() -> None:
 
 
 def test_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
-    kv = KVCache(SHAPE, 4, torch.float32, CPU)
+    kv = KVCache(KVLayout.even(SHAPE, 1), 4, torch.float32, CPU)
     keys, values = torch.randn(2, 4, KV_HEADS, HEAD_DIM)
     write_kv(kv.layer(0), keys, values, torch.tensor([5, 15, 8, -1]))
     blocks = kv.data.view(2, 4, KV_HEADS, BLOCK_SIZE, HEAD_DIM).clone()
@@ -120,7 +120,7 @@ def test_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
 
 def test_integers_land_in_their_slots_and_their_scales_behind_them() -> None:
     """The layout of an int8 cache, byte by byte: [heads, tokens, head_dim] integers, then [heads, tokens] float32."""
-    kv = KVCache(SHAPE, 4, torch.int8, CPU)
+    kv = KVCache(KVLayout.even(SHAPE, 1), 4, torch.int8, CPU)
     keys, values = torch.randn(2, 3, KV_HEADS, HEAD_DIM)
     keys[1, 0] = 0
     write_kv(kv.layer(0), keys, values, torch.tensor([5, -1, 15]))
@@ -159,7 +159,7 @@ def test_e4m3_is_rounded_half_to_even_below_its_largest_number() -> None:
 @pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int, kv_dtype: torch.dtype) -> None:
-    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=6, block_size=block_size)
+    shape = KVShape(num_kv_heads=1, head_dim=6, block_size=block_size)
     num_tokens = 5
     keys, values = torch.randn(2, num_tokens, 1, 6)
     queries = torch.randn(num_tokens, 2, 6)
@@ -168,7 +168,7 @@ def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int, kv_d
     batch.block_tables = torch.arange(1, 1 + num_blocks, dtype=torch.int32).unsqueeze(0)
     found = []
     for dtype in (kv_dtype, torch.float32):
-        kv = KVCache(shape, 1 + num_blocks, dtype, CPU)
+        kv = KVCache(KVLayout.even(shape, 1), 1 + num_blocks, dtype, CPU)
         written = [keys, values]
         if dtype != kv_dtype:
             numbers = [quantize_kv(each, kv_dtype) for each in written]
@@ -180,7 +180,7 @@ def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int, kv_d
 
 @pytest.mark.parametrize("norms", [False, True])
 def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(norms: bool) -> None:
-    kv, num_tokens = KVCache(SHAPE, 3, torch.float32, CPU), 3
+    kv, num_tokens = KVCache(KVLayout.even(SHAPE, 1), 3, torch.float32, CPU), 3
     queries = torch.randn(num_tokens, HEADS, HEAD_DIM)
     keys, values = torch.randn(2, num_tokens, KV_HEADS, HEAD_DIM)
     q_norm, k_norm = torch.rand(2, HEAD_DIM) if norms else (None, None)
@@ -192,7 +192,7 @@ def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(norms: bool)
         queries, keys = rms_norm(queries, q_norm, 1e-6), rms_norm(keys, k_norm, 1e-6)
     cos, sin = places.cos[[8, 0, 3]], places.sin[[8, 0, 3]]
     assert torch.equal(found, rotary(queries, cos, sin))
-    expected = KVCache(SHAPE, 3, torch.float32, CPU)
+    expected = KVCache(KVLayout.even(SHAPE, 1), 3, torch.float32, CPU)
     write_kv(expected.layer(0), rotary(keys, cos, sin), values, places.slots)
     assert torch.equal(kv.data, expected.data)
 

@@ -19,6 +19,7 @@ from engine.model.config import LoadOptions
 from engine.model.rotary import inverse_frequencies
 from engine.model.spec import Rope
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
+from tests.engine.configs import spread
 from tests.engine.rounding_noise import error_of, largest
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,7 +80,7 @@ class Case:
 
 def logits_of(model: LoadedModel, batch: Batch) -> Tensor:
     with torch.inference_mode():
-        return model.lm_head(model.decoder(batch.to(model.device)))
+        return model.lm_head(model.decoder(spread(batch, model.kv.layout).to(model.device)))
 
 
 def load(path: Path, table: str) -> LoadedModel:

@@ -43,8 +43,7 @@ class Runner(FakeRunner):
 
 class QueuedBeamRunner(QueuedRunner):
     def _draw(self, order: QueuedChunk) -> Sampled:
-        seen = [self._seen(order, position) for position in range(order.end)]
-        return with_row(super()._draw(order), order.sequence, seen)
+        return with_row(super()._draw(order), order.sequence, self._seen_by(order.table, order.end))
 
 
 def found(request: Request, max_len: int) -> list[list[int]]:

@@ -36,10 +36,10 @@ def test_a_block_is_awaited_from_start_to_commit() -> None:
     tables = BlockTables(20, 4)
     owner = started(tables, list(range(9)))
     other = Sequence(make_request("x", list(range(9))))
-    assert tables.awaits_prefix(other, len(tables.find_prefix(other)))
+    assert tables.awaited_hash(other, tables.find_prefix(other))
     owner.num_computed = 9
     tables.commit(owner, 9)
-    assert not tables.awaits_prefix(other, len(tables.find_prefix(other)))
+    assert not tables.awaited_hash(other, tables.find_prefix(other))
 
 
 def test_a_released_sequence_can_be_found_until_its_blocks_are_needed() -> None:
@@ -89,7 +89,7 @@ def test_without_a_prefix_cache_nothing_is_found_or_awaited() -> None:
     owner = computed(tables, list(range(9)))
     other = Sequence(make_request("x", list(range(9))))
     assert tables.find_prefix(other) == []
-    assert not tables.awaits_prefix(other, 0)
+    assert not tables.awaited_hash(other, [])
     tables.release(owner)
     assert len(tables.index) == 0
 

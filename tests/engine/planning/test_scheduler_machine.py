@@ -36,15 +36,19 @@ from tests.engine.queued_runner import QueuedRunner
 from tests.few import examples
 
 BLOCK_SIZE = 4
+WINDOWS = [(0,), (0,), (1,), (3,), (4,), (5,), (8,), (11,), (20,), (0, 5), (0, 3, 3), (9, 4), (0, 0)]
+"""By table of a sequence."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(5, 30),
+        num_blocks=st.integers(5, 60),
         budget=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
         prefix_cache=st.booleans(),
-        window=st.sampled_from([0, 0, 1, 3, 4, 5, 8, 11, 20]),
+        windows=st.sampled_from(
+            [(0,), (0,), (1,), (3,), (4,), (5,), (8,), (11,), (20,), (0, 5), (0, 3, 3), (9, 4), (0, 0)]
+        ),
         is_queued=st.booleans(),
         max_drafts=st.sampled_from([0, 1, 3, 8]),
         proposers=st.sampled_from(["lookup", "draft", "both"]),
@@ -57,7 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         max_num_seqs: int,
         prefix_cache: bool,
-        window: int,
+        windows: tuple[int, ...],
         is_queued: bool,
         max_drafts: int,
         proposers: str,
@@ -65,19 +69,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         pace: random.Random,
     ) -> None:
         self.queue = LaneQueue(Lock())
-        self.window = window
-        self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache, window=window)
-        self.runner: FakeRunner = FakeRunner(num_blocks, BLOCK_SIZE, window)
+        self.windows = windows
+        self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache, windows=windows)
+        self.runner: FakeRunner = FakeRunner(num_blocks, BLOCK_SIZE, windows)
         if is_queued:
-            self.runner = late = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, window)
+            self.runner = late = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, windows)
             late.watch(self.tables)
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
         self.budget = budget
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
         lookup, model = None, None
-        if proposers != "draft" or window:  # under a window, blocks are given back that a draft would read
-            lookup = FakeProposer(pace, accuracy, window)
-        if proposers != "lookup" and not window:
+        if proposers != "draft" or windows != (
+            0,
+        ):  # under a window, blocks are given back that a draft would read
+            lookup = FakeProposer(pace, accuracy, self.runner.window)
+        if proposers != "lookup" and windows == (0,):
             model = DraftModel(FakeDraftModel(num_blocks, BLOCK_SIZE, pace, accuracy))
         self.drafting = UnpricedDrafting(lookup, max_drafts, model, pace) if max_drafts else None
         self.scheduler = Scheduler(self.queue, self.tables, FakeSink(), limits, self.drafting)
@@ -149,10 +155,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         for chunk in plan.chunks:
             assert chunk.start + chunk.num_tokens < chunk.sequence.max_len, "nobody needs its last token's KV"
-            visible = self.runner.visible(chunk.start + 1)
-            assert all(chunk.sequence.block_table[visible.start // BLOCK_SIZE :]), (
-                "a visible block was given back"
-            )
+            for number, window in enumerate(self.windows):
+                visible = self.runner.visible(chunk.start + 1, window)
+                blocks = chunk.sequence.block_table[number :: len(self.windows)]
+                last = (chunk.start + chunk.num_tokens - 1) // BLOCK_SIZE
+                assert all(blocks[visible.start // BLOCK_SIZE : last + 1]), "a visible block was given back"
         return plan
 
     def land(self, num_left: int) -> None:
@@ -231,10 +238,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def room_is_bounded_by_the_window(self) -> None:
         for sequence in self.scheduler.running:
-            assert sequence.block_table.count(0) == sequence.num_null_blocks
-            if self.tables.window and not self.flights:
-                most = self.tables.blocks_for(self.window + self.tables.max_chunk) + 1
-                assert len(sequence.block_table) - sequence.num_null_blocks <= most
+            for number, window in enumerate(self.tables.windows.sizes):
+                blocks = sequence.block_table[number :: len(self.windows)]
+                if not window:
+                    assert 0 not in blocks
+                elif not self.flights:
+                    most = self.tables.blocks_for(window + self.tables.max_chunk) + 1
+                    assert sum(map(bool, blocks)) <= most
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -258,7 +268,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_choice(self, name: str, index: int, request: Request) -> None:
         tokens = self.tokens.get((name, index), [])
-        expected = expected_output(request, index, self.scheduler.max_len, self.window)
+        expected = expected_output(request, index, self.scheduler.max_len, self.runner.window)
         if self.ended[name, index] is FinishReason.LENGTH:
             assert tokens == expected
         else:

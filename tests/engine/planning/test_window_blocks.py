@@ -33,14 +33,14 @@ class WindowedScheduler:
     """A scheduler with a window, and a runner that reads no block behind it."""
 
     def __init__(
-        self, window: int, *, num_blocks: int, budget: int = 8, is_queued: bool = False, seed: int = 0
+        self, *windows: int, num_blocks: int, budget: int = 8, is_queued: bool = False, seed: int = 0
     ) -> None:
         pace = random.Random(seed)
-        self.window = window
-        self.runner = FakeRunner(num_blocks, BLOCK_SIZE, window)
-        self.tables = BlockTables(num_blocks, BLOCK_SIZE, window=window)
+        self.window = 0 if 0 in windows else max(windows)
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE, windows)
+        self.tables = BlockTables(num_blocks, BLOCK_SIZE, windows=windows)
         if is_queued:
-            self.runner = late = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, window)
+            self.runner = late = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, windows)
             late.watch(self.tables)
         self.queue = LaneQueue(Lock())
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=4, max_model_len=400)
@@ -75,7 +75,7 @@ class WindowedScheduler:
 
     def note_held(self) -> None:
         for sequence in self.scheduler.running:
-            self.most_held = max(self.most_held, len(sequence.block_table) - sequence.num_null_blocks)
+            self.most_held = max(self.most_held, sum(map(bool, sequence.block_table)))
 
     def commit(self, plan: Plan, result: object) -> None:
         for output in self.scheduler.commit(plan, result, 0.0):  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ class WindowedScheduler:
 
 
 def test_blocks_behind_the_window_are_given_back_and_their_entries_are_the_null_block() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, window=6)
+    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
     sequence = computed(tables, list(range(30)))
     before = list(sequence.block_table)
     assert tables.grow(sequence, 31) == []
@@ -98,7 +98,7 @@ def test_blocks_behind_the_window_are_given_back_and_their_entries_are_the_null_
 
 
 def test_no_more_room_is_taken_at_the_start_than_window_and_chunk_need() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, window=6)
+    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
     tables.limit_chunks(10)
     sequence = Sequence(make_request("r", list(range(60))))
     assert tables.num_free_needed(sequence, []) == 4
@@ -107,7 +107,7 @@ def test_no_more_room_is_taken_at_the_start_than_window_and_chunk_need() -> None
 
 
 def test_blocks_that_a_step_in_flight_may_read_are_free_when_it_is_back() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, window=6)
+    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
     sequence = computed(tables, list(range(30)))
     step = tables.begin_step([])
     num_free = tables.pool.num_free
@@ -121,20 +121,20 @@ def test_blocks_that_a_step_in_flight_may_read_are_free_when_it_is_back() -> Non
 
 def test_blocks_without_a_hash_are_kept_until_their_step_is_back() -> None:
     """Else no prompt that is longer than the window would ever be found in the cache."""
-    tables = BlockTables(20, BLOCK_SIZE, window=6)
+    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
     sequence = computed(tables, list(range(30)))
     sequence.num_committed, sequence.num_computed = 12, 30
     tables.grow(sequence, 31)
-    assert sequence.num_null_blocks == 3
+    assert sequence.block_table.count(0) == 3
     assert tables.will_have_room(sequence, 30 + 4 * (tables.pool.num_free + 3))
     assert not tables.will_have_room(sequence, 30 + 4 * (tables.pool.num_free + 5))
     tables.commit(sequence, 30)
     tables.grow(sequence, 31)
-    assert sequence.num_null_blocks == 6
+    assert sequence.block_table.count(0) == 6
 
 
 def test_a_prefix_is_found_by_the_blocks_in_its_window() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, window=6)
+    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
     owner = computed(tables, list(range(30)))
     blocks = list(owner.block_table)
     tables.grow(owner, 31)
@@ -145,12 +145,12 @@ def test_a_prefix_is_found_by_the_blocks_in_its_window() -> None:
     assert prefix == [0] * 5 + blocks[5:7], "two blocks cover the window of 6 tokens"
     assert tables.num_free_needed(other, prefix) == 2, "one that is free, and one for the last two tokens"
     tables.start(other, prefix)
-    assert (other.num_computed, other.num_null_blocks) == (28, 5)
+    assert (other.num_computed, other.block_table.count(0)) == (28, 5)
     tables.check([owner, other])
 
 
 def test_a_prefix_whose_window_is_not_cached_is_no_hit() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, window=6)
+    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
     owner = computed(tables, list(range(30)))
     blocks = list(owner.block_table)
     other = Sequence(make_request("x", [*range(28), 90, 91]))
@@ -164,7 +164,7 @@ def test_a_prefix_whose_window_is_not_cached_is_no_hit() -> None:
 @pytest.mark.parametrize(("num_prompt", "num_null"), [(9, 0), (10, 1), (20, 3)])
 def test_a_fork_of_a_parent_that_is_a_step_ahead_has_its_window(num_prompt: int, num_null: int) -> None:
     """The child computes the last prompt token again, which sees one token before those that the parent needs."""
-    tables = BlockTables(20, BLOCK_SIZE, window=6)
+    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
     parent = computed(tables, list(range(num_prompt)))
     tables.grow(parent, num_prompt + 1)
     child = Sequence(parent.request, 1)
@@ -180,9 +180,9 @@ def test_a_fork_of_a_parent_that_is_a_step_ahead_has_its_window(num_prompt: int,
 
 def test_a_window_sets_no_limit_to_the_length_unless_it_is_wider_than_the_pool() -> None:
     for num_blocks, window, max_tokens in ((5, 4, NO_LIMIT), (5, 12, NO_LIMIT), (5, 13, 16), (5, 0, 16)):
-        tables = BlockTables(num_blocks, BLOCK_SIZE, window=window)
+        tables = BlockTables(num_blocks, BLOCK_SIZE, windows=[window])
         assert tables.max_tokens == max_tokens
-        assert tables.num_kv_tokens == 16
+        assert tables.num_free_tokens == 16
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -34,7 +34,6 @@ def slow_gateway(seconds_per_token: float) -> Gateway:
                 max_num_seqs=16,
                 max_batch_tokens=512,
                 num_free_tokens=100_000,
-                num_kv_tokens=100_000,
             )
         )
     return gateway

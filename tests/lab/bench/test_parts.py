@@ -62,7 +62,7 @@ def test_attention_counts_every_pair_of_tokens_once(steps: StepParts) -> None:
     work = steps.work(CASE)["attention"]
     assert work.flop == 4 * config.q_size * pairs
     assert (
-        work.bytes == CASE.sequences * 22 * steps.model.kv.shape.block_bytes(steps.model.kv.data.dtype) / 16
+        work.bytes == CASE.sequences * 22 * steps.model.kv.layout.block_bytes(steps.model.kv.data.dtype) / 16
     )
 
 

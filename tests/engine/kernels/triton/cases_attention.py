@@ -47,7 +47,7 @@ def _cases(
     max_query_len: int = 1,
     num_tokens: int = 8192,
 ) -> dict[str, Case]:
-    shape = KVShape(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16)
+    shape = KVShape(num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16)
     workspace = Workspace(
         shape,
         dtype,

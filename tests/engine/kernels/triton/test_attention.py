@@ -276,7 +276,7 @@ def test_fewer_sequences_are_cut_into_more_segments(device: torch.device) -> Non
 def test_every_sequence_has_its_segments_and_no_item_is_dealt_twice(
     lengths: Lengths, window: int, num_sms: int, device: torch.device
 ) -> None:
-    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=16, block_size=16)
+    shape = KVShape(num_kv_heads=2, head_dim=16, block_size=16)
     workspace = Workspace(
         shape,
         torch.float32,

@@ -44,7 +44,7 @@ class _Recorder:
 def test_grids_follow_from_shapes_and_nothing_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without contents, which raise whenever someone looks; the result is all that is allocated."""
     meta = torch.device("meta")
-    shape = KVShape(num_layers=1, num_kv_heads=8, head_dim=128, block_size=16)
+    shape = KVShape(num_kv_heads=8, head_dim=128, block_size=16)
     workspace = Workspace(shape, torch.bfloat16, 32, 64, meta, chip=Chip(132, TensorCores.WGMMA, 227 << 10))
     lens = torch.empty(64, dtype=torch.int32, device=meta)
     starts, tables = torch.empty(65, dtype=torch.int32, device=meta), lens.expand(9, 64).T.contiguous()
@@ -77,7 +77,7 @@ def test_a_step_beyond_the_workspace_is_refused(device: torch.device) -> None:
 
 
 def test_a_workspace_knows_its_size(device: torch.device) -> None:
-    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=80, block_size=16)
+    shape = KVShape(num_kv_heads=2, head_dim=80, block_size=16)
     workspace = Workspace(shape, torch.float16, 8, 5, device, windows=(0, 7), chip=Chip(9))
     items = 5 + 9  # 9 SMs run 18 programs, of 2 heads each
     rows = items * 2 * 16

@@ -31,7 +31,7 @@ from tests.few import examples
 pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
 
 BLOCK_SIZE, WIDTH = 16, 4
-SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, block_size=BLOCK_SIZE)
+SHAPE = KVShape(num_kv_heads=1, head_dim=16, block_size=BLOCK_SIZE)
 NUM_HEADS, MAX_SEQUENCES = 2, 12
 
 

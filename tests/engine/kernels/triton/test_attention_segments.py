@@ -22,7 +22,7 @@ from tests.few import examples
 H100 = Chip(132, TensorCores.WGMMA, 227 << 10)
 WAVE = 2 * 132 // 8
 """Decode programs of one key-value head that run at once."""
-LLAMA = KVShape(num_layers=1, num_kv_heads=8, head_dim=128, block_size=16)
+LLAMA = KVShape(num_kv_heads=8, head_dim=128, block_size=16)
 
 
 def planned(

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.select import triton_kernels
 from engine.model.config import LoadOptions
 from engine.model.files import open_files
 from engine.model.parse import read_config
 from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
+from tests.engine.configs import spread
 from tests.engine.families import TINY
 from tests.engine.model.test_transformer import make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
@@ -28,11 +29,11 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path, device: t
     config, dtype = read_config(path), torch.float32
     kernels = triton_kernels(config, device, dtype, LoadOptions(block_size=16, max_num_seqs=4))
     weights = load_weights(config, open_files(path), kernels, lambda *_: None)
-    kv = KVCache(KVShape.of(config, 16), 16, dtype, device)
+    kv = KVCache(KVLayout.of(config, 16), 48, dtype, device)
     decoder = Decoder(config, weights, kernels, kv, 64)
     found = []
     for start, end in ((0, 33), (33, 34)):
-        batch = make_batch([(TOKEN_IDS[:end], start)])
+        batch = spread(make_batch([(TOKEN_IDS[:end], start)]), kv.layout)
         with torch.inference_mode():
             found.append(weights.lm_head(decoder(batch.to(device))).cpu())
     expected = oracle_logits(path, TOKEN_IDS)

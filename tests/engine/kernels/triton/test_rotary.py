@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import QUANTIZED, KVCache
+from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout
 from engine.kernels.reference import TokenPlaces, write_kv
 from engine.kernels.triton import rotary
 from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
@@ -83,7 +83,7 @@ def test_a_quantized_cache_has_the_bits_of_the_specification(
 
 def quantized_kv(step: RotationInput, dtype: torch.dtype) -> Tensor:
     """One layer's cache, full of what others wrote."""
-    data = KVCache(step.layer.shape, NUM_BLOCKS, dtype, step.qkv.device).data
+    data = KVCache(KVLayout.even(step.layer.shape, 1), NUM_BLOCKS, dtype, step.qkv.device).data
     data.view(torch.int8).fill_(77)
     return data[0]
 

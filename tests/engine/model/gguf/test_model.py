@@ -23,7 +23,7 @@ from engine.execution.loader import load_model
 from engine.fields import Fields
 from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.cpu.native import load_library
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import native_kernels
@@ -38,7 +38,7 @@ from engine.model.transformer import make_decoder
 from engine.model.weights import load_weights
 from engine.quant.integers import Factors, Integers
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
-from tests.engine.configs import with_attention, with_spec
+from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY
 from tests.engine.gguf_files import ggml_name, same, write_family, write_gguf
 from tests.engine.model.test_transformer import oracle_logits
@@ -423,9 +423,11 @@ def _logits(path: Path, ids: Tensor, kernels: Kernels) -> Tensor:
     config = read_config(path)
     recipe = make_recipe(config, LoadOptions())
     weights = load_weights(config, open_files(path), kernels, lambda *_: None, recipe)
-    kv = KVCache(KVShape.of(config, 16), 8, torch.float32, CPU)
+    kv = KVCache(KVLayout.of(config, 16), 64, torch.float32, CPU)
     with torch.inference_mode():
-        return weights.lm_head(make_decoder(config, weights, kernels, kv, 128)(_whole(ids)))
+        return weights.lm_head(
+            make_decoder(config, weights, kernels, kv, 128)(spread(_whole(ids), kv.layout))
+        )
 
 
 def _whole(ids: Tensor) -> Batch:
