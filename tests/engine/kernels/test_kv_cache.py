@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape
+from engine.kernels.kv_cache import MAX_TABLES, QUANTIZED, KVCache, KVLayout, KVShape
 
 LAYOUT = KVLayout.even(KVShape(num_kv_heads=2, head_dim=8, block_size=4), 3)
 
@@ -52,3 +54,55 @@ def test_a_quantized_block_ends_with_a_scale_for_each_head_of_each_token(dtype: 
     kv = KVCache(LAYOUT, 10, dtype, torch.device("cpu"))
     assert kv.data.shape == (3, 2, 10, 2 * 4 * 8 + 4 * 2 * 4)
     assert kv.data.nbytes == 10 * LAYOUT.block_bytes(dtype)
+
+
+@dataclass
+class Heads:
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    window: int = 0
+    shares: int | None = None
+
+
+@dataclass
+class Layer:
+    attention: Heads
+
+
+@dataclass
+class Model:
+    layers: list[Layer]
+
+
+def layout(*heads: Heads) -> KVLayout:
+    return KVLayout.of(Model([Layer(each) for each in heads]), 4)
+
+
+def test_layers_that_see_equally_many_tokens_fill_the_blocks_of_their_tables() -> None:
+    wide, narrow = Heads(), Heads(window=20)
+    found = layout(*5 * [wide])
+    assert (found.windows, found.num_slots) == ((0,), 5)
+    found = layout(narrow, narrow, narrow, narrow, narrow, wide, narrow, narrow, wide)
+    assert (found.windows, found.num_slots) == ((0, 20, 20, 20, 20), 2)
+    places = [(place.table, place.slot) for place in found.places]
+    assert places == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (0, 0), (3, 1), (4, 0), (0, 1)]
+    assert layout(*3 * [narrow]).windows == (20,)
+    assert len(layout(*60 * [narrow], wide).windows) <= MAX_TABLES
+
+
+def test_narrow_layers_share_a_slot_and_a_layer_may_read_the_cache_of_another() -> None:
+    found = layout(Heads(window=20), Heads(head_dim=16), Heads(window=20), Heads(window=20, shares=2))
+    assert (found.windows, found.num_slots) == ((0, 20), 1)
+    assert found.places[3] == found.places[2]
+    kv = KVCache(found, 10, torch.float32, torch.device("cpu"))
+    assert [kv.layer(i).shape for i in range(4)] == [(2, 10, n * 2 * 4) for n in (8, 16, 8, 8)]
+    for i in (0, 1, 2):
+        kv.layer(i)[:, 1 + (i == 1)] = i + 1
+    assert [kv.layer(i)[0, 1 + (i == 1), -1].item() for i in range(4)] == [1, 2, 3, 3]
+    assert kv.data.count_nonzero() == 4 * 2 * 64
+
+
+def test_a_draft_keeps_everything_in_the_blocks_of_one_table() -> None:
+    model = Model([Layer(Heads(window=20)), Layer(Heads())])
+    found = KVLayout.of(model, 4, keeps_all=True)
+    assert (found.windows, found.num_slots) == ((0,), 2)

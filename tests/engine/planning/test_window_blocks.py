@@ -216,3 +216,69 @@ def test_the_next_turn_of_a_long_conversation_is_a_hit() -> None:
     windowed.run(prompt, max_tokens=4)
     windowed.run([*prompt, 1, 2, 3], max_tokens=4)
     assert windowed.cached["r0"] == 100
+
+
+# Several tables
+
+
+def test_a_table_with_a_window_gives_back_what_others_keep() -> None:
+    tables = BlockTables(40, BLOCK_SIZE, windows=[0, 6, 6])
+    sequence = computed(tables, list(range(30)))
+    before = list(sequence.block_table)
+    assert tables.grow(sequence, 31) == []
+    assert sequence.block_table[0::3] == before[0::3]
+    for number in (1, 2):
+        assert sequence.block_table[number::3] == [0] * 6 + before[18 + number :: 3]
+    tables.check([sequence])
+    tables.release(sequence)
+    assert tables.pool.num_free == 39
+
+
+def test_a_window_takes_blocks_as_its_tokens_come() -> None:
+    tables = BlockTables(40, BLOCK_SIZE, windows=[0, 6])
+    tables.limit_chunks(10)
+    sequence = Sequence(make_request("r", list(range(60))))
+    assert tables.num_free_needed(sequence, []) == 15 + 4
+    tables.start(sequence, [])
+    sequence.num_computed = 10
+    tables.commit(sequence, 10)
+    assert tables.grow(sequence, 20) == []
+    assert [bool(block) for block in sequence.block_table[1::2]] == [False] + 4 * [True] + 10 * [False]
+    tables.check([sequence])
+
+
+def test_a_prefix_is_found_if_every_table_has_what_it_sees_of_it() -> None:
+    tables = BlockTables(40, BLOCK_SIZE, windows=[0, 6])
+    owner = computed(tables, list(range(30)))
+    whole, windowed = owner.block_table[0::2], owner.block_table[1::2]
+    other = Sequence(make_request("x", [*range(28), 90, 91]))
+
+    def found() -> tuple[list[int], list[int]]:
+        prefix = tables.find_prefix(other)
+        return prefix[0::2], prefix[1::2]
+
+    assert found() == (whole[:7], [0] * 5 + windowed[5:7])
+    tables.index.drop(windowed[2])
+    assert found() == (whole[:7], [0] * 5 + windowed[5:7]), "nobody sees it"
+    tables.index.drop(windowed[6])
+    assert found() == (whole[:6], [0] * 4 + windowed[4:6])
+    tables.index.drop(windowed[5])
+    assert found() == (whole[:5], [0] * 3 + windowed[3:5])
+    tables.index.drop(windowed[4])
+    assert found() == (whole[:2], windowed[:2]), "the third block is gone, and the fourth alone is no window"
+    tables.index.drop(whole[0])
+    assert found() == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "most"),
+    [((0, 6), 10, 20), ((0, 6), 14, 36), ((0, 6, 6), 14, 20), ((0, 0), 11, 20), ((6, 6), 9, NO_LIMIT)],
+)
+def test_the_longest_sequence_is_the_longest_that_fits(
+    windows: tuple[int, ...], num_blocks: int, most: int
+) -> None:
+    tables = BlockTables(num_blocks, BLOCK_SIZE, windows=windows)
+    tables.limit_chunks(5)
+    assert tables.max_tokens == most
+    windowed = WindowedScheduler(*windows, num_blocks=num_blocks, budget=5)
+    windowed.run([i % 7 for i in range(min(most, 120) - 6)], max_tokens=6)

@@ -1,0 +1,73 @@
+"""Every family in a run: chunks, several sequences, preemption and prefix hits change no token and no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine.planning.request import Request, SamplingParams
+from tests.engine.driver import Driver
+from tests.engine.families import TINY
+
+LENGTHS = {"long": 150, "short": 20, "other": 97}
+MAX_TOKENS = 12
+
+
+def prompt(name: str) -> list[int]:
+    return [(31 * i + LENGTHS[name]) % 390 + 3 for i in range(LENGTHS[name])]
+
+
+def request(name: str) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, num_logprobs=2)
+    return Request(request_id=name, prompt_token_ids=tuple(prompt(name)), sampling=sampling)
+
+
+def greedy(folder: Path, token_ids: list[int]) -> list[int]:
+    """What transformers goes on with."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    known = list(token_ids)
+    with torch.inference_mode():
+        for _ in range(MAX_TOKENS):
+            known.append(int(model(torch.tensor([known])).logits[0, -1].argmax()))
+    return known[len(token_ids) :]
+
+
+def answers(driver: Driver) -> dict[str, list[object]]:
+    """Tokens and their log probabilities, to the last bit."""
+    return {name: [(o.token_ids, o.logprobs) for o in driver.outputs[name, 0]] for name in LENGTHS}
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, tmp_path: Path) -> None:
+    folder = TINY[family].make(tmp_path)
+    driver = Driver(folder, num_blocks=128, budget=400)
+    requests = [request(name) for name in LENGTHS]
+    driver.run(*requests)
+    expected = answers(driver)
+    for name in LENGTHS:
+        if family != "Phi 4 mini" or LENGTHS[name] > 64:  # it is served with the factors of long sequences
+            assert driver.tokens(name) == greedy(folder, prompt(name))
+
+    driver.run(*requests)
+    assert answers(driver) == {name: 2 * outputs for name, outputs in expected.items()}, "found again"
+    cached = {name: driver.outputs[name, 0][-1].timings for name in LENGTHS}
+    assert {name: t.num_cached_tokens for name, t in cached.items() if t} == {
+        "long": 144,
+        "short": 16,
+        "other": 96,
+    }
+
+    def preempt(step: int) -> None:
+        running = driver.scheduler.running
+        if step % 11 == 8 and running:
+            driver.scheduler.preempt(running[step % len(running)])
+
+    driver.fresh(budget=7)
+    driver.run(*requests, before_step=preempt)
+    assert answers(driver) == expected, "in chunks, and with interruptions"
+    assert driver.scheduler.counters.num_preemptions
