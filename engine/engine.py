@@ -66,6 +66,10 @@ class EngineStats:
     """Tokens of a block."""
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_kv_tokens: int = 0
+    """Tokens that all blocks have room for."""
+    num_free_tokens: int = 0
+    """Tokens that the free blocks have room for."""
     num_steps: int = 0
     num_preemptions: int = 0
     num_pool_violations: int = 0
@@ -181,6 +185,8 @@ class Engine:
             block_size=scheduler.tables.block_size,
             num_free_blocks=scheduler.tables.pool.num_free,
             num_cached_blocks=len(scheduler.tables.index),
+            num_kv_tokens=scheduler.tables.num_kv_tokens,
+            num_free_tokens=scheduler.tables.num_free_tokens,
             num_steps=self._num_steps,
             num_preemptions=scheduler.counters.num_preemptions,
             num_pool_violations=self._num_pool_violations,

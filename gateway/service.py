@@ -267,7 +267,7 @@ class Service:
 
     def load(self) -> Load:
         """What a switch has to know of the work here."""
-        num_free_kv = self._engine.stats().num_free_blocks * self.options.block_size
+        num_free_kv = self._engine.stats().num_free_tokens
         return self._queue.load(self.clock(), num_free_kv=num_free_kv, is_draining=self.dispatch.draining)
 
     def watching(self) -> AbstractContextManager[StepWatch]:

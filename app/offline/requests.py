@@ -152,7 +152,7 @@ class Requests:
         max_tokens = self._check_room(token_ids, name, asked)
         if beams is not None:
             width = body.num_generated
-            most = beam_tokens(asked, len(token_ids), width, stats.num_blocks, stats.block_size)
+            most = beam_tokens(asked, len(token_ids), width, stats.num_kv_tokens, stats.block_size)
             max_tokens = min(max_tokens, most)
         sampling = sampling_params(
             body,

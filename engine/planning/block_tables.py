@@ -118,6 +118,11 @@ class BlockTables:
         return self.windows.most_tokens(self.pool.num_blocks - 1, self.max_chunk)
 
     @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that there is room for in all blocks."""
+        return self.windows.room(self.pool.num_blocks - 1, self.max_chunk)
+
+    @property
     def num_free_tokens(self) -> int:
         """Tokens that there is room for in the free blocks."""
         return self.windows.room(self.pool.num_free, self.max_chunk)

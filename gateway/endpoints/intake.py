@@ -234,7 +234,7 @@ class Intake:
 
     def _beam_tokens(self, batch: Batch, num_prompt_tokens: int) -> int:
         stats, width = self._service.engine_stats(), batch.body.num_generated
-        return beam_tokens(batch.asked, num_prompt_tokens, width, stats.num_blocks, stats.block_size)
+        return beam_tokens(batch.asked, num_prompt_tokens, width, stats.num_kv_tokens, stats.block_size)
 
     def form(self, body: ChatBody | CompletionBody) -> Form | None:
         return form_of(body, self._service.options.limits, answer_form(body.response_format))

@@ -114,7 +114,7 @@ class StateApi:
             epoch=self._epoch,
             model=service.options.identity,
             block_size=service.options.block_size,
-            num_kv_tokens=stats.num_blocks * service.options.block_size,
+            num_kv_tokens=stats.num_kv_tokens,
             max_batch_tokens=stats.max_batch_tokens,
             max_num_seqs=stats.max_num_seqs,
             policies=service.options.policies,

@@ -86,16 +86,16 @@ def beams_of(body: Sampled, eos_token_ids: Iterable[int]) -> BeamParams | None:
     )
 
 
-def beam_tokens(asked: MaxTokens, num_prompt: int, width: int, num_blocks: int, block_size: int) -> int:
+def beam_tokens(asked: MaxTokens, num_prompt: int, width: int, num_kv_tokens: int, block_size: int) -> int:
     """The output tokens of each beam that all have room for together.
 
     Args:
-        num_blocks: blocks of the KV pool.
+        num_kv_tokens: those that the KV pool has room for.
 
     Raises:
         ApiError: 400, if more was asked for.
     """
-    most = most_tokens_of_forks(num_blocks, block_size, num_prompt, width) - num_prompt
+    most = most_tokens_of_forks(num_kv_tokens // block_size, block_size, num_prompt, width) - num_prompt
     wanted = 1 if asked.number is None or asked.may_be_fewer else asked.number
     if most < wanted:
         message = (

@@ -97,7 +97,7 @@ def test_a_text_is_asked_for_its_embedding(requests: Requests) -> None:
 def test_there_are_at_most_as_many_beams_as_sequences_run(
     requests: Requests, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int
 ) -> None:
-    found = EngineStats(num_blocks=64, max_num_seqs=max_num_seqs, block_size=16)
+    found = EngineStats(num_blocks=64, num_kv_tokens=1024, max_num_seqs=max_num_seqs, block_size=16)
     monkeypatch.setattr(type(requests._core.engine), "stats", lambda _: found)
     sampling: Sampling = {"use_beam_search": True, "n": max_num_seqs, "max_tokens": 12}
     (request,) = requests.of_prompts([5, 6], sampling)

@@ -94,7 +94,14 @@ class FakeEngine:
         return 0
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_blocks=32, num_free_blocks=32, max_batch_tokens=512, max_num_seqs=8)
+        return EngineStats(
+            num_blocks=32,
+            num_free_blocks=32,
+            num_kv_tokens=512,
+            num_free_tokens=512,
+            max_batch_tokens=512,
+            max_num_seqs=8,
+        )
 
     def block_map(self) -> BlockMap | None:
         return block_map(self.ref_counts, self.findable) if self.ref_counts else None
