@@ -62,7 +62,7 @@ class BlockTables:
         if self.windows.max_chunk(num_blocks - 1) <= 0:
             # A window that is wider than the pool gives no block back before the pool is full.
             self.windows = Windows((0,) * len(windows), block_size)
-        self.num_tables = self.windows.num_tables
+        self.num_tables, self._has_windows = self.windows.num_tables, self.windows.longest > 0
         self.max_chunk = self.windows.max_chunk(num_blocks - 1)
         """Tokens of the largest chunk: its blocks and those of the windows before it fit into the pool together."""
         self._num_seen = [self.blocks_for(size) for size in self.windows.sizes]
@@ -204,14 +204,17 @@ class BlockTables:
             The block copies (source, target) that must happen first. None if there are not enough free blocks; then
             nothing was allocated.
         """
-        if self.windows.longest:
+        if self._has_windows:
             self._free_behind_windows(sequence)
         table, counts, num_tables = sequence.block_table, self.pool.ref_counts, self.num_tables
         first, num_held = sequence.num_computed // self.block_size * num_tables, len(table)
-        if first + num_tables == num_held and num_tokens * num_tables <= num_held * self.block_size:
-            lasts = table[first:]
-            if counts[lasts[0]] == 1 and (num_tables == 1 or all(counts[block] == 1 for block in lasts)):
-                return []  # the usual decode: its token goes into the last blocks, which are its own
+        is_last = first == num_held - num_tables and num_tokens * num_tables <= num_held * self.block_size
+        if (
+            is_last
+            and counts[table[first]] == 1
+            and (num_tables == 1 or all(counts[b] == 1 for b in table[first:]))
+        ):
+            return []  # the usual decode: its token goes into the last blocks, which are its own
         shared = [i for i in range(first, num_held) if counts[table[i]] > 1]
         if len(shared) + self._num_missing(sequence, num_tokens) > self.pool.num_free:
             return None
