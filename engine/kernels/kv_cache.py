@@ -91,10 +91,10 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlace:
-    """Where the keys and values of a layer are: in which part of which slot of the blocks of which block table."""
+    """Where the keys and values of a layer are: in which part of which plane of the blocks of which block table."""
 
     shape: KVShape
-    slot: int
+    plane: int
     part: int
     table: int
 
@@ -103,16 +103,16 @@ class KVPlace:
 class KVLayout:
     """How the cache of a model is cut.
 
-    A block has a number of slots, each of which holds the keys and values of one layer, or of several narrow ones. If
+    A block has a number of planes, each of which holds the keys and values of one layer, or of several narrow ones. If
     all layers see equally many tokens, a block has them all. Otherwise the layers of each window, and those without
-    one, fill the blocks of block tables of their own; the rarest kind fills one, and so few slots are left empty.
+    one, fill the blocks of block tables of their own; the rarest kind fills one, and so few planes are left empty.
     """
 
     places: tuple[KVPlace, ...]
     """By layer."""
     windows: tuple[int, ...]
     """By block table, the tokens that its layers see; 0 if they see all. Those that see all come first."""
-    num_slots: int
+    num_planes: int
     block_size: int
 
     @classmethod
@@ -124,62 +124,62 @@ class KVLayout:
         ]
         widest = max(shape.block_elements for shape in shapes)
         filled: dict[int, list[list[int]]] = {}
-        """By window, the layers in each slot."""
+        """By window, the layers in each plane."""
         for number, (own, shape) in enumerate(zip(heads, shapes, strict=True)):
             if own.shares is not None:
                 continue
-            slots = filled.setdefault(0 if keeps_all else own.window, [])
-            room = (s for s in slots if shapes[s[0]] == shape and len(s) < widest // shape.block_elements)
+            planes = filled.setdefault(0 if keeps_all else own.window, [])
+            room = (s for s in planes if shapes[s[0]] == shape and len(s) < widest // shape.block_elements)
             found = next(room, None)
             if found is None:
-                slots.append([number])
+                planes.append([number])
             else:
                 found.append(number)
-        num_slots = min(map(len, filled.values()))
-        while sum(-(-len(slots) // num_slots) for slots in filled.values()) > MAX_TABLES:
-            num_slots += 1
+        num_planes = min(map(len, filled.values()))
+        while sum(-(-len(planes) // num_planes) for planes in filled.values()) > MAX_TABLES:
+            num_planes += 1
         windows: list[int] = []
         places: dict[int, KVPlace] = {}
-        for window, slots in sorted(filled.items()):
-            for at, layers in enumerate(slots):
-                table = len(windows) + at // num_slots
+        for window, planes in sorted(filled.items()):
+            for at, layers in enumerate(planes):
+                table = len(windows) + at // num_planes
                 for part, number in enumerate(layers):
                     places[number] = KVPlace(
-                        shape=shapes[number], slot=at % num_slots, part=part, table=table
+                        shape=shapes[number], plane=at % num_planes, part=part, table=table
                     )
-            windows += [window] * -(-len(slots) // num_slots)
+            windows += [window] * -(-len(planes) // num_planes)
         return cls(
             places=tuple(
                 places[number if own.shares is None else own.shares] for number, own in enumerate(heads)
             ),
             windows=tuple(windows),
-            num_slots=num_slots,
+            num_planes=num_planes,
             block_size=block_size,
         )
 
     @classmethod
     def even(cls, shape: KVShape, num_layers: int) -> KVLayout:
         """That of layers which are all alike and see all tokens."""
-        places = tuple(KVPlace(shape=shape, slot=slot, part=0, table=0) for slot in range(num_layers))
-        return cls(places=places, windows=(0,), num_slots=num_layers, block_size=shape.block_size)
+        places = tuple(KVPlace(shape=shape, plane=plane, part=0, table=0) for plane in range(num_layers))
+        return cls(places=places, windows=(0,), num_planes=num_layers, block_size=shape.block_size)
 
     @property
     def shapes(self) -> set[KVShape]:
         return {place.shape for place in self.places}
 
-    def slot_elements(self, dtype: torch.dtype) -> int:
-        """Elements of a cache of type `dtype` that the keys (or values) of a slot take in one block."""
+    def plane_elements(self, dtype: torch.dtype) -> int:
+        """Elements of a cache of type `dtype` that the keys (or values) of a plane take in one block."""
         return max((place.part + 1) * place.shape.stored_elements(dtype) for place in self.places)
 
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one block: keys and values of all its slots."""
-        return self.num_slots * 2 * self.slot_elements(dtype) * dtype.itemsize
+        """Bytes of one block: keys and values of all its planes."""
+        return self.num_planes * 2 * self.plane_elements(dtype) * dtype.itemsize
 
 
 class KVCache:
     """Keys and values of `num_blocks` blocks, all layers.
 
-    `data` is [num_slots, 2, num_blocks, elements of a slot]. What is inside a layer's part of a block is the business
+    `data` is [num_planes, 2, num_blocks, elements of a plane]. What is inside a layer's part of a block is the business
     of the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. Block 0 belongs to
     nobody: unused entries of block tables point to it, and what is written there is never read.
 
@@ -191,13 +191,13 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
-        self.data = _zeros((layout.num_slots, 2, num_blocks, layout.slot_elements(dtype)), dtype, device)
+        self.data = _zeros((layout.num_planes, 2, num_blocks, layout.plane_elements(dtype)), dtype, device)
 
     def layer(self, index: int) -> Tensor:
         """[2, num_blocks, stored elements of a block], keys first; from block to block there may be a stride."""
         place = self.layout.places[index]
         stored = place.shape.stored_elements(self.data.dtype)
-        return self.data[place.slot, :, :, place.part * stored : (place.part + 1) * stored]
+        return self.data[place.plane, :, :, place.part * stored : (place.part + 1) * stored]
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copies blocks [N] in all layers, as if all at once; the targets are distinct."""

@@ -81,10 +81,10 @@ def layout(*heads: Heads) -> KVLayout:
 def test_layers_that_see_equally_many_tokens_fill_the_blocks_of_their_tables() -> None:
     wide, narrow = Heads(), Heads(window=20)
     found = layout(*5 * [wide])
-    assert (found.windows, found.num_slots) == ((0,), 5)
+    assert (found.windows, found.num_planes) == ((0,), 5)
     found = layout(narrow, narrow, narrow, narrow, narrow, wide, narrow, narrow, wide)
-    assert (found.windows, found.num_slots) == ((0, 20, 20, 20, 20), 2)
-    places = [(place.table, place.slot) for place in found.places]
+    assert (found.windows, found.num_planes) == ((0, 20, 20, 20, 20), 2)
+    places = [(place.table, place.plane) for place in found.places]
     assert places == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (0, 0), (3, 1), (4, 0), (0, 1)]
     assert layout(*3 * [narrow]).windows == (20,)
     assert len(layout(*60 * [narrow], wide).windows) <= MAX_TABLES
@@ -92,7 +92,7 @@ def test_layers_that_see_equally_many_tokens_fill_the_blocks_of_their_tables() -
 
 def test_narrow_layers_share_a_slot_and_a_layer_may_read_the_cache_of_another() -> None:
     found = layout(Heads(window=20), Heads(head_dim=16), Heads(window=20), Heads(window=20, shares=2))
-    assert (found.windows, found.num_slots) == ((0, 20), 1)
+    assert (found.windows, found.num_planes) == ((0, 20), 1)
     assert found.places[3] == found.places[2]
     kv = KVCache(found, 10, torch.float32, torch.device("cpu"))
     assert [kv.layer(i).shape for i in range(4)] == [(2, 10, n * 2 * 4) for n in (8, 16, 8, 8)]
@@ -105,4 +105,4 @@ def test_narrow_layers_share_a_slot_and_a_layer_may_read_the_cache_of_another() 
 def test_a_draft_keeps_everything_in_the_blocks_of_one_table() -> None:
     model = Model([Layer(Heads(window=20)), Layer(Heads())])
     found = KVLayout.of(model, 4, keeps_all=True)
-    assert (found.windows, found.num_slots) == ((0,), 2)
+    assert (found.windows, found.num_planes) == ((0,), 2)
