@@ -331,6 +331,7 @@ def _make_traces(endpoint: str | None, model: str, replica: str) -> Traces | Non
 def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None, show: Progress) -> Runner:
     """Called on the step thread: importing torch takes seconds, and belongs there."""
     log.info("loading torch")
+    from app.estimate import card_table
     from engine.execution.loader import LoadedModel, load_model
     from engine.execution.runner import ModelRunner
 
@@ -338,9 +339,12 @@ def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None, 
         log.info("loading %s", folder)
         title = "loading the weights" if options.quantize is None else "quantizing the weights"
         with show(title) as update:
-            return load_model(
+            model = load_model(
                 folder, options, log.info, lambda done, total: update(done / max(1, total)), draft, ranks
             )
+        for line in card_table(model.memory) if model.memory.card else ():
+            log.info("%s", line)
+        return model
 
     @contextmanager
     def graphs() -> Iterator[Callable[[int, int], None]]:

@@ -17,6 +17,7 @@ from app.kernels import own_level
 from app.listen import bind, check_exposure
 from app.settings import Settings
 from engine.cores import num_cores
+from engine.free_memory import available_bytes
 from engine.kernels.cpu import prebuilt
 from engine.kernels.cpu.build import NativeUnavailable, find_compiler
 from engine.kernels.cpu.levels import this_machine
@@ -90,22 +91,11 @@ def _processor_flags() -> set[str]:
 
 
 def check_memory() -> Check:
-    free = available_memory()
-    if free is None:
-        return Check(Level.WARN, "memory", "unknown on this system", "set --kv-memory")
+    free = available_bytes()
     text = f"{free / _GIB:.1f} GiB available"
     if free < _GIB:
         return Check(Level.WARN, "memory", text, "close something, or serve a small model")
     return Check(Level.OK, "memory", text)
-
-
-def available_memory() -> int | None:
-    """Bytes that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def check_torch() -> Check:
@@ -207,8 +197,8 @@ def check_types(settings: Settings) -> Iterator[Check]:
     try:
         folder = find_checkpoint(settings.model, settings.revision)
         from app.build import load_options
+        from app.estimate import estimate
         from engine.errors import CheckpointError
-        from engine.execution.memory import estimate
         from engine.model.checkpoint import read_config
     except (OperatorError, ImportError, OSError):  # the checks of the model and of torch say it
         return

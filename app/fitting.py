@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from app.bench.statistics import table
@@ -21,7 +22,8 @@ from engine.model.config import LoadOptions, ModelConfig
 from engine.sizes import size_text
 
 if TYPE_CHECKING:
-    from engine.execution.memory import Budget, Estimate
+    from app.estimate import Estimate
+    from engine.execution.memory import Budget
     from engine.model.files import Files
     from engine.model.tensors import Recipe
 
@@ -74,7 +76,7 @@ class Fitting:
         Raises:
             CheckpointError: the model cannot be served with these options.
         """
-        from engine.execution.memory import estimate
+        from app.estimate import estimate
 
         return Case(options, estimate(self.config, options, self.limits, has_native=self.has_native))
 
@@ -174,24 +176,21 @@ def _is_fetched(hub_id: str, revision: str | None) -> bool:
 
 def _stored_as(config: ModelConfig, recipe: Recipe) -> str:
     """The types of a checkpoint's weights."""
-    from engine.model.tensors import linear_specs
+    from engine.model.tensors import layer_specs
 
     if config.quantization is None:
         return config.dtype
-    specs = [
-        spec for layer in range(config.num_layers) for spec in linear_specs(config, layer, recipe).values()
-    ]
-    names = dict.fromkeys(part.storage.name for spec in specs for part in spec.parts)
+    names = dict.fromkeys(part.storage.name for spec in layer_specs(config, recipe) for part in spec.parts)
     return f"{config.quantization.text('quant_method')} ({', '.join(names)})"
 
 
 def _head(subject: Subject, fitting: Fitting, options: LoadOptions) -> Iterator[str]:
     import torch
 
-    from engine.execution.memory import weight_bytes
+    from engine.model.tensors import expected_shapes
 
     config, limits = subject.config, fitting.limits
-    millions = weight_bytes(config, torch.float32) / torch.float32.itemsize / 1e6
+    millions = sum(map(prod, expected_shapes(config).values())) / 1e6
     yield (
         f"model   {subject.name or DEMO_NAME}, {config.architecture}, {millions:,.1f} M parameters, "
         f"stored in {subject.stored_as}, {config.max_position:,} positions"

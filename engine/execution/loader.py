@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,15 +14,14 @@ from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.execution.buffers import StepBuffers
 from engine.execution.drafter import LoadedDraft, Translation
+from engine.execution.measuring import measure_steps, run_largest
 from engine.execution.memory import (
-    Budget,
+    NO_DRAFT,
     DraftSize,
     MemoryPlan,
     budget,
-    eagle_bytes,
-    largest_batches,
-    measure_steps,
     plan_memory,
+    tensor_bytes,
     weight_bytes,
 )
 from engine.execution.share import agreed, own_budget, own_device, own_options, ranked
@@ -46,6 +46,7 @@ from engine.model.eagle import EagleConfig, check_eagle, is_eagle, read_eagle
 from engine.model.eagle_weights import (
     EagleFiles,
     check_eagle_tensors,
+    eagle_specs,
     has_embedding,
     load_eagle,
 )
@@ -57,7 +58,7 @@ from engine.model.split_files import SplitFiles
 from engine.model.tensors import Recipe, check_tensors, make_recipe
 from engine.model.transformer import ForwardPass, make_decoder, make_head
 from engine.model.weights import Progress, load_weights
-from engine.sampling.sampler import MAX_TOP_LOGPROBS, Sampler
+from engine.sampling.sampler import Sampler
 
 MAX_WINDOWED_TOKENS = 1 << 17
 """Where all layers have a sliding window, a sequence may be longer than the KV cache, up to so many tokens."""
@@ -128,8 +129,9 @@ def load_model(
     kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
     limits = own_budget(budget(device, options), ranks)
     companion = None if draft is None else _open_companion(draft, config, kernels, options, say)
-    draft_size = None if companion is None else companion.size
-    memory = plan_memory(config, kernels, options, limits, recipe=recipe, draft=draft_size)
+    draft_size = NO_DRAFT if companion is None else companion.size
+    plan = partial(plan_memory, config, kernels, options, limits, recipe=recipe, draft=draft_size)
+    memory = plan().check()
     say(_kernels_text(kernels))
     say(memory.text)
     most = agreed(_most_tokens(memory), ranks)
@@ -140,12 +142,13 @@ def load_model(
     weights = load_weights(source.config, source.files, kernels, progress, source.recipe)
     table, sampler, buffers = _tables(config, kernels, options, max_model_len)
     if limits.card is not None:
-        memory = _measured_plan(
-            config, recipe, weights, kernels, options, limits, draft_size, max_model_len, say
+        say(
+            "running the largest steps; kernels that are new to this machine are compiled, which takes a while"
         )
-    layout = KVLayout.of(config, options.block_size)
+        steps = partial(run_largest, config, weights, kernels, options, max_model_len)
+        memory = plan(measured=measure_steps(device, limits.card, steps)).check()
     memory = replace(memory, num_blocks=agreed(memory.num_blocks, ranks))
-    kv = KVCache(layout, memory.num_blocks, kernels.kv_dtype, device)
+    kv = KVCache(KVLayout.of(config, options.block_size), memory.num_blocks, kernels.kv_dtype, device)
     decoder = make_decoder(config, weights, kernels, kv, max_model_len)
     return LoadedModel(
         config=config,
@@ -197,10 +200,8 @@ class _Draft:
     @property
     def size(self) -> DraftSize:
         config, kernels = self.source.config, self.kernels
-        return DraftSize(
-            weight_bytes(config, kernels.embedding_dtype, self.source.recipe, kernels.packs),
-            KVLayout.of(config, self.options.block_size, keeps_all=True).block_bytes(kernels.kv_dtype),
-        )
+        layout = KVLayout.of(config, self.options.block_size, keeps_all=True)
+        return DraftSize(weight_bytes(config, kernels, self.source.recipe), layout.block_bytes(kernels.kv_dtype))
 
     def load(self, target: _Target) -> LoadedDraft:
         config, kernels = self.source.config, self.kernels
@@ -240,7 +241,10 @@ class _Head:
     @property
     def size(self) -> DraftSize:
         config, kernels, block_size = self.config.layer, self.kernels, self.options.block_size
-        weights = eagle_bytes(self.config, kernels, self.recipe, with_embedding=has_embedding(self.files))
+        num_loose = config.hidden_size + sum(norm.size for _, norm in config.spec.norms())
+        if has_embedding(self.files):
+            num_loose += config.vocab_size * config.hidden_size
+        weights = tensor_bytes(eagle_specs(self.config, self.recipe).values(), num_loose, kernels)
         block = KVLayout.of(config, block_size, keeps_all=True).block_bytes(kernels.kv_dtype)
         return DraftSize(weights, block + block_size * config.hidden_size * _FEATURES.itemsize)
 
@@ -386,38 +390,6 @@ def _tables(
         return table, sampler, None
     dtype, most = kernels.activation_dtype, options.max_batch_tokens
     return table, sampler, StepBuffers(options.max_rows, most, config.vocab_size, dtype, device)
-
-
-def _measured_plan(
-    config: ModelConfig,
-    recipe: Recipe,
-    weights: Weights,
-    kernels: Kernels,
-    options: LoadOptions,
-    limits: Budget,
-    draft: DraftSize | None,
-    max_model_len: int,
-    say: Callable[[str], None],
-) -> MemoryPlan:
-    """The memory plan from what weights, tables and the largest steps really take on a GPU."""
-    say("running the largest steps; kernels that are new to this machine are compiled, which takes a while")
-    layout = KVLayout.of(config, options.block_size)
-    decoder = make_decoder(
-        config, weights, kernels, KVCache(layout, 1, kernels.kv_dtype, kernels.device), max_model_len
-    )
-
-    def steps() -> None:
-        for batch in largest_batches(options, max_model_len, len(layout.windows)):
-            rows = torch.arange(batch.sample_rows.numel(), dtype=torch.int32, device=kernels.device)
-            logits = weights.lm_head(decoder(batch.to(kernels.device)))
-            kernels.most_likely(logits, rows, MAX_TOP_LOGPROBS)
-
-    assert limits.card is not None
-    measured = measure_steps(kernels.device, limits.card, steps)
-    memory = plan_memory(config, kernels, options, limits, measured, recipe, draft)
-    for line in memory.table:
-        say(line)
-    return memory
 
 
 def _max_model_len(config: ModelConfig, options: LoadOptions) -> int:

@@ -40,6 +40,7 @@ from engine.planning.request import NO_LIMIT, Request, SamplingParams, Sequence
 from engine.planning.step import Chunk, DeviceError, DraftChunk, OutOfMemory, Plan, RunnerFacts, StepResult
 from engine.sampling.reference import logprobs_of
 from engine.sampling.tables import GRAPH_FILTERS, Filters
+from engine.sizes import size_text
 
 log = logging.getLogger("penstock.engine")
 
@@ -138,7 +139,14 @@ class Steps:
             ladders = [self.passes, *self.choices.values(), *of_draft]
             with progress() as told:
                 num_graphs, num_bytes = capture_all(ladders, device, told, model.kernels.ranks)
-            log.info("%s", model.memory.graphs_text(num_graphs, num_bytes, device.num_bytes_in_use()))
+            log.info(
+                "%d CUDA graphs took %s, about %s were planned; the GPU has %s in use, and the largest step takes %s",
+                num_graphs,
+                *map(
+                    size_text,
+                    (num_bytes, model.memory.graphs, device.num_bytes_in_use(), model.memory.workspace),
+                ),
+            )
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:

@@ -15,7 +15,7 @@ from engine.kernels.ranks import Ranks
 from engine.model.config import ModelConfig
 from engine.model.files import Files
 from engine.model.safetensors import TensorEntry
-from engine.model.tensors import expected_shapes, linear_specs
+from engine.model.tensors import expected_shapes, layer_specs
 
 
 class SplitFiles:
@@ -33,8 +33,9 @@ class SplitFiles:
         self.entries: Mapping[str, TensorEntry] = {
             name: _part_of(files.entries[name], shape) for name, shape in expected_shapes(part).items()
         }
-        specs = [spec for layer in range(part.num_layers) for spec in linear_specs(part, layer).values()]
-        self._summed = {f"{p.name}.bias" for spec in specs if spec.sums and spec.bias for p in spec.parts}
+        self._summed = {
+            f"{p.name}.bias" for spec in layer_specs(part) if spec.sums and spec.bias for p in spec.parts
+        }
         self._sections = {
             f"model.layers.{number}.{rows.name}": (rows.sections, own_rows.sections)
             for number, (layer, own) in enumerate(zip(whole.layers, part.layers, strict=True))

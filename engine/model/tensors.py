@@ -146,6 +146,16 @@ def linear_specs(config: ModelConfig, layer: int = 0, recipe: Recipe = AS_IT_IS)
     }
 
 
+def layer_specs(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> Iterator[LinearSpec]:
+    """Yields the linear maps of all layers.
+
+    Raises:
+        CheckpointError: see `Quantization.layer_format`.
+    """
+    for layer in range(config.num_layers):
+        yield from linear_specs(config, layer, recipe).values()
+
+
 def _linear_spec(map: LinearMap, layer: int, recipe: Recipe) -> LinearSpec:
     names = [f"{LAYERS}{layer}.{rows.name}" for rows in map.rows]
     parts = (
@@ -302,9 +312,8 @@ def check_recipe(config: ModelConfig, recipe: Recipe) -> None:
     Raises:
         CheckpointError: see `LinearSpec.stored` and `Quantization.layer_format`.
     """
-    for layer in range(config.num_layers):
-        for spec in linear_specs(config, layer, recipe).values():
-            _ = spec.format
+    for spec in layer_specs(config, recipe):
+        _ = spec.format
     _ = head_spec(config, recipe).format
 
 

@@ -74,14 +74,13 @@ def test_a_port_in_use_fails() -> None:
 @pytest.mark.parametrize(
     ("free", "line"),
     [
-        (None, "warn  memory    unknown on this system; set --kv-memory"),
         (3 << 29, "ok    memory    1.5 GiB available"),
         (1 << 30, "ok    memory    1.0 GiB available"),
         ((1 << 30) - 1, "warn  memory    1.0 GiB available; close something, or serve a small model"),
     ],
 )
-def test_less_than_a_gibibyte_is_little(monkeypatch: pytest.MonkeyPatch, free: int | None, line: str) -> None:
-    monkeypatch.setattr(doctor, "available_memory", lambda: free)
+def test_less_than_a_gibibyte_is_little(monkeypatch: pytest.MonkeyPatch, free: int, line: str) -> None:
+    monkeypatch.setattr(doctor, "available_bytes", lambda: free)
     assert str(doctor.check_memory()) == line
 
 

@@ -24,10 +24,11 @@ from app import fitting
 from app.build import load_options
 from app.cli import _parse_settings, _Parser, main
 from app.doctor import Check, Level
+from app.estimate import estimate
 from app.fitting import Fitting, _tables, ladder
 from app.settings import Settings
 from engine.execution import loader, memory
-from engine.execution.memory import Budget, Card, card_budget, estimate
+from engine.execution.memory import Budget, Card, card_budget
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions, ModelConfig

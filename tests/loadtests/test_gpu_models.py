@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from engine.execution.loader import load_model
-from engine.execution.memory import weight_bytes
 from engine.fields import Fields
 from engine.kernels.batch import blank_batch
 from engine.model.config import LoadOptions
 from engine.model.parse import parse_config, read_config
-from engine.model.tensors import linear_specs, make_recipe
+from engine.model.tensors import expected_shapes, linear_specs, make_recipe
 from engine.planning.tokenizer import Tokenizer
 from engine.quant.float8 import Float8
 from engine.quant.integers import Integers
@@ -74,7 +74,7 @@ def test_a_quantized_checkpoint_is_loaded_as_it_is_and_chooses_only_text(
 @pytest.mark.parametrize(("shape", "billions"), [(LLAMA_8B, 8.03), (QWEN3_06B, 0.596)])
 def test_the_shapes_are_those_of_their_names(shape: ModelShape, billions: float) -> None:
     config = parse_config(Fields("config.json", shape.config))
-    assert weight_bytes(config, torch.bfloat16) / 2e9 == pytest.approx(billions, rel=0.005)
+    assert sum(map(prod, expected_shapes(config).values())) / 1e9 == pytest.approx(billions, rel=0.005)
     assert (config.layers[0].attention.q_norm is not None) == (shape is QWEN3_06B)
 
 

@@ -32,6 +32,7 @@ from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
 from engine.quant.quantization import Quantization
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
+from tests.engine.kernel_tables import stored_in
 from tests.few import examples
 
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def test_a_quantized_model_has_integers_and_an_embedding_in_16_bits(tmp_path: Pa
     assert model.kv.data.dtype == torch.float32
     quantization = Quantization(name)
     assert model.memory.weights == weight_bytes(
-        model.config, torch.float16, Recipe(quantization=quantization)
+        model.config, stored_in(torch.float16), Recipe(quantization=quantization)
     )
 
 
@@ -190,7 +191,7 @@ def weights_of(
 def test_plain_torch_takes_exactly_what_was_estimated(tmp_path: Path, family: str, tied: bool) -> None:
     folder = make_checkpoint(family, tmp_path, tie_word_embeddings=tied)
     config, weights = weights_of(folder, ops.reference_kernels(CPU, torch.float32))
-    assert real_bytes(weights) == weight_bytes(config, torch.float32)
+    assert real_bytes(weights) == weight_bytes(config, stored_in(torch.float32))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,7 +201,7 @@ def test_packed_weights_take_what_was_estimated_and_a_little_for_norms_and_paddi
 ) -> None:
     folder = make_checkpoint(family, tmp_path, tie_word_embeddings=False)
     config, weights = weights_of(folder, select.native_kernels(team, DTYPES[dtype]))
-    estimate = weight_bytes(config, DTYPES[dtype])
+    estimate = weight_bytes(config, stored_in(DTYPES[dtype]))
     assert 0.98 * estimate <= real_bytes(weights) <= 1.05 * estimate
 
 
@@ -209,7 +210,9 @@ def test_plain_torch_takes_exactly_what_was_estimated_for_8_bits(tmp_path: Path,
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
     quantization = Quantization("int8")
     config, weights = weights_of(folder, ops.reference_kernels(CPU, torch.float32), quantization)
-    assert real_bytes(weights) == weight_bytes(config, torch.float32, Recipe(quantization=quantization))
+    assert real_bytes(weights) == weight_bytes(
+        config, stored_in(torch.float32), Recipe(quantization=quantization)
+    )
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -219,7 +222,7 @@ def test_packed_integers_take_what_was_estimated_and_a_little_for_padding(
     folder = make_checkpoint("llama", tmp_path, hidden_size=128, intermediate_size=256)
     quantization = Quantization(name)
     config, weights = weights_of(folder, select.native_kernels(team, torch.float16), quantization)
-    estimate = weight_bytes(config, torch.float16, Recipe(quantization=quantization))
+    estimate = weight_bytes(config, stored_in(torch.float16), Recipe(quantization=quantization))
     assert 0.98 * estimate <= real_bytes(weights) <= 1.05 * estimate
 
 
@@ -267,7 +270,7 @@ def test_a_plan_fits_or_says_that_it_does_not(
         kv_bytes=kv_bytes,
     )
     try:
-        plan = plan_memory(config, kernels, options, Budget(available, 0.25))
+        plan = plan_memory(config, kernels, options, Budget(available, 0.25)).check()
     except NotEnoughMemory:
         enough = plan_memory(config, kernels, options, Budget(1 << 40, 0.25))
         least = replace(enough, num_blocks=1 + -(-max_model_len // 16))
@@ -294,7 +297,7 @@ def test_progress_goes_up_to_the_bytes_that_are_needed(
     told: list[tuple[int, int]] = []
     options = LoadOptions(device="cpu", num_blocks=4, num_threads=1)
     model = load_model(folder, options, lambda _: None, lambda *pair: told.append(pair))
-    total = weight_bytes(model.config, DTYPES[saved])
+    total = weight_bytes(model.config, stored_in(DTYPES[saved]))
     assert {whole for _, whole in told} == {total}
     done = [bytes_done for bytes_done, _ in told]
     assert done == sorted(set(done))

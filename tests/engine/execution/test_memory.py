@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from engine.errors import NotEnoughMemory
-from engine.execution import memory
 from engine.execution.memory import (
     Budget,
     MemoryPlan,
-    available_bytes,
-    estimate,
     plan_memory,
     weight_bytes,
 )
@@ -26,6 +22,7 @@ from engine.planning.windows import Windows
 from engine.quant.quantization import Quantization
 from engine.sizes import GIB
 from tests.engine.checkpoints import make_config, random_tensors
+from tests.engine.kernel_tables import stored_in
 
 CONFIG = parse_config(Fields("config.json", make_config("llama")))
 KERNELS = replace(
@@ -37,13 +34,13 @@ BLOCK = 3 * 2 * 2 * 16 * 16 * 4
 
 
 def plan(available: int, config: ModelConfig = CONFIG, cap: int | None = None, **options: Any) -> MemoryPlan:
-    return plan_memory(config, KERNELS, LoadOptions(**options), Budget(available, 0.25, cap))
+    return plan_memory(config, KERNELS, LoadOptions(**options), Budget(available, 0.25, cap)).check()
 
 
 def test_weights_take_the_bytes_of_all_their_tensors() -> None:
     elements = sum(tensor.numel() for tensor in random_tensors(make_config("llama"), 0).values())
-    assert weight_bytes(CONFIG, torch.float16) == 2 * elements
-    assert weight_bytes(CONFIG, torch.float32) == 4 * elements
+    assert weight_bytes(CONFIG, stored_in(torch.float16)) == 2 * elements
+    assert weight_bytes(CONFIG, stored_in(torch.float32)) == 4 * elements
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -59,11 +56,11 @@ def test_quantized_weights_take_their_integers_scales_and_the_rest_in_16_bits(ti
     )
     rest = 2 * (vocab * hidden + 7 * hidden) + vocab * (hidden + 4)  # embedding, norms; the head
     assert (
-        weight_bytes(config, torch.float16, Recipe(quantization=Quantization("int8")))
+        weight_bytes(config, stored_in(torch.float16), Recipe(quantization=Quantization("int8")))
         == rest + 3 * eight_bits
     )
     assert (
-        weight_bytes(config, torch.float16, Recipe(quantization=Quantization("int4")))
+        weight_bytes(config, stored_in(torch.float16), Recipe(quantization=Quantization("int4")))
         == rest + eight_bits + 2 * four_bits
     )
 
@@ -72,21 +69,8 @@ def test_a_plan_reckons_with_the_types_of_weights_and_cache() -> None:
     kernels = replace(KERNELS, kv_dtype=torch.int8)
     recipe = Recipe(quantization=Quantization("int8"))
     found = plan_memory(CONFIG, kernels, LoadOptions(num_blocks=9), Budget(GIB, 0.25), recipe=recipe)
-    assert found.weights == weight_bytes(CONFIG, torch.float16, recipe)
+    assert found.weights == weight_bytes(CONFIG, stored_in(torch.float16), recipe)
     assert found.block == 3 * 2 * 2 * 16 * (16 + 4)
-
-
-def test_an_estimate_needs_no_kernels() -> None:
-    sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", quantize="int8", kv_dtype="int8"))
-    assert (sizes.dtype, sizes.kv_dtype) == ("float16", "int8")
-    assert sizes.weights == weight_bytes(CONFIG, torch.float16, Recipe(quantization=Quantization("int8")))
-    assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
-
-
-def test_an_estimate_in_fp8_has_the_size_of_int8_and_on_a_cpu_plain_torch() -> None:
-    sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", kv_dtype="fp8"))
-    assert (sizes.dtype, sizes.kv_dtype) == ("float32", "fp8")
-    assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
 
 
 def test_a_share_of_what_is_left_becomes_kv_cache() -> None:
@@ -136,48 +120,3 @@ def test_the_report_has_every_number() -> None:
     assert text == (
         "weights 3.00 GiB, KV cache 2.00 GiB (32768 tokens), workspace 1.0 MiB, of 10.00 GiB available"
     )
-
-
-def write(folder: Path, files: dict[str, str]) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_text(content)
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 8 << 20),
-        ({"memory.max": "max\n", "memory.current": "5\n", "memory.stat": ""}, 8 << 20),
-        (
-            {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 1\ninactive_file 50\n"},
-            350,
-        ),
-        ({"memory.max": f"{1 << 40}", "memory.current": "0", "memory.stat": ""}, 8 << 20),
-        (
-            {
-                "memory/memory.limit_in_bytes": "1000",
-                "memory/memory.usage_in_bytes": "900",
-                "memory/memory.stat": "total_inactive_file 30\n",
-            },
-            130,
-        ),
-    ],
-)
-def test_the_container_has_its_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
-) -> None:
-    write(tmp_path, {"meminfo": "MemTotal: 16384 kB\nMemAvailable:    8192 kB\n", **files})
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    assert available_bytes() == expected
-
-
-def test_without_proc_the_whole_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    assert available_bytes() > 1 << 26
-
-
-def test_this_machine_has_some() -> None:
-    assert 1 << 26 < available_bytes() < 1 << 50

@@ -1,0 +1,109 @@
+"""What a model would take on a device, for people who ask before it is loaded or read the first lines of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.execution.memory import Budget, MemoryPlan, budget, plan_memory
+from engine.kernels.cpu.native import PACKED, NativeUnavailable
+from engine.kernels.ops import reference_kernels
+from engine.kernels.select import check_native
+from engine.model.config import LoadOptions, ModelConfig
+from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
+from engine.model.tensors import check_recipe, make_recipe
+from engine.sizes import size_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a model would take on its device, and the types that follow from its options."""
+
+    dtype: str
+    kv_dtype: str
+    plan: MemoryPlan
+    """The plan may need more than there is."""
+    max_model_len: int
+    """The tokens of the longest sequence that would be served."""
+    max_num_seqs: int
+
+    @property
+    def weights(self) -> int:
+        return self.plan.weights
+
+    @property
+    def kv_of_a_token(self) -> float:
+        """The bytes that the cache grows by with every token of a sequence that is longer than all windows."""
+        windows = self.plan.windows
+        return self.plan.block * (windows.num_unbounded or windows.num_tables) / windows.block_size
+
+    def num_streams(self, context: int) -> int:
+        """The sequences of so many tokens that can run at the same time; 0 if the plan does not fit."""
+        if not self.plan.fits:
+            return 0
+        return min(self.max_num_seqs, (self.plan.num_blocks - 1) // self.plan.windows.num_held(context, 1))
+
+
+def estimate(
+    config: ModelConfig, options: LoadOptions, limits: Budget | None = None, *, has_native: bool = True
+) -> Estimate:
+    """The sizes of a model that nothing was loaded of.
+
+    Args:
+        limits: the budget of the device; None asks the device for it.
+        has_native: whether there are native kernels; without them, a CPU computes in float32.
+
+    Raises:
+        CheckpointError: the model cannot be served in the types that are asked for.
+    """
+    device = choose_device(options.device)
+    options = options.for_device(device.type)
+    dtype = choose_dtype(options.dtype, config, device)
+    is_native = has_native and _is_native(config, options)
+    kernels = reference_kernels(device, dtype, dtype if is_native else torch.float32)
+    packs_on_cpu = is_native and device.type == "cpu"
+    kernels = replace(
+        kernels,
+        kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device),
+        packs=PACKED if packs_on_cpu else kernels.packs,
+        keeps_narrow=packs_on_cpu,
+    )
+    recipe = make_recipe(config, options)
+    check_recipe(config, recipe)
+    plan = plan_memory(config, kernels, options, limits or budget(device, options), recipe=recipe)
+    wanted = options.max_model_len or config.max_position
+    return Estimate(
+        dtype=str(kernels.embedding_dtype).removeprefix("torch."),
+        kv_dtype=kv_dtype_name(kernels.kv_dtype),
+        plan=plan,
+        max_model_len=wanted if config.context_window else min(wanted, plan.num_tokens),
+        max_num_seqs=options.max_num_seqs,
+    )
+
+
+def _is_native(config: ModelConfig, options: LoadOptions) -> bool:
+    try:
+        check_native(config, options)
+    except NativeUnavailable:
+        return False
+    return True
+
+
+def card_rows(plan: MemoryPlan) -> list[tuple[str, int, str]]:
+    """All of a GPU's memory, and what becomes of it: name, bytes, note. The last row is the sum of the others.
+
+    What is in use before includes the workspace of the kernels, which is there as soon as these are.
+    """
+    card = plan.card
+    assert card is not None
+    rest = card.free - plan.needed
+    return [("in use before", card.used, ""), *plan.parts, ("free", rest, ""), ("in all", card.total, "")]
+
+
+def card_table(plan: MemoryPlan) -> list[str]:
+    """The rows of a GPU's memory as lines for the operator."""
+    return [
+        f"GPU memory  {name:<13} {size_text(size):>10} {note}".rstrip()
+        for name, size, note in card_rows(plan)
+    ]

@@ -1,0 +1,88 @@
+"""What a model would take, and the memory of a card as a table; no card is needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.estimate import card_rows, card_table, estimate
+from engine.execution.memory import (
+    Card,
+    DraftSize,
+    Measured,
+    MemoryPlan,
+    card_budget,
+    plan_memory,
+    weight_bytes,
+)
+from engine.fields import Fields
+from engine.kernels.ops import reference_kernels
+from engine.model.config import LoadOptions
+from engine.model.parse import parse_config
+from engine.model.tensors import Recipe
+from engine.quant.quantization import Quantization
+from engine.sizes import GIB
+from tests.engine.checkpoints import make_config
+from tests.engine.kernel_tables import stored_in
+
+CONFIG = parse_config(Fields("config.json", make_config("llama")))
+KERNELS = reference_kernels(torch.device("cuda", 0), torch.bfloat16)
+
+
+def plan(total: int, free_share: float, max_num_seqs: int) -> MemoryPlan:
+    card = Card(total=total, free=int(total * free_share))
+    measured, draft = Measured(resident=total // 8, workspace=total // 64), DraftSize(total // 128, 64)
+    options = LoadOptions(max_num_seqs=max_num_seqs)
+    return plan_memory(CONFIG, KERNELS, options, card_budget(card, 0.9), measured, draft=draft)
+
+
+def test_an_estimate_needs_no_kernels() -> None:
+    sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", quantize="int8", kv_dtype="int8"))
+    assert (sizes.dtype, sizes.kv_dtype) == ("float16", "int8")
+    assert sizes.weights == weight_bytes(
+        CONFIG, stored_in(torch.float16), Recipe(quantization=Quantization("int8"))
+    )
+    assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
+
+
+def test_an_estimate_in_fp8_has_the_size_of_int8_and_on_a_cpu_plain_torch() -> None:
+    sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", kv_dtype="fp8"))
+    assert (sizes.dtype, sizes.kv_dtype) == ("float32", "fp8")
+    assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
+
+
+@given(st.integers(1, 1 << 38), st.floats(0.3, 1), st.integers(1, 300))
+def test_the_rows_add_up_to_the_card(total: int, free_share: float, max_num_seqs: int) -> None:
+    *parts, (name, size, _) = card_rows(plan(total, free_share, max_num_seqs))
+    assert (name, size) == ("in all", total)
+    assert sum(part for _, part, _ in parts) == total
+
+
+def test_the_table_adds_up() -> None:
+    made = plan(80 * GIB, 79 / 80, 256)
+    lines = card_table(made)
+    assert len({line.index("iB") for line in lines}) == 1, "in columns"
+    names = [
+        "in use before",
+        "weights",
+        "draft",
+        "KV cache",
+        "workspace",
+        "tables",
+        "graphs",
+        "free",
+        "in all",
+    ]
+    assert [line[12:25].strip() for line in lines] == names
+    *parts, total = [
+        float(found[1]) / (1 if found[2] == "G" else 1024)
+        for line in lines
+        if (found := re.search(r"([\d.]+) ([GM])iB", line))
+    ]
+    assert total == 80
+    assert sum(parts) == pytest.approx(total, abs=0.05)
+    assert f"{made.num_tokens} tokens" in lines[3]
