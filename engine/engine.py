@@ -252,12 +252,12 @@ class Engine:
         return Scheduler(self._queue, tables, self._sink, limits, self._new_drafting())
 
     def _new_drafting(self) -> Drafting | None:
-        facts = self._facts
+        facts, step_seconds = self._facts, self._queue.step_seconds
         if not facts.max_drafts:
             return None
-        model = None if facts.draft is None else DraftModel(facts.draft, self._clock)
+        model = None if facts.draft is None else DraftModel(facts.draft, self._clock, step_seconds)
         forced = None if self._grammars is None else ForcedTokens()
-        return Drafting(Lookup(), facts.max_drafts, model, self._clock, forced, facts.max_rows)
+        return Drafting(Lookup(), facts.max_drafts, model, self._clock, forced, facts.max_rows, step_seconds)
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""
@@ -331,11 +331,9 @@ class Engine:
     def _report(self, scheduler: Scheduler, plan: Plan, started: float, error: str | None = None) -> None:
         """Delivers a report of the step that ended, with everything that was not delivered before."""
         now = self.last_progress_s = self._ended_s = self._clock()
-        num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
-        num_drafts = plan.num_drafts
-        num_prefill = plan.num_tokens - num_decode - num_drafts
+        num_prefill, num_drafts = plan.num_prefill, plan.num_drafts
         if plan.chunks:
-            self._queue.observe(self._load(scheduler, plan, num_prefill, now - started))
+            self._queue.observe(self._load(scheduler, plan, now - started - plan.drafting_s))
         counters, before = scheduler.counters, self._reported
         drafting, failed = scheduler.drafting, list[str]()
         if drafting is not None:
@@ -348,7 +346,7 @@ class Engine:
                 started_s=started,
                 duration_s=now - started,
                 num_prefill_tokens=num_prefill,
-                num_decode_tokens=num_decode,
+                num_decode_tokens=plan.num_tokens - num_prefill - num_drafts,
                 drafts=_drafts(plan) if num_drafts else {},
                 failed_proposers=failed,
                 num_running=len(scheduler.running),
@@ -365,13 +363,14 @@ class Engine:
         self._undelivered = []
         self._reported = replace(counters)
 
-    def _load(self, scheduler: Scheduler, plan: Plan, num_prefill: int, duration_s: float) -> StepLoad:
+    def _load(self, scheduler: Scheduler, plan: Plan, duration_s: float) -> StepLoad:
+        num_prefill = plan.num_prefill
         return StepLoad(
             num_prefill_tokens=num_prefill,
             num_decode_tokens=plan.num_tokens - num_prefill,
             num_drafts=plan.num_drafts,
             num_accepted=sum(chunk.num_accepted for chunk in plan.chunks),
-            num_context_tokens=sum(chunk.start + chunk.num_tokens for chunk in plan.chunks),
+            num_context_tokens=plan.num_context,
             duration_s=duration_s,
             num_running=len(scheduler.running),
             max_num_seqs=self._limits.max_num_seqs,

@@ -20,7 +20,7 @@ from priority.lanes import Lane, LanePolicy
 from priority.rates import Rate
 from priority.room import Held
 from priority.shares import COST_PREFILL, virtual
-from priority.steptime import StepShape, StepTimeModel
+from priority.steptime import StepTimeModel
 from priority.waiting import Account, LaneLine, Ticket
 from priority.yielding import MAX_VICTIMS, yielding
 
@@ -100,12 +100,12 @@ class Admission:
 
     def observe(self, load: StepLoad) -> None:
         self._load = load
-        shape = StepShape(load.num_prefill_tokens, load.num_decode_tokens, load.num_context_tokens)
-        self.model.observe(shape, load.duration_s)
-        self.last_step_s = self.model.seconds(shape.num_prefill, shape.num_decode, shape.num_context)
+        shape = load.num_prefill_tokens, load.num_decode_tokens, load.num_context_tokens
+        self.model.observe(*shape, load.duration_s)
+        self.last_step_s = self.model.seconds(*shape)
         num_streams = load.num_decode_tokens - load.num_drafts
-        if num_streams and not shape.num_prefill:
-            self.context_each = shape.num_context / num_streams
+        if num_streams and not load.num_prefill_tokens:
+            self.context_each = load.num_context_tokens / num_streams
             self._rows_each += _LEARNING * (1 + load.num_drafts / num_streams - self._rows_each)
             self._tokens_each += _LEARNING * (1 + load.num_accepted / num_streams - self._tokens_each)
 

@@ -39,6 +39,9 @@ class FirstComeQueue:
 
     def observe(self, load: StepLoad) -> None: ...
 
+    def step_seconds(self, num_prefill: int, num_decode: int, num_context: int) -> float:  # noqa: ARG002
+        return 0.0
+
     def settle(self, request: Request, now: float) -> None: ...
 
     def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:  # noqa: ARG002

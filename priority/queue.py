@@ -272,6 +272,10 @@ class LaneQueue:
         with self._lock:
             self.admission.observe(load)
 
+    def step_seconds(self, num_prefill: int, num_decode: int, num_context: int) -> float:
+        model = self.admission.model
+        return model.seconds(num_prefill, num_decode, num_context) if model.is_known else 0.0
+
     def settle(self, request: Request, now: float) -> None:
         with self._lock:
             ticket = self._tickets.get(request.request_id)

@@ -1,6 +1,9 @@
 """How long a step takes: a linear model, fitted to the steps that were measured.
 
-    seconds = alpha + beta * prefill tokens + gamma * decodes + delta * context tokens
+    seconds = alpha + beta * prefill tokens + gamma * decodes and drafts + delta * context tokens
+
+Context tokens are those whose KV is read, over all sequences of the step. This one model serves everybody who asks what
+a step takes: the budget of a step, the forecast of a first token, the choice of drafts, and the simulator.
 
 Least squares over an exponentially fading past. What the recent past says nothing about (no prefill for a while, say)
 keeps its last estimate: the fit is a ridge around it. No coefficient is ever negative.
@@ -12,7 +15,6 @@ alike: a factor on the whole fit follows the last ten.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 _SCALES = (1.0, 64.0, 8.0, 4096.0)
 """What counts as one unit of each feature, so that the ridge weighs them alike."""
@@ -24,16 +26,6 @@ _DISTURBANCE = 1.5
 _REFIT_STEPS = 8
 _ENOUGH_STEPS = 20
 NAMES = ("alpha_s", "beta_s", "gamma_s", "delta_s")
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What a step computes."""
-
-    num_prefill: int
-    num_decode: int
-    num_context: int
-    """Tokens whose KV is read, over all sequences of the step."""
 
 
 class StepTimeModel:
@@ -67,19 +59,14 @@ class StepTimeModel:
         left = seconds - self.seconds(0, num_decode, num_context)
         return left / beta if beta > 0 else float("inf")
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
+    def observe(self, num_prefill: int, num_decode: int, num_context: int, seconds: float) -> None:
         if not self._learns:
             return
         if self.is_known:
-            expected_s = _seconds(self._fit, shape.num_prefill, shape.num_decode, shape.num_context)
+            expected_s = _seconds(self._fit, num_prefill, num_decode, num_context)
             ratio = seconds / max(expected_s, 1e-9)
             self.slowdown += _FOLLOWING * (min(max(ratio, 1 / _DISTURBANCE), _DISTURBANCE) - self.slowdown)
-        row = (
-            1.0,
-            shape.num_prefill / _SCALES[1],
-            shape.num_decode / _SCALES[2],
-            shape.num_context / _SCALES[3],
-        )
+        row = (1.0, num_prefill / _SCALES[1], num_decode / _SCALES[2], num_context / _SCALES[3])
         # Relative errors: a long step says no more than a short one, and one that was disturbed says little.
         weight = 1.0 / max(seconds, 1e-6) ** 2
         for i in range(4):

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.planning.request import Sequence
-from engine.planning.step import DraftChunk, DraftRunner
-from engine.planning.step_costs import StepCosts
+from engine.planning.step import DraftChunk, DraftRunner, StepSeconds
 
 _SPREAD = 16
 """What a sequence has to catch up is taken to serve so many steps."""
+_LEARNING = 0.1
+"""The weight of the latest drafting in what drafts take."""
 
 
 @dataclass(slots=True)
@@ -50,11 +51,17 @@ class DraftModel:
     name = "draft"
     is_behind = False
 
-    def __init__(self, runner: DraftRunner, clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        runner: DraftRunner,
+        clock: Callable[[], float] = lambda: 0.0,
+        step_seconds: StepSeconds = lambda *_: 0.0,
+    ) -> None:
         self._runner = runner
         self._clock = clock
-        self._costs = StepCosts()
-        """Of one pass, by its tokens; what the host does for all of them takes about as long as one more."""
+        self._step_seconds = step_seconds
+        self._share = 0.0
+        """What a pass of the draft takes, in units of a step of the target with as many tokens."""
         self._progress: dict[Sequence, _Progress] = {}
         self._contents: dict[int, bytes] = {}
         """By block: the hash of the tokens whose KV the draft has in it."""
@@ -80,7 +87,9 @@ class DraftModel:
             return found
         started = self._clock()
         drafted = self._runner.draft(chunks, length)
-        self._note_cost(len(chunks), num_late, length, self._clock() - started)
+        if target_s := self._target_seconds(len(chunks), num_late, length):
+            share = (self._clock() - started) / target_s
+            self._share += (_LEARNING if self._share else 1.0) * (share - self._share)
         for place, chunk, drafts in zip(places, chunks, drafted, strict=True):
             progress = self._progress[chunk.sequence]
             progress.num_computed = chunk.end
@@ -92,8 +101,15 @@ class DraftModel:
     def seconds(self, sequences: list[Sequence], length: int) -> float:
         """What drafting takes, and a share of what it takes to catch up first."""
         num_late = min(sum(map(self._num_late, sequences)), self._runner.max_tokens)
-        seconds = (length + 1) * self._costs.seconds(len(sequences))
-        return seconds + self._costs.seconds(num_late) / _SPREAD if num_late else seconds
+        return self._share * self._target_seconds(len(sequences), num_late // _SPREAD, length)
+
+    def _target_seconds(self, num_sequences: int, num_late: int, length: int) -> float:
+        """What steps of the target take that have the tokens of the draft's passes.
+
+        What the host does for all passes takes about as long as one more.
+        """
+        each_s, late_s = (self._step_seconds(num, num_sequences, 0) for num in (0, num_late))
+        return length * each_s + late_s
 
     def _num_late(self, sequence: Sequence) -> int:
         """About how many tokens a sequence has to catch up."""
@@ -101,12 +117,6 @@ class DraftModel:
         if progress is None:
             return len(sequence.token_ids)
         return max(0, len(sequence.token_ids) - progress.num_computed - len(progress.drafts) - 2)
-
-    def _note_cost(self, num_sequences: int, num_late: int, length: int, seconds: float) -> None:
-        if not num_late:
-            self._costs.observe(num_sequences, seconds / (length + 1))
-        elif (others_s := length * self._costs.seconds(num_sequences)) > 0:
-            self._costs.observe(num_sequences + num_late, max(0.0, seconds - others_s))
 
     def forget(self, sequence: Sequence) -> None:
         self._progress.pop(sequence, None)

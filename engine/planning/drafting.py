@@ -6,7 +6,7 @@ seed alone. So drafts never change an answer, only how many of its tokens one st
 Drafts come from up to three proposers: two that cost nothing, a lookup and what a grammar forces, and one that costs
 time, a draft model. What the sequence's grammar rules out is never a draft. Which of them drafts for a sequence, and
 how many tokens, is decided anew in every step, for all sequences together: what brings the most tokens a second, by how
-often each proposer was right for the sequence lately, by what steps of that size took, and by what the model takes.
+often each proposer was right for the sequence lately, by what such steps take, and by what the model takes.
 Under load, where each token of a step costs, the number of drafts fades to 0 by itself, and the model is not run at
 all. And whether drafts pay is measured (`pace.py`): steps without them are taken now and then where they do, and steps
 with them where they do not.
@@ -28,8 +28,7 @@ from typing import Protocol
 from engine.planning.block_tables import BlockTables
 from engine.planning.pace import Pace
 from engine.planning.request import NO_LIMIT, DraftCount, Sequence
-from engine.planning.step import Chunk, Plan
-from engine.planning.step_costs import StepCosts
+from engine.planning.step import Chunk, Plan, StepSeconds
 
 log = logging.getLogger("penstock.engine")
 
@@ -99,7 +98,6 @@ class Drafting:
     A proposer that fails rests, for longer each time; sequences go on without it.
 
     Attributes:
-        costs: what steps take, without the time it took to make drafts.
         failed: the names of proposers that failed and that nobody took notice of.
     """
 
@@ -111,6 +109,7 @@ class Drafting:
         clock: Callable[[], float] = lambda: 0.0,
         forced: Proposer | None = None,
         max_rows: int = NO_LIMIT,
+        step_seconds: StepSeconds = lambda *_: 0.0,
     ) -> None:
         """
         Args:
@@ -120,10 +119,13 @@ class Drafting:
             model: proposes at a cost.
             clock: seconds; without one, drafting seems to take no time.
             max_rows: chunks and drafts that a step with drafts may have.
+            step_seconds: what steps take, without the time it takes to make drafts; 0 stands for no matter what.
         """
         self.most = most
         self._max_rows = max_rows
-        self.costs = StepCosts()
+        self._step_seconds = step_seconds
+        self._plain_s, self._draft_s = 1e-9, 0.0
+        """What the step that is planned takes without drafts, and what each draft adds to it."""
         self.failed: list[str] = []
         self._lookup, self._model, self._forced = lookup, model, forced
         self._clock = clock
@@ -170,21 +172,21 @@ class Drafting:
         if pace.drafts and any(chunk.sequence.num_pending > 1 for chunk in plan.chunks):
             return  # a step before it has not come back, and this one says nothing of a turn with drafts
         plan.turn = pace.turn
-        if room <= 0 or not self._may_draft or not self._may_pay(plan, num_sampling):
+        self._price(plan)
+        if room <= 0 or not self._may_draft or not self._may_pay(num_sampling):
             return
         started = self._clock()
         guesses = [guess for chunk in plan.chunks if (guess := self._guess(chunk)) is not None]
         self._look_up(guesses)
         plan.is_behind = self._lookup is not None and self._lookup.is_behind
         self._ask_model(guesses, plan, num_sampling, tables)
-        for guess, count in zip(guesses, self._counts(guesses, plan, num_sampling, room), strict=True):
+        for guess, count in zip(guesses, self._counts(guesses, num_sampling, room), strict=True):
             if count:
                 _add(plan, guess, count, tables)
         plan.drafting_s = self._clock() - started
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """Learns what a step took, and what it brought."""
-        self.costs.observe(plan.num_tokens, seconds - plan.drafting_s)
+        """Learns whether drafts pay from what a step took, and what it brought."""
         pace = self._pace(len(plan.chunks))
         if plan.turn == pace.turn and all(
             chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts) for chunk in plan.chunks
@@ -229,10 +231,21 @@ class Drafting:
             pace = self._paces[key] = Pace(num_sampling)
         return pace
 
-    def _may_pay(self, plan: Plan, num_sampling: int) -> bool:
+    def _may_pay(self, num_sampling: int) -> bool:
         """Whether one draft that is certainly right would be worth its place; also if nothing is known yet."""
-        now, more = self.costs.seconds(plan.num_tokens), self.costs.seconds(plan.num_tokens + 1)
-        return (num_sampling + 1) * now >= num_sampling * more
+        return (num_sampling + 1) * self._plain_s >= num_sampling * self._seconds(1)
+
+    def _price(self, plan: Plan) -> None:
+        num_prefill, num_context = plan.num_prefill, plan.num_context
+        num_decode = plan.num_tokens - num_prefill
+        plain_s, longer_s = (
+            self._step_seconds(num_prefill, num, num_context) for num in (num_decode, num_decode + 1)
+        )
+        self._plain_s, self._draft_s = max(plain_s, 1e-9), longer_s - plain_s
+
+    def _seconds(self, num_drafts: int) -> float:
+        """What the step that is planned takes with so many drafts."""
+        return self._plain_s + num_drafts * self._draft_s
 
     # Guessing
 
@@ -292,7 +305,7 @@ class Drafting:
         if not better:
             return
         asked = [guess for guess in better if guess.record.rates[name] >= _LOWEST_RATE]
-        length = self._best_length(model, asked, plan, num_sampling) if asked else 0
+        length = self._best_length(model, asked, num_sampling) if asked else 0
         self._num_idle_steps += 1
         if length:
             self._num_idle_steps = 0
@@ -307,15 +320,15 @@ class Drafting:
             ]
             self._ask(model, [guess for guess, _ in having_room], [most for _, most in having_room])
 
-    def _best_length(self, model: Proposer, asked: list[_Guess], plan: Plan, num_sampling: int) -> int:
+    def _best_length(self, model: Proposer, asked: list[_Guess], num_sampling: int) -> int:
         """How many tokens the model is to draft for each: what brings the most tokens a second."""
         num, sequences = len(asked), [guess.chunk.sequence for guess in asked]
         rate = sum(guess.record.rates[model.name] for guess in asked) / num
         shares = self._chances(model.name, rate, self.most)
-        best, best_value, expected = 0, num_sampling / self._seconds(plan.num_tokens), float(num_sampling)
+        best, best_value, expected = 0, num_sampling / self._plain_s, float(num_sampling)
         for length, share in enumerate(shares, 1):
             expected += num * share
-            seconds = self._seconds(plan.num_tokens + num * length) + model.seconds(sequences, length)
+            seconds = self._seconds(num * length) + model.seconds(sequences, length)
             if expected / seconds > best_value:
                 best, best_value = length, expected / seconds
         return best
@@ -336,7 +349,7 @@ class Drafting:
                 guess.drafts, guess.proposer = drafts, proposer.name
                 guess.record.proposed[proposer.name] = drafts
 
-    def _counts(self, guesses: list[_Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:
+    def _counts(self, guesses: list[_Guess], num_sampling: int, room: int) -> list[int]:
         """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
         likely = []
         for place, guess in enumerate(guesses):
@@ -346,18 +359,15 @@ class Drafting:
         counts = [0] * len(guesses)
         ordered = list(merge(*likely))[:room]
         expected = float(num_sampling)
-        best, best_value = 0, expected / self._seconds(plan.num_tokens)
+        best, best_value = 0, expected / self._plain_s
         for number, (share, _) in enumerate(ordered, 1):
             expected -= share
-            value = expected / self._seconds(plan.num_tokens + number)
+            value = expected / self._seconds(number)
             if value > best_value:
                 best, best_value = number, value
         for _, place in ordered[:best]:
             counts[place] += 1
         return counts
-
-    def _seconds(self, num_tokens: int) -> float:
-        return max(self.costs.seconds(num_tokens), 1e-9)
 
     def _let_rest(self, proposer: Proposer) -> None:
         """What failed may pass, as a lack of memory does; what does not is tried ever more rarely."""

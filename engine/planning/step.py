@@ -85,6 +85,20 @@ class Plan:
     def num_drafts(self) -> int:
         return sum(len(chunk.drafts) for chunk in self.chunks)
 
+    @property
+    def num_prefill(self) -> int:
+        """Tokens of chunks that begin within a prompt."""
+        return sum(
+            chunk.num_tokens - len(chunk.drafts)
+            for chunk in self.chunks
+            if chunk.start < chunk.sequence.num_prompt_tokens
+        )
+
+    @property
+    def num_context(self) -> int:
+        """Tokens whose KV the step reads, over all its sequences."""
+        return sum(chunk.start + chunk.num_tokens for chunk in self.chunks)
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -250,11 +264,17 @@ class StepLoad:
     num_context_tokens: int
     """Tokens whose KV the step read, over all its sequences."""
     duration_s: float
+    """How long the step took, without the time that went into making its drafts."""
     num_running: int
     max_num_seqs: int
     max_batch_tokens: int
     num_free_tokens: int
     """Tokens that there is room for in the KV pool, evictable blocks included."""
+
+
+StepSeconds = Callable[[int, int, int], float]
+"""The time that a step is expected to take, by its prompt tokens, its decoded tokens with their drafts, and the tokens
+whose KV it reads; 0 while too little was measured."""
 
 
 class RequestQueue(Protocol):
@@ -280,6 +300,9 @@ class RequestQueue(Protocol):
 
     def observe(self, load: StepLoad) -> None:
         """How the step went. Called once per step, last."""
+
+    def step_seconds(self, num_prefill: int, num_decode: int, num_context: int) -> float:
+        """The time that a step is expected to take, by those that were observed; see `StepSeconds`."""
 
     def settle(self, request: Request, now: float) -> None:
         """One choice of the request has ended, however it did; called once for each."""

@@ -168,8 +168,6 @@ def test_what_drafts_bring_follows_the_distribution(driver: Driver, monkeypatch:
     expected_answers = answers(run(driver, requests, None))
     monkeypatch.setattr("tests.engine.driver.Drafting", drafting_always)
     monkeypatch.setattr(driver, "max_num_seqs", 8)  # so that their steps have room
-    # A draft costs nothing.
-    monkeypatch.setattr("engine.planning.step_costs.StepCosts.seconds", lambda *_: 1.0)
     found = run(driver, requests, AnswerProposer(expected_answers, 0.7))
     assert num_accepted(driver) > 1_000
     first, chance = [], []

@@ -117,7 +117,6 @@ def _drafts_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random heads are hardly ever right, and nobody would ask them for long."""
     monkeypatch.setattr("tests.engine.driver.Drafting", drafting_always)
     monkeypatch.setattr("engine.planning.drafting._LOWEST_RATE", 0.0)
-    monkeypatch.setattr("engine.planning.step_costs.StepCosts.seconds", lambda *_: 1.0)
     monkeypatch.setattr("engine.planning.draft_model.DraftModel.seconds", lambda *_: 0.0)
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine.engine import Engine, EngineState
 from engine.planning.request import FinishReason, Output
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import DeviceError, Plan, RunnerFacts, StepReport, StepResult
+from engine.planning.step import DeviceError, Plan, RunnerFacts, StepLoad, StepReport, StepResult
 from priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 
@@ -193,3 +193,23 @@ def test_a_pool_that_does_not_balance_is_started_afresh(
     assert harness.engine.stats().num_pool_violations == 1
     assert harness.engine.stats().num_free_blocks == 63
     assert "violation" in caplog.text
+
+
+def test_the_time_that_drafting_took_is_none_of_the_steps(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[StepLoad] = []
+    execute = harness.runner.execute
+
+    def with_drafts(plan: Plan) -> StepResult:
+        plan.drafting_s = 1.0
+        return execute(plan)
+
+    monkeypatch.setattr(harness.runner, "execute", with_drafts)
+    monkeypatch.setattr(harness.queue, "observe", loads.append)
+    harness.submit("a", [1, 2, 3])
+    harness.last("a")
+    steps = [report for report in harness.reports if report.num_prefill_tokens or report.num_decode_tokens]
+    durations = [report.duration_s - 1.0 for report in steps]
+    assert [load.duration_s for load in loads] == pytest.approx(durations)
+    assert loads

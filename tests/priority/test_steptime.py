@@ -8,24 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from priority.steptime import NAMES, StepShape, StepTimeModel
+from priority.steptime import NAMES, StepTimeModel
 from tests.few import examples
 from tests.priority.simulated_engine import COEFFICIENTS, known_model
 
-shapes = st.builds(
-    StepShape,
-    num_prefill=st.integers(0, 2_048),
-    num_decode=st.integers(0, 192),
-    num_context=st.integers(0, 300_000),
-)
+Shape = tuple[int, int, int]
+"""Prompt tokens, decoded tokens and context tokens of a step."""
+
+shapes = st.tuples(st.integers(0, 2_048), st.integers(0, 192), st.integers(0, 300_000))
 
 
-def random_shape(rng: Random) -> StepShape:
-    return StepShape(rng.randrange(2_048), rng.randrange(192), rng.randrange(300_000))
+def random_shape(rng: Random) -> Shape:
+    return rng.randrange(2_048), rng.randrange(192), rng.randrange(300_000)
 
 
-def truth(shape: StepShape, factor: float = 1.0) -> float:
-    return known_model(factor).seconds(shape.num_prefill, shape.num_decode, shape.num_context)
+def truth(shape: Shape, factor: float = 1.0) -> float:
+    return known_model(factor).seconds(*shape)
 
 
 def taught(
@@ -35,7 +33,7 @@ def taught(
     model = model or StepTimeModel()
     for _ in range(steps):
         shape = random_shape(rng)
-        model.observe(shape, truth(shape, factor) * (1 + rng.uniform(-noise, noise)))
+        model.observe(*shape, truth(shape, factor) * (1 + rng.uniform(-noise, noise)))
     return model
 
 
@@ -46,7 +44,7 @@ def test_it_predicts_what_it_was_shown(seed: int) -> None:
     rng = Random(seed + 1)
     for _ in range(20):
         shape = random_shape(rng)
-        predicted = model.seconds(shape.num_prefill, shape.num_decode, shape.num_context)
+        predicted = model.seconds(*shape)
         assert predicted == pytest.approx(truth(shape), rel=0.1)
 
 
@@ -63,49 +61,45 @@ def test_it_is_not_relied_on_before_enough_was_measured() -> None:
     for number in range(20):
         assert not model.is_known, f"after {number} steps"
         shape = random_shape(rng)
-        model.observe(shape, truth(shape))
+        model.observe(*shape, truth(shape))
     assert model.is_known
 
 
 @given(steps=st.lists(st.tuples(shapes, st.floats(0.0, 30.0)), max_size=80))
 @settings(max_examples=examples(40))
-def test_no_coefficient_is_ever_negative_whatever_was_measured(steps: list[tuple[StepShape, float]]) -> None:
+def test_no_coefficient_is_ever_negative_whatever_was_measured(steps: list[tuple[Shape, float]]) -> None:
     """Else more work would look faster, and the forecast would not be monotone (invariant 9)."""
     model = StepTimeModel()
     for shape, seconds in steps:
-        model.observe(shape, seconds)
+        model.observe(*shape, seconds)
         assert min(model.coefficients) >= 0.0
         assert max(model.coefficients) < 1e6
 
 
 @given(shape=shapes, more=shapes, seed=st.integers(0, 50))
 @settings(max_examples=examples(50))
-def test_more_work_never_takes_less_time(shape: StepShape, more: StepShape, seed: int) -> None:
+def test_more_work_never_takes_less_time(shape: Shape, more: Shape, seed: int) -> None:
     """Invariant 9, in its model."""
     model = taught(40, seed=seed, noise=0.9)
-    least = model.seconds(shape.num_prefill, shape.num_decode, shape.num_context)
-    assert least <= model.seconds(
-        shape.num_prefill + more.num_prefill,
-        shape.num_decode + more.num_decode,
-        shape.num_context + more.num_context,
-    )
+    least = model.seconds(*shape)
+    assert least <= model.seconds(*(a + b for a, b in zip(shape, more, strict=True)))
 
 
 def test_it_follows_a_machine_that_has_become_slower() -> None:
     model = taught(300)
     taught(1_500, factor=2.0, seed=1, model=model)
-    shape = StepShape(1_000, 100, 100_000)
+    shape = (1_000, 100, 100_000)
     assert model.seconds(1_000, 100, 100_000) == pytest.approx(truth(shape, 2.0), rel=0.1)
 
 
 def test_it_knows_within_twenty_steps_that_all_takes_longer() -> None:
     """A crowd comes and is gone in a few seconds, and the steps that it slows are seen in them."""
     model = taught(1_000)
-    shape = StepShape(64, 40, 10_000)
+    shape = (64, 40, 10_000)
     for _ in range(20):
-        model.observe(shape, truth(shape, 1.2))
-    for other in (shape, StepShape(0, 40, 10_000), StepShape(512, 0, 0)):
-        predicted = model.seconds(other.num_prefill, other.num_decode, other.num_context)
+        model.observe(*shape, truth(shape, 1.2))
+    for other in (shape, (0, 40, 10_000), (512, 0, 0)):
+        predicted = model.seconds(*other)
         assert predicted == pytest.approx(truth(other, 1.2), rel=0.1)
 
 
@@ -115,18 +109,18 @@ def test_what_is_not_seen_any_more_keeps_its_estimate() -> None:
     beta_s = model.as_dict()["beta_s"]
     rng = Random(1)
     for _ in range(3_000):
-        shape = StepShape(0, rng.randrange(1, 192), rng.randrange(1_000, 300_000))
-        model.observe(shape, truth(shape))
+        shape = (0, rng.randrange(1, 192), rng.randrange(1_000, 300_000))
+        model.observe(*shape, truth(shape))
     assert model.as_dict()["beta_s"] == pytest.approx(beta_s, rel=0.1)
 
 
 def test_one_disturbed_step_is_not_believed() -> None:
     """The machine was suspended for a minute: a step that took that long counts as three times the expected."""
     model = taught(400)
-    shape = StepShape(512, 64, 50_000)
+    shape = (512, 64, 50_000)
     before = model.seconds(512, 64, 50_000)
     for _ in range(8):
-        model.observe(shape, 60.0)
+        model.observe(*shape, 60.0)
     assert model.seconds(512, 64, 50_000) < 1.5 * before
 
 

@@ -155,7 +155,7 @@ def test_what_there_is_to_catch_up_counts_in_what_drafting_takes() -> None:
             )
             return super().draft(chunks, length)
 
-    model = DraftModel(Ticking(), lambda: now)
+    model = DraftModel(Ticking(), lambda: now, lambda prefill, decode, _: 10.0 + 1.0 * (prefill + decode))
     late, prompt = Sequence(make_request("late", [1] * 400)), Sequence(make_request("known", [1, 2]))
     assert model.seconds([late], 5) == 0.0, "nobody knows"
     for _ in range(8):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import random
 
 import pytest
 
@@ -10,8 +9,10 @@ from engine.planning.drafting import Drafting, Proposer, note_drafts
 from engine.planning.pace import _LONGEST_REST, _MOST_BEHIND, _TRIAL_STEPS, Pace
 from engine.planning.request import DraftCount, FinishReason, Sequence
 from engine.planning.step import Chunk, Plan
-from engine.planning.step_costs import StepCosts
 from tests.engine.fake_runner import drafting_always, make_request
+
+COST = (0.9, 0.1)
+"""Seconds of a step, and of each token in it."""
 
 
 class Echo:
@@ -69,19 +70,19 @@ def say(sequence: Sequence, *token_ids: int) -> None:
 
 
 def drafting_at(
-    cost: dict[int, float], lookup: Proposer | None = None, model: Proposer | None = None
+    fixed_s: float, each_s: float, lookup: Proposer | None = None, model: Proposer | None = None
 ) -> Drafting:
+    """Steps take a fixed time and some for each token that is decoded, drafts included."""
     drafting = drafting_always(lookup or (None if model else Echo()), 8, model)
-    for num_tokens, seconds in [*cost.items()] * 3:
-        drafting.costs.observe(num_tokens, seconds)
+    drafting._step_seconds = lambda _, num_decode, __: fixed_s + each_s * num_decode
     return drafting
 
 
 def test_what_is_free_is_taken_and_what_costs_is_left() -> None:
-    for cost, expected in (({1: 1.0, 16: 1.0}, [8]), ({1: 1.0, 2: 2.0, 16: 16.0}, [0])):
+    for cost, expected in (((1.0, 0.0), [8]), ((0.0, 1.0), [0])):
         tables = BlockTables(64, 4)
         plan = step_of(running(tables, 1))
-        drafting_at(cost).extend(plan, tables, 100)
+        drafting_at(*cost).extend(plan, tables, 100)
         assert counts(plan) == expected
         assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks) == 1 + expected[0]
 
@@ -89,7 +90,7 @@ def test_what_is_free_is_taken_and_what_costs_is_left() -> None:
 def test_drafts_go_where_they_are_likeliest_to_be_right() -> None:
     tables = BlockTables(64, 4)
     good, bad = running(tables, 2, max_tokens=1000)
-    drafting = drafting_at({2: 1.0, 4: 1.2, 8: 1.6, 16: 2.4})
+    drafting = drafting_at(0.8, 0.1)
     for _ in range(20):
         drafting.extend(step_of([good, bad]), tables, 100)
         say(good, *[1] * 8, 4)
@@ -117,7 +118,7 @@ def test_how_many_drafts_there_are_follows_how_often_each_position_was_right() -
     """The first three are always right, the fourth never: less than three would be a waste, and more, too."""
     tables = BlockTables(4096, 4)
     (sequence,) = running(tables, 1, max_tokens=8000)
-    drafting = drafting_at({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5})
+    drafting = drafting_at(*COST)
     for _ in range(400):
         drafting.extend(step_of([sequence]), tables, 100)
         say(sequence, 1, 1, 1, 4)
@@ -134,7 +135,7 @@ def test_beside_a_prompt_only_what_is_known_to_pay_is_drafted() -> None:
         plan = step_of([decode])
         plan.chunks.append(Chunk(prompt, 0, 3, samples=False))
         plan.num_tokens += 3
-        drafting = drafting_at({1: 1.0, 64: 1.0})
+        drafting = drafting_at(1.0, 0.0)
         drafting._pace(1)._drafted_rate = rate
         drafting.extend(plan, tables, 100)
         assert counts(plan) == expected
@@ -143,7 +144,7 @@ def test_beside_a_prompt_only_what_is_known_to_pay_is_drafted() -> None:
 
 def test_rows_are_bounded_as_tokens_are() -> None:
     tables = BlockTables(64, 4)
-    drafting = drafting_at({1: 1.0, 64: 1.0})
+    drafting = drafting_at(1.0, 0.0)
     drafting._max_rows = 7
     plan = step_of(running(tables, 3))
     drafting.extend(plan, tables, 100)
@@ -155,7 +156,7 @@ def test_nothing_follows_a_token_that_the_host_does_not_know() -> None:
     sequences = running(tables, 2)
     plan = step_of(sequences)
     sequences[1].num_pending = 2
-    drafting = drafting_at({1: 1.0, 64: 1.0})
+    drafting = drafting_at(1.0, 0.0)
     drafting.extend(plan, tables, 100)
     assert counts(plan) == [0, 0]
     assert plan.turn != drafting._pace(2).turn
@@ -196,29 +197,26 @@ def test_a_trial_waits_for_a_proposer_that_is_behind_and_not_for_ever() -> None:
 def test_a_step_never_has_more_tokens_than_it_may(room: int) -> None:
     tables = BlockTables(64, 4)
     plan = step_of(running(tables, 3))
-    drafting_at({1: 1.0, 64: 1.0}).extend(plan, tables, 3 + room)
+    drafting_at(1.0, 0.0).extend(plan, tables, 3 + room)
     assert plan.num_tokens == min(3 + room, 27)
 
 
 def test_nobody_gets_more_drafts_than_tokens_are_wanted_or_blocks_are_free() -> None:
     tables = BlockTables(64, 4)
     plan = step_of(running(tables, 1, max_tokens=4))
-    drafting_at({1: 1.0, 64: 1.0}).extend(plan, tables, 100)
+    drafting_at(1.0, 0.0).extend(plan, tables, 100)
     assert counts(plan) == [2], "3 are left, and the last is sampled after the last draft"
     small = BlockTables(2, 4)
     plan = step_of(running(small, 1))
-    drafting_at({1: 1.0, 64: 1.0}).extend(plan, small, 100)
+    drafting_at(1.0, 0.0).extend(plan, small, 100)
     assert counts(plan) == [0]
     assert not small.pool.num_free
-
-
-COST = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5}
 
 
 def test_what_is_always_wrong_is_not_computed_and_comes_back_when_it_is_right() -> None:
     tables = BlockTables(4096, 4)
     (sequence,) = running(tables, 1, max_tokens=4000)
-    drafting = drafting_at(COST)
+    drafting = drafting_at(*COST)
     num_drafts = []
     for step in range(400):
         plan = step_of([sequence])
@@ -233,7 +231,7 @@ def test_a_model_that_is_always_wrong_is_asked_now_and_then_and_comes_back() -> 
     tables = BlockTables(4096, 4)
     sequences = running(tables, 4, max_tokens=4000)
     model = Echo("draft", cost_s=0.05)
-    drafting = drafting_at(COST, model=model)
+    drafting = drafting_at(*COST, model=model)
     num_drafts = []
     for step in range(1_400):
         plan = step_of(sequences)
@@ -252,7 +250,7 @@ def test_the_better_proposer_drafts() -> None:
     tables = BlockTables(4096, 4)
     repeating, writing = running(tables, 2, max_tokens=4000)
     lookup, model = Echo("lookup"), Telling([repeating])
-    drafting = drafting_at(COST, lookup, model)
+    drafting = drafting_at(*COST, lookup, model)
     for _ in range(60):
         plan = step_of([repeating, writing])
         drafting.extend(plan, tables, 100)
@@ -280,25 +278,14 @@ def test_a_model_that_costs_more_than_it_brings_is_not_asked() -> None:
         tables = BlockTables(64, 4)
         model = Echo("draft", cost_s)
         plan = step_of(running(tables, 1))
-        drafting_at(COST, model=model).extend(plan, tables, 100)
+        drafting_at(*COST, model=model).extend(plan, tables, 100)
         assert bool(model.asked) == is_asked == (counts(plan) != [0])
-
-
-def test_the_time_that_drafting_took_is_none_of_the_steps() -> None:
-    tables = BlockTables(64, 4)
-    plan = step_of(running(tables, 1))
-    drafting = drafting_at({1: 1.0, 64: 1.0})
-    plan.drafting_s = 0.75
-    plan.num_tokens = 16
-    for _ in range(3):
-        drafting.observe(plan, 2.0)
-    assert drafting.costs.seconds(16) == pytest.approx(1.25)
 
 
 def test_a_proposer_that_fails_rests_for_longer_each_time(caplog: pytest.LogCaptureFixture) -> None:
     tables = BlockTables(64, 4)
     sequences = running(tables, 2)
-    drafting = drafting_at({1: 1.0, 64: 1.0})
+    drafting = drafting_at(1.0, 0.0)
     proposer = drafting._lookup
     assert isinstance(proposer, Echo)
 
@@ -328,7 +315,7 @@ def test_a_proposer_that_fails_rests_for_longer_each_time(caplog: pytest.LogCapt
 def test_a_proposer_that_rests_forgets_who_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = BlockTables(64, 4)
     (sequence,) = running(tables, 1)
-    drafting = drafting_at({1: 1.0, 64: 1.0})
+    drafting = drafting_at(1.0, 0.0)
     proposer = drafting._lookup
     assert isinstance(proposer, Echo)
     proposer.fault = RuntimeError("broken")
@@ -343,25 +330,11 @@ def test_a_proposer_that_rests_forgets_who_ended(monkeypatch: pytest.MonkeyPatch
 def test_who_ended_is_forgotten_and_who_gave_way_is_not() -> None:
     tables = BlockTables(64, 4)
     ended, waiting = running(tables, 2)
-    drafting = drafting_at({1: 1.0, 64: 1.0})
+    drafting = drafting_at(1.0, 0.0)
     drafting.extend(step_of([ended, waiting]), tables, 100)
     ended.finish_reason = FinishReason.STOP
     drafting.forget([ended, waiting])
     assert list(drafting._records) == [waiting]
-
-
-def test_costs_never_fall_with_more_tokens_and_forget_a_bad_start() -> None:
-    costs = StepCosts()
-    assert costs.seconds(10) == 0.0
-    costs.observe(2, 50.0)  # a cold start
-    numbers = random.Random(1)
-    for _ in range(300):
-        num_tokens = numbers.choice([1, 8, 64])
-        costs.observe(num_tokens, (1 + num_tokens / 32) * numbers.uniform(1.0, 1.2))
-    estimates = [costs.seconds(n) for n in range(1, 200)]
-    assert estimates == sorted(estimates)
-    for n in (1, 2, 8, 30, 64):
-        assert costs.seconds(n) == pytest.approx(1 + n / 32, rel=0.2)
 
 
 def turns(pace: Pace, plain_s: float, drafted_s: float, num_steps: int) -> float:
