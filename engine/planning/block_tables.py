@@ -186,9 +186,9 @@ class BlockTables:
         """
         for block in filter(None, prefix):
             self.pool.hold(block)
-        num_found = len(prefix) // self.num_tables
-        if prefix and self.log is not None and sequence.num_cached_tokens < 0:  # else it was preempted
-            self.log.add(Found(sequence.block_hashes[num_found - 1]))
+        num_found, log = len(prefix) // self.num_tables, self.log
+        if prefix and log is not None and sequence.timings.num_cached_tokens < 0:  # else it was preempted
+            log.add(Found(sequence.block_hashes[num_found - 1]))
         sequence.block_table = list(prefix)
         sequence.num_computed = sequence.num_committed = num_found * self.block_size
         self._extend(sequence, self._ends_at_start(sequence, prefix))

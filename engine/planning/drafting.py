@@ -381,7 +381,7 @@ class Drafting:
 def note_drafts(chunk: Chunk, num_brought: int) -> None:
     """Counts the drafts of a chunk that came back: the right ones are among the tokens it brought, and one more."""
     chunk.num_accepted = num_brought - 1
-    count = chunk.sequence.drafts.setdefault(chunk.proposer, DraftCount())
+    count = chunk.sequence.timings.drafts.setdefault(chunk.proposer, DraftCount())
     count.note(len(chunk.drafts), chunk.num_accepted)
 
 

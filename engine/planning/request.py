@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import zip_longest
 from typing import Literal
@@ -171,50 +171,56 @@ MAX_MARKS = 256
 """Steps of one kind whose instants a sequence remembers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Timings:
-    """Where the time of a finished sequence went, in seconds on the engine's clock."""
+    """Where the time of a sequence goes, in seconds on the engine's clock; -1 for what has not happened."""
 
     arrival_s: float
-    scheduled_s: float
-    first_token_s: float
-    finished_s: float
     num_prompt_tokens: int
-    num_cached_tokens: int
+    scheduled_s: float = -1.0
+    first_token_s: float = -1.0
+    finished_s: float = -1.0
+    num_cached_tokens: int = -1
     """Prompt tokens whose KV was found in the prefix cache when the request was first scheduled."""
-    num_output_tokens: int
-    preempted_s: tuple[float, ...] = ()
+    num_output_tokens: int = 0
+    preempted_s: list[float] = field(default_factory=list)
     """When it gave way to others, each time."""
-    resumed_s: tuple[float, ...] = ()
+    resumed_s: list[float] = field(default_factory=list)
     """When it was scheduled again, each time."""
-    prefills: tuple[tuple[float, int], ...] = ()
+    prefills: list[tuple[float, int]] = field(default_factory=list)
     """The first MAX_MARKS steps that computed prompt tokens: when each ended, and how many they were."""
-    draft_steps: tuple[tuple[float, int, int], ...] = ()
+    draft_steps: list[tuple[float, int, int]] = field(default_factory=list)
     """The first MAX_MARKS steps with drafts: when each ended, how many drafts it had, and how many were right."""
-    drafts: Mapping[str, DraftCount] = field(default_factory=dict)
+    drafts: dict[str, DraftCount] = field(default_factory=dict)
     """By proposer."""
 
     @property
     def num_preemptions(self) -> int:
         return len(self.preempted_s)
 
-    @classmethod
-    def of(cls, sequence: Sequence, now: float) -> Timings:
-        """Returns the timings of a sequence that ends now; what it did not live to see counts as happening now."""
-        return cls(
-            arrival_s=sequence.request.arrival_s,
-            scheduled_s=sequence.scheduled_s if sequence.scheduled_s >= 0 else now,
-            first_token_s=sequence.first_token_s if sequence.first_token_s >= 0 else now,
-            finished_s=now,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_cached_tokens=max(0, sequence.num_cached_tokens),
-            num_output_tokens=sequence.num_output_tokens,
-            preempted_s=tuple(sequence.preempted_s),
-            resumed_s=tuple(sequence.resumed_s),
-            prefills=tuple(sequence.prefills),
-            draft_steps=tuple(sequence.draft_steps),
-            drafts=sequence.drafts,
-        )
+    def note_prefill(self, num_tokens: int, now: float) -> None:
+        """Remembers a step that computed prompt tokens."""
+        if len(self.prefills) < MAX_MARKS:
+            self.prefills.append((now, num_tokens))
+
+    def note_drafts(self, num_drafted: int, num_accepted: int, now: float) -> None:
+        """Remembers a step with drafts."""
+        if len(self.draft_steps) < MAX_MARKS:
+            self.draft_steps.append((now, num_drafted, num_accepted))
+
+    def note_first_token(self, now: float) -> bool:
+        """Returns whether this token is the first one."""
+        is_first = self.first_token_s < 0
+        if is_first:
+            self.first_token_s = now
+        return is_first
+
+    def note_end(self, num_output_tokens: int, now: float) -> None:
+        """Completes the timings; what the sequence did not live to see counts as happening now."""
+        self.finished_s, self.num_output_tokens = now, num_output_tokens
+        self.scheduled_s = self.scheduled_s if self.scheduled_s >= 0 else now
+        self.first_token_s = self.first_token_s if self.first_token_s >= 0 else now
+        self.num_cached_tokens = max(0, self.num_cached_tokens)
 
 
 @dataclass(slots=True)
@@ -246,6 +252,7 @@ class Output:  # one for every token: keyword arguments would double the cost of
 NO_LIMIT = 1 << 62
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One choice of one request while the engine computes it.
 
@@ -257,101 +264,51 @@ class Sequence:
     as work at once: the next step may compute it and takes its value on the device.
     """
 
-    __slots__ = (
-        "awaited_hash",
-        "block_hashes",
-        "block_table",
-        "draft_steps",
-        "drafts",
-        "finish_reason",
-        "first_token_s",
-        "guide",
-        "index",
-        "max_len",
-        "num_cached_tokens",
-        "num_committed",
-        "num_computed",
-        "num_pending",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "order",
-        "pooled",
-        "preempted_s",
-        "prefills",
-        "prompt_logprobs",
-        "request",
-        "resumed_s",
-        "scheduled_s",
-        "stop",
-        "text",
-        "token_ids",
-    )
+    request: Request
+    index: int = 0
+    order: int = 0
+    """Its place in the order of arrival; a preempted sequence keeps it."""
+    max_len: int = NO_LIMIT
+    """Its last token makes it as long as this; the KV of that token is never needed. As an argument, a bound of prompt
+    and output tokens, whatever the request asks for."""
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    timings: Timings = field(init=False)
+    num_pending: int = field(init=False, default=0)
+    """Tokens that steps in flight bring. They follow `token_ids`; only the device knows them yet."""
+    num_computed: int = field(init=False, default=0)
+    num_committed: int = field(init=False, default=0)
+    """The computed tokens whose step has come back: only their blocks may be hashed."""
+    num_preemptions: int = field(init=False, default=0)
+    prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
+    """Those that have come, of the prompt tokens from the second one on."""
+    pooled: list[float] = field(init=False, default_factory=list)
+    """The sum of the hidden states that have come and that are pooled."""
+    block_table: list[int] = field(init=False, default_factory=list)
+    """By block of tokens, the KV blocks of its tables, one after another; see block_tables.py. The list is empty while
+    the sequence does not run."""
+    block_hashes: list[bytes] = field(init=False, default_factory=list)
+    awaited_hash: bytes = field(init=False, default=b"")
+    """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
+    text: object = field(init=False, default=None)
+    """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
+    guide: Guide | None = field(init=False, default=None)
+    """What may come next, if it is guided, from its first choice on; it has taken all output tokens."""
+    stop: str | None = field(init=False, default=None)
+    """The stop string that ended it, if one did."""
+    finish_reason: FinishReason | None = field(init=False, default=None)
 
-    def __init__(self, request: Request, index: int = 0, order: int = 0, max_len: int = NO_LIMIT) -> None:
-        """`max_len` bounds prompt and output tokens of any sequence, whatever its request asks for."""
-        self.request = request
-        self.index = index
-        self.order = order
-        """Its place in the order of arrival; a preempted sequence keeps it."""
-        self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.max_len = max(
-            min(self.num_prompt_tokens + request.sampling.max_tokens, max_len), len(self.token_ids) + 1
-        )
-        """With so many tokens it ends; the KV of the last one is never needed."""
-        self.num_pending = 0
-        """Tokens that steps in flight bring. They follow `token_ids`; only the device knows them yet."""
-        self.num_computed = 0
-        self.num_committed = 0
-        """The computed tokens whose step has come back: only their blocks may be hashed."""
-        self.num_cached_tokens = -1
-        """Tokens of its first prefix hit; -1 until it is first scheduled."""
-        self.num_preemptions = 0
-        self.preempted_s: list[float] = []
-        self.resumed_s: list[float] = []
-        self.prefills: list[tuple[float, int]] = []
-        self.draft_steps: list[tuple[float, int, int]] = []
-        self.drafts: dict[str, DraftCount] = {}
-        """By proposer."""
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        """Those that have come, of the prompt tokens from the second one on."""
-        self.pooled: list[float] = []
-        """The sum of the hidden states that have come and that are pooled."""
-        self.block_table: list[int] = []
-        """By block of tokens, the KV blocks of its tables, one after another; see block_tables.py. Empty while the
-        sequence does not run."""
-        self.block_hashes: list[bytes] = []
-        self.awaited_hash = b""
-        """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
-        self.text: object = None
-        """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
-        self.guide: Guide | None = None
-        """What may come next, if it is guided, from its first choice on; it has taken all output tokens."""
-        self.stop: str | None = None
-        """The stop string that ended it, if one did."""
-        self.scheduled_s = -1.0
-        self.first_token_s = -1.0
-        self.finish_reason: FinishReason | None = None
-
-    def note_prefill(self, num_tokens: int, now: float) -> None:
-        """Remembers a step that computed prompt tokens."""
-        if len(self.prefills) < MAX_MARKS:
-            self.prefills.append((now, num_tokens))
-
-    def note_drafts(self, num_drafted: int, num_accepted: int, now: float) -> None:
-        """Remembers a step with drafts."""
-        if len(self.draft_steps) < MAX_MARKS:
-            self.draft_steps.append((now, num_drafted, num_accepted))
+    def __post_init__(self) -> None:
+        request = self.request
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_tokens = num_prompt = len(request.prompt_token_ids)
+        longest = min(num_prompt + request.sampling.max_tokens, self.max_len)
+        self.max_len = max(longest, len(self.token_ids) + 1)
+        self.timings = Timings(arrival_s=request.arrival_s, num_prompt_tokens=num_prompt)
 
     def inherit(self, parent: Sequence) -> None:
         """Takes over what happened to another sequence of its request, which it stands in for from now on."""
-        self.scheduled_s, self.first_token_s = parent.scheduled_s, parent.first_token_s
-        self.num_cached_tokens, self.num_preemptions = parent.num_cached_tokens, parent.num_preemptions
-        self.preempted_s, self.resumed_s, self.prefills = (
-            parent.preempted_s,
-            parent.resumed_s,
-            parent.prefills,
-        )
+        self.timings, self.num_preemptions = replace(parent.timings), parent.num_preemptions
         self.prompt_logprobs = parent.prompt_logprobs
 
     @property

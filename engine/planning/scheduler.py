@@ -374,13 +374,14 @@ class Scheduler(StepResults):
         self.running.append(sequence)
         if self._is_passed_over(sequence.request):
             self._passed_over = None
-        if sequence.num_cached_tokens < 0:  # it starts for the first time
-            sequence.scheduled_s = now
-            sequence.num_cached_tokens = sequence.num_computed
+        timings = sequence.timings
+        if timings.num_cached_tokens < 0:  # it starts for the first time
+            timings.scheduled_s = now
+            timings.num_cached_tokens = sequence.num_computed
             self.counters.num_prefix_query_tokens += sequence.num_prompt_tokens
             self.counters.num_prefix_hit_tokens += sequence.num_computed
         elif sequence.num_preemptions:
-            sequence.resumed_s.append(now)
+            timings.resumed_s.append(now)
         self._plan_chunk(plan, sequence, sequence.num_remaining)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.planning.beams import Beams, BeamSequence
 from engine.planning.block_tables import BlockTables
-from engine.planning.request import FinishReason, Output, Request, Sequence, Timings
+from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.step import RequestQueue
 
 
@@ -86,7 +86,7 @@ class SequenceStore:
             self._release(member)
         sequence = sequence.give_way()
         sequence.num_preemptions += 1
-        sequence.preempted_s.append(self.planned_s)
+        sequence.timings.preempted_s.append(self.planned_s)
         self.counters.num_preemptions += 1
         self._enqueue_waiting(sequence)
 
@@ -144,7 +144,8 @@ class SequenceStore:
         sequence.finish_reason = output.finish_reason = reason
         output.error = error
         output.stop = sequence.stop
-        output.timings = Timings.of(sequence, now)
+        output.timings = sequence.timings
+        output.timings.note_end(sequence.num_output_tokens, now)
         self._remove(sequence)
         self._ended.append(sequence.request)
         return output

@@ -96,7 +96,7 @@ class StepResults(SequenceStore):
             num_prompt = num_output = 0
             if start < sequence.num_prompt_tokens:
                 num_prompt = min(num_tokens, sequence.num_prompt_tokens - start)
-                sequence.note_prefill(num_prompt, now)
+                sequence.timings.note_prefill(num_prompt, now)
             if brought is not None:
                 brought_outputs = self._apply(chunk, brought, now)
                 num_output = 1 if isinstance(sequence, BeamSequence) else len(brought_outputs)
@@ -125,9 +125,7 @@ class StepResults(SequenceStore):
         error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
         if error is not None:
             return [self._finish(sequence, FinishReason.FAILED, error, now)]
-        is_first = sequence.first_token_s < 0
-        if is_first:
-            sequence.first_token_s = now
+        is_first = sequence.timings.note_first_token(now)
         outputs: list[Output] = []
         try:
             reason = self._append(sequence, sampled, outputs)
@@ -175,7 +173,7 @@ class StepResults(SequenceStore):
             sequence.num_computed = chunk.start + num_brought
             self.tables.commit(sequence, sequence.num_computed)
         note_drafts(chunk, num_brought)
-        sequence.note_drafts(len(chunk.drafts), chunk.num_accepted, now)
+        sequence.timings.note_drafts(len(chunk.drafts), chunk.num_accepted, now)
 
     def _fork_if_due(self, parent: Sequence) -> None:
         """Starts the other choices of a request, which share its blocks, once its prompt is computed."""
@@ -183,7 +181,8 @@ class StepResults(SequenceStore):
             return
         for index in range(1, parent.request.n):
             child = Sequence(parent.request, index, parent.order, self.max_len)
-            child.scheduled_s, child.num_cached_tokens = parent.scheduled_s, parent.num_cached_tokens
+            child.timings.scheduled_s = parent.timings.scheduled_s
+            child.timings.num_cached_tokens = parent.timings.num_cached_tokens
             if self._has_seat() and parent.block_table:  # else it gave way while this step was in flight
                 self.tables.fork(parent, child)
                 self.running.append(child)
@@ -199,8 +198,7 @@ class StepResults(SequenceStore):
         """Keeps what may follow a beam, until that is known of all; then the search goes on, or ends."""
         if sampled.error is not None or sampled.logprobs is None:
             return list(self._abort(sequence, FinishReason.FAILED, sampled.error, now))
-        if sequence.first_token_s < 0:
-            sequence.first_token_s = now
+        sequence.timings.note_first_token(now)
         beams = sequence.beams
         beams.note(sequence, sampled.logprobs[0])
         if not beams.is_due:

@@ -204,7 +204,7 @@ def make_timings(request: Request, **fields: Any) -> Timings:
         num_prompt_tokens=len(request.prompt_token_ids),
         num_cached_tokens=4,
         num_output_tokens=3,
-        preempted_s=(request.arrival_s + 0.050,),
+        preempted_s=[request.arrival_s + 0.050],
     )
     return replace(timings, **fields)
 

@@ -107,11 +107,14 @@ def test_drafts_are_counted_by_who_proposed_them() -> None:
         chunk = Chunk(sequence, 3, 9, samples=True, drafts=[1] * 8, proposer=proposer)
         note_drafts(chunk, num_brought)
         assert chunk.num_accepted == num_brought - 1
-    assert sequence.drafts == {
+    assert sequence.timings.drafts == {
         "lookup": DraftCount([2] * 8, [2, 2, *[1] * 6]),
         "draft": DraftCount([1] * 8, [0] * 8),
     }
-    assert (sequence.drafts["lookup"].num_drafted, sequence.drafts["lookup"].num_accepted) == (16, 10)
+    assert (
+        sequence.timings.drafts["lookup"].num_drafted,
+        sequence.timings.drafts["lookup"].num_accepted,
+    ) == (16, 10)
 
 
 def test_how_many_drafts_there_are_follows_how_often_each_position_was_right() -> None:

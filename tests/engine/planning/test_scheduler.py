@@ -211,9 +211,9 @@ def test_a_sequence_remembers_when_its_prompt_was_computed_and_when_it_gave_way_
     timings = harness.last["r", 0].timings
     assert timings is not None
     # Its blocks are found again, but the tokens of the last one are computed once more.
-    assert timings.prefills[:3] == ((1.0, 8), (2.0, 8), (3.0, 4))
-    assert (timings.preempted_s, timings.resumed_s) == ((3.0,), (4.0,))
-    assert timings.draft_steps == ()
+    assert timings.prefills[:3] == [(1.0, 8), (2.0, 8), (3.0, 4)]
+    assert (timings.preempted_s, timings.resumed_s) == ([3.0], [4.0])
+    assert timings.draft_steps == []
 
 
 def test_a_sequence_remembers_its_first_steps_with_drafts() -> None:
