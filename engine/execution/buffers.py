@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.seats import Placed, StepShape
-from engine.execution.uploads import part_starts
+from engine.execution.uploads import cut, part_starts
 from engine.execution.verification import Verification
 from engine.kernels.sequence_table import StepTokens
 
@@ -43,9 +43,7 @@ class StepBuffers:
     def step_tokens(self, shape: StepShape, num_blocks: int) -> StepTokens:
         """Where a mixed step of that shape lies."""
         sizes = [shape.num_sequences, shape.num_sequences + 1, shape.num_tokens]
-        slots, starts, token_ids = (
-            self._step[start : start + size] for start, size in zip(part_starts(sizes), sizes, strict=False)
-        )
+        slots, starts, token_ids = cut(self._step, sizes)
         return StepTokens(slots, starts, token_ids, num_blocks, shape.max_query_len)
 
     def show(self, shape: StepShape, placed: Placed, verification: Verification | None) -> None:

@@ -125,9 +125,7 @@ class Steps:
         progress: Callable[[], AbstractContextManager[Progress]],
     ) -> None:
         self.model = model
-        self.seats = Seats(
-            model.table, model.options.max_batch_tokens, on_seat=self._seat, on_leave=model.sampler.release
-        )
+        self.seats = Seats(model.table, on_seat=self._seat, on_leave=model.sampler.release)
         self._refused: dict[Sequence, str] = {}
         """Sequences whose parameters the sampler cannot serve, and why."""
         self.drafter = self._drafter()

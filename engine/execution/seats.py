@@ -16,7 +16,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from engine.execution.uploads import Uploader
+from engine.execution.uploads import send_apart
 from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens
 from engine.planning.request import Sequence
 from engine.planning.step import Chunk, Plan
@@ -88,7 +88,6 @@ class Seats:
 
     Args:
         table: is on its device.
-        max_tokens: tokens of the largest step.
         on_seat: is told of a slot and the sequence that has it from the next step on.
         on_leave: is told of a slot that nobody has any more.
     """
@@ -96,14 +95,12 @@ class Seats:
     def __init__(
         self,
         table: SequenceTable,
-        max_tokens: int,
         *,
         on_seat: Callable[[int, Sequence], None] = lambda *_: None,
         on_leave: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.table = table
         device, num_slots = table.words.device, table.num_rows - 1
-        self._uploader = Uploader(device, 2 * max_tokens + 8 * num_slots)
         self._on_seat, self._on_leave = on_seat, on_leave
         self._seat_of: dict[Sequence, Seat] = {}
         self._free = list(reversed(range(num_slots)))
@@ -208,8 +205,8 @@ class Seats:
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
         """The parts on the device, and the block copies; the table is changed."""
         sources, targets = [source for source, _ in plan.copies], [target for _, target in plan.copies]
-        *sent, places, values, from_blocks, to_blocks = self._uploader.send_parts(
-            [*parts, changes.places, changes.values, sources, targets]
+        *sent, places, values, from_blocks, to_blocks = send_apart(
+            [*parts, changes.places, changes.values, sources, targets], self.table.words.device
         )
         if changes.places:
             self.table.words[places.long()] = values

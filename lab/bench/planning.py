@@ -31,7 +31,7 @@ def measure_planning(num_sequences: int = 256, num_steps: int = 200) -> dict[str
 
     length = _PROMPT_TOKENS + num_steps + 8
     table = SequenceTable(num_sequences, length // _BLOCK_SIZE + 1, _BLOCK_SIZE, torch.device("cpu"))
-    seats = Seats(table, _PROMPT_TOKENS * num_sequences)
+    seats = Seats(table)
     scheduler = _running_scheduler(num_sequences, num_steps, seats)
     times_ms = [_step(scheduler, seats) * 1000 for _ in range(num_steps)]
     assert len(scheduler.running) == num_sequences

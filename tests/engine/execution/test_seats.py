@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.execution.seats import Placed, Seats, StepShape
-from engine.execution.uploads import I32
+from engine.execution.uploads import send_apart
 from engine.kernels.batch import Batch
 from engine.kernels.sequence_table import SequenceTable, StepInputs, gather
 from engine.planning.request import Sequence
@@ -41,7 +41,7 @@ def whole(sequence: Sequence) -> Chunk:
 
 
 def seats_of(num_slots: int, max_blocks: int, **told: Callable[..., None]) -> Seats:
-    return Seats(SequenceTable(num_slots, max_blocks, 4, CPU), 64, **told)
+    return Seats(SequenceTable(num_slots, max_blocks, 4, CPU), **told)
 
 
 def place(seats: Seats, plan: Plan) -> Placed:
@@ -75,7 +75,7 @@ class TableRunner(QueuedRunner):
         self, workload: Workload, runs_early: Callable[[], bool], pad: Callable[[StepShape], StepShape]
     ) -> None:
         super().__init__(workload.num_blocks, BLOCK_SIZE, runs_early)
-        self.seats = Seats(SequenceTable(workload.max_num_seqs, 12, BLOCK_SIZE, CPU), 64)
+        self.seats = Seats(SequenceTable(workload.max_num_seqs, 12, BLOCK_SIZE, CPU))
         self.pad = pad
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
@@ -171,27 +171,26 @@ def test_a_decode_like_the_one_before_sends_nothing(monkeypatch: pytest.MonkeyPa
     sequences = [sequence_of("a", 3), sequence_of("b", 2, blocks=[2])]
     launch(seats, plan_of(*map(whole, sequences)), [7, 8])
     launch(seats, plan_of(*(Chunk(s, len(s.token_ids), 1, samples=True) for s in sequences)), [9, 10])
-    monkeypatch.setattr(seats._uploader, "send", lambda _: pytest.fail("something was sent"))
+    monkeypatch.setattr("engine.execution.seats.send_apart", lambda *_: pytest.fail("something was sent"))
     placed = place(seats, plan_of(*(Chunk(s, len(s.token_ids) + 1, 1, samples=True) for s in sequences)))
     batch = inputs_of(seats, placed).batch
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([9, 10], [4, 3])
 
 
-def test_a_new_block_is_all_that_is_sent_of_a_longer_table() -> None:
+def test_a_new_block_is_all_that_is_sent_of_a_longer_table(monkeypatch: pytest.MonkeyPatch) -> None:
     seats = seats_of(2, 8)
     sequence = sequence_of("a", 4, blocks=[5])
     launch(seats, plan_of(whole(sequence)), [7])
-    sent: list[list[int]] = []
-    send = seats._uploader.send
+    sent: list[int] = []
 
-    def note(words: I32) -> torch.Tensor:
-        sent.append(words.tolist())
-        return send(words)
+    def note(parts: list[list[int]], device: torch.device) -> list[torch.Tensor]:
+        sent.extend(map(len, parts))
+        return send_apart(parts, device)
 
-    seats._uploader.send = note  # type: ignore[method-assign]
+    monkeypatch.setattr("engine.execution.seats.send_apart", note)
     sequence.block_table.append(6)
     placed = place(seats, plan_of(Chunk(sequence, 4, 1, samples=True)))
-    assert len(sent[0]) == 3 * 4, "the place of the entry, the block, and the slot; each aligned"
+    assert sorted(sent) == [0, 0, 1, 1, 1], "the place of the entry, the block, and the slot"
     assert inputs_of(seats, placed).batch.block_tables[0].tolist() == [5, 6]
 
 
@@ -270,11 +269,3 @@ def test_a_step_that_was_sampled_and_prompts_go_together() -> None:
     launch(seats, plan_of(whole(old)), [42])
     batch = launch(seats, plan_of(whole(new), Chunk(old, 3, 1, samples=True)), [1, 2])
     assert batch.token_ids.tolist() == [100, 101, 42]
-
-
-def test_a_step_larger_than_the_pinned_buffers_is_sent_all_the_same() -> None:
-    seats = Seats(SequenceTable(1, 64, 4, CPU), 1)
-    sequence = sequence_of("a", 200, blocks=list(range(1, 51)))
-    batch = launch(seats, plan_of(whole(sequence)), [7])
-    assert batch.token_ids.tolist() == sequence.token_ids
-    assert batch.block_tables[0].tolist() == sequence.block_table
