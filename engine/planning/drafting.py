@@ -124,8 +124,8 @@ class Drafting:
         self.most = most
         self._max_rows = max_rows
         self._step_seconds = step_seconds
-        self._plain_s, self._draft_s = 1e-9, 0.0
-        """What the step that is planned takes without drafts, and what each draft adds to it."""
+        self._priced = (0, 1e-9, 0.0)
+        """Of the step that is planned: its tokens without drafts, its seconds, and what each draft adds to them."""
         self.failed: list[str] = []
         self._lookup, self._model, self._forced = lookup, model, forced
         self._clock = clock
@@ -173,14 +173,14 @@ class Drafting:
             return  # a step before it has not come back, and this one says nothing of a turn with drafts
         plan.turn = pace.turn
         self._price(plan)
-        if room <= 0 or not self._may_draft or not self._may_pay(num_sampling):
+        if room <= 0 or not self._may_draft or not self._may_pay(plan, num_sampling):
             return
         started = self._clock()
         guesses = [guess for chunk in plan.chunks if (guess := self._guess(chunk)) is not None]
         self._look_up(guesses)
         plan.is_behind = self._lookup is not None and self._lookup.is_behind
         self._ask_model(guesses, plan, num_sampling, tables)
-        for guess, count in zip(guesses, self._counts(guesses, num_sampling, room), strict=True):
+        for guess, count in zip(guesses, self._counts(guesses, plan, num_sampling, room), strict=True):
             if count:
                 _add(plan, guess, count, tables)
         plan.drafting_s = self._clock() - started
@@ -231,21 +231,24 @@ class Drafting:
             pace = self._paces[key] = Pace(num_sampling)
         return pace
 
-    def _may_pay(self, num_sampling: int) -> bool:
+    def _may_pay(self, plan: Plan, num_sampling: int) -> bool:
         """Whether one draft that is certainly right would be worth its place; also if nothing is known yet."""
-        return (num_sampling + 1) * self._plain_s >= num_sampling * self._seconds(1)
+        now, more = self._seconds(plan.num_tokens), self._seconds(plan.num_tokens + 1)
+        return (num_sampling + 1) * now >= num_sampling * more
 
     def _price(self, plan: Plan) -> None:
+        """Finds what the planned step takes without drafts, and with one."""
         num_prefill, num_context = plan.num_prefill, plan.num_context
-        num_decode = plan.num_tokens - num_prefill
         plain_s, longer_s = (
-            self._step_seconds(num_prefill, num, num_context) for num in (num_decode, num_decode + 1)
+            self._step_seconds(num_prefill, plan.num_tokens - num_prefill + num, num_context)
+            for num in (0, 1)
         )
-        self._plain_s, self._draft_s = max(plain_s, 1e-9), longer_s - plain_s
+        self._priced = (plan.num_tokens, max(plain_s, 1e-9), longer_s - plain_s)
 
-    def _seconds(self, num_drafts: int) -> float:
-        """What the step that is planned takes with so many drafts."""
-        return self._plain_s + num_drafts * self._draft_s
+    def _seconds(self, num_tokens: int) -> float:
+        """What the step that is planned takes with drafts that make it so long."""
+        num_plain, plain_s, draft_s = self._priced
+        return plain_s + (num_tokens - num_plain) * draft_s
 
     # Guessing
 
@@ -305,7 +308,7 @@ class Drafting:
         if not better:
             return
         asked = [guess for guess in better if guess.record.rates[name] >= _LOWEST_RATE]
-        length = self._best_length(model, asked, num_sampling) if asked else 0
+        length = self._best_length(model, asked, plan, num_sampling) if asked else 0
         self._num_idle_steps += 1
         if length:
             self._num_idle_steps = 0
@@ -320,15 +323,15 @@ class Drafting:
             ]
             self._ask(model, [guess for guess, _ in having_room], [most for _, most in having_room])
 
-    def _best_length(self, model: Proposer, asked: list[_Guess], num_sampling: int) -> int:
+    def _best_length(self, model: Proposer, asked: list[_Guess], plan: Plan, num_sampling: int) -> int:
         """How many tokens the model is to draft for each: what brings the most tokens a second."""
         num, sequences = len(asked), [guess.chunk.sequence for guess in asked]
         rate = sum(guess.record.rates[model.name] for guess in asked) / num
         shares = self._chances(model.name, rate, self.most)
-        best, best_value, expected = 0, num_sampling / self._plain_s, float(num_sampling)
+        best, best_value, expected = 0, num_sampling / self._seconds(plan.num_tokens), float(num_sampling)
         for length, share in enumerate(shares, 1):
             expected += num * share
-            seconds = self._seconds(num * length) + model.seconds(sequences, length)
+            seconds = self._seconds(plan.num_tokens + num * length) + model.seconds(sequences, length)
             if expected / seconds > best_value:
                 best, best_value = length, expected / seconds
         return best
@@ -349,7 +352,7 @@ class Drafting:
                 guess.drafts, guess.proposer = drafts, proposer.name
                 guess.record.proposed[proposer.name] = drafts
 
-    def _counts(self, guesses: list[_Guess], num_sampling: int, room: int) -> list[int]:
+    def _counts(self, guesses: list[_Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:
         """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
         likely = []
         for place, guess in enumerate(guesses):
@@ -359,10 +362,10 @@ class Drafting:
         counts = [0] * len(guesses)
         ordered = list(merge(*likely))[:room]
         expected = float(num_sampling)
-        best, best_value = 0, expected / self._plain_s
+        best, best_value = 0, expected / self._seconds(plan.num_tokens)
         for number, (share, _) in enumerate(ordered, 1):
             expected -= share
-            value = expected / self._seconds(number)
+            value = expected / self._seconds(plan.num_tokens + number)
             if value > best_value:
                 best, best_value = number, value
         for _, place in ordered[:best]:

@@ -271,13 +271,13 @@ class UnpricedDrafting(Drafting):
         pace.drafts, pace._drafted_rate = True, 1.0
         super().extend(plan, tables, num_tokens)
 
-    def _may_pay(self, num_sampling: int) -> bool:  # noqa: ARG002
+    def _may_pay(self, plan: Plan, num_sampling: int) -> bool:  # noqa: ARG002
         return True
 
     def _best_length(self, *_: object) -> int:
         return self._random.randint(0, self.most)
 
-    def _counts(self, guesses: list[_Guess], num_sampling: int, room: int) -> list[int]:  # noqa: ARG002
+    def _counts(self, guesses: list[_Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:  # noqa: ARG002
         counts = []
         for guess in guesses:
             counts.append(min(room, self._random.randint(len(guess.drafts) // 2, len(guess.drafts))))
