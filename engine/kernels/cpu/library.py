@@ -259,6 +259,11 @@ def check(status: int) -> None:
         raise ValueError(ERRORS[status])
 
 
+def fields(type: type, names: str) -> list[tuple[str, type]]:
+    """Fields of one type in a structure of C, one after another."""
+    return [(name, type) for name in names.split()]
+
+
 def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import weakref
 from ctypes import c_int32, c_void_p
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import DTYPES, Team, check, created, float32, pointer
+from engine.kernels.cpu.library import DTYPES, Team, check, created, fields, float32, pointer
 from engine.quant.codebook import Codebook
 from engine.quant.float8 import BLOCK, Float8
 from engine.quant.formats import NamedTensors
@@ -21,51 +22,67 @@ PACKED = (Integers, Float8, Codebook)
 _INTEGER_TYPES = {8: 3, 4: 4, 5: 7, 6: 8, 2: 9, 3: 10}
 """The storage types of the kernels for integers, by their bits."""
 _FLOAT8_TYPE, _PLACES_TYPE, _INTEGER_PLACES_TYPE = 5, 6, 11
-_FACTOR_TYPES = DTYPES | {torch.int8: 3}
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
 """By the number that the kernels have for them."""
 
 
 class _Factors(ctypes.Structure):
-    _fields_ = [
-        ("values", c_void_p),
-        ("units", c_void_p),
-        ("type", c_int32),
-        ("unit_type", c_int32),
-    ]
+    _fields_ = fields(c_void_p, "values units") + fields(c_int32, "type unit_type")
 
     @classmethod
     def of(cls, values: Tensor | None, units: Tensor | None = None) -> _Factors:
         """Scales or offsets; the tensors must stay where they are."""
-        types = [0 if tensor is None else _FACTOR_TYPES[tensor.dtype] for tensor in (values, units)]
+        types = [0 if tensor is None else DTYPES[tensor.dtype] for tensor in (values, units)]
         return cls(pointer(values), pointer(units), *types)
 
 
 class _Source(ctypes.Structure):
     _fields_ = [
-        ("type", c_int32),
-        ("rows", c_int32),
-        ("k", c_int32),
-        ("gated", c_int32),
-        ("group", c_int32),
-        ("span", c_int32),
-        ("is_exact", c_int32),
+        *fields(c_int32, "type rows k gated group span is_exact"),
         ("weight", c_void_p),
-        ("scales", _Factors),
-        ("offsets", _Factors),
-        ("permutation", c_void_p),
-        ("bias", c_void_p),
-        ("table", c_void_p),
+        *fields(_Factors, "scales offsets"),
+        *fields(c_void_p, "permutation bias table"),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The tensors of a weight, and how the kernels read them."""
+
+    type: int
+    """The storage type of the kernels."""
+    tensors: NamedTensors
+    group_size: int
+    """Inputs that share a scale; all of them where there is one or none."""
+    span: int = 1
+    """Groups that share a unit."""
+
+
+def _layout(tensors: NamedTensors, format: Integers | Float8 | Codebook) -> _Layout:
+    in_features = tensors["weight"].shape[1]
+    match format:
+        case Integers():
+            format.check(in_features)
+            type = _INTEGER_TYPES[format.bits]
+            if format.group_size == in_features:  # few scales, which no kernel reads in fewer bits
+                return _Layout(type, format.with_float32(tensors), in_features)
+            if format.table:
+                type, tensors = _INTEGER_PLACES_TYPE, {**tensors, "table": torch.tensor(format.table).float()}
+            return _Layout(type, tensors, format.group_size, format.groups_per_unit)
+        case Float8():
+            scale = format.row_scales(tensors)
+            group_size = in_features if scale.shape[1] == 1 else BLOCK
+            return _Layout(_FLOAT8_TYPE, {**tensors, "scale": scale}, group_size)
+        case Codebook():
+            return _Layout(_PLACES_TYPE, {**tensors, "table": torch.tensor(format.table)}, format.group_size)
 
 
 class PackedLinear:
     """A linear layer in the layout of the kernels; the tensors it was made from can be freed.
 
     An output of a floating-point weight is one chain of fused multiply-adds in float32, so that it does not depend on
-    the other rows or on the number of threads, bit for bit. An output of a weight of integers is that of
-    `IntegerLinear`. Weights in e4m3 and places in a table are decoded to floats, see `of_floats`.
+    the other rows or on the number of threads, bit for bit. `of` says what the outputs of the other formats are.
 
     Args:
         weight: [rows, in]; it is rounded to `dtype`, float32, float16 or bfloat16.
@@ -76,79 +93,8 @@ class PackedLinear:
     def __init__(
         self, team: Team, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, gated: bool = False
     ) -> None:
-        self._pack(
-            team, DTYPES[dtype], {"weight": weight.detach().to("cpu", dtype)}, weight.shape[1], bias, gated
-        )
-
-    def cap(self, scale: float, softcap: float) -> None:
-        """From now on every output is multiplied by `scale`; with a softcap c, an output x becomes c tanh(x / c).
-
-        A decoder's program says the scales of its own products.
-        """
-        self._team.library.call("penstock_linear_cap", self.handle, scale, softcap)
-
-    @classmethod
-    def of_integers(
-        cls,
-        team: Team,
-        tensors: NamedTensors,
-        format: Integers,
-        bias: Tensor | None,
-        gated: bool = False,
-    ) -> PackedLinear:
-        """The layer of a weight of integers, given as the tensors of its format.
-
-        Raises:
-            CheckpointError: the kernels have no such groups.
-        """
-        in_features = tensors["weight"].shape[1]
-        format.check(in_features)
-        type = _INTEGER_TYPES[format.bits]
-        if format.group_size == in_features:  # few scales, which no kernel reads in fewer bits
-            tensors = format.with_float32(tensors)
-        elif format.table:
-            type, tensors = _INTEGER_PLACES_TYPE, {**tensors, "table": torch.tensor(format.table).float()}
-        linear = cls.__new__(cls)
-        linear._pack(
-            team,
-            type,
-            tensors,
-            format.group_size,
-            bias,
-            gated,
-            span=format.groups_per_unit,
-        )
-        return linear
-
-    @classmethod
-    def of_floats(
-        cls,
-        team: Team,
-        tensors: NamedTensors,
-        format: Float8 | Codebook,
-        bias: Tensor | None,
-        gated: bool = False,
-        *,
-        is_exact: bool = False,
-    ) -> PackedLinear:
-        """The layer of a weight whose numbers stand for floats, given as the tensors of its format.
-
-        An output is that of a layer in bfloat16, where the kernels have products of bfloat16 and it need not be exact,
-        or else in float32, of the unpacked weight, bit for bit. If every row in e4m3 has one scale, it is that of a
-        layer of the numbers, times the scale.
-        """
-        in_features = tensors["weight"].shape[1]
-        linear = cls.__new__(cls)
-        if isinstance(format, Codebook):
-            table = torch.tensor(format.table)
-            linear._pack(
-                team, _PLACES_TYPE, {**tensors, "table": table}, format.group_size, bias, gated, is_exact
-            )
-        else:
-            scale = format.row_scales(tensors)
-            group_size = in_features if scale.shape[1] == 1 else BLOCK
-            linear._pack(team, _FLOAT8_TYPE, {**tensors, "scale": scale}, group_size, bias, gated, is_exact)
-        return linear
+        tensors = {"weight": weight.detach().to("cpu", dtype)}
+        self._pack(team, _Layout(DTYPES[dtype], tensors, weight.shape[1]), bias, gated)
 
     @classmethod
     def of(
@@ -161,10 +107,26 @@ class PackedLinear:
         *,
         is_exact: bool = False,
     ) -> PackedLinear:
-        """The layer of a weight in one of PACKED, given as the tensors of its format."""
-        if isinstance(format, Integers):
-            return cls.of_integers(team, tensors, format, bias, gated)
-        return cls.of_floats(team, tensors, format, bias, gated, is_exact=is_exact)
+        """The layer of a weight in one of PACKED, given as the tensors of its format.
+
+        An output of a weight of integers is that of `IntegerLinear`. An output of e4m3, or of places in a table, is
+        that of a layer in bfloat16, where the kernels have products of bfloat16 and it need not be exact, or else in
+        float32, of the unpacked weight, bit for bit. If every row in e4m3 has one scale, it is that of a layer of the
+        numbers, times the scale.
+
+        Raises:
+            CheckpointError: the kernels have no such groups of integers.
+        """
+        linear = cls.__new__(cls)
+        linear._pack(team, _layout(tensors, format), bias, gated, is_exact)
+        return linear
+
+    def cap(self, scale: float, softcap: float) -> None:
+        """From now on every output is multiplied by `scale`; with a softcap c, an output x becomes c tanh(x / c).
+
+        A decoder's program says the scales of its own products.
+        """
+        self._team.library.call("penstock_linear_cap", self.handle, scale, softcap)
 
     @property
     def activation_dtype(self) -> torch.dtype:
@@ -197,17 +159,10 @@ class PackedLinear:
         return out
 
     def _pack(
-        self,
-        team: Team,
-        type: int,
-        tensors: NamedTensors,
-        group_size: int,
-        bias: Tensor | None,
-        gated: bool,
-        is_exact: bool = False,
-        span: int = 1,
+        self, team: Team, layout: _Layout, bias: Tensor | None, gated: bool, is_exact: bool = False
     ) -> None:
-        self.num_rows, self.in_features = tensors["weight"].shape
+        kept = {name: tensor.contiguous() for name, tensor in layout.tensors.items()}
+        self.num_rows, self.in_features = kept["weight"].shape
         if gated and self.num_rows % 2:
             raise ValueError(f"gates and ups must be equally many, not {self.num_rows} together")
         if bias is not None and bias.shape != (self.num_rows,):
@@ -216,15 +171,14 @@ class PackedLinear:
         self.gated = gated
         self._team = team
         self._apply = team.library.function("penstock_linear_apply")
-        kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
         biases = None if bias is None else float32(bias)
         source = _Source(
-            type=type,
+            type=layout.type,
             rows=self.num_rows,
             k=self.in_features,
             gated=gated,
-            group=group_size,
-            span=span,
+            group=layout.group_size,
+            span=layout.span,
             is_exact=is_exact,
             weight=kept["weight"].data_ptr(),
             scales=_Factors.of(kept.get("scale"), kept.get("scale_unit")),

@@ -9,40 +9,21 @@ from ctypes import c_int32, c_void_p
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import Team, check, created, expect_ints, float32
+from engine.kernels.cpu.library import Team, check, created, expect_ints, fields, float32
 from engine.sampling.tables import Filters, SamplingTables, num_words
 
 
 class ChooseArguments(ctypes.Structure):
     _fields_ = [
-        ("logits", c_void_p),
-        ("slots", c_void_p),
-        ("numbers", c_void_p),
-        ("token_ids", c_void_p),
-        ("table", c_void_p),
-        ("biases", c_void_p),
-        ("counts", c_void_p),
-        ("masks", c_void_p),
-        ("num_rows", c_int32),
-        ("vocab", c_int32),
-        ("num_slots", c_int32),
-        ("max_biases", c_int32),
-        ("num_counts", c_int32),
-        ("top_k", c_int32),
-        ("top_p", c_int32),
+        *fields(c_void_p, "logits slots numbers token_ids table biases counts masks"),
+        *fields(c_int32, "num_rows vocab num_slots max_biases num_counts top_k top_p"),
     ]
 
 
 class _Likely(ctypes.Structure):
     _fields_ = [
-        ("logits", c_void_p),
-        ("rows", c_void_p),
-        ("norms", c_void_p),
-        ("token_ids", c_void_p),
-        ("logprobs", c_void_p),
-        ("num_rows", c_int32),
-        ("vocab", c_int32),
-        ("num", c_int32),
+        *fields(c_void_p, "logits rows norms token_ids logprobs"),
+        *fields(c_int32, "num_rows vocab num"),
     ]
 
 

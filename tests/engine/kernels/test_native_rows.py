@@ -24,7 +24,7 @@ def made(team: Team, kept: torch.dtype | int, gated: bool, biased: bool) -> Pack
     if isinstance(kept, torch.dtype):
         return PackedLinear(team, weight, bias if biased else None, kept, gated)
     format = Integers(8, kept)
-    return PackedLinear.of_integers(team, format.quantize(weight), format, bias if biased else None, gated)
+    return PackedLinear.of(team, format.quantize(weight), format, bias if biased else None, gated)
 
 
 @pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16, IN, IN // 3], ids=str)
@@ -47,7 +47,7 @@ def test_many_rows_of_integers_are_what_the_arithmetic_says(team: Team) -> None:
         torch.randn(OUT, generator=generator),
     )
     x = torch.randn(max(ROWS), IN, generator=generator)
-    linear = PackedLinear.of_integers(team, tensors, format, bias)
+    linear = PackedLinear.of(team, tensors, format, bias)
     assert torch.equal(linear(x), IntegerLinear(tensors, format, bias)(x))
 
 
