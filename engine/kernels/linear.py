@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.reference import cap
 from engine.quant.formats import Format, NamedTensors
 from engine.quant.integers import Integers
 
@@ -58,19 +58,19 @@ class DenseLinear:
         return F.linear(x, self.weight, self.bias)
 
 
-class CappedLinear:
-    """A linear map whose outputs are logits that are scaled and capped: see `reference.cap`."""
+class ChainedLinear:
+    """A linear map whose outputs go through a function of whole rows, such as a cap, or a sum over ranks."""
 
-    def __init__(self, linear: Linear, scale: float, softcap: float) -> None:
-        self.linear = linear
-        self._scale, self._softcap = scale, softcap
+    def __init__(self, linear: Linear, then: Callable[[Tensor], Tensor]) -> None:
+        self._linear = linear
+        self._then = then
 
     @property
     def num_bytes(self) -> int:
-        return self.linear.num_bytes
+        return self._linear.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return cap(self.linear(x), self._scale, self._softcap)
+        return self._then(self._linear(x))
 
 
 class IntegerLinear:

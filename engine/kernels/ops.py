@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from engine.kernels import reference, sequence_table
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
 from engine.kernels.kv_cache import HasKV, KVShape
-from engine.kernels.linear import CappedLinear, DenseLinear, IntegerLinear, Linear, LinearPacker
+from engine.kernels.linear import ChainedLinear, DenseLinear, IntegerLinear, Linear, LinearPacker
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
 from engine.kernels.ranks import Ranks
 from engine.kernels.reference import TokenPlaces
@@ -134,7 +135,7 @@ class Kernels:
     def cap(self, head: Linear, scale: float, softcap: float) -> Linear:
         """An output head whose logits are multiplied by `scale` and, with a softcap, bent by tanh."""
         if not isinstance(head, native.PackedLinear):
-            return CappedLinear(head, scale, softcap)
+            return ChainedLinear(head, partial(reference.cap, scale=scale, softcap=softcap))
         head.cap(scale, softcap)
         return head
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism in the kernels' terms: what ranks do together, and linear maps of which each has a part.
+"""Tensor parallelism in the kernels' terms: what ranks do together, with parts of linear maps and of the embedding.
 
 A decoder is split as Megatron-LM splits it (Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
 Models Using Model Parallelism", 2019): of the maps into attention and into the feed-forward part each rank has some
@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from engine.kernels.linear import Linear
 
 
 class Ranks(Protocol):
@@ -45,39 +43,12 @@ class Ranks(Protocol):
         """The least number of any rank; the host waits for it."""
 
 
-class SummedLinear:
-    """A linear map of which each rank has some inputs: the outputs are summed."""
+def gathered(x: Tensor, ranks: Ranks, num_outputs: int) -> Tensor:
+    """Puts the outputs of a linear map together of which each rank has some, [R, n] -> [R, num_outputs].
 
-    def __init__(self, part: Linear, ranks: Ranks) -> None:
-        self._part = part
-        self._ranks = ranks
-
-    @property
-    def num_bytes(self) -> int:
-        return self._part.num_bytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._ranks.sum(self._part(x))
-
-
-class GatheredLinear:
-    """A linear map of which each rank has some outputs: all of them are put together on every rank.
-
-    Args:
-        num_outputs: of all ranks together; what the last ranks have beyond that is padding.
+    What the last ranks have beyond `num_outputs` is padding.
     """
-
-    def __init__(self, part: Linear, ranks: Ranks, num_outputs: int) -> None:
-        self._part = part
-        self._ranks = ranks
-        self._num_outputs = num_outputs
-
-    @property
-    def num_bytes(self) -> int:
-        return self._part.num_bytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._ranks.gather(self._part(x))[:, : self._num_outputs].contiguous()
+    return ranks.gather(x)[:, :num_outputs].contiguous()
 
 
 def embed(token_ids: Tensor, rows: Tensor, ranks: Ranks | None) -> Tensor:

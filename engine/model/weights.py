@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.heap import trim_heap
-from engine.kernels.linear import Linear
+from engine.kernels.linear import ChainedLinear, Linear
 from engine.kernels.ops import Kernels
-from engine.kernels.ranks import GatheredLinear, SummedLinear
+from engine.kernels.ranks import gathered
 from engine.model.config import ModelConfig
 from engine.model.files import Files
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
@@ -163,8 +164,8 @@ class Reader:
         if ranks is None:
             return linear
         if spec.gathers is not None:
-            return GatheredLinear(linear, ranks, spec.gathers)
-        return SummedLinear(linear, ranks) if spec.sums else linear
+            return ChainedLinear(linear, partial(gathered, ranks=ranks, num_outputs=spec.gathers))
+        return ChainedLinear(linear, ranks.sum) if spec.sums else linear
 
     def single(self, spec: LinearSpec) -> NamedTensors:
         """The tensors of its only part, which may be the memory of the mapped file."""
