@@ -19,6 +19,14 @@ auto guarded(Function function) -> decltype(function()) {
     }
 }
 
+// The status that a function returns, or kNoMemory if it throws.
+template <class Function>
+int32_t status_of(Function function) {
+    int32_t status = kNoMemory;
+    guarded([&] { return status = function(); });
+    return status;
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -54,13 +62,10 @@ int32_t penstock_linear_form(const Linear* linear) { return static_cast<int32_t>
 void penstock_linear_unpack(Team* team, const Linear* linear, float* out) { unpack(*team, *linear, out); }
 
 int32_t penstock_linear_apply(Team* team, const Linear* linear, const float* x, int64_t ldx, int32_t rows, float* out) {
-    int status = kNoMemory;
-    guarded([&] {
+    return status_of([&] {
         if (rows > 0) apply(*team, *linear, x, static_cast<size_t>(ldx), rows, out);
-        status = kOk;
-        return true;
+        return kOk;
     });
-    return status;
 }
 
 Decoder* penstock_decoder_new(Team* team, const Model* model) {
@@ -74,12 +79,7 @@ void penstock_decoder_tap(Decoder* decoder, const Taps* taps, const Op* ops, int
 void penstock_decoder_free(Decoder* decoder) { delete decoder; }
 
 int32_t penstock_decoder_run(Decoder* decoder, const Step* step, float* out) {
-    int status = kNoMemory;
-    guarded([&] {
-        status = decoder->run(*step, out);
-        return true;
-    });
-    return status;
+    return status_of([&] { return decoder->run(*step, out); });
 }
 
 Chooser* penstock_chooser_new(Team* team) {
@@ -89,31 +89,18 @@ Chooser* penstock_chooser_new(Team* team) {
 void penstock_chooser_free(Chooser* chooser) { delete chooser; }
 
 int32_t penstock_choose(Chooser* chooser, const ChooseArgs* args) {
-    int status = kNoMemory;
-    guarded([&] {
-        status = chooser->choose(*args) ? kOk : kBadSlot;
-        return true;
-    });
-    return status;
+    return status_of([&] { return chooser->choose(*args) ? kOk : kBadSlot; });
 }
 
 int32_t penstock_likely(Team* team, const LikelyArgs* args) {
-    int status = kNoMemory;
-    guarded([&] {
+    return status_of([&] {
         Likely(*team, *args).run();
-        status = kOk;
-        return true;
+        return kOk;
     });
-    return status;
 }
 
 int32_t penstock_draft(Team* team, Decoder* decoder, const Linear* head, Chooser* chooser, const DraftArgs* args) {
-    int status = kNoMemory;
-    guarded([&] {
-        status = draft(*team, *decoder, *head, *chooser, *args);
-        return true;
-    });
-    return status;
+    return status_of([&] { return draft(*team, *decoder, *head, *chooser, *args); });
 }
 
 int32_t penstock_gather(const GatherArgs* args) {
