@@ -46,7 +46,7 @@ PENSTOCK_INLINE void store_operands(BFloat* out, V x) {
         std::memcpy(out, &bits, sizeof bits);
     }
 #else
-    typedef std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int> Int;
+    typedef IntsOf<V> Int;
     typedef uint16_t Narrow __attribute__((vector_size(sizeof(V) / 2)));
     const Int u = (Int)x, magnitude = u & 0x7fffffff;
     const Int rounded = u + ((u >> 16 & 1) + 0x7fff);

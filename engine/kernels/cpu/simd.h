@@ -47,6 +47,10 @@ typedef v8 wide;
 typedef v8i wide_int;
 #endif
 
+// A vector of as many integers as V has floats.
+template <class V>
+using IntsOf = std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int>;
+
 struct Half {
     uint16_t bits;
 };
@@ -60,6 +64,12 @@ struct Int8 {
 PENSTOCK_INLINE v8 splat(float x) { return v8{x, x, x, x, x, x, x, x}; }
 PENSTOCK_INLINE v8i splat_int(int32_t x) { return v8i{x, x, x, x, x, x, x, x}; }
 PENSTOCK_INLINE v8u splat_bits(uint32_t x) { return v8u{x, x, x, x, x, x, x, x}; }
+
+// A vector of type V with the same number everywhere.
+template <class V>
+PENSTOCK_INLINE V all(float x) {
+    return x - V{};
+}
 
 PENSTOCK_INLINE v8 fma(v8 a, v8 b, v8 c) {
 #if PENSTOCK_AVX2
@@ -77,37 +87,11 @@ PENSTOCK_INLINE v8 fma(v8 a, v8 b, v8 c) {
 #endif
 }
 
-// ---- loads and stores, from and to the three storage types ----------------------------------------------------
-
-PENSTOCK_INLINE v8 load(const float* p) {
-    v8 x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
-
-PENSTOCK_INLINE void store(float* p, v8 x) { std::memcpy(p, &x, sizeof x); }
-
-PENSTOCK_INLINE v8 load(const BFloat* p) {
-#if PENSTOCK_AVX2
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return (v8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
-#else
-    v8h bits;
-    std::memcpy(&bits, p, sizeof bits);
-    return (v8)(__builtin_convertvector(bits, v8u) << 16);
+#if PENSTOCK_AVX512
+PENSTOCK_INLINE wide fma(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #endif
-}
 
-PENSTOCK_INLINE v8 load(const Int8* p) {
-#if PENSTOCK_AVX2
-    const __m128i values = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    return (v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(values));
-#else
-    v8 x;
-    for (int i = 0; i < kLanes; i++) x[i] = p[i].value;
-    return x;
-#endif
-}
+// ---- numbers of other types ------------------------------------------------------------------------------------
 
 // Round to nearest even; a NaN stays one.
 PENSTOCK_INLINE uint16_t to_bfloat_bits(float x) {
@@ -118,20 +102,6 @@ PENSTOCK_INLINE uint16_t to_bfloat_bits(float x) {
 }
 
 #if !PENSTOCK_AVX2 && !PENSTOCK_NEON
-// The exponent and the mantissa move to their places in a float, where the exponent counts from 127 and not from 15.
-// The largest one means infinity or NaN in both, and the smallest a number without the leading 1 that is taken off here.
-// The masks are signs: GCC compares vectors that are wider than a register number by number.
-PENSTOCK_INLINE v8 halves_to_floats(v8h bits) {
-    const v8i h = (v8i)__builtin_convertvector(bits, v8u);
-    const v8i number = (h & 0x7fff) << 13, sign = (h & 0x8000) << 16;
-    const v8i is_subnormal = (number - (1 << 23)) >> 31, is_special = ((31 << 23) - 1 - number) >> 31;
-    const v8i rebias = splat_int(112 << 23);
-    const v8 magnitude = (v8)(number + rebias + (is_special & rebias) + (is_subnormal & (1 << 23)));
-    return (v8)((v8i)(magnitude - (v8)(is_subnormal & (113 << 23))) | sign);
-}
-
-PENSTOCK_INLINE float half_bits_to_float(uint16_t h) { return halves_to_floats(v8h{h})[0]; }
-
 PENSTOCK_INLINE uint16_t float_to_half_bits(float x) {
     uint32_t u;
     std::memcpy(&u, &x, sizeof u);
@@ -149,11 +119,12 @@ PENSTOCK_INLINE uint16_t float_to_half_bits(float x) {
 }
 #endif
 
-PENSTOCK_INLINE v8 load(const Half* p) {
+// The numbers of halves, given as their bits.
+PENSTOCK_INLINE v8 halves_to_floats(v8h bits) {
 #if PENSTOCK_AVX2
-    return (v8)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return (v8)_mm256_cvtph_ps((__m128i)bits);
 #elif PENSTOCK_NEON
-    const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p)));
+    const float16x8_t h = vreinterpretq_f16_u16((uint16x8_t)bits);
     union {
         float32x4_t half[2];
         v8 whole;
@@ -162,9 +133,15 @@ PENSTOCK_INLINE v8 load(const Half* p) {
     x.half[1] = vcvt_f32_f16(vget_high_f16(h));
     return x.whole;
 #else
-    v8h bits;
-    std::memcpy(&bits, p, sizeof bits);
-    return halves_to_floats(bits);
+    // The exponent and the mantissa move to their places in a float, where the exponent counts from 127 and not from 15.
+    // The largest one means infinity or NaN in both, and the smallest a number without the leading 1 that is taken off
+    // here. The masks are signs: GCC compares vectors that are wider than a register number by number.
+    const v8i h = (v8i)__builtin_convertvector(bits, v8u);
+    const v8i number = (h & 0x7fff) << 13, sign = (h & 0x8000) << 16;
+    const v8i is_subnormal = (number - (1 << 23)) >> 31, is_special = ((31 << 23) - 1 - number) >> 31;
+    const v8i rebias = splat_int(112 << 23);
+    const v8 magnitude = (v8)(number + rebias + (is_special & rebias) + (is_subnormal & (1 << 23)));
+    return (v8)((v8i)(magnitude - (v8)(is_subnormal & (113 << 23))) | sign);
 #endif
 }
 
@@ -177,17 +154,7 @@ PENSTOCK_INLINE float to_float(BFloat x) {
     return y;
 }
 
-PENSTOCK_INLINE float to_float(Half x) {
-#if PENSTOCK_AVX2
-    return _cvtsh_ss(x.bits);
-#elif PENSTOCK_NEON
-    __fp16 h;
-    std::memcpy(&h, &x.bits, sizeof h);
-    return static_cast<float>(h);
-#else
-    return half_bits_to_float(x.bits);
-#endif
-}
+PENSTOCK_INLINE float to_float(Half x) { return halves_to_floats(v8h{x.bits})[0]; }
 
 template <class T>
 PENSTOCK_INLINE T from_float(float x);
@@ -214,6 +181,68 @@ PENSTOCK_INLINE Half from_float<Half>(float x) {
 #else
     return Half{float_to_half_bits(x)};
 #endif
+}
+
+// ---- loads and stores ------------------------------------------------------------------------------------------
+
+PENSTOCK_INLINE v8 load(const float* p) {
+    v8 x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+PENSTOCK_INLINE v8 load(const Half* p) {
+    v8h bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return halves_to_floats(bits);
+}
+
+PENSTOCK_INLINE v8 load(const BFloat* p) {
+#if PENSTOCK_AVX2
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return (v8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#else
+    v8h bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return (v8)(__builtin_convertvector(bits, v8u) << 16);
+#endif
+}
+
+PENSTOCK_INLINE v8 load(const Int8* p) {
+#if PENSTOCK_AVX2
+    const __m128i values = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return (v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(values));
+#else
+    v8 x;
+    for (int i = 0; i < kLanes; i++) x[i] = p[i].value;
+    return x;
+#endif
+}
+
+// A vector of type V from as many stored numbers.
+template <class V, class W>
+PENSTOCK_INLINE V load_as(const W* p) {
+    if constexpr (sizeof(V) == sizeof(v8)) {
+        return load(p);
+#if PENSTOCK_AVX512
+    } else if constexpr (std::is_same_v<W, Half>) {
+        return (V)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    } else if constexpr (std::is_same_v<W, BFloat>) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+    } else if constexpr (std::is_same_v<W, Int8>) {
+        return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#endif
+    } else {
+        V x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+}
+
+template <class V>
+PENSTOCK_INLINE void store(float* p, V x) {
+    std::memcpy(p, &x, sizeof x);
 }
 
 // ---- the ends of rows ------------------------------------------------------------------------------------------
@@ -251,6 +280,10 @@ PENSTOCK_INLINE v8 max(v8 a, v8 b) {
 #endif
 }
 
+#if PENSTOCK_AVX512
+PENSTOCK_INLINE wide max(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
+#endif
+
 PENSTOCK_INLINE float max(v8 x) {
     float m = x[0];
     for (int i = 1; i < kLanes; i++) m = x[i] > m ? x[i] : m;
@@ -280,50 +313,12 @@ PENSTOCK_INLINE unsigned bits_of(v8i mask) {
 #endif
 }
 
-// ---- one register's width ----------------------------------------------------------------------------------------
-
-#if PENSTOCK_AVX512
-PENSTOCK_INLINE wide fma(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-
-PENSTOCK_INLINE void store(float* p, wide x) { std::memcpy(p, &x, sizeof x); }
-
-PENSTOCK_INLINE wide max(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
-#endif
-
-// A vector of type V with the same number everywhere.
-template <class V>
-PENSTOCK_INLINE V all(float x) {
-    return x - V{};
-}
-
-// A vector of type V from as many stored numbers.
-template <class V, class W>
-PENSTOCK_INLINE V load_as(const W* p) {
-    if constexpr (sizeof(V) == sizeof(v8)) {
-        return load(p);
-#if PENSTOCK_AVX512
-    } else if constexpr (std::is_same_v<W, Half>) {
-        return (V)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    } else if constexpr (std::is_same_v<W, BFloat>) {
-        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-        return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
-    } else if constexpr (std::is_same_v<W, Int8>) {
-        return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#endif
-    } else {
-        V x;
-        std::memcpy(&x, p, sizeof x);
-        return x;
-    }
-}
-
 // ---- exp, about 1e-7 relative; exp(0) is exactly 1 -------------------------------------------------------------
 
 // e^x = 2^n e^r with r in [-ln2/2, ln2/2], ln 2 in two parts (Cody and Waite), e^r by its Taylor polynomial.
 // Below -87.3, where 2^n leaves the normal numbers, the result is 0; above 88.3 it stays at e^88.3.
 template <class V>
 PENSTOCK_INLINE V exp(V x) {
-    typedef std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int> Int;
     const V lowest = all<V>(-87.3f), highest = all<V>(88.3f);
     const V clamped = x < lowest ? lowest : (x > highest ? highest : x);
     const V magic = all<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -339,7 +334,7 @@ PENSTOCK_INLINE V exp(V x) {
     p = fma(p, r, all<V>(0.5f));
     p = fma(p, r, all<V>(1.0f));
     p = fma(p, r, all<V>(1.0f));
-    const Int power = ((Int)shifted - 0x4b400000 + 127) << 23;
+    const IntsOf<V> power = ((IntsOf<V>)shifted - 0x4b400000 + 127) << 23;
     const V result = p * (V)power;
     return x < lowest ? V{} : result;
 }
@@ -359,7 +354,6 @@ PENSTOCK_INLINE float exp1(float x) { return exp(splat(x))[0]; }
 // those that are 1 at 0. Below -126, where 2^n leaves the normal numbers, the result is 0.
 template <class V>
 PENSTOCK_INLINE V exp2(V x) {
-    typedef std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int> Int;
     const V magic = all<V>(12582912.0f + 127);  // 1.5 * 2^23 plus the bias: the sum's low bits are 2^n's exponent
     const V shifted = x + magic;
     const V r = x - (shifted - magic);
@@ -369,7 +363,7 @@ PENSTOCK_INLINE V exp2(V x) {
     p = fma(p, r, all<V>(2.402224207e-01f));
     p = fma(p, r, all<V>(6.931469776e-01f));
     p = fma(p, r, all<V>(1.0f));
-    const V result = p * (V)((Int)shifted << 23);
+    const V result = p * (V)((IntsOf<V>)shifted << 23);
     return x < all<V>(-126.0f) ? V{} : result;
 }
 
