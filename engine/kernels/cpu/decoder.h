@@ -306,10 +306,7 @@ class Decoder {
     template <class W>
     void embed(int token, float* out) const {
         const int id = step_.token_ids[token];
-        const Linear* linear = model_.embedding_linear;
-        if (model_.embedding == nullptr && is_integer(linear->type)) return linear->unpack_integers(id, out);
-        if (model_.embedding == nullptr && is_coded(linear->type)) return linear->unpack_coded(id, out);
-        if (model_.embedding == nullptr) return model_.embedding_linear->unpack_row<W>(id, out);
+        if (model_.embedding == nullptr) return model_.embedding_linear->unpack_row(id, out);
         const W* row = static_cast<const W*>(model_.embedding) + static_cast<size_t>(id) * model_.hidden;
         for (int i = 0; i < model_.hidden; i++) out[i] = to_float(row[i]);
     }

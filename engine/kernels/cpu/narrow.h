@@ -105,7 +105,7 @@ inline void unpack_weights(const Linear& linear, int panel, int k, int count, in
 
 // Numbers that count units, of the groups [from, to) of a panel. Those of the panel at `ahead` are fetched.
 template <class T>
-void widen_counts(const NarrowFactors& factors, int panel, int from, int to, int ahead, float* out) {
+void widen_counts(const GroupNumbers& factors, int panel, int from, int to, int ahead, float* out) {
     const Int8* counts = factors.values.at<Int8>(panel, from);
     const size_t next = static_cast<size_t>(ahead) * factors.values.runs * kPanel;
     for (int unit = from / factors.span, g = from; g < to; unit++) {
@@ -118,7 +118,7 @@ void widen_counts(const NarrowFactors& factors, int panel, int from, int to, int
 }
 
 template <class T>
-void widen_numbers(const NarrowFactors& factors, int panel, int from, int to, int ahead, float* out) {
+void widen_numbers(const GroupNumbers& factors, int panel, int from, int to, int ahead, float* out) {
     const T* numbers = factors.values.at<T>(panel, from);
     const size_t next = static_cast<size_t>(ahead) * factors.values.runs * kPanel;
     for (int g = from; g < to; g++, numbers += kPanel, out += kPanel) {
@@ -128,7 +128,7 @@ void widen_numbers(const NarrowFactors& factors, int panel, int from, int to, in
 }
 
 // Scales or offsets of the groups [from, to) of a panel in float32; `scales` are its scales, for offsets that count them.
-inline void widen(const NarrowFactors& factors, int panel, int from, int to, int ahead, const float* scales, float* out) {
+inline void widen(const GroupNumbers& factors, int panel, int from, int to, int ahead, const float* scales, float* out) {
     if (factors.units.data)
         return with_type(factors.units.type, [&](auto* t) {
             widen_counts<std::remove_pointer_t<decltype(t)>>(factors, panel, from, to, ahead, out);
@@ -159,7 +159,7 @@ class GroupFactors {
           panel_(panel),
           narrow_(linear.is_narrow()),
           scales_(narrow_ ? room_[0] : linear.panel_scales(panel)),
-          offsets_(!linear.has_offsets() ? nullptr : narrow_ ? room_[1] : linear.panel_offsets(panel)),
+          offsets_(!linear.offsets ? nullptr : narrow_ ? room_[1] : linear.panel_offsets(panel)),
           by_panel_(static_cast<size_t>(narrow_ ? Groups : linear.groups()) * kPanel) {}
 
     bool narrow() const { return narrow_; }
@@ -187,8 +187,8 @@ class GroupFactors {
         from_ = from;
         for (int p = 0; p < std::min(Panels, linear_.panels - panel_); p++) {
             float* scales = room_[0] + p * by_panel_;
-            widen(linear_.narrow_scales, panel_ + p, from, to, Panels, nullptr, scales);
-            if (offsets_) widen(linear_.narrow_offsets, panel_ + p, from, to, Panels, scales, room_[1] + p * by_panel_);
+            widen(linear_.scales, panel_ + p, from, to, Panels, nullptr, scales);
+            if (offsets_) widen(linear_.offsets, panel_ + p, from, to, Panels, scales, room_[1] + p * by_panel_);
         }
     }
 

@@ -122,12 +122,19 @@ struct RunNumbers {
     }
 };
 
-// Scales or offsets of every output and group that are not all in float32: see FactorSource.
-struct NarrowFactors {
+// Scales or offsets of every output and group, in float32 or as narrow as a checkpoint has them: see FactorSource.
+struct GroupNumbers {
     RunNumbers values, units;
     int span = 1;  // groups per unit
 
+    explicit operator bool() const { return values.data != nullptr; }
+    bool is_narrow() const { return *this && values.type != Type::f32; }
     size_t bytes(int panels) const { return values.bytes(panels) + units.bytes(panels); }
+
+    float number(int panel, int group, int column) const {
+        const float value = values.number(panel, group, column);
+        return units.data ? value * units.number(panel, group / span, column) : value;
+    }
 };
 
 struct Linear {
@@ -141,10 +148,8 @@ struct Linear {
     bool gated;
     int panels;
     Buffer<char> data;
-    Buffer<float> bias;     // in panel order, or null
-    Buffer<float> scales;   // [panel][group][16], or null
-    Buffer<float> offsets;  // the same, or null
-    NarrowFactors narrow_scales, narrow_offsets;  // in their place
+    RunNumbers bias;  // float32, one of an output; or null
+    GroupNumbers scales, offsets;
     Buffer<int32_t> permutation;
     Buffer<float> table;  // [16], or null
     float scale = 1.0f, softcap = 0.0f;  // of an output head: see Product
@@ -164,9 +169,7 @@ struct Linear {
     }
 
     size_t bytes() const {
-        const size_t factors = static_cast<size_t>(panels) * groups() * kPanel;
-        return panels * panel_bytes() + factors * sizeof(float) * ((scales ? 1 : 0) + (offsets ? 1 : 0)) +
-               narrow_scales.bytes(panels) + narrow_offsets.bytes(panels);
+        return panels * panel_bytes() + scales.bytes(panels) + offsets.bytes(panels);
     }
 
     template <class W>
@@ -174,14 +177,14 @@ struct Linear {
         return reinterpret_cast<const W*>(data.get() + p * panel_bytes());
     }
 
-    const float* panel_scales(int p) const { return scales.get() + static_cast<size_t>(p) * groups() * kPanel; }
-    const float* panel_offsets(int p) const { return offsets.get() + static_cast<size_t>(p) * groups() * kPanel; }
+    // Those of all groups of a panel, where they are float32.
+    const float* panel_scales(int p) const { return scales.values.at<float>(p, 0); }
+    const float* panel_offsets(int p) const { return offsets.values.at<float>(p, 0); }
 
-    bool is_narrow() const { return narrow_scales.values.data != nullptr; }
-    bool has_offsets() const { return offsets || narrow_offsets.values.data; }
+    bool is_narrow() const { return scales.is_narrow() || offsets.is_narrow(); }
 
     // What the bits of integers of less than 8 bits stand for, less themselves.
-    int lowest() const { return has_offsets() ? 0 : -(1 << (bits_of(type) - 1)); }
+    int lowest() const { return offsets ? 0 : -(1 << (bits_of(type) - 1)); }
 
     // Whether sums are multiplied by their scales, and not weights.
     bool scales_sums() const { return type == Type::e4m3 && groups() == 1; }
@@ -237,116 +240,86 @@ struct Linear {
         return code;
     }
 
-    // The integer at `place` of a panel.
-    float integer_at(int p, size_t place) const {
-        if (type == Type::int8) return panel<int8_t>(p)[place];
-        return table ? table[code_at(p, place)] : static_cast<float>(code_at(p, place) + lowest());
-    }
+    float scale_of(int p, int g, int column) const { return scales.number(p, g, column); }
 
-    float scale_of(int p, int g, int column) const {
-        if (scales) return panel_scales(p)[static_cast<size_t>(g) * kPanel + column];
-        const NarrowFactors& by = narrow_scales;
-        const float value = by.values.number(p, g, column);
-        return by.units.data ? value * by.units.number(p, g / by.span, column) : value;
-    }
-
+    // Counts without units are of scales, and are taken off.
     float offset_of(int p, int g, int column) const {
-        if (offsets) return panel_offsets(p)[static_cast<size_t>(g) * kPanel + column];
-        const NarrowFactors& by = narrow_offsets;
-        if (!by.values.data) return 0.0f;
-        const float value = by.values.number(p, g, column);
-        if (by.values.type != Type::int8) return value;
-        return value * (by.units.data ? by.units.number(p, g / by.span, column) : -scale_of(p, g, column));
+        if (!offsets) return 0.0f;
+        const float value = offsets.number(p, g, column);
+        return offsets.values.type == Type::int8 && !offsets.units.data ? value * -scale_of(p, g, column) : value;
     }
 
     // Writes the weights of one source row, as they were before packing.
-    template <class W>
     void unpack_row(int row, float* out) const {
-        const W* w = panel<W>(panel_of(row));
-        for (int i = 0; i < k; i++) out[i] = to_float(w[place(i, column_of(row))]);
-    }
-
-    void unpack_integers(int row, float* out) const {
         const int p = panel_of(row), column = column_of(row);
-        for (int g = 0; g < groups(); g++) {
-            const float scale = scale_of(p, g, column), offset = offset_of(p, g, column);
-            for (int i = g * group; i < (g + 1) * group; i++) {
-                const float w = integer_at(p, place(i, column));
-                out[permutation ? permutation[i] : i] = w * scale + offset;
+        const uint8_t* bytes = panel<uint8_t>(p);
+        const auto write = [&](auto number) {  // number(place) is what lies there
+            for (int g = 0; g < groups(); g++) {
+                const float scale = scales ? scale_of(p, g, column) : 1.0f, offset = offset_of(p, g, column);
+                for (int i = g * group; i < std::min(k, (g + 1) * group); i++) {
+                    const float w = number(place(i, column)) * scale;
+                    out[permutation ? permutation[i] : i] = is_integer(type) ? w + offset : w;
+                }
             }
-        }
-    }
-
-    void unpack_coded(int row, float* out) const {
-        const int p = panel_of(row), column = column_of(row);
-        for (int i = 0; i < k; i++) {
-            const size_t at = place(i, column);
-            const float scale = panel_scales(p)[static_cast<size_t>(i / group) * kPanel + column];
-            out[i] = scale * (type == Type::e4m3 ? to_float(half_of(panel<uint8_t>(p)[at])) : table[code_at(p, at)]);
-        }
+        };
+        if (type == Type::int8) return write([&](size_t at) { return static_cast<int8_t>(bytes[at]); });
+        if (type == Type::e4m3) return write([&](size_t at) { return to_float(half_of(bytes[at])); });
+        if (table) return write([&](size_t at) { return table[code_at(p, at)]; });
+        if (is_integer(type)) return write([&](size_t at) { return code_at(p, at) + lowest(); });
+        with_type(type, [&](auto* t) {
+            const auto* numbers = panel<std::remove_pointer_t<decltype(t)>>(p);
+            write([&](size_t at) { return to_float(numbers[at]); });
+        });
     }
 };
 
-// Word: an unsigned integer of the weight's size; packing does not look at the values.
-template <class Word>
-void pack_panel(const Linear& linear, const Word* source, int p) {
-    Word* out = reinterpret_cast<Word*>(linear.data.get() + p * linear.panel_bytes());
-    std::memset(static_cast<void*>(out), 0, linear.panel_bytes());
+// Calls put(panel, place, weight) for every weight of a panel, which is 0 before; `source` has words of the weights' size.
+template <class Word, class Put>
+void pack_panel(const Linear& linear, const void* source, int p, const Put& put) {
+    char* out = linear.data.get() + p * linear.panel_bytes();
+    std::memset(out, 0, linear.panel_bytes());
     for (int c = 0; c < kPanel; c++) {
         const int row = linear.source_row(p, c);
         if (row < 0) continue;
-        const Word* in = source + static_cast<size_t>(row) * linear.k;
-        for (int i = 0; i < linear.k; i++) out[linear.place(i, c)] = in[i];
+        const Word* in = static_cast<const Word*>(source) + static_cast<size_t>(row) * linear.k;
+        for (int i = 0; i < linear.k; i++) put(out, linear.place(i, c), in[i]);
     }
 }
 
+template <class Word>
+void pack_words(const Linear& linear, const void* source, int p) {
+    pack_panel<Word>(linear, source, p, [](char* out, size_t place, Word word) {
+        reinterpret_cast<Word*>(out)[place] = word;
+    });
+}
+
 // Places in a table, or integers of less than 8 bits.
-inline void pack_bits(const Linear& linear, const int8_t* source, int p) {
+inline void pack_bits(const Linear& linear, const void* source, int p) {
     const bool has_places = linear.type == Type::int_places;
     const int lowest = is_integer(linear.type) ? linear.lowest() : 0;
     uint8_t place_of[256] = {};  // in a table of integers, of each of them as a byte
     for (int i = 0; has_places && i < 16; i++)
         place_of[static_cast<uint8_t>(static_cast<int8_t>(linear.table[i]))] = static_cast<uint8_t>(i);
-    uint8_t* out = reinterpret_cast<uint8_t*>(linear.data.get() + p * linear.panel_bytes());
-    std::memset(out, 0, linear.panel_bytes());
-    for (int c = 0; c < kPanel; c++) {
-        const int row = linear.source_row(p, c);
-        if (row < 0) continue;
-        const int8_t* in = source + static_cast<size_t>(row) * linear.k;
-        for (int i = 0; i < linear.k; i++) {
-            const size_t place = linear.place(i, c);
-            const int code = has_places ? place_of[static_cast<uint8_t>(in[i])] : in[i] - lowest;
-            const auto [byte, shift] = linear.low_bits_at(place);
-            out[byte] |= static_cast<uint8_t>((code & ((1 << linear.low_bits()) - 1)) << shift);
-            for (int plane = 0; plane < linear.planes(); plane++) {
-                const auto [at, bit] = linear.high_bit(place, plane);
-                out[at] |= static_cast<uint8_t>((code >> (linear.low_bits() + plane) & 1) << bit);
-            }
+    pack_panel<int8_t>(linear, source, p, [&](char* out, size_t place, int8_t number) {
+        const int code = has_places ? place_of[static_cast<uint8_t>(number)] : number - lowest;
+        const auto [byte, shift] = linear.low_bits_at(place);
+        out[byte] |= static_cast<char>((code & ((1 << linear.low_bits()) - 1)) << shift);
+        for (int plane = 0; plane < linear.planes(); plane++) {
+            const auto [at, bit] = linear.high_bit(place, plane);
+            out[at] |= static_cast<char>((code >> (linear.low_bits() + plane) & 1) << bit);
         }
-    }
+    });
 }
 
-// Factors of every output and group in panel order, `unit` times larger; 0 for outputs that are not there.
-inline Buffer<float> pack_factors(const Linear& linear, const float* source, int groups, float unit = 1.0f) {
-    Buffer<float> out = allocate<float>(static_cast<size_t>(linear.panels) * groups * kPanel);
-    for (int p = 0; p < linear.panels; p++)
-        for (int g = 0; g < groups; g++)
-            for (int c = 0; c < kPanel; c++) {
-                const int row = linear.source_row(p, c);
-                out[(static_cast<size_t>(p) * groups + g) * kPanel + c] =
-                    row < 0 ? 0.0f : unit * source[static_cast<size_t>(row) * groups + g];
-            }
-    return out;
-}
-
-// Numbers as they are, in panel order; a Word has their size.
+// Numbers as they are, in panel order, 0 for outputs that are not there; a Word has their size.
 template <class Word>
-void pack_words(const Linear& linear, const Word* source, int runs, Word* out) {
+void pack_numbers(const Linear& linear, const void* source, int runs, char* to) {
+    Word* out = reinterpret_cast<Word*>(to);
     for (int p = 0; p < linear.panels; p++)
         for (int run = 0; run < runs; run++)
             for (int c = 0; c < kPanel; c++, out++) {
                 const int row = linear.source_row(p, c);
-                *out = row < 0 ? Word{} : source[static_cast<size_t>(row) * runs + run];
+                *out = row < 0 ? Word{} : static_cast<const Word*>(source)[static_cast<size_t>(row) * runs + run];
             }
 }
 
@@ -354,16 +327,14 @@ inline RunNumbers pack_runs(const Linear& linear, const void* source, Type type,
     RunNumbers numbers{type, runs, {}};
     if (source == nullptr) return numbers;
     numbers.data = allocate<char>(static_cast<size_t>(linear.panels) * runs * kPanel * numbers.size());
-    char* out = numbers.data.get();
-    switch (numbers.size()) {
-        case 1: pack_words(linear, static_cast<const uint8_t*>(source), runs, reinterpret_cast<uint8_t*>(out)); break;
-        case 2: pack_words(linear, static_cast<const uint16_t*>(source), runs, reinterpret_cast<uint16_t*>(out)); break;
-        default: pack_words(linear, static_cast<const float*>(source), runs, reinterpret_cast<float*>(out));
-    }
+    const auto pack = numbers.size() == 1   ? pack_numbers<uint8_t>
+                      : numbers.size() == 2 ? pack_numbers<uint16_t>
+                                            : pack_numbers<uint32_t>;
+    pack(linear, source, runs, numbers.data.get());
     return numbers;
 }
 
-inline NarrowFactors pack_narrow(const Linear& linear, const FactorSource& source, int span) {
+inline GroupNumbers pack_groups(const Linear& linear, const FactorSource& source, int span) {
     const int groups = linear.groups();
     return {pack_runs(linear, source.values, static_cast<Type>(source.type), groups),
             pack_runs(linear, source.units, static_cast<Type>(source.unit_type), groups / span), span};
@@ -393,20 +364,14 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);
     auto linear = std::make_unique<Linear>(
         Linear{type, form, n, k, padded_depth(form, k, group), group, divide_up(k, group), gated, panels,
-               {}, {}, {}, {}, {}, {}, {}, {}});
+               {}, {}, {}, {}, {}, {}});
     linear->data = allocate<char>(panels * linear->panel_bytes());
-    if (source.bias) linear->bias = pack_factors(*linear, source.bias, 1);
-    if (narrow) {
-        linear->narrow_scales = pack_narrow(*linear, source.scales, source.span);
-        linear->narrow_offsets = pack_narrow(*linear, source.offsets, source.span);
-    } else {
-        const auto pack_wide = [&](const FactorSource& from, float unit) {
-            if (!from.values) return Buffer<float>();
-            return pack_factors(*linear, static_cast<const float*>(from.values), linear->groups(), unit);
-        };
-        linear->scales = pack_wide(source.scales, type == Type::e4m3 ? kNumberUnit : 1.0f);
-        linear->offsets = pack_wide(source.offsets, 1.0f);
-    }
+    linear->bias = pack_runs(*linear, source.bias, Type::f32, 1);
+    linear->scales = pack_groups(*linear, source.scales, source.span);
+    linear->offsets = pack_groups(*linear, source.offsets, source.span);
+    if (type == Type::e4m3)
+        for (size_t i = 0; i < linear->scales.bytes(panels) / sizeof(float); i++)
+            reinterpret_cast<float*>(linear->scales.values.data.get())[i] *= kNumberUnit;
     if (source.permutation) {
         linear->permutation = allocate<int32_t>(k);
         std::copy(source.permutation, source.permutation + k, linear->permutation.get());
@@ -417,13 +382,12 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     }
     run_chunks(team, static_cast<uint32_t>(panels), [&](uint32_t p, int) {
         const int panel = static_cast<int>(p);
-        if (type == Type::places || (is_integer(type) && type != Type::int8))
-            return pack_bits(*linear, static_cast<const int8_t*>(source.weight), panel);
+        if (bits_of(type) % 8 || type == Type::places) return pack_bits(*linear, source.weight, panel);
         switch (type) {
-            case Type::f32: return pack_panel(*linear, static_cast<const uint32_t*>(source.weight), panel);
+            case Type::f32: return pack_words<uint32_t>(*linear, source.weight, panel);
             case Type::int8:
-            case Type::e4m3: return pack_panel(*linear, static_cast<const uint8_t*>(source.weight), panel);
-            default: return pack_panel(*linear, static_cast<const uint16_t*>(source.weight), panel);
+            case Type::e4m3: return pack_words<uint8_t>(*linear, source.weight, panel);
+            default: return pack_words<uint16_t>(*linear, source.weight, panel);
         }
     });
     return linear;
@@ -432,13 +396,7 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
 // Writes all source rows, [rows][k] float32.
 inline void unpack(Team& team, const Linear& linear, float* out) {
     run_chunks(team, static_cast<uint32_t>(linear.outputs()), [&](uint32_t row, int) {
-        float* at = out + static_cast<size_t>(row) * linear.k;
-        if (is_integer(linear.type)) return linear.unpack_integers(static_cast<int>(row), at);
-        if (is_coded(linear.type)) return linear.unpack_coded(static_cast<int>(row), at);
-        with_type(linear.type, [&](auto* w) {
-            using W = std::remove_pointer_t<decltype(w)>;
-            linear.unpack_row<W>(static_cast<int>(row), at);
-        });
+        linear.unpack_row(static_cast<int>(row), out + static_cast<size_t>(row) * linear.k);
     });
 }
 

@@ -104,7 +104,7 @@ Outputs<Sum> outputs_of(const Product& job, int panel, int row, const Sum* sums,
             by_panel,
             is_scaled ? linear.panel_scales(panel) : nullptr,
             job.x.form == Form::int8 ? job.x.scales + row : nullptr,
-            linear.bias ? linear.bias.get() + static_cast<size_t>(panel) * kPanel : nullptr,
+            linear.bias.data ? linear.bias.at<float>(panel, 0) : nullptr,
             static_cast<char*>(job.out) + place * size,
             job.residual ? reinterpret_cast<const char*>(job.residual + place) : nullptr,
             job.ldo * size,
@@ -276,7 +276,7 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
 #if PENSTOCK_TILES
     const char* next = static_cast<const char*>(guess_next(job, by, panel));
     if (linear.type == Type::bf16) return multiply_by_tiles<float>(job, panel, panels, row, rows, next);
-    if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1 && !linear.has_offsets())
+    if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1 && !linear.offsets)
         return multiply_by_tiles<int32_t>(job, panel, panels, row, rows, next);
 #endif
     size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
