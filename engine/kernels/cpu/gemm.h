@@ -132,18 +132,21 @@ PENSTOCK_INLINE int tile_panels(int panels, const Activation<W>* a, const Pieces
     return Panels;
 }
 
+// Calls function with the constant `count`, which is 1 to Most.
+template <int Most, class Function>
+PENSTOCK_INLINE auto with_count(int count, const Function& function) {
+    if constexpr (Most > 1)
+        if (count < Most) return with_count<Most - 1>(count, function);
+    return function(std::integral_constant<int, Most>());
+}
+
 // The same for `rows` from 1 to 6.
 template <class W, int Columns>
 int tile_rows(int rows, int panels, const Activation<W>* a, const Pieces<W>& w, int depth, float* c,
               const Strides& by, bool fresh) {
-    switch (rows) {
-        case 1: return tile_panels<W, 1, Columns>(panels, a, w, depth, c, by, fresh);
-        case 2: return tile_panels<W, 2, Columns>(panels, a, w, depth, c, by, fresh);
-        case 3: return tile_panels<W, 3, Columns>(panels, a, w, depth, c, by, fresh);
-        case 4: return tile_panels<W, 4, Columns>(panels, a, w, depth, c, by, fresh);
-        case 5: return tile_panels<W, 5, Columns>(panels, a, w, depth, c, by, fresh);
-        default: return tile_panels<W, 6, Columns>(panels, a, w, depth, c, by, fresh);
-    }
+    return with_count<kTileRows>(rows, PENSTOCK_EACH(count) {
+        return tile_panels<W, count(), Columns>(panels, a, w, depth, c, by, fresh);
+    });
 }
 
 // Calls function(first row, rows) for tiles of nearly equal height.

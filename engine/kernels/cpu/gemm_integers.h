@@ -22,42 +22,29 @@ struct IntegerSums {
 
 // ---- four products for each of 16 outputs --------------------------------------------------------------------------
 
-// How weights lie where they are read: int8, fewer bits, or int4 that were unpacked to a byte each, 0 to 15.
-enum class Stored { int8, int2, int3, int4, int5, int6, places, unpacked };
-
-// The bits of a weight in a byte that it may share.
-constexpr int low_bits_of(Stored stored) {
-    if (stored == Stored::int8 || stored == Stored::unpacked) return 8;
-    return stored == Stored::int2 || stored == Stored::int3 ? 2 : 4;
-}
-
-// Planes of bits above those.
-constexpr int planes_of(Stored stored) {
-    return stored == Stored::int3 || stored == Stored::int5 ? 1 : stored == Stored::int6 ? 2 : 0;
-}
-
-template <Stored kStored>
-using StoredAs = std::integral_constant<Stored, kStored>;
-
 #if PENSTOCK_VNNI
-
 constexpr int kSignedOffset = 128;
 constexpr int kIntegerRows = 6, kIntegerPanels = kWide == 16 ? 4 : 1;
+#else
+constexpr int kSignedOffset = 0;
+constexpr int kIntegerRows = 4, kIntegerPanels = 1;
+#endif
 
+// The bytes of four neighbours in k of 16 outputs.
 struct Quads {
-    wide_bytes w[kParts];  // unsigned
+    wide_bytes w[kParts];
 };
 
 // kPart: of the parts of the bytes, the lowest first; `planes` has the bits above all parts, or is a table.
-template <Stored kStored, int kPart>
+template <Type kType, int kPart>
 PENSTOCK_INLINE Quads quads_at(const uint8_t* p, const uint8_t* planes) {
-    constexpr int kLow = low_bits_of(kStored), kPlanes = planes_of(kStored);
+    constexpr int kLow = low_bits_of(kType), kPlanes = planes_of(kType);
     Quads quads;
     unrolled<kParts>(PENSTOCK_EACH(i) {
         wide_bytes bytes = load_bytes(p + 4 * kWide * i);
-        if (kStored == Stored::int8) bytes ^= 0x80;
+        if (kType == Type::int8) bytes ^= kSignedOffset;
         if constexpr (kLow < 8) bytes = bytes >> kLow * kPart & static_cast<uint8_t>((1 << kLow) - 1);
-        if constexpr (kStored == Stored::places)
+        if constexpr (kType == Type::int_places)
             bytes = looked_up(planes, bytes);
         else
             bytes = with_high_bits<kLow, kPlanes>(bytes, planes + 8 * kPlanes * kPart + kWide / 2 * i);
@@ -66,75 +53,31 @@ PENSTOCK_INLINE Quads quads_at(const uint8_t* p, const uint8_t* planes) {
     return quads;
 }
 
-template <Stored kStored>
+template <Type kType>
 PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t a) {
-#if PENSTOCK_AVX512
+#if PENSTOCK_AVX512 && PENSTOCK_VNNI
     sums.part[0] = (wide_int)_mm512_dpbusd_epi32((__m512i)sums.part[0], (__m512i)quads.w[0], _mm512_set1_epi32(a));
-#else
-    for (int i = 0; i < 2; i++)
+#elif PENSTOCK_VNNI
+    for (int i = 0; i < kParts; i++)
         sums.part[i] = (v8i)_mm256_dpbusd_avx_epi32((__m256i)sums.part[i], (__m256i)quads.w[i], _mm256_set1_epi32(a));
-#endif
-}
-
-#elif PENSTOCK_AVX2
-
-struct Quads {
-    __m256i w[2];
-};
-
-PENSTOCK_INLINE __m256i half_at(const uint8_t* p, int half) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * half));
-}
-
-constexpr int kSignedOffset = 0;
-constexpr int kIntegerRows = 4, kIntegerPanels = 1;
-
-template <Stored kStored, int kPart>
-PENSTOCK_INLINE Quads quads_at(const uint8_t* p, const uint8_t*) {
-    return {half_at(p, 0), half_at(p, 1)};
-}
-
-// The sums of two in 16 bits do not saturate: 2 * 128 * 127 is below 2^15.
-template <Stored kStored>
-PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t a) {
-    static_assert(kStored == Stored::int8);
+#elif PENSTOCK_AVX2  // the sums of two in 16 bits do not saturate: 2 * 128 * 127 is below 2^15
+    static_assert(kType == Type::int8);
     const __m256i four = _mm256_set1_epi32(a), ones = _mm256_set1_epi16(1);
-    for (int i = 0; i < 2; i++) {
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(quads.w[i]), _mm256_sign_epi8(four, quads.w[i]));
+    for (int i = 0; i < kParts; i++) {
+        const __m256i w = (__m256i)quads.w[i];
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four, w));
         sums.part[i] += (v8i)_mm256_madd_epi16(pairs, ones);
     }
-}
-
 #else
-
-constexpr int kSignedOffset = 0;
-constexpr int kIntegerRows = 4, kIntegerPanels = 1;
-
-struct Quads {
-    int32_t w[4][kPanel];
-};
-
-template <Stored kStored, int kPart>
-PENSTOCK_INLINE Quads quads_at(const uint8_t* p, const uint8_t*) {
-    Quads quads;
-    for (int i = 0; i < kQuad; i++)
-        quads.w[i % 4][i / 4] = kStored == Stored::int8 ? static_cast<int8_t>(p[i]) : p[i] >> 4 * kPart & 15;
-    return quads;
-}
-
-template <Stored kStored>
-PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t a) {
     int8_t four[4];
     std::memcpy(four, &a, sizeof four);
-    for (int i = 0; i < 4; i++)
-        for (int part = 0; part < kParts; part++) {
-            wide_int w;
-            std::memcpy(&w, quads.w[i] + part * kWide, sizeof w);
-            sums.part[part] += w * four[i];
+    for (int i = 0; i < kParts; i++)
+        for (int j = 0; j < 4; j++) {
+            const wide_int high = (wide_int)quads.w[i] << (24 - 8 * j);
+            sums.part[i] += (kType == Type::int8 ? high >> 24 : high >> 24 & 255) * four[j];
         }
-}
-
 #endif
+}
 
 PENSTOCK_INLINE int32_t four_of(const int8_t* a) {
     int32_t x;
@@ -150,43 +93,20 @@ struct Weights {
     bool streamed;    // from memory: fetched ahead
 };
 
-template <Stored kStored>
+template <Type kType>
 constexpr size_t bytes_of(int k) {
-    return static_cast<size_t>(k) * kPanel * low_bits_of(kStored) / 8;
+    return static_cast<size_t>(k) * kPanel * low_bits_of(kType) / 8;
 }
 
-template <Stored kStored>
+template <Type kType>
 constexpr size_t plane_bytes_of(int k) {
-    return static_cast<size_t>(k) * kPanel / 8 * planes_of(kStored);
-}
-
-// Adds `count` products to each of Rows x Panels sums of 16 outputs.
-template <Stored kStored, int Rows, int Panels>
-PENSTOCK_INLINE void add_quads(IntegerSums (&sums)[Rows][Panels], const Weights& weights, const Activations& x, int k,
-                               int count) {
-    constexpr int kQuads = 8 / low_bits_of(kStored), kStep = 4 * kQuads;
-    const uint8_t *w = weights.data, *planes = weights.planes;
-    for (const int end = k + count; k < end; k += kStep, w += kQuad, planes += plane_bytes_of<kStored>(kStep))
-        unrolled<Panels>(PENSTOCK_EACH(p) {
-            const uint8_t *at = w + p * weights.by_panel;
-            const uint8_t *above = kStored == Stored::places ? planes : planes + p * weights.by_panel;
-            if (weights.streamed) {
-                __builtin_prefetch(at + kStreamAhead);
-                if constexpr (planes_of(kStored) > 0) __builtin_prefetch(above + kHighAhead);
-            }
-            unrolled<kQuads>(PENSTOCK_EACH(part) {
-                const Quads quads = quads_at<kStored, part>(at, above);
-                unrolled<Rows>(PENSTOCK_EACH(r) {
-                    add_products<kStored>(sums[r][p], quads, four_of(x.row<int8_t>(r) + k + 4 * part));
-                });
-            });
-        });
+    return static_cast<size_t>(k) * kPanel / 8 * planes_of(kType);
 }
 
 #if PENSTOCK_AVX2 && !PENSTOCK_VNNI
 
 // Eight sums of two products of int4 fit 16 bits: 16 * 15 * 127 is below 2^15.
-template <Stored kStored, int Rows>
+template <Type kType, int Rows>
 PENSTOCK_INLINE void add_nibbles(IntegerSums (&sums)[Rows][1], const Weights& weights, const Activations& x, int k,
                                  int count) {
     const __m256i low_bits = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
@@ -194,24 +114,21 @@ PENSTOCK_INLINE void add_nibbles(IntegerSums (&sums)[Rows][1], const Weights& we
     for (const int end = k + count; k < end;) {
         asm volatile("" : "+m"(sums));  // they wait in memory, the registers are full of pairs
         __m256i pairs[Rows][2] = {};
-        for (const int some = std::min(k + 32, end); k < some; k += 8, w += bytes_of<kStored>(8)) {
+        for (const int some = std::min(k + 32, end); k < some; k += 8, w += bytes_of<kType>(8)) {
             if (weights.streamed) __builtin_prefetch(w + kStreamAhead);
-            const auto add = [&](__m256i first, __m256i second, int at) __attribute__((always_inline)) {
+            unrolled<2>(PENSTOCK_EACH(part) {
+                const auto half = [&](int i) __attribute__((always_inline)) {
+                    if (kType == Type::nibbles) return (__m256i)load_bytes(w + kQuad * part + 32 * i);
+                    const __m256i both = (__m256i)load_bytes(w + 32 * i);
+                    return _mm256_and_si256(part == 0 ? both : _mm256_srli_epi16(both, 4), low_bits);
+                };
+                const __m256i first = half(0), second = half(1);
                 unrolled<Rows>(PENSTOCK_EACH(r) {
-                    const __m256i four = _mm256_set1_epi32(four_of(x.row<int8_t>(r) + at));
+                    const __m256i four = _mm256_set1_epi32(four_of(x.row<int8_t>(r) + k + 4 * part));
                     pairs[r][0] = _mm256_add_epi16(pairs[r][0], _mm256_maddubs_epi16(first, four));
                     pairs[r][1] = _mm256_add_epi16(pairs[r][1], _mm256_maddubs_epi16(second, four));
                 });
-            };
-            const __m256i first = half_at(w, 0), second = half_at(w, 1);
-            if constexpr (kStored == Stored::unpacked) {
-                add(first, second, k);
-                add(half_at(w + kQuad, 0), half_at(w + kQuad, 1), k + 4);
-            } else {
-                const auto high = [&](__m256i bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_bits); };
-                add(_mm256_and_si256(first, low_bits), _mm256_and_si256(second, low_bits), k);
-                add(high(first), high(second), k + 4);
-            }
+            });
         }
         unrolled<Rows>(PENSTOCK_EACH(r) {
             for (int i = 0; i < 2; i++) sums[r][0].part[i] += (v8i)_mm256_madd_epi16(pairs[r][i], ones);
@@ -219,24 +136,35 @@ PENSTOCK_INLINE void add_nibbles(IntegerSums (&sums)[Rows][1], const Weights& we
     }
 }
 
-template <Stored kStored, int Rows, int Panels>
-PENSTOCK_INLINE void add_products_of_group(IntegerSums (&sums)[Rows][Panels], const Weights& weights,
-                                           const Activations& x, int k, int count) {
-    if constexpr (kStored == Stored::int8)
-        add_quads<kStored>(sums, weights, x, k, count);
-    else
-        add_nibbles<kStored>(sums, weights, x, k, count);
-}
-
-#else
-
-template <Stored kStored, int Rows, int Panels>
-PENSTOCK_INLINE void add_products_of_group(IntegerSums (&sums)[Rows][Panels], const Weights& weights,
-                                           const Activations& x, int k, int count) {
-    add_quads<kStored>(sums, weights, x, k, count);
-}
-
 #endif
+
+// Adds `count` products to each of Rows x Panels sums of 16 outputs.
+template <Type kType, int Rows, int Panels>
+PENSTOCK_INLINE void add_products_of_group(IntegerSums (&sums)[Rows][Panels], const Weights& weights,
+                                           const Activations& x, int k, int count) {
+    constexpr int kQuads = 8 / low_bits_of(kType), kStep = 4 * kQuads;
+    const uint8_t *w = weights.data, *planes = weights.planes;
+#if PENSTOCK_AVX2 && !PENSTOCK_VNNI
+    if constexpr (kType != Type::int8)
+        add_nibbles<kType>(sums, weights, x, k, count);
+    else
+#endif
+    for (const int end = k + count; k < end; k += kStep, w += kQuad, planes += plane_bytes_of<kType>(kStep))
+        unrolled<Panels>(PENSTOCK_EACH(p) {
+            const uint8_t *at = w + p * weights.by_panel;
+            const uint8_t *above = kType == Type::int_places ? planes : planes + p * weights.by_panel;
+            if (weights.streamed) {
+                __builtin_prefetch(at + kStreamAhead);
+                if constexpr (planes_of(kType) > 0) __builtin_prefetch(above + kHighAhead);
+            }
+            unrolled<kQuads>(PENSTOCK_EACH(part) {
+                const Quads quads = quads_at<kType, part>(at, above);
+                unrolled<Rows>(PENSTOCK_EACH(r) {
+                    add_products<kType>(sums[r][p], quads, four_of(x.row<int8_t>(r) + k + 4 * part));
+                });
+            });
+        });
+}
 
 // ---- groups ----------------------------------------------------------------------------------------------------------
 
@@ -278,11 +206,11 @@ PENSTOCK_INLINE wide add_group(wide_int products, float activations, const Facto
 }
 
 // Adds the groups [from, to) to Rows x Panels sums of 16 outputs, or sets them where `from` is the first.
-template <Stored kStored, int Rows, int Panels>
+template <Type kType, int Rows, int Panels>
 void integer_block(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x,
                    float* sums, size_t by_panel) {
     const int length = linear.group_depth();
-    const bool is_signed = kStored == Stored::int8 || kStored == Stored::places;
+    const bool is_signed = kType == Type::int8 || kType == Type::int_places;
     const int shift = is_signed ? kSignedOffset : -linear.lowest();
     GroupFactors<Panels, kGroupsTogether> factors(linear, panel);
     for (int g = from; g < to; g++) {
@@ -290,7 +218,7 @@ void integer_block(const Linear& linear, int panel, Weights weights, int from, i
         if (factors.narrow() && (g - from) % factors.kGroups == 0) factors.prepare(g, std::min(to, g + factors.kGroups));
         IntegerSums products[Rows][Panels];
         unrolled<Rows * Panels>(PENSTOCK_EACH(i) { products[i / Panels][i % Panels] = {}; });
-        add_products_of_group<kStored>(products, weights, x, g * length, length);
+        add_products_of_group<kType>(products, weights, x, g * length, length);
         for (int p = 0; p < Panels; p++) {
             const Factors by = factors.of(p, g);
             float* out = sums + p * by_panel;
@@ -302,43 +230,36 @@ void integer_block(const Linear& linear, int panel, Weights weights, int from, i
                                          g == 0 ? wide{} : load_as<wide>(out)));
             }
         }
-        weights.data += bytes_of<kStored>(length);
-        weights.planes += plane_bytes_of<kStored>(length);
+        weights.data += bytes_of<kType>(length);
+        weights.planes += plane_bytes_of<kType>(length);
     }
 }
 
-template <Stored kStored, int Panels, int Rows = kIntegerRows>
-void integer_rows(int rows, const Linear& linear, int panel, const Weights& weights, int from, int to,
-                  const Activations& x, float* sums, size_t by_panel) {
-    if constexpr (Rows > 1)
-        if (rows < Rows)
-            return integer_rows<kStored, Panels, Rows - 1>(rows, linear, panel, weights, from, to, x, sums, by_panel);
-    integer_block<kStored, Rows, Panels>(linear, panel, weights, from, to, x, sums, by_panel);
-}
-
 // The same for all rows, as many at a time as registers hold.
-template <Stored kStored, int Panels>
+template <Type kType, int Panels>
 void integer_panels(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x, int rows,
                     float* sums, size_t by_panel) {
     for (int r = 0; r < rows; r += kIntegerRows) {
-        integer_rows<kStored, Panels>(rows - r, linear, panel, weights, from, to, x.from(r), sums + r * kPanel, by_panel);
+        with_count<kIntegerRows>(std::min(rows - r, kIntegerRows), PENSTOCK_EACH(count) {
+            integer_block<kType, count(), Panels>(linear, panel, weights, from, to, x.from(r), sums + r * kPanel, by_panel);
+        });
         weights.streamed = false;
     }
 }
 
 // Weights of less than 8 bits, unpacked once for all rows: int4 to what its bits are, others to int8.
-template <Stored kStored, int Panels>
+template <Type kType, int Panels>
 void unpacked_panels(const Linear& linear, int panel, const Activations& x, int rows, float* sums, size_t by_panel) {
     alignas(64) uint8_t unpacked[Panels * kMostUnpacked * kPanel];
     const int groups = linear.groups(), length = linear.group_depth();
-    const int lowest = kStored == Stored::int8 ? linear.lowest() : 0;
+    const int lowest = kType == Type::int8 ? linear.lowest() : 0;
     const int at_once = std::max(1, (rows > kIntegerRows ? kMostUnpacked : kFewUnpacked) / length);
     const Weights weights{unpacked, unpacked, static_cast<size_t>(at_once * length) * kPanel, false};
     for (int from = 0; from < groups; from += at_once) {
         const int to = std::min(groups, from + at_once);
         for (int p = 0; p < Panels; p++)
             unpack_weights(linear, panel + p, from * length, (to - from) * length, lowest, unpacked + p * weights.by_panel);
-        integer_panels<kStored, Panels>(linear, panel, weights, from, to, x, rows, sums, by_panel);
+        integer_panels<kType, Panels>(linear, panel, weights, from, to, x, rows, sums, by_panel);
     }
 }
 
@@ -349,28 +270,22 @@ void multiply_by_vectors(const Linear& linear, int panel, int panels, const Acti
     for (; panels >= Panels; panel += Panels, panels -= Panels, sums += Panels * by_panel) {
         const uint8_t* data = linear.panel<uint8_t>(panel);
         const Weights weights{data, linear.table ? table.bytes : data + linear.high_bits(0), linear.panel_bytes(), true};
-        const auto as_stored = [&](auto stored) {
-            integer_panels<stored(), Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
-        };
-        const auto unpacked = [&](auto stored) {
-            unpacked_panels<stored(), Panels>(linear, panel, x, rows, sums, by_panel);
+        const auto as_stored = [&](auto type) {
+            integer_panels<type(), Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
         };
         const bool often = rows > kIntegerRows && linear.group_depth() <= kMostUnpacked;
-        const auto in_registers = [&]([[maybe_unused]] auto stored) {
+        if (linear.type == Type::int8)
+            as_stored(TypeIs<Type::int8>());
+        else if (linear.type == Type::int4 && often)
+            unpacked_panels<Type::nibbles, Panels>(linear, panel, x, rows, sums, by_panel);
+        else if (linear.type == Type::int4)
+            as_stored(TypeIs<Type::int4>());
 #if PENSTOCK_VNNI
-            if (!often) return as_stored(stored);
+        else if (!often)
+            with_bits(linear.type, as_stored);
 #endif
-            unpacked(StoredAs<Stored::int8>());
-        };
-        switch (linear.type) {
-            case Type::int8: as_stored(StoredAs<Stored::int8>()); break;
-            case Type::int2: in_registers(StoredAs<Stored::int2>()); break;
-            case Type::int3: in_registers(StoredAs<Stored::int3>()); break;
-            case Type::int5: in_registers(StoredAs<Stored::int5>()); break;
-            case Type::int6: in_registers(StoredAs<Stored::int6>()); break;
-            case Type::int_places: in_registers(StoredAs<Stored::places>()); break;
-            default: often ? unpacked(StoredAs<Stored::unpacked>()) : as_stored(StoredAs<Stored::int4>());
-        }
+        else
+            unpacked_panels<Type::int8, Panels>(linear, panel, x, rows, sums, by_panel);
     }
     if constexpr (Panels > 1)
         if (panels > 0) multiply_by_vectors<Panels / 2>(linear, panel, panels, x, rows, sums, by_panel);

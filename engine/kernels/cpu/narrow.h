@@ -69,36 +69,48 @@ PENSTOCK_INLINE wide_bytes looked_up(const uint8_t* table, wide_bytes places) {
 #endif
 }
 
-// Weights of a panel, `count` of them from k on, a byte each: what is in the bits, or what the table has in that place,
-// plus `lowest`.
-template <int Low, int Planes>
-void unpack_bits(const Linear& linear, int panel, int k, int count, int lowest, uint8_t* out,
-                 const uint8_t* table = nullptr) {
+template <Type kType>
+using TypeIs = std::integral_constant<Type, kType>;
+
+// Calls function with a constant, which is the type of integers of less than 8 bits.
+template <class Function>
+void with_bits(Type type, const Function& function) {
+    switch (type) {
+        case Type::int2: return function(TypeIs<Type::int2>());
+        case Type::int3: return function(TypeIs<Type::int3>());
+        case Type::int5: return function(TypeIs<Type::int5>());
+        case Type::int6: return function(TypeIs<Type::int6>());
+        case Type::int_places: return function(TypeIs<Type::int_places>());
+        default: return function(TypeIs<Type::int4>());
+    }
+}
+
+// Weights of a panel, `count` of them from k on, a byte each: what is in the bits plus `lowest`, or what the table has
+// in that place.
+template <Type kType>
+void unpack_bits(const Linear& linear, int panel, int k, int count, int lowest, uint8_t* out) {
+    constexpr int kLow = low_bits_of(kType), kPlanes = planes_of(kType);
+    const ByteTable table(linear, 0);
     const uint8_t* data = linear.panel<uint8_t>(panel);
-    const uint8_t *in = data + static_cast<size_t>(k) * kPanel * Low / 8, *high = data + linear.high_bits(k);
-    for (int i = 0; i < count; i += 32 / Low, in += kQuad) {
+    const uint8_t *in = data + static_cast<size_t>(k) * kPanel * kLow / 8, *high = data + linear.high_bits(k);
+    for (int i = 0; i < count; i += 32 / kLow, in += kQuad) {
         __builtin_prefetch(in + kStreamAhead);
-        if (Planes > 0) __builtin_prefetch(high + kHighAhead);
-        for (int part = 0; part < 8 / Low; part++, high += 8 * Planes, out += kQuad)
+        if (kPlanes > 0) __builtin_prefetch(high + kHighAhead);
+        for (int part = 0; part < 8 / kLow; part++, high += 8 * kPlanes, out += kQuad)
             for (int at = 0; at < kQuad; at += 4 * kWide) {
-                wide_bytes bytes = load_bytes(in + at) >> Low * part & static_cast<uint8_t>((1 << Low) - 1);
-                bytes = with_high_bits<Low, Planes>(bytes, high + at / 8);
-                if (table) bytes = looked_up(table, bytes);
-                bytes += static_cast<uint8_t>(lowest);
+                wide_bytes bytes = load_bytes(in + at) >> kLow * part & static_cast<uint8_t>((1 << kLow) - 1);
+                bytes = with_high_bits<kLow, kPlanes>(bytes, high + at / 8);
+                if constexpr (kType == Type::int_places)
+                    bytes = looked_up(table.bytes, bytes);
+                else
+                    bytes += static_cast<uint8_t>(lowest);
                 std::memcpy(out + at, &bytes, sizeof bytes);
             }
     }
 }
 
 inline void unpack_weights(const Linear& linear, int panel, int k, int count, int lowest, uint8_t* out) {
-    switch (linear.type) {
-        case Type::int2: return unpack_bits<2, 0>(linear, panel, k, count, lowest, out);
-        case Type::int3: return unpack_bits<2, 1>(linear, panel, k, count, lowest, out);
-        case Type::int5: return unpack_bits<4, 1>(linear, panel, k, count, lowest, out);
-        case Type::int6: return unpack_bits<4, 2>(linear, panel, k, count, lowest, out);
-        case Type::int_places: return unpack_bits<4, 0>(linear, panel, k, count, 0, out, ByteTable(linear, 0).bytes);
-        default: return unpack_bits<4, 0>(linear, panel, k, count, lowest, out);
-    }
+    with_bits(linear.type, [&](auto type) { unpack_bits<type()>(linear, panel, k, count, lowest, out); });
 }
 
 // ---- scales and offsets ------------------------------------------------------------------------------------------------

@@ -37,16 +37,20 @@ constexpr int kUnit = 8;                // k of places in a table that lie toget
 constexpr float kNumberUnit = 256.0f;   // how many times larger scales of e4m3 are kept: see load_numbers
 
 enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4, e4m3 = 5, places = 6, int5 = 7, int6 = 8,
-                           int2 = 9, int3 = 10, int_places = 11 };
+                           int2 = 9, int3 = 10, int_places = 11, nibbles = 12 };  // int4 in bytes, while multiplied
 
 // Of floating-point types.
 inline size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
 // Of integers, or of their places; 0 of other types.
-inline int bits_of(Type type) {
-    constexpr int kBits[] = {0, 0, 0, 8, 4, 0, 0, 5, 6, 2, 3, 4};
+constexpr int bits_of(Type type) {
+    constexpr int kBits[] = {0, 0, 0, 8, 4, 0, 0, 5, 6, 2, 3, 4, 8};
     return kBits[static_cast<int>(type)];
 }
+
+// The low bits of an integer, which may share a byte with those of others, and how many bits are above them.
+constexpr int low_bits_of(Type type) { return bits_of(type) == 8 ? 8 : bits_of(type) == 2 || bits_of(type) == 3 ? 2 : 4; }
+constexpr int planes_of(Type type) { return bits_of(type) - low_bits_of(type); }
 
 inline bool is_integer(Type type) { return bits_of(type) > 0; }
 
@@ -210,7 +214,7 @@ struct Linear {
     }
 
     // How many low bits share a byte, and the byte of a panel and the place there of those that would lie at `place`.
-    int low_bits() const { return type == Type::int2 || type == Type::int3 ? 2 : 4; }
+    int low_bits() const { return low_bits_of(type); }
     std::pair<size_t, int> low_bits_at(size_t place) const {
         constexpr size_t kBytes = 4 * kPanel;
         const size_t parts = 8 / low_bits(), first = place / (parts * kBytes) * kBytes;
@@ -220,7 +224,7 @@ struct Linear {
     }
 
     // Of integers of less than 8 bits: how many bits are above those, and where in a panel those from k on lie.
-    int planes() const { return bits_of(type) - low_bits(); }
+    int planes() const { return planes_of(type); }
     size_t high_bits(int k) const { return static_cast<size_t>(depth) * kPanel * low_bits() / 8 + k / 4 * 8 * planes(); }
 
     // The byte of a panel that holds a bit above the low ones of what would lie at `place`, and its place there.
