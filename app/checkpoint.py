@@ -8,7 +8,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 from app.errors import OperatorError
+from engine.errors import CheckpointError
 from engine.model.gguf.container import SUFFIX, is_gguf, read_header
+from engine.model.parse import check_family
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 DEMO_DRAFT = Path(__file__).parent / "demo" / "draft"
@@ -111,10 +113,19 @@ def check_files(folder: Path, name: str, needed: tuple[str, ...] = _NEEDED) -> P
         raise OperatorError(f"{name}: there is no directory {folder}")
     for pattern in needed:
         if next(folder.glob(pattern), None) is None:
+            if pattern == "tokenizer.json":
+                _check_family(folder)  # whoever adds a tokenizer should not be told only then
             other = next(folder.glob(f"*{SUFFIX}"), None)
             hint = f"; --model {other} serves the file" if other else ""
             raise OperatorError(f"{name}: {folder} is no checkpoint, it has no {pattern}{hint}")
     return folder
+
+
+def _check_family(folder: Path) -> None:
+    try:
+        check_family(folder)
+    except CheckpointError as error:
+        raise OperatorError(str(error)) from None
 
 
 def fingerprint(checkpoint: Path) -> str:

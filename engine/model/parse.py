@@ -26,6 +26,15 @@ def read_config(folder: Path) -> ModelConfig:
     return _with_eos(config, _generation_fields(folder).integers("eos_token_id"))
 
 
+def check_family(folder: Path) -> None:
+    """Checks that the config.json of a checkpoint names a family that is served.
+
+    Raises:
+        CheckpointError: it names none, or cannot be read.
+    """
+    _architecture(Fields.read(folder / "config.json"))
+
+
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
     """Reads generation_config.json; all defaults are None if there is no such file.
 

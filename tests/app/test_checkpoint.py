@@ -36,6 +36,7 @@ def make_checkpoint(folder: Path) -> Path:
     folder.mkdir(parents=True)
     for name in FILES:
         (folder / name).write_text("{}")
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     return folder
 
 
@@ -221,6 +222,16 @@ def test_a_checkpoint_without_a_file_is_none(tmp_path: Path, missing: str) -> No
     (folder / missing).unlink()
     with pytest.raises(
         OperatorError, match=f"{folder} is no checkpoint, it has no .*{Path(missing).suffix}$"
+    ):
+        check_files(folder, "--model tiny")
+
+
+def test_a_family_that_is_not_served_is_named_before_a_missing_tokenizer(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny")
+    (folder / "tokenizer.json").unlink()
+    (folder / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"]}')
+    with pytest.raises(
+        OperatorError, match=r"^.*config\.json: architecture NoSuchForCausalLM is not supported"
     ):
         check_files(folder, "--model tiny")
 
