@@ -202,6 +202,8 @@ class Reader:
                 )
         if isinstance(format, Integers) and isinstance(wanted, Integers):
             repacked = widen(repacked, format, wanted)
+        elif format != wanted:
+            repacked = {"weight": format.unpack(repacked)}
         return in_our_order(part, repacked)
 
     def _bias(self, part: Part) -> Tensor:
