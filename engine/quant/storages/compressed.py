@@ -16,7 +16,7 @@ from engine.quant.formats import DENSE, Dense, NamedTensors
 from engine.quant.integers import Integers
 from engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.float8 import StoredFloat8
-from engine.quant.storages.names import EMBEDDING, IsMeant, regular_expression
+from engine.quant.storages.names import EMBEDDING, IsMeant, called, regular_expression
 from engine.quant.storages.packing import (
     check_groups,
     finite,
@@ -264,9 +264,9 @@ def _precedence(target: str) -> tuple[bool, str]:
 def _named(target: str, fields: Fields) -> IsMeant:
     """Whether a target means a linear map by its name."""
     if not target.startswith("re:"):
-        return lambda name: name == target
+        return called(lambda name: name == target)
     pattern = regular_expression(target.removeprefix("re:"), fields.source)
-    return lambda name: pattern.match(name) is not None
+    return called(lambda name: pattern.match(name) is not None)
 
 
 def _storage(group: Fields, default_format: str) -> Storage:

@@ -21,6 +21,16 @@ def all_but(storage: Storage, is_excluded: IsMeant) -> Storages:
     return lambda name: PLAIN if is_excluded(name) else storage
 
 
+def called(matches: IsMeant) -> IsMeant:
+    """Whether a linear map has a name that matches, alone or as a part of a model with more than text."""
+
+    def is_meant(name: str) -> bool:
+        inside = f"model.language_model.{name.removeprefix('model.')}"
+        return matches(name) or matches(inside) or matches(f"language_model.{name}")
+
+    return is_meant
+
+
 def excluded(fields: Fields, *lists: str) -> IsMeant:
     """The linear maps that the first list that is there excludes; without one, that is the output head.
 
@@ -35,13 +45,13 @@ def excluded(fields: Fields, *lists: str) -> IsMeant:
     entries = [LM_HEAD] if listed is None else fields.strings(listed)
     starts = [regular_expression(rf"(?:{entry})(?:\.|$)", f"{fields.source}: {listed}") for entry in entries]
 
-    def is_excluded(name: str) -> bool:
-        return name == EMBEDDING or any(
+    def is_listed(name: str) -> bool:
+        return any(
             start.match(name) or name.endswith(entry) or f".{entry}." in f".{name}."
             for start, entry in zip(starts, entries, strict=True)
         )
 
-    return is_excluded
+    return lambda name: name == EMBEDDING or called(is_listed)(name)
 
 
 def regular_expression(pattern: str, source: str) -> re.Pattern[str]:
