@@ -133,7 +133,7 @@ def load_eagle(head: EagleConfig, files: Files, kernels: Kernels, recipe: Recipe
         CheckpointError: see `check_eagle_tensors`; or the tokens that it drafts are none, or some twice.
     """
     check_eagle_tensors(head, files, recipe)
-    specs, reader = eagle_specs(head, recipe), Reader(files, kernels, lambda *_: None, 0)
+    specs, reader = eagle_specs(head, recipe), Reader(files, kernels)
     fuse, lm_head = specs.pop("fuse"), specs.pop("lm_head")
     embedding = embedding_spec(head.layer)
     return EagleWeights(

@@ -1,158 +1,228 @@
-"""A layer of a decoder that stops before each of its linear maps, so that they can be looked at and replaced."""
+"""A decoder of which one layer at a time is in memory, and whose linear maps can be looked at while they run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.batch import blank_batch
-from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
-from engine.kernels.reference import (
-    PagedAttention,
-    TokenPlaces,
-    gelu_mul,
-    layer_norm,
-    rms_norm,
-    rotate_and_write,
-    silu_mul,
-)
+from engine.kernels.batch import Batch, blank_batch
+from engine.kernels.kv_cache import KVCache, KVLayout
+from engine.kernels.linear import DenseLinear, Linear
+from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.reference import cap
 from engine.model.config import ModelConfig
-from engine.model.rotary import RotaryTables
+from engine.model.parameters import LayerWeights, Weights
 from engine.model.safetensors import DTYPES, TensorFiles
-from engine.model.spec import Norm, Rows
-from engine.model.tensors import expected_shapes, linear_specs, norm_in_our_order, row_order
+from engine.model.spec import Layer as LayerSpec
+from engine.model.spec import ModelSpec
+from engine.model.tensors import LinearSpec, expected_shapes, linear_specs
+from engine.model.texts import Text
+from engine.model.transformer import Decoder
+from engine.model.weights import Reader, load_layer
+from engine.quant.storages.names import EMBEDDING, LM_HEAD
 
-QKV, OUT, GATE_UP, DOWN = STAGES = ("qkv", "o", "gate_up", "down")
-"""The linear maps of a layer in the order in which they run; those of one stage have the same inputs."""
+See = Callable[[LinearSpec, Tensor], None]
+"""Is told the inputs [T, in] of a linear map before its weight is read, which it may replace."""
+
+_BLOCK_SIZE = 64
+"""The tokens of a KV block of a text."""
+_TOKENS_AT_A_TIME = 512
+"""Gates and ups are made of so many tokens at a time: they are the widest activations."""
+_LOGITS_AT_A_TIME = 1 << 24
 
 
-class Layer:
-    """The weights of one layer by the names that follow `model.layers.N.` in a checkpoint; all may be replaced."""
+class Layer(TensorFiles):
+    """The tensors of one layer in float32, each of which may be replaced."""
 
     def __init__(self, config: ModelConfig, index: int, files: TensorFiles, device: torch.device) -> None:
+        super().__init__(files.path, files.entries)
+        self.index = index
+        self.specs = linear_specs(config, index)
+        """The linear maps by their field of `LayerWeights`, in the order in which they run."""
         self._spec = config.spec.layers[index]
-        self._eps = config.spec.norm_eps
-        self.prefix = f"model.layers.{index}."
-        self.linears = {
-            stage: [part.name.removeprefix(self.prefix) for part in spec.parts]
-            for stage, spec in linear_specs(config, index).items()
-        }
-        """The names of the linear maps of each stage."""
-        self.weights = {
-            name.removeprefix(self.prefix): files.read(name).to(device, torch.float32, copy=True)
+        self._prefix = f"model.layers.{index}."
+        self.tensors = {
+            name: files.read(name).to(device, torch.float32, copy=True)
             for name in expected_shapes(config)
-            if name.startswith(self.prefix)
+            if name.startswith(self._prefix)
         }
-        """By name, `weight` or `bias` included, in float32."""
-        self._dtypes = {name: DTYPES[files.entries[self.prefix + name].dtype] for name in self.weights}
+        """By their full names."""
 
-    def before(self, stage: str) -> str | None:
-        """What alone makes the inputs of a stage, and can be divided: a norm, a linear map, or None."""
-        spec = self._spec
-        attention, mlp = spec.attention, spec.feed_forward
-        if stage in (OUT, DOWN):
-            fused = attention.qkv if stage == OUT else mlp.gate_up
-            return fused[-1] if len(fused) > 1 else None
-        norm = spec.input_norm if stage == QKV else spec.post_norm
-        can_be_divided = norm is not None and not norm.offset and not spec.is_parallel
-        return norm.name if norm is not None and can_be_divided else None
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
 
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """(key-value heads, query heads that share one, head_dim): the inputs of the output projection."""
+    def weight(self, module: str) -> Tensor:
+        return self.tensors[f"{module}.weight"]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor has in the checkpoint."""
+        return DTYPES[self.entries[name].dtype]
+
+    def before(self, spec: LinearSpec) -> str | None:
+        """What alone makes the inputs of a linear map, and can be divided: a norm, a linear map, or None."""
+        layer, name = self._spec, spec.parts[0].name.removeprefix(self._prefix)
+        attention, mlp = layer.attention, layer.feed_forward
+        if name in (attention.o, mlp.down):
+            fused = attention.qkv if name == attention.o else mlp.gate_up
+            return f"{self._prefix}{fused[-1]}" if len(fused) > 1 else None
+        norm = layer.input_norm if name in attention.qkv else layer.post_norm
+        can_be_divided = norm is not None and not norm.offset and not layer.is_parallel
+        return f"{self._prefix}{norm.name}" if norm is not None and can_be_divided else None
+
+    def heads(self, spec: LinearSpec) -> tuple[int, int, int] | None:
+        """(key-value heads, query heads that share one, head_dim) if these are the inputs of a linear map."""
         own = self._spec.attention
+        if spec.parts[0].name != f"{self._prefix}{own.o}":
+            return None
         return own.num_kv_heads, own.num_heads // own.num_kv_heads, own.head_dim
 
-    def divide(self, name: str, scales: Tensor) -> Tensor:
-        """Divides the outputs of a norm, or of a linear map with its bias.
+    def scale_inputs(self, spec: LinearSpec, scales: Tensor) -> None:
+        """Multiplies the columns of a linear map, and divides what makes its inputs.
+
+        A norm is rounded to its type in the checkpoint, and where that makes it 0, it is left as it is.
 
         Args:
-            scales: of each of the inputs of the linear maps that follow; those that share a value head are the same.
-
-        Returns:
-            What the outputs have been divided by, in the shape of `scales`: a norm is rounded to its type in the
-            checkpoint, and where that makes it 0, it is left as it is.
+            scales: [in]; those of inputs that share a value head are the same.
         """
-        if self.weight(name).dim() == 1:
-            return self._divide_norm(f"{name}.weight", scales)
-        divisor = scales
-        if name == self.before(OUT):
-            divisor = scales.view(self.heads)[:, 0].flatten()
-        self.weights[f"{name}.weight"] = self.weight(name) / divisor[:, None]
-        if (bias := f"{name}.bias") in self.weights:
-            self.weights[bias] = self.weights[bias] / divisor
-        return scales
-
-    def _divide_norm(self, name: str, scales: Tensor) -> Tensor:
-        norm = self.weights[name]
-        divided = (norm / scales).to(self._dtypes[name]).float()
-        divided = torch.where((divided != 0) & divided.isfinite(), divided, norm)
-        self.weights[name] = divided
-        return torch.where(divided != 0, norm / divided, torch.ones_like(norm))
-
-    def weight(self, name: str) -> Tensor:
-        return self.weights[f"{name}.weight"]
-
-    def run(self, x: Tensor, tables: RotaryTables) -> Iterator[Tensor]:
-        """Yields the inputs of each stage, and last the output; every stage has the weights of the moment it runs.
-
-        Args:
-            x: [T, hidden] float32, one sequence from its start.
-            tables: of at least T positions.
-        """
-        spec, by = self._spec, self._spec.residual_scale
-        read = inner = self._norm(x, spec.input_norm)
-        yield inner
-        inner = self._attend(inner, tables)
-        yield inner
-        attended = self._norm(self._made(inner, OUT), spec.attention_norm) * by
-        x = x + attended
-        inner = read if spec.is_parallel else self._norm(x, spec.post_norm)
-        yield inner
-        inner = _GLU[spec.feed_forward.activation](self._made(inner, GATE_UP))
-        yield inner
-        yield x + self._norm(self._made(inner, DOWN), spec.feed_forward_norm) * by
-
-    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
-        if norm is None:
-            return x
-        kernel = layer_norm if norm.is_centered else rms_norm
-        return kernel(x, self.weight(norm.name) + norm.offset, self._eps)
-
-    def _made(self, x: Tensor, stage: str) -> Tensor:
-        """What the linear maps of a stage make, one after another."""
-        made = [
-            F.linear(x, self.weight(name), self.weights.get(f"{name}.bias")) for name in self.linears[stage]
-        ]
-        return torch.cat(made, dim=-1)
-
-    def _attend(self, x: Tensor, tables: RotaryTables) -> Tensor:
-        """[T, hidden] -> [T, num_heads * head_dim], causal, over a cache that has this sequence alone."""
-        own, length = self._spec.attention, len(x)
-        shape = KVShape(num_kv_heads=own.num_kv_heads, head_dim=own.head_dim, block_size=length)
-        kv = KVCache(KVLayout.even(shape, 1), 1, torch.float32, x.device)
-        batch = blank_batch([length], [length], torch.zeros((1, 1), dtype=torch.int32)).to(x.device)
-        q_norm, k_norm = self._head_norm(own.q_norm), self._head_norm(own.k_norm)
-        places = TokenPlaces(batch.positions, torch.arange(length, device=x.device), *tables.of(own))
-        qkv = self._in_our_order(self._made(x, QKV))
-        queries = rotate_and_write(
-            qkv, q_norm, k_norm, self._eps, places, kv.layer(0), shape, norms_last=own.norms_after_rotation
-        )
-        return PagedAttention(batch, shape)(queries, kv.layer(0), own.window, own.scale, own.softcap)
-
-    def _head_norm(self, norm: Norm | None) -> Tensor | None:
-        if norm is None:
-            return None
-        return norm_in_our_order(self.weight(norm.name) + norm.offset, self._spec.attention.head_order)
-
-    def _in_our_order(self, qkv: Tensor) -> Tensor:
-        """Puts the dimensions of queries and keys in the order in which they are rotated."""
-        own = self._spec.attention
-        order = row_order(Rows("", (own.q_size, own.kv_size, own.kv_size), own.head_order))
-        return qkv if order is None else qkv[:, order.to(qkv.device)]
+        before = self.before(spec)
+        assert before is not None
+        name, bias = f"{before}.weight", f"{before}.bias"
+        made = self.tensors[name]
+        if made.dim() == 1:
+            divided = (made / scales).to(self.dtype(name)).float()
+            divided = torch.where((divided != 0) & divided.isfinite(), divided, made)
+            scales = torch.where(divided != 0, made / divided, torch.ones_like(made))
+            self.tensors[name] = divided
+        else:
+            heads = self.heads(spec)
+            by = scales if heads is None else scales.view(heads)[:, 0].flatten()
+            self.tensors[name] = made / by[:, None]
+            if bias in self.tensors:
+                self.tensors[bias] = self.tensors[bias] / by
+        for part in spec.parts:
+            self.tensors[f"{part.name}.weight"] = self.weight(part.name) * scales
 
 
-_GLU = {"silu": silu_mul, "gelu_tanh": gelu_mul}
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream of some texts between two layers."""
+
+    texts: Sequence[Text]
+    batch: Batch
+    """The texts, a sequence each."""
+    kv: KVCache
+    """Of the layer that runs."""
+    hidden: Tensor
+    """[T, hidden] float32"""
+
+
+class LayerwiseDecoder:
+    """A decoder that takes texts through one layer at a time, in float32."""
+
+    def __init__(self, config: ModelConfig, files: TensorFiles, device: torch.device) -> None:
+        embedding = files.read(f"{EMBEDDING}.weight")
+        self._head = files.read(f"{EMBEDDING if config.spec.ties_embeddings else LM_HEAD}.weight")
+        self._config = config
+        self._kernels = replace(reference_kernels(device, torch.float32), embedding_dtype=embedding.dtype)
+        norm = Reader(files, self._kernels).norm(config.spec.final_norm)
+        self._ends = Weights(embedding, [], norm, DenseLinear(self._head, None), is_tied=False)
+
+    def start(self, texts: Sequence[Text]) -> Stream:
+        """The stream before the first layer."""
+        lengths = [len(text.token_ids) for text in texts] or [0]
+        tables = _block_tables(lengths)
+        batch = blank_batch(lengths, lengths, tables)
+        batch.token_ids = torch.tensor([token for text in texts for token in text.token_ids]).int()
+        layout = KVLayout.even(KVLayout.of(self._config, _BLOCK_SIZE).places[0].shape, 1)
+        device = self._kernels.device
+        kv = KVCache(layout, int(tables.max()) + 1, torch.float32, device)
+        hidden = self._decoder(batch, kv).embedded(batch).to(device)  # where the embedding is, on the host
+        return Stream(texts, batch.to(device), kv, hidden)
+
+    def through(self, layer: Layer, stream: Stream, see: See = lambda *_: None) -> Stream:
+        """The stream after a layer; each of its linear maps has the weight of the moment at which it runs."""
+        spec = self._config.spec.layers[layer.index]
+        reader = _ReaderAtUse(layer, self._kernels, see, self._kernels.glu[spec.feed_forward.activation])
+        weights = load_layer(spec, reader, layer.index, layer.specs)
+        decoder = self._decoder(stream.batch, stream.kv, (spec,), [weights])
+        hidden, delta = decoder.layers(stream.hidden, stream.batch)
+        return replace(stream, hidden=hidden + delta)
+
+    def perplexity(self, stream: Stream) -> float:
+        """e to the mean negative log likelihood of the tokens that count, of a stream after the last layer."""
+        counted = torch.tensor([mark for text in stream.texts for mark in _counted(text)])
+        rows = stream.hidden[counted.roll(-1).to(stream.hidden.device)]
+        normed = self._decoder(stream.batch, stream.kv).normed(rows, None)
+        targets = stream.batch.token_ids.cpu()[counted]
+        return math.exp(_mean_surprise(normed, targets, self._head, self._config.spec))
+
+    def _decoder(
+        self, batch: Batch, kv: KVCache, layers: tuple[LayerSpec, ...] = (), own: Sequence[LayerWeights] = ()
+    ) -> Decoder:
+        """The decoder with these layers alone; without any, it has only what is before and behind all layers."""
+        spec = replace(self._config.spec, layers=layers or self._config.spec.layers)
+        config, weights = replace(self._config, spec=spec), replace(self._ends, layers=list(own))
+        return Decoder(config, weights, self._kernels, kv, max(1, batch.max_query_len or 0))
+
+
+class _ReaderAtUse(Reader):
+    """Reads the weights of linear maps when they run."""
+
+    def __init__(self, layer: Layer, kernels: Kernels, see: See, glu: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(layer, replace(kernels, silu_mul=_as_it_is, gelu_mul=_as_it_is))
+        self._see, self._glu = see, glu
+
+    def linear(self, spec: LinearSpec) -> Linear:
+        return _LinearAtUse(spec, super().linear, self._see, self._glu)
+
+
+@dataclass(frozen=True, slots=True)
+class _LinearAtUse:
+    """A linear map that is read when it runs. One of gates and ups multiplies them, too: see `LinearPacker`."""
+
+    spec: LinearSpec
+    read: Callable[[LinearSpec], Linear]
+    see: See
+    glu: Callable[[Tensor], Tensor]
+    num_bytes = 0
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        self.see(self.spec, x)
+        linear = self.read(self.spec)
+        if not self.spec.gated:
+            return linear(x)
+        return torch.cat([self.glu(linear(part)) for part in torch.split(x, _TOKENS_AT_A_TIME)])
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _block_tables(lengths: list[int]) -> Tensor:
+    """[texts, most blocks] int32: blocks one after another from block 1 on, as many as each text fills."""
+    counts = -(-torch.tensor(lengths) // _BLOCK_SIZE)
+    places = torch.arange(max(1, int(counts.max())))
+    tables = (counts.cumsum(0) - counts)[:, None] + places + 1
+    return tables.masked_fill(places >= counts[:, None], 0).int()
+
+
+def _counted(text: Text) -> list[bool]:
+    """The tokens of a text that count: never the first, which nothing foretells."""
+    return [False, *(text.counted or [True] * len(text.token_ids))[1:]]
+
+
+def _mean_surprise(x: Tensor, targets: Tensor, head: Tensor, spec: ModelSpec) -> float:
+    """The mean of -log p(target) for hidden states x [N, hidden] and an output head [vocab, hidden] of any type."""
+
+    def capped(logits: Tensor) -> Tensor:
+        return cap(logits, spec.logit_scale, spec.logit_softcap)
+
+    total = x.new_full((len(x),), -torch.inf)
+    for rows in torch.split(head, max(1, _LOGITS_AT_A_TIME // len(x))):
+        total = torch.logaddexp(total, capped(x @ rows.to(x).T).logsumexp(-1))
+    chosen = capped((x * head[targets].to(x)).sum(-1))
+    return float((total - chosen).double().mean())

@@ -6,38 +6,32 @@ layers. Every layer is calibrated on what the layers before it, quantized alread
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.kernels.reference import cap, layer_norm, rms_norm
 from engine.model.config import ModelConfig
-from engine.model.layerwise import OUT, STAGES, Layer
+from engine.model.layerwise import Layer, LayerwiseDecoder, Stream
 from engine.model.parse import read_config
-from engine.model.rotary import RotaryTables
 from engine.model.safetensors import DTYPES, TensorFiles
-from engine.model.spec import ModelSpec
 from engine.model.tensor_writer import TensorWriter
-from engine.model.tensors import check_tensors, expected_shapes, linear_specs
-from engine.model.texts import Outcome, Text, Texts
+from engine.model.tensors import LinearSpec, check_tensors, expected_shapes, linear_specs
+from engine.model.texts import Outcome, Texts
 from engine.quant.awq import input_scales, round_clipped
 from engine.quant.gptq import Gptq
 from engine.quant.grid import Grid, Method, Rounded, round_to_nearest
 from engine.quant.packed import pack, quantization_config, stored_tensors
-from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
+from engine.quant.storages.names import LAYERS, LM_HEAD
 
 METHODS = ("gptq", "awq", "rtn")
 
 Progress = Callable[[float], None]
 """Told the fraction that is done."""
-
-_LOGITS_AT_A_TIME = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +105,16 @@ def layer_bytes(config: ModelConfig) -> int:
     return 4 * (weights + sum(spec.in_features**2 for spec in specs))
 
 
+class _Streams(NamedTuple):
+    """What the texts have become between two layers."""
+
+    calibration: Stream
+    before: Stream
+    """Of the held-out texts, with the float weights."""
+    after: Stream
+    """Of the held-out texts, with the quantized weights."""
+
+
 def quantize(
     folder: Path,
     target: Path,
@@ -130,9 +134,9 @@ def quantize(
     config, files = check(folder, plan), TensorFiles(folder)
     names = expected_shapes(config)
     grids = dict(_grids(config, files, plan))
-    if plan.method == "rtn":
-        texts = replace(texts, calibration=())
-    streams = _Streams(config, files, texts, device)
+    decoder = LayerwiseDecoder(config, files, device)
+    held_out = decoder.start(texts.held_out)
+    streams = _Streams(decoder.start(() if plan.method == "rtn" else texts.calibration), held_out, held_out)
     with TensorWriter(target, dict(_announced(names, grids, files))) as writer:
         for name in names:
             if not name.startswith(LAYERS):
@@ -142,23 +146,73 @@ def quantize(
             def said(done: float, index: int = index) -> None:
                 progress((index + done) / config.num_layers)
 
-            tensors = _quantized_layer(Layer(config, index, files, device), grids, plan, streams, files, said)
+            layer = Layer(config, index, files, device)
+            tensors, streams = _quantized_layer(layer, decoder, streams, plan, grids, said)
+            del layer  # before the next one is read
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
-    return streams.outcome(files)
+    if not texts.held_out:
+        return Outcome(None, None)
+    return Outcome(decoder.perplexity(streams.before), decoder.perplexity(streams.after))
 
 
 def _quantized_layer(
     layer: Layer,
-    grids: Mapping[str, Grid],
-    plan: Plan,
+    decoder: LayerwiseDecoder,
     streams: _Streams,
-    files: TensorFiles,
+    plan: Plan,
+    grids: Mapping[str, Grid],
     progress: Progress,
-) -> dict[str, Tensor]:
-    """The tensors of a layer as the checkpoint has them, by their full names."""
-    rounded = _LayerQuantizer(layer, grids, plan, streams).run(progress)
-    return dict(_stored(layer, grids, rounded, files))
+) -> tuple[dict[str, Tensor], _Streams]:
+    """The tensors of a layer as the checkpoint has them, by their full names, and the streams after the layer."""
+    before = decoder.through(layer, streams.before)
+    if plan.method == "awq":
+        _fold(layer, decoder, streams.calibration, grids)
+    rounded: dict[str, Rounded] = {}
+
+    def round_weights(spec: LinearSpec, x: Tensor) -> None:
+        progress(len(rounded) / sum(len(one.parts) for one in layer.specs.values()))
+        hessian = _hessian(spec, x)
+        for part in spec.parts:
+            one = rounded[part.name] = plan.rounding(layer.weight(part.name), hessian, grids[part.name])
+            layer.tensors[f"{part.name}.weight"] = one.weight()
+
+    calibration = decoder.through(layer, streams.calibration, round_weights)
+    found = _Streams(calibration, before, decoder.through(layer, streams.after))
+    progress(1.0)
+    return _stored(layer, grids, rounded), found
+
+
+def _fold(layer: Layer, decoder: LayerwiseDecoder, calibration: Stream, grids: Mapping[str, Grid]) -> None:
+    """Multiplies the columns of linear maps as AWQ says, and divides what makes their inputs.
+
+    The scales are all chosen before the first is applied; none changes what another linear map sees.
+    """
+    chosen: list[tuple[LinearSpec, Tensor]] = []
+
+    def choose(spec: LinearSpec, x: Tensor) -> None:
+        hessian, names = _hessian(spec, x), [part.name for part in spec.parts]
+        if layer.before(spec) is not None:
+            weights = [layer.weight(name) for name in names]
+            chosen.append((spec, input_scales(weights, hessian, grids[names[0]], layer.heads(spec))))
+
+    decoder.through(layer, calibration, choose)
+    for spec, scales in chosen:
+        layer.scale_inputs(spec, scales)
+
+
+def _hessian(spec: LinearSpec, x: Tensor) -> Tensor:
+    """E[x x^T] over all tokens x [T, in]; empty without any.
+
+    Raises:
+        CheckpointError: it is not finite.
+    """
+    if not len(x):
+        return torch.empty(0)
+    hessian = x.T @ x / len(x)
+    if not hessian.isfinite().all():
+        raise CheckpointError(f"the calibration text gives {spec.parts[0].name} inputs that are not finite")
+    return hessian
 
 
 def _grids(config: ModelConfig, files: TensorFiles, plan: Plan) -> Iterator[tuple[str, Grid]]:
@@ -182,150 +236,12 @@ def _announced(
             yield name, (shape, DTYPES[files.entries[name].dtype])
 
 
-def _stored(
-    layer: Layer, grids: Mapping[str, Grid], rounded: Mapping[str, Rounded], files: TensorFiles
-) -> Iterator[tuple[str, Tensor]]:
-    for short, tensor in layer.weights.items():
-        full = f"{layer.prefix}{short}"
-        linear, _, kind = full.rpartition(".")
-        if linear in grids and kind == "weight":
-            for suffix, packed in pack(rounded[linear], grids[linear]).items():
-                yield f"{linear}.{suffix}", packed
-        else:
-            yield full, tensor.to(DTYPES[files.entries[full].dtype])
-
-
-class _LayerQuantizer:
-    """Rounds the linear maps of one layer, and takes the texts through it."""
-
-    def __init__(self, layer: Layer, grids: Mapping[str, Grid], plan: Plan, streams: _Streams) -> None:
-        self._layer = layer
-        self._grids = grids
-        self._plan = plan
-        self._streams = streams
-
-    def run(self, progress: Progress) -> dict[str, Rounded]:
-        """The linear maps by their full names."""
-        layer, streams = self._layer, self._streams
-        streams.before = streams.through(layer, streams.before)
-        if self._plan.method == "awq":
-            self._fold()
-        rounded: dict[str, Rounded] = {}
-        runs = streams.runs(layer, streams.calibration)
-        for done, stage in enumerate(STAGES):
-            progress(done / len(STAGES))
-            hessian = self._hessian(stage, [next(run) for run in runs])
-            for name in layer.linears[stage]:
-                full = f"{layer.prefix}{name}"
-                rounded[full] = self._plan.rounding(layer.weight(name), hessian, self._grids[full])
-                layer.weights[f"{name}.weight"] = rounded[full].weight()
-        streams.calibration = [next(run) for run in runs]
-        streams.after = streams.through(layer, streams.after)
-        progress(1.0)
-        return rounded
-
-    def _hessian(self, stage: str, inputs: Sequence[Tensor]) -> Tensor:
-        """E[x x^T] over all tokens x; empty without any.
-
-        Raises:
-            CheckpointError: it is not finite.
-        """
-        if not inputs:
-            return torch.empty(0)
-        hessian = inputs[0].new_zeros(inputs[0].shape[1], inputs[0].shape[1])
-        for x in inputs:
-            hessian.addmm_(x.T, x)
-        hessian /= sum(len(x) for x in inputs)
-        if not hessian.isfinite().all():
-            name = self._layer.linears[stage][0]
-            raise CheckpointError(
-                f"the calibration text gives {self._layer.prefix}{name} inputs that are not finite"
-            )
-        return hessian
-
-    def _fold(self) -> None:
-        """Multiplies the columns of linear maps as AWQ says, and divides what makes their inputs.
-
-        The scales are all chosen before the first is applied; none changes what another stage sees.
-        """
-        layer = self._layer
-        runs = self._streams.runs(layer, self._streams.calibration)
-        scales = {}
-        for stage in STAGES:
-            hessian = self._hessian(stage, [next(run) for run in runs])
-            if layer.before(stage) is None:
-                continue
-            names = layer.linears[stage]
-            shared = layer.heads if stage == OUT else None
-            grid = self._grids[f"{layer.prefix}{names[0]}"]
-            scales[stage] = input_scales([layer.weight(name) for name in names], hessian, grid, shared)
-        for stage, wanted in scales.items():
-            before = layer.before(stage)
-            assert before is not None
-            divided = layer.divide(before, wanted)
-            for name in layer.linears[stage]:
-                layer.weights[f"{name}.weight"] = layer.weight(name) * divided
-
-
-class _Streams:
-    """The activations of the texts between two layers, and what takes them from one layer to the next."""
-
-    def __init__(self, config: ModelConfig, files: TensorFiles, texts: Texts, device: torch.device) -> None:
-        self._config = config
-        self._texts = texts.held_out
-        every = [*texts.calibration, *texts.held_out]
-        longest = max((len(text.token_ids) for text in every), default=0)
-        self._tables = RotaryTables(config.spec, longest, device)
-        embedding = files.read(f"{EMBEDDING}.weight")
-
-        scale = config.spec.embedding_scale
-
-        def embedded(texts: Sequence[Text]) -> list[Tensor]:
-            return [embedding[text.token_ids].to(device, torch.float32) * scale for text in texts]
-
-        self.calibration = embedded(texts.calibration)
-        self.before = embedded(texts.held_out)
-        """Of the held-out texts, with the float weights."""
-        self.after = list(self.before)
-        """Of the held-out texts, with the quantized weights."""
-
-    def runs(self, layer: Layer, hidden: Sequence[Tensor]) -> list[Iterator[Tensor]]:
-        return [layer.run(x, self._tables) for x in hidden]
-
-    def through(self, layer: Layer, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """What a layer makes of them."""
-        return [deque(run, maxlen=1).pop() for run in self.runs(layer, hidden)]
-
-    def outcome(self, files: TensorFiles) -> Outcome:
-        if not self._texts:
-            return Outcome(None, None)
-        return Outcome(self._perplexity(self.before, files), self._perplexity(self.after, files))
-
-    def _perplexity(self, hidden: Sequence[Tensor], files: TensorFiles) -> float:
-        """e to the mean negative log likelihood of the tokens that count."""
-        spec = self._config.spec
-        norm = files.read(f"{spec.final_norm.name}.weight").to(hidden[0]) + spec.final_norm.offset
-        head = files.read(f"{EMBEDDING if spec.ties_embeddings else LM_HEAD}.weight")
-        rows, targets = [], []
-        for text, x in zip(self._texts, hidden, strict=True):
-            counted = torch.tensor(
-                [False, *text.counted[1:]] if text.counted else [False] + [True] * (len(x) - 1)
-            )
-            rows.append(x[counted.roll(-1).to(x.device)])
-            targets.append(torch.tensor(text.token_ids)[counted])
-        kernel = layer_norm if spec.final_norm.is_centered else rms_norm
-        normed = kernel(torch.cat(rows), norm, spec.norm_eps)
-        return math.exp(_mean_surprise(normed, torch.cat(targets), head, spec))
-
-
-def _mean_surprise(x: Tensor, targets: Tensor, head: Tensor, spec: ModelSpec) -> float:
-    """The mean of -log p(target) for hidden states x [N, hidden] and an output head [vocab, hidden] of any type."""
-
-    def capped(logits: Tensor) -> Tensor:
-        return cap(logits, spec.logit_scale, spec.logit_softcap)
-
-    total = x.new_full((len(x),), -torch.inf)
-    for rows in torch.split(head, max(1, _LOGITS_AT_A_TIME // len(x))):
-        total = torch.logaddexp(total, capped(x @ rows.to(x).T).logsumexp(-1))
-    chosen = capped((x * head[targets].to(x)).sum(-1))
-    return float((total - chosen).double().mean())
+def _stored(layer: Layer, grids: Mapping[str, Grid], rounded: Mapping[str, Rounded]) -> dict[str, Tensor]:
+    """The tensors of a layer as the checkpoint has them, by their full names."""
+    packed = {
+        f"{module}.{suffix}": tensor
+        for module, one in rounded.items()
+        for suffix, tensor in pack(one, grids[module]).items()
+    }
+    others = layer.tensors.keys() - {f"{module}.weight" for module in rounded}
+    return packed | {name: layer.tensors[name].to(layer.dtype(name)) for name in others}

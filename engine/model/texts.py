@@ -24,14 +24,13 @@ class Texts:
     """Their perplexity is measured with the float weights and with the quantized ones."""
 
     def num_bytes(self, config: ModelConfig) -> int:
-        """The memory of their activations."""
-        widest = max(
-            config.hidden_size + max(config.q_size, config.intermediate_size), 2 * config.hidden_size
-        )
+        """The memory of their activations, at the widest part of a layer."""
+        between = 2 * (config.hidden_size + config.kv_size)
+        inside = max(3 * (config.q_size + config.kv_size), config.hidden_size + config.intermediate_size)
         calibrated, held = (
             sum(len(text.token_ids) for text in texts) for texts in (self.calibration, self.held_out)
         )
-        return 4 * (calibrated * widest + held * 2 * config.hidden_size)
+        return 4 * (calibrated * (between + inside) + held * between)
 
 
 @dataclass(frozen=True, slots=True)

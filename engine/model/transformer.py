@@ -103,14 +103,27 @@ class Decoder:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        kernels, weights, spec = self.kernels, self.weights, self.config.spec
-        step = _Step(batch, self)
-        assert isinstance(weights.embedding, Tensor)
-        hidden = embed(batch.token_ids, weights.embedding, kernels.ranks).to(kernels.activation_dtype)
-        if self.embedding_scale != 1.0:
-            hidden = hidden * self.embedding_scale
-        delta = None
-        for i, (layer, own) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        hidden, delta = self.layers(self.embedded(batch), batch)
+        rows = batch.sample_rows
+        if rows.numel() != hidden.shape[0] or batch.max_query_len != 1:  # else they are all rows, in order
+            hidden, delta = hidden.index_select(0, rows), delta.index_select(0, rows)
+        return self.normed(hidden, delta)
+
+    def embedded(self, batch: Batch) -> Tensor:
+        """The residual stream [T, hidden] before the first layer."""
+        assert isinstance(self.weights.embedding, Tensor)
+        hidden = embed(batch.token_ids, self.weights.embedding, self.kernels.ranks)
+        hidden = hidden.to(self.kernels.activation_dtype)
+        return hidden if self.embedding_scale == 1.0 else hidden * self.embedding_scale
+
+    def layers(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Takes the residual stream [T, hidden] through all layers.
+
+        Returns:
+            The stream, and what the last part of the last layer adds to it.
+        """
+        spec, step, delta = self.config.spec, _Step(batch, self), None
+        for i, (layer, own) in enumerate(zip(spec.layers, self.weights.layers, strict=True)):
             hidden, x = self._read(hidden, delta, layer.input_norm, own.input_norm)
             delta = self._added(layer, layer.attention_norm, own.attention_norm, self._attend(i, x, step))
             if layer.is_parallel:
@@ -119,10 +132,11 @@ class Decoder:
             hidden, x = self._read(hidden, delta, layer.post_norm, own.post_norm)
             delta = self._added(layer, layer.feed_forward_norm, own.feed_forward_norm, own.feed_forward(x))
         assert delta is not None
-        rows = batch.sample_rows
-        if rows.numel() != hidden.shape[0] or batch.max_query_len != 1:  # else they are all rows, in order
-            hidden, delta = hidden.index_select(0, rows), delta.index_select(0, rows)
-        return self._read(hidden, delta, spec.final_norm, weights.final_norm)[1]
+        return hidden, delta
+
+    def normed(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        """The final norm of rows of the residual stream and what is added to them."""
+        return self._read(hidden, delta, self.config.spec.final_norm, self.weights.final_norm)[1]
 
     def _read(
         self, hidden: Tensor, delta: Tensor | None, norm: Norm | None, weight: Tensor | None

@@ -127,7 +127,9 @@ def in_our_order(part: Part, tensors: NamedTensors) -> NamedTensors:
 class Reader:
     """Takes tensors off the files, counts the bytes, and packs linear maps."""
 
-    def __init__(self, files: Files, kernels: Kernels, progress: Progress, total: int) -> None:
+    def __init__(
+        self, files: Files, kernels: Kernels, progress: Progress = lambda *_: None, total: int = 0
+    ) -> None:
         self.kernels = kernels
         self._files = files
         self._progress = progress

@@ -1,18 +1,21 @@
-"""Layers that stop before each of their linear maps, against transformers."""
+"""Layers that run one at a time, against transformers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
-from engine.model.layerwise import OUT, STAGES, Layer
+from engine.model.layerwise import Layer, LayerwiseDecoder
 from engine.model.parse import read_config
-from engine.model.rotary import RotaryTables
 from engine.model.safetensors import TensorFiles
+from engine.model.tensors import LinearSpec
+from engine.model.texts import Text
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.families import TINY
 
@@ -21,70 +24,84 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
 }
 LENGTH = 40
-INPUT_NORM = "input_layernorm"
+INPUT_NORM = "model.layers.0.input_layernorm"
 
 
-def layers_of(folder: Path) -> list[Layer]:
-    config, files = read_config(folder), TensorFiles(folder)
-    return [Layer(config, index, files, torch.device("cpu")) for index in range(config.num_layers)]
+def decoder_of(folder: Path) -> tuple[LayerwiseDecoder, list[Layer]]:
+    config, files, device = read_config(folder), TensorFiles(folder), torch.device("cpu")
+    layers = [Layer(config, index, files, device) for index in range(config.num_layers)]
+    return LayerwiseDecoder(config, files, device), layers
+
+
+def check_layers(folder: Path) -> None:
+    """Compares the stream after each layer with that of transformers, for two texts of different lengths."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = torch.randint(6, 500, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    texts = [Text(ids[0].tolist()), Text(ids[0, :7].tolist())]
+    with torch.no_grad():
+        states = model.model(ids, output_hidden_states=True).hidden_states
+    decoder, layers = decoder_of(folder)
+    stream = decoder.start(texts)
+    for number, layer in enumerate(layers):
+        expected = torch.cat([states[number][0], states[number][0, :7]])
+        torch.testing.assert_close(stream.hidden, expected, rtol=1e-3, atol=1e-3)
+        seen: list[tuple[LinearSpec, Tensor]] = []
+        stream = decoder.through(layer, stream, lambda *given: seen.append(given))  # noqa: B023
+        shapes = [(spec, x.shape) for spec, x in seen]
+        assert shapes == [(spec, (LENGTH + 7, spec.in_features)) for spec in layer.specs.values()]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_layer_is_that_of_transformers(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
-    folder = make_checkpoint(family, tmp_path, **overrides)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.randint(6, 500, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        states = model.model(ids, output_hidden_states=True).hidden_states
-    tables = RotaryTables(read_config(folder).spec, LENGTH)
-    for number, layer in enumerate(layers_of(folder)[:-1]):  # the last state is behind the final norm
-        *inputs, output = layer.run(states[number][0], tables)
-        torch.testing.assert_close(output, states[number + 1][0], rtol=1e-3, atol=1e-3)
-        widths = [layer.weight(layer.linears[stage][0]).shape[1] for stage in STAGES]
-        assert [x.shape for x in inputs] == [(LENGTH, width) for width in widths]
+    check_layers(make_checkpoint(family, tmp_path, **overrides))
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_a_layer_of_any_family_is_that_of_transformers(family: str, tmp_path: Path) -> None:
-    folder = TINY[family].make(tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    ids = torch.randint(6, 500, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        states = model.model(ids, output_hidden_states=True).hidden_states
-    tables = RotaryTables(read_config(folder).spec, LENGTH)
-    for number, layer in enumerate(layers_of(folder)[:-1]):
-        *_, output = layer.run(states[number][0], tables)
-        torch.testing.assert_close(output, states[number + 1][0], rtol=1e-3, atol=1e-3)
+    check_layers(TINY[family].make(tmp_path))
+
+
+def test_the_scale_of_an_embedding_is_rounded_to_its_type(tmp_path: Path) -> None:
+    """The model that is served rounds it, too."""
+    folder = make_checkpoint("llama", tmp_path, dtype="bfloat16")
+    config, files = read_config(folder), TensorFiles(folder)
+    scaled = replace(config, spec=replace(config.spec, embedding_scale=64.3))
+    stream = LayerwiseDecoder(scaled, files, torch.device("cpu")).start([Text([7, 8])])
+    rows = files.read("model.embed_tokens.weight")[[7, 8]].float()
+    assert torch.equal(stream.hidden, rows * torch.tensor(64.3).bfloat16().float())
+    assert not torch.equal(stream.hidden, rows * 64.3)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_dividing_what_makes_the_inputs_of_a_stage(variant: str, stage: str, tmp_path: Path) -> None:
-    """With the columns multiplied, the layer is what it was; without, it is not."""
+@pytest.mark.parametrize("field", ["qkv", "o", "gate_up", "down"])
+def test_scaling_the_inputs_of_a_linear_map(variant: str, field: str, tmp_path: Path) -> None:
+    """The layer is what it was; with what makes the inputs divided, and no more, it is not."""
     family, overrides = VARIANTS[variant]
     folder = make_checkpoint(family, tmp_path, **{**overrides, "dtype": "bfloat16"})
-    layer = layers_of(folder)[0]
-    config = read_config(folder)
-    tables = RotaryTables(config.spec, LENGTH)
+    decoder, (layer, *_) = decoder_of(folder)
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(LENGTH, config.hidden_size, generator=generator)
-    *_, before = layer.run(x, tables)
+    stream = decoder.start([Text(list(range(6, 6 + LENGTH)))])
+    stream = replace(stream, hidden=torch.randn(stream.hidden.shape, generator=generator))
+    before = decoder.through(layer, stream).hidden
 
-    divisor = layer.before(stage)
-    assert divisor is not None
-    scales = torch.rand(layer.weight(layer.linears[stage][0]).shape[1], generator=generator) + 0.5
-    if stage == OUT:
-        kv_heads, sharing, head_dim = layer.heads
-        scales = scales.view(kv_heads, sharing, head_dim)[:, :1].expand(-1, sharing, -1).flatten()
-    applied = layer.divide(divisor, scales)
-    torch.testing.assert_close(applied, scales, rtol=0.01, atol=0)  # norms are rounded to bfloat16
-    *_, apart = layer.run(x, tables)
-    for name in layer.linears[stage]:
-        layer.weights[f"{name}.weight"] = layer.weight(name) * applied
-    *_, after = layer.run(x, tables)
+    spec, plain = layer.specs[field], dict(layer.tensors)
+    scales = torch.rand(spec.in_features, generator=generator) + 0.5
+    if (heads := layer.heads(spec)) is not None:
+        assert field == "o"
+        scales = scales.view(heads)[:, :1].expand(heads).flatten()
+    layer.scale_inputs(spec, scales)
+    after = decoder.through(layer, stream).hidden
+    names = [f"{part.name}.weight" for part in spec.parts]
+    for name in names:
+        applied = (layer.tensors[name] / plain[name]).nan_to_num(1.0)
+        torch.testing.assert_close(
+            applied, scales.expand(applied.shape), rtol=0.01, atol=0
+        )  # norms are rounded to bfloat16
+    layer.tensors |= {name: plain[name] for name in names}
+    apart = decoder.through(layer, stream).hidden
     assert (apart - before).abs().max() > 0.05
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
     norm = layer.weight(INPUT_NORM)
@@ -92,9 +109,12 @@ def test_dividing_what_makes_the_inputs_of_a_stage(variant: str, stage: str, tmp
 
 
 def test_a_norm_that_is_0_stays_so(tmp_path: Path) -> None:
-    layer = layers_of(make_checkpoint("llama", tmp_path))[0]
-    layer.weights[f"{INPUT_NORM}.weight"][3] = 0
-    applied = layer.divide(INPUT_NORM, torch.full((64,), 2.0))
+    _, (layer, *_) = decoder_of(make_checkpoint("llama", tmp_path))
+    layer.weight(INPUT_NORM)[3] = 0
+    spec = layer.specs["qkv"]
+    plain = layer.weight(spec.parts[0].name)
+    layer.scale_inputs(spec, torch.full((64,), 2.0))
+    scaled = layer.weight(spec.parts[0].name)
     assert layer.weight(INPUT_NORM)[3] == 0
-    assert applied[3] == 1
-    assert (applied[4:] == 2).all()
+    assert torch.equal(scaled[:, 3], plain[:, 3])
+    assert torch.equal(scaled[:, 4:], plain[:, 4:] * 2)

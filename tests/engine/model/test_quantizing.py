@@ -109,8 +109,10 @@ def test_penstock_reads_what_was_meant(bits: int, symmetric: bool, tmp_path: Pat
         layer = Layer(read_config(folder), index, TensorFiles(folder), CPU)
         expected = torch.cat(
             [
-                plan.rounding(layer.weight(name), torch.empty(0), plan.grid(index, torch.float16)).weight()
-                for name in layer.linears["qkv"]
+                plan.rounding(
+                    layer.weight(part.name), torch.empty(0), plan.grid(index, torch.float16)
+                ).weight()
+                for part in layer.specs["qkv"].parts
             ]
         )
         assert isinstance(found.qkv, DenseLinear)
@@ -162,7 +164,8 @@ def test_sizes(tmp_path: Path) -> None:
     hidden, inner, kv = 64, 112, 32
     weights = hidden * (hidden + 2 * kv) + hidden * hidden + 3 * hidden * inner
     assert layer_bytes(config) == 4 * (weights + 3 * hidden**2 + inner**2)
-    assert texts().num_bytes(config) == 4 * 48 * (12 * (hidden + inner) + 2 * 2 * hidden)
+    between = 2 * hidden + 2 * kv
+    assert texts().num_bytes(config) == 4 * 48 * (12 * (between + 3 * (hidden + kv)) + 2 * between)
 
 
 def test_a_checkpoint_that_is_quantized_already(tmp_path: Path) -> None:
