@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
+from engine.launching import launch_fitting
 from engine.planning.block_map import BlockMap, block_map
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
-from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Drafting
 from engine.planning.grammars import ForcedTokens, Grammars
 from engine.planning.lookup import Lookup
@@ -35,7 +35,6 @@ from engine.planning.step import (
     RequestQueue,
     Runner,
     RunnerFacts,
-    StepInFlight,
     StepLoad,
     StepReport,
     StepResult,
@@ -86,16 +85,6 @@ class _Flight:
     wait: Callable[[], StepResult]
     """Waits for what the step brings; raises what its launch failed with, if it did."""
     started_s: float
-
-
-class _NoStep:
-    """Nothing was left of a step that the device had no room for: its beams gave way."""
-
-    def choose(self) -> None:
-        pass
-
-    def wait(self) -> StepResult:
-        return StepResult([])
 
 
 class Engine:
@@ -255,9 +244,15 @@ class Engine:
         facts, step_seconds = self._facts, self._queue.step_seconds
         if not facts.max_drafts:
             return None
-        model = None if facts.draft is None else DraftModel(facts.draft, self._clock, step_seconds)
-        forced = None if self._grammars is None else ForcedTokens()
-        return Drafting(Lookup(), facts.max_drafts, model, self._clock, forced, facts.max_rows, step_seconds)
+        return Drafting(
+            Lookup(),
+            facts.max_drafts,
+            has_model=facts.has_draft_model,
+            forced=None if self._grammars is None else ForcedTokens(),
+            clock=self._clock,
+            max_rows=facts.max_rows,
+            step_seconds=step_seconds,
+        )
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""
@@ -435,34 +430,3 @@ def _drafts(plan: Plan) -> dict[str, DraftCount]:
 
 def _raise(error: Exception) -> StepResult:
     raise error
-
-
-def launch_fitting(
-    runner: Runner, scheduler: Scheduler, plan: Plan, limit: Callable[[], None] = lambda: None
-) -> StepInFlight:
-    """Launches a step and the choice of its tokens; the step is halved until the device has room for it.
-
-    Args:
-        limit: is called between the two, while the pass runs: it sets the plan's masks.
-
-    Raises:
-        OutOfMemory: there is no room for a single token.
-        Exception: see Runner.launch.
-    """
-    while plan.chunks:
-        num_tokens = plan.num_tokens
-        try:
-            step = runner.launch(plan)
-            limit()
-            step.choose()
-            return step
-        except OutOfMemory as error:
-            if not scheduler.shrink(plan):
-                raise
-            log.warning(
-                "the device has no room for a step of %d tokens, %d are tried: %s",
-                num_tokens,
-                plan.num_tokens,
-                error,
-            )
-    return _NoStep()

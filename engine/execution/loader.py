@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.execution.buffers import StepBuffers
-from engine.execution.drafter import LoadedDraft, Translation
 from engine.execution.measuring import measure_steps, run_largest
 from engine.execution.memory import (
     NO_DRAFT,
@@ -40,7 +40,7 @@ from engine.kernels.select import check_native, native_kernels, select
 from engine.kernels.sequence_table import SequenceTable
 from engine.model.checkpoint import read_config
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.drafts import DraftSource, SharedTokens, check_draft
+from engine.model.drafts import DraftSource, SharedTokens, Translation, check_draft
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.eagle import EagleConfig, check_eagle, is_eagle, read_eagle
 from engine.model.eagle_weights import (
@@ -65,6 +65,8 @@ MAX_WINDOWED_TOKENS = 1 << 17
 
 _FEATURES = torch.bfloat16
 """The type of what a head reads of its target."""
+_MOST_CAPTURED = 64
+"""Sequences of the largest pass of a draft model that is captured, of about two tokens each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,26 @@ class LoadedModel:
     buffers: StepBuffers | None
     """None if no steps are captured."""
     memory: MemoryPlan
+    features: Tensor | None = None
+    """[blocks, block size, width], what it keeps of its tokens for a head: see `NativeTaps`."""
     draft: LoadedDraft | None = None
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies all that belongs to the tokens of these blocks; what a draft model has of a copy counts as lost."""
+        self.kv.copy_blocks(sources, targets)
+        if self.features is not None:
+            self.features[targets.long()] = self.features[sources.long()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDraft(LoadedModel):
+    """A draft model. Its cache has blocks of the same numbers as that of the model that it drafts for, whose tables of
+    the running sequences, sampler and buffers are its own, too."""
+
+    reads_target: bool = False
+    """Whether it is a head: what the target computed of a token, which it reads, is better than what it makes of it."""
+    native: NativeDraft | None = None
+    """All its passes in one call; it needs the target's numbers of tokens."""
 
 
 def load_model(
@@ -150,7 +171,7 @@ def load_model(
     memory = replace(memory, num_blocks=agreed(memory.num_blocks, ranks))
     kv = KVCache(KVLayout.of(config, options.block_size), memory.num_blocks, kernels.kv_dtype, device)
     decoder = make_decoder(config, weights, kernels, kv, max_model_len)
-    return LoadedModel(
+    model = LoadedModel(
         config=config,
         options=options,
         device=device,
@@ -163,18 +184,8 @@ def load_model(
         sampler=sampler,
         buffers=buffers,
         memory=memory,
-        draft=None if companion is None else companion.load(_Target(weights, decoder, kv, max_model_len)),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A loaded model that is drafted for."""
-
-    weights: Weights
-    decoder: ForwardPass
-    kv: KVCache
-    max_model_len: int
+    return model if companion is None else companion.attach(model, weights)
 
 
 class _Companion(Protocol):
@@ -183,7 +194,7 @@ class _Companion(Protocol):
     @property
     def size(self) -> DraftSize: ...
 
-    def load(self, target: _Target) -> LoadedDraft: ...
+    def attach(self, target: LoadedModel, weights: Weights) -> LoadedModel: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,36 +205,34 @@ class _Draft:
     vocab: int
     """The tokens of the target."""
     kernels: Kernels
+    beside: KVLayout
+    """The layout of the target's cache."""
     options: LoadOptions
     tokens: SharedTokens | None
 
     @property
     def size(self) -> DraftSize:
         config, kernels = self.source.config, self.kernels
-        layout = KVLayout.of(config, self.options.block_size, keeps_all=True)
-        return DraftSize(weight_bytes(config, kernels, self.source.recipe), layout.block_bytes(kernels.kv_dtype))
+        layout = KVLayout.of(config, self.options.block_size, beside=self.beside)
+        return DraftSize(
+            weight_bytes(config, kernels, self.source.recipe), layout.block_bytes(kernels.kv_dtype)
+        )
 
-    def load(self, target: _Target) -> LoadedDraft:
+    def attach(self, target: LoadedModel, weights: Weights) -> LoadedModel:  # noqa: ARG002
         config, kernels = self.source.config, self.kernels
-        weights = load_weights(config, self.source.files, kernels, lambda *_: None, self.source.recipe)
-        kv, longest = _kv_beside(target, config, kernels), _longest(target, self.options)
-        decoder, lm_head = make_decoder(config, weights, kernels, kv, longest), weights.lm_head
-        native, translation = None, None
-        can_be_captured = kernels.is_static and self.options.cuda_graphs
+        own = load_weights(config, self.source.files, kernels, lambda *_: None, self.source.recipe)
+        kv = _kv_beside(target, config, kernels)
+        decoder = make_decoder(config, own, kernels, kv, _longest(target))
+        lm_head, native = own.lm_head, None
         if self.tokens is not None or config.vocab_size != self.vocab:
             translation = Translation.of(self.tokens, self.vocab, config.vocab_size).to(kernels.device)
+            decoder, lm_head = translation.decoder(decoder), translation.head(lm_head)
         elif kernels.team is not None:
             assert isinstance(decoder, NativeDecoder)
             assert isinstance(lm_head, PackedLinear)
             native = NativeDraft(kernels.team, decoder, lm_head)
-        return LoadedDraft(
-            decoder=decoder,
-            lm_head=lm_head,
-            kv=kv,
-            native=native,
-            translation=translation,
-            graph_dtype=kernels.activation_dtype if can_be_captured else None,
-        )
+        draft = _draft_of(target, config, kernels, kv, decoder, lm_head, native=native)
+        return replace(target, draft=draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +245,8 @@ class _Head:
     taps: tuple[int, ...]
     """So many layers of the target are done where the head reads."""
     kernels: Kernels
+    beside: KVLayout
+    """The layout of the target's cache."""
     options: LoadOptions
 
     @property
@@ -245,35 +256,68 @@ class _Head:
         if has_embedding(self.files):
             num_loose += config.vocab_size * config.hidden_size
         weights = tensor_bytes(eagle_specs(self.config, self.recipe).values(), num_loose, kernels)
-        block = KVLayout.of(config, block_size, keeps_all=True).block_bytes(kernels.kv_dtype)
+        block = KVLayout.of(config, block_size, beside=self.beside).block_bytes(kernels.kv_dtype)
         return DraftSize(weights, block + block_size * config.hidden_size * _FEATURES.itemsize)
 
-    def load(self, target: _Target) -> LoadedDraft:
+    def attach(self, target: LoadedModel, weights: Weights) -> LoadedModel:
         config, kernels = self.config, self.kernels
-        weights = load_eagle(config, self.files, kernels, self.recipe)
-        kv, longest = _kv_beside(target, config.layer, kernels), _longest(target, self.options)
+        own = load_eagle(config, self.files, kernels, self.recipe)
+        kv = _kv_beside(target, config.layer, kernels)
         features = torch.zeros((kv.num_blocks, kv.block_size, config.layer.hidden_size), dtype=_FEATURES)
-        embedding = target.weights.rows if weights.embedding is None else weights.embedding
-        decoder = make_head(config, weights, embedding, kernels, kv, features, longest)
-        lm_head, fuse, (a, b, c) = weights.lm_head, weights.fuse, self.taps
+        embedding = weights.rows if own.embedding is None else own.embedding
+        decoder = make_head(config, own, embedding, kernels, kv, features, _longest(target))
+        lm_head, fuse, (a, b, c) = own.lm_head, own.fuse, self.taps
         assert kernels.team is not None
         assert isinstance(target.decoder, NativeDecoder)
         assert isinstance(lm_head, PackedLinear)
         assert isinstance(fuse, PackedLinear)
         target.decoder.tap(NativeTaps(after=(a, b, c), fuse=fuse, features=features))
-        native = NativeDraft(kernels.team, decoder, lm_head, weights.drafted)
-        return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, native=native, features=features)
+        native = NativeDraft(kernels.team, decoder, lm_head, own.drafted)
+        draft = _draft_of(
+            target, config.layer, kernels, kv, decoder, lm_head, native=native, reads_target=True
+        )
+        return replace(target, features=features, draft=draft)
 
 
-def _kv_beside(target: _Target, config: ModelConfig, kernels: Kernels) -> KVCache:
+def _draft_of(
+    target: LoadedModel,
+    config: ModelConfig,
+    kernels: Kernels,
+    kv: KVCache,
+    decoder: ForwardPass,
+    lm_head: Linear,
+    *,
+    native: NativeDraft | None = None,
+    reads_target: bool = False,
+) -> LoadedDraft:
+    most = min(target.options.max_num_seqs, _MOST_CAPTURED)
+    return LoadedDraft(
+        config=config,
+        options=replace(target.options, max_drafts=0, max_num_seqs=most, max_batch_tokens=2 * most),
+        device=target.device,
+        kernels=kernels,
+        max_model_len=target.max_model_len,
+        decoder=decoder,
+        lm_head=lm_head,
+        kv=kv,
+        table=target.table,
+        sampler=target.sampler,
+        buffers=target.buffers if kernels.is_static else None,
+        memory=target.memory,
+        native=native,
+        reads_target=reads_target,
+    )
+
+
+def _kv_beside(target: LoadedModel, config: ModelConfig, kernels: Kernels) -> KVCache:
     """A draft's cache, of as many blocks as the target's."""
-    layout = KVLayout.of(config, target.kv.block_size, keeps_all=True)
+    layout = KVLayout.of(config, target.kv.block_size, beside=target.kv.layout)
     return KVCache(layout, target.kv.num_blocks, kernels.kv_dtype, kernels.device)
 
 
-def _longest(target: _Target, options: LoadOptions) -> int:
+def _longest(target: LoadedModel) -> int:
     """The positions that a draft needs: what is drafted beyond the end is of no use, and no harm."""
-    return target.max_model_len + options.max_drafts
+    return target.max_model_len + target.options.max_drafts
 
 
 def _open_companion(
@@ -330,7 +374,8 @@ def _open_draft(
     some = "" if tokens is None else f"; it has {sum(i >= 0 for i in tokens.same)} of the model's tokens"
     say(f"the draft model is {folder}{some}")
     own = _own_kernels(kernels, config, options, say)
-    return _Draft(Checkpoint(config, files, recipe), target.vocab_size, own, options, tokens)
+    beside = KVLayout.of(target, options.block_size)
+    return _Draft(Checkpoint(config, files, recipe), target.vocab_size, own, beside, options, tokens)
 
 
 def _open_head(
@@ -348,7 +393,7 @@ def _open_head(
     taps = config.taps_of(target)
     after = ", ".join(str(tap) for tap in sorted(taps))
     say(f"drafts come from the head {draft.folder}, which reads the model after {after} of its layers")
-    return _Head(config, files, recipe, taps, kernels, options)
+    return _Head(config, files, recipe, taps, kernels, KVLayout.of(target, options.block_size), options)
 
 
 def _check_native(config: ModelConfig, options: LoadOptions) -> None:

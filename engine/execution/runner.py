@@ -37,7 +37,7 @@ from engine.execution.uploads import send_apart
 from engine.execution.verification import Verification
 from engine.model.weights import Progress
 from engine.planning.request import NO_LIMIT, Request, SamplingParams, Sequence
-from engine.planning.step import Chunk, DeviceError, DraftChunk, OutOfMemory, Plan, RunnerFacts, StepResult
+from engine.planning.step import OPEN, Chunk, DeviceError, OutOfMemory, Plan, RunnerFacts, StepResult
 from engine.sampling.reference import logprobs_of
 from engine.sampling.tables import GRAPH_FILTERS, Filters
 from engine.sizes import size_text
@@ -89,7 +89,8 @@ class ModelRunner:
         if model.kernels.team is not None:
             # What is left for torch is small, and a second team of threads would take the first one's cores.
             torch.set_num_threads(1)
-        self._steps = Steps(model, self._make_device(model), self._progress)
+        self._steps = Steps(model)
+        self._steps.prepare(self._make_device(model), self._progress)
         num_ahead = int(model.device.type != "cpu") if self._num_ahead is None else self._num_ahead
         return RunnerFacts(
             num_blocks=model.kv.num_blocks,
@@ -101,8 +102,12 @@ class ModelRunner:
             max_drafts=model.options.max_drafts,
             max_rows=model.options.max_rows,
             max_scored=_MOST_SCORED if model.device.type == "cpu" else NO_LIMIT,
-            draft=self._steps.drafter,
+            has_draft_model=self._steps.drafter is not None,
         )
+
+    def draft(self, plan: Plan) -> list[list[int]]:
+        assert self.steps.drafter is not None
+        return self.steps.drafter.draft(plan)
 
     def launch(self, plan: Plan) -> LaunchedStep:
         return self.steps.launch(plan)
@@ -115,35 +120,47 @@ class ModelRunner:
 
 
 class Steps:
-    """The steps of one loaded model."""
+    """The steps of one loaded model.
+
+    Args:
+        target: if the model is a draft model, the steps of the one that it drafts for: their sequences have the same
+            seats, and their tokens are chosen in the same way.
+    """
 
     @torch.inference_mode()
-    def __init__(
-        self,
-        model: LoadedModel,
-        device: Device | None,
-        progress: Callable[[], AbstractContextManager[Progress]],
-    ) -> None:
+    def __init__(self, model: LoadedModel, target: Steps | None = None) -> None:
         self.model = model
-        self.seats = Seats(model.table, on_seat=self._seat, on_leave=model.sampler.release)
+        self.buffers = model.buffers
         self._refused: dict[Sequence, str] = {}
         """Sequences whose parameters the sampler cannot serve, and why."""
-        self.drafter = self._drafter()
-        self.buffers = model.buffers
-        self.passes, self.choices = self._ladders()
+        self.seats: Seats = self._new_seats() if target is None else target.seats
+        self.passes, choices = self._ladders()
+        self.choices: dict[Filters, Ladder] = choices if target is None else target.choices
+        self.drafter: Drafter | None = None
+        self.of_draft: Steps | None = None
+        """The steps of the model's draft model."""
+        if model.draft is not None:
+            self.of_draft = Steps(model.draft, self)
+            most = model.options.max_batch_tokens
+            self.drafter = Drafter(model.draft, self.seats, self.of_draft.launch, most)
+
+    @torch.inference_mode()
+    def prepare(
+        self, device: Device | None, progress: Callable[[], AbstractContextManager[Progress]]
+    ) -> None:
+        """Compiles and allocates what is made on first use, and captures graphs if there is a device that can."""
         self._warm_up()
         if device is not None and self.buffers is not None:
-            of_draft = [] if self.drafter is None else self.drafter.ladders
-            ladders = [self.passes, *self.choices.values(), *of_draft]
+            ladders = [self.passes, *self.choices.values()]
+            if self.of_draft is not None:
+                ladders.append(self.of_draft.passes)
             with progress() as told:
-                num_graphs, num_bytes = capture_all(ladders, device, told, model.kernels.ranks)
+                num_graphs, num_bytes = capture_all(ladders, device, told, self.model.kernels.ranks)
+            memory = self.model.memory
             log.info(
                 "%d CUDA graphs took %s, about %s were planned; the GPU has %s in use, and the largest step takes %s",
                 num_graphs,
-                *map(
-                    size_text,
-                    (num_bytes, model.memory.graphs, device.num_bytes_in_use(), model.memory.workspace),
-                ),
+                *map(size_text, (num_bytes, memory.graphs, device.num_bytes_in_use(), memory.workspace)),
             )
 
     @torch.inference_mode()
@@ -156,9 +173,7 @@ class Steps:
             placed = self.seats.place(plan, captured or shape)
             verification = self._verification(plan, placed, captured or shape) if shape.verifies else None
             if placed.copies is not None:
-                self.model.kv.copy_blocks(*placed.copies)
-                if self.model.draft is not None:
-                    self.model.draft.copy_blocks(*placed.copies)
+                self.model.copy_blocks(*placed.copies)
                 plan.copies = []
             found = None
             if captured is None:
@@ -171,6 +186,8 @@ class Steps:
         for sequence in sequences:
             self.seats.forget(sequence)
             self._refused.pop(sequence, None)
+            if self.drafter is not None:
+                self.drafter.forget(sequence)
 
     def wanted(self, plan: Plan, verification: Verification | None) -> list[Wanted]:
         """What each chunk of a step is to bring; one that does not sample brings nothing."""
@@ -178,7 +195,7 @@ class Steps:
             Wanted(
                 (place,) if verification is None else verification.rows_of[place],
                 chunk.drafts,
-                chunk.sequence.request.num_logprobs,
+                chunk.num_logprobs,
                 self._refused.get(chunk.sequence),
             )
             for place, chunk in enumerate(plan.chunks)
@@ -229,12 +246,8 @@ class Steps:
         self.passes.run(shape)
         return buffers.logits[: shape.num_rows], buffers.numbers[: shape.num_rows]
 
-    def _drafter(self) -> Drafter | None:
-        model = self.model
-        if model.draft is None:
-            return None
-        options, max_len = model.options, model.max_model_len + model.options.max_drafts
-        return Drafter(model.draft, model.sampler, self.seats.slot_of, options.max_batch_tokens, max_len)
+    def _new_seats(self) -> Seats:
+        return Seats(self.model.table, on_seat=self._seat, on_leave=self.model.sampler.release)
 
     def _ladders(self) -> tuple[Ladder, dict[Filters, Ladder]]:
         options, buffers = self.model.options, self.buffers
@@ -299,7 +312,8 @@ class Steps:
             step.choose()
             step.wait()
         if self.drafter is not None:
-            self.drafter.draft([DraftChunk(sequence, 0, 1)], 2)
+            open_chunk = Chunk(sequence, len(prompt) - 1, 3, samples=True, drafts=[OPEN, OPEN])
+            self.drafter.draft(Plan([open_chunk], num_tokens=3))
         self.forget([sequence])
         for filters in self.choices:
             self.choices[filters].run(StepShape(1, 1, 1, True, 1))

@@ -116,8 +116,8 @@ class KVLayout:
     block_size: int
 
     @classmethod
-    def of(cls, model: HasKV, block_size: int, *, keeps_all: bool = False) -> KVLayout:
-        """With `keeps_all`, a window is only what is attended, and all layers share one block table."""
+    def of(cls, model: HasKV, block_size: int, *, beside: KVLayout | None = None) -> KVLayout:
+        """The layout of a model; `beside` that of another, all layers lie in the first of its tables."""
         heads = [layer.attention for layer in model.layers]
         shapes = [
             KVShape(num_kv_heads=h.num_kv_heads, head_dim=h.head_dim, block_size=block_size) for h in heads
@@ -128,7 +128,7 @@ class KVLayout:
         for number, (own, shape) in enumerate(zip(heads, shapes, strict=True)):
             if own.shares is not None:
                 continue
-            planes = filled.setdefault(0 if keeps_all else own.window, [])
+            planes = filled.setdefault(own.window if beside is None else 0, [])
             room = (s for s in planes if shapes[s[0]] == shape and len(s) < widest // shape.block_elements)
             found = next(room, None)
             if found is None:
@@ -152,7 +152,7 @@ class KVLayout:
             places=tuple(
                 places[number if own.shares is None else own.shares] for number, own in enumerate(heads)
             ),
-            windows=tuple(windows),
+            windows=tuple(windows) if beside is None else beside.windows,
             num_planes=num_planes,
             block_size=block_size,
         )

@@ -247,6 +247,9 @@ class ParallelRunner:
         followers.wait_loaded()
         return facts
 
+    def draft(self, plan: Plan) -> list[list[int]]:  # noqa: ARG002
+        raise AssertionError("a model on several ranks has no draft model")
+
     def launch(self, plan: Plan) -> StepInFlight:
         with self.followers.needed():
             self.followers.tell(self._narrator.launch(plan))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as TokenIds
+
 from engine.planning.request import Sequence
 from engine.planning.step import Chunk, Plan
 
@@ -31,13 +33,18 @@ def cut(plan: Plan, chunk: Chunk, num_tokens: int) -> None:
     plan.num_tokens -= num_tokens
 
 
+def set_drafts(plan: Plan, chunk: Chunk, drafts: TokenIds[int], proposer: str = "") -> None:
+    """Gives a chunk these drafts in place of those that it has; its sequence has blocks for them."""
+    num_more = len(drafts) - len(chunk.drafts)
+    chunk.drafts, chunk.proposer = drafts, proposer if drafts else ""
+    chunk.num_tokens += num_more
+    chunk.sequence.num_computed += num_more
+    plan.num_tokens += num_more
+
+
 def drop_drafts(plan: Plan) -> int:
     """Leaves out all drafts of a plan; returns how many tokens they were."""
-    num_dropped = 0
+    num_dropped = plan.num_drafts
     for chunk in plan.chunks:
-        num_drafts, chunk.drafts, chunk.proposer = len(chunk.drafts), (), ""
-        chunk.num_tokens -= num_drafts
-        chunk.sequence.num_computed -= num_drafts
-        num_dropped += num_drafts
-    plan.num_tokens -= num_dropped
+        set_drafts(plan, chunk, ())
     return num_dropped

@@ -11,6 +11,9 @@ Under load, where each token of a step costs, the number of drafts fades to 0 by
 all. And whether drafts pay is measured (`pace.py`): steps without them are taken now and then where they do, and steps
 with them where they do not.
 
+Planning knows nothing of the draft model but that there is one. Its drafts are planned as a number, and are OPEN until
+the runner has made them.
+
 The choice follows DSpark's rule (most expected tokens for a step's time, over all sequences); see also Liu et al.,
 "Optimizing speculative decoding for serving large language models using goodput", 2024.
 """
@@ -26,11 +29,15 @@ from operator import mul
 from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
+from engine.planning.chunks import set_drafts
 from engine.planning.pace import Pace
 from engine.planning.request import NO_LIMIT, DraftCount, Sequence
-from engine.planning.step import Chunk, Plan, StepSeconds
+from engine.planning.step import OPEN, Chunk, Plan, StepSeconds
 
 log = logging.getLogger("penstock.engine")
+
+DRAFT_MODEL = "draft"
+"""The draft model's name as a proposer."""
 
 _FIRST_RATE = 0.6
 """The share of drafts that are supposed to be right while nothing is known of a proposer."""
@@ -42,23 +49,21 @@ _PROBE_STEPS = 32
 """A model whose drafts do not pay is asked for one, of one sequence, after so many steps: that may have changed."""
 _REST_STEPS, _MOST_REST_STEPS = 256, 65_536
 """A proposer that failed is asked again after so many steps, and after twice as many each time that it fails again."""
+_LEARNING_OF_COSTS = 0.1
+"""The weight of the latest drafts in what the draft model takes."""
+_SPREAD = 16
+"""The tokens that the draft model has yet to read of a sequence are taken to serve so many steps."""
 
 
 class Proposer(Protocol):
-    """Guesses what comes next in sequences."""
+    """Guesses what comes next in sequences, at no cost."""
 
     name: str
     is_behind: bool
     """Whether it had no time, when it was asked last, to read all that it proposes from."""
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
-        """For each sequence, tokens that may follow those it has, which are all known; at most so many.
-
-        A sequence has blocks for the KV of its tokens and of so many more.
-        """
-
-    def seconds(self, sequences: list[Sequence], length: int) -> float:
-        """What it takes to propose so many tokens for each sequence; 0 while nobody knows."""
+        """For each sequence, tokens that may follow those it has, which are all known; at most so many."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended."""
@@ -72,6 +77,8 @@ class _Record:
     """By proposer: the share of its drafts that were right."""
     start: int = 0
     """The tokens that the sequence had when drafts were proposed last."""
+    num_read: int = 0
+    """The tokens that the draft model had read when it drafted last, its drafts included."""
     proposed: dict[str, list[int]] = field(default_factory=dict)
     """By proposer: those drafts, computed or not."""
 
@@ -85,11 +92,12 @@ class _Guess:
     length: int
     """No more can be used."""
     proposer: str = ""
+    rate: float = 0.0
+    """The share of the proposer's drafts that are supposed to be right."""
     drafts: list[int] = field(default_factory=list)
 
-    @property
-    def rate(self) -> float:
-        return self.record.rates[self.proposer]
+    def take(self, proposer: str, drafts: list[int]) -> None:
+        self.proposer, self.rate, self.drafts = proposer, self.record.rates[proposer], drafts
 
 
 class Drafting:
@@ -105,38 +113,42 @@ class Drafting:
         self,
         lookup: Proposer | None,
         most: int,
-        model: Proposer | None = None,
-        clock: Callable[[], float] = lambda: 0.0,
+        *,
+        has_model: bool = False,
         forced: Proposer | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
         max_rows: int = NO_LIMIT,
         step_seconds: StepSeconds = lambda *_: 0.0,
     ) -> None:
         """
         Args:
-            lookup: proposes at no cost.
-            forced: does so, too, and knows better where it proposes anything.
             most: drafts of one sequence in a step.
-            model: proposes at a cost.
+            has_model: whether the runner has a draft model.
+            forced: proposes at no cost, too, and knows better than the lookup where it proposes anything.
             clock: seconds; without one, drafting seems to take no time.
             max_rows: chunks and drafts that a step with drafts may have.
             step_seconds: what steps take, without the time it takes to make drafts; 0 stands for no matter what.
         """
         self.most = most
+        self.clock = clock
         self._max_rows = max_rows
         self._step_seconds = step_seconds
         self._priced = (0, 1e-9, 0.0)
         """Of the step that is planned: its tokens without drafts, its seconds, and what each draft adds to them."""
         self.failed: list[str] = []
-        self._lookup, self._model, self._forced = lookup, model, forced
-        self._clock = clock
+        self._proposers = [proposer for proposer in (lookup, forced) if proposer is not None]
+        self._has_model = has_model
+        self._model_share = 0.0
+        """The time of a pass of the model, in units of a step of the target with as many tokens."""
         self._num_steps = 0
         self._rests: dict[str, int] = {}
         """By proposer that failed: the steps that it rested for the last time."""
         self._rests_until: dict[str, int] = {}
         """By proposer that failed: the step from which on it is asked again."""
-        self._rates = {proposer.name: _FIRST_RATE for proposer in self._proposers}
+        names = [proposer.name for proposer in self._proposers] + [DRAFT_MODEL] * has_model
+        self._rates = dict.fromkeys(names, _FIRST_RATE)
         """By proposer: the share of drafts that were right, of all sequences."""
-        self._factors = {proposer.name: [1.0] * most for proposer in self._proposers}
+        self._factors = {name: [1.0] * most for name in names}
         """By proposer and position: how often drafts after right ones are right, in units of a sequence's rate."""
         self._records: dict[Sequence, _Record] = {}
         self._paces: dict[int, Pace] = {}
@@ -147,6 +159,8 @@ class Drafting:
         """Sequences that sample in the step that was planned last."""
         self._is_measured = False
         """Whether that step has nothing else."""
+        self._max_tokens = 0
+        """Tokens that that step might have."""
 
     @property
     def is_due(self) -> bool:
@@ -154,19 +168,20 @@ class Drafting:
 
         Then the last one is to come back before it is planned: drafts follow tokens that the host knows.
         """
-        return bool(self._proposers) and self._num_sampling > 0 and self._may_draft
+        return self._is_active and self._num_sampling > 0 and self._may_draft
 
     def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
-        """Adds drafts to a plan that is otherwise complete.
+        """Adds drafts to a plan that is otherwise complete; those of the draft model are OPEN.
 
         Args:
             num_tokens: the most that the whole step may have.
         """
         self._num_steps += 1
+        self._max_tokens = num_tokens
         self._num_sampling = num_sampling = sum(chunk.samples for chunk in plan.chunks)
         self._is_measured = num_sampling == plan.num_tokens
         room = min(num_tokens - plan.num_tokens, self._max_rows - len(plan.chunks))
-        if not self._proposers or not num_sampling:
+        if not self._is_active or not num_sampling:
             return
         pace = self._pace(num_sampling)
         if pace.drafts and any(chunk.sequence.num_pending > 1 for chunk in plan.chunks):
@@ -175,15 +190,42 @@ class Drafting:
         self._price(plan)
         if room <= 0 or not self._may_draft or not self._may_pay(plan, num_sampling):
             return
-        started = self._clock()
+        started = self.clock()
         guesses = [guess for chunk in plan.chunks if (guess := self._guess(chunk)) is not None]
-        self._look_up(guesses)
-        plan.is_behind = self._lookup is not None and self._lookup.is_behind
-        self._ask_model(guesses, plan, num_sampling, tables)
+        for proposer in self._proposers:
+            self._ask(proposer, guesses)
+        plan.is_behind = any(proposer.is_behind for proposer in self._proposers)
+        if self._has_model and not self._rests_now(DRAFT_MODEL):
+            self._leave_to_model(guesses, plan, num_sampling)
         for guess, count in zip(guesses, self._counts(guesses, plan, num_sampling, room), strict=True):
             if count:
                 _add(plan, guess, count, tables)
-        plan.drafting_s = self._clock() - started
+        plan.drafting_s = self.clock() - started
+
+    def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:
+        """Puts in the drafts that the draft model made, by open chunk; the places of those that it did not make go.
+
+        Args:
+            seconds: the time it took.
+        """
+        chunks = [chunk for chunk in plan.chunks if chunk.is_open]
+        plan.drafting_s += seconds
+        self._learn_costs(chunks, seconds)
+        for chunk, drafts in zip(chunks, made, strict=True):
+            record, guide = self._records[chunk.sequence], chunk.sequence.guide
+            if drafts:
+                record.num_read = len(chunk.sequence.token_ids) + len(drafts)
+            allowed = drafts if guide is None else guide.allowed(drafts)
+            if allowed:
+                record.proposed[DRAFT_MODEL] = allowed
+            set_drafts(plan, chunk, allowed, DRAFT_MODEL)
+
+    def give_up(self, plan: Plan) -> None:
+        """The draft model failed: the step goes on without the drafts that are open. Called where that is handled."""
+        for chunk in plan.chunks:
+            if chunk.is_open:
+                set_drafts(plan, chunk, ())
+        self._let_rest(DRAFT_MODEL)
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """Learns whether drafts pay from what a step took, and what it brought."""
@@ -200,23 +242,19 @@ class Drafting:
             if sequence.finish_reason is None:
                 continue
             self._records.pop(sequence, None)
-            for proposer in self._all_proposers:  # also those that rest, lest they keep what ended meanwhile
+            for proposer in self._proposers:  # also those that rest, lest they keep what ended meanwhile
                 try:
                     proposer.forget(sequence)
                 except Exception:
-                    self._let_rest(proposer)
+                    self._let_rest(proposer.name)
 
     @property
-    def _all_proposers(self) -> list[Proposer]:
-        every = (self._lookup, self._forced, self._model)
-        return [proposer for proposer in every if proposer is not None]
+    def _is_active(self) -> bool:
+        """Whether there is a proposer that does not rest."""
+        return not all(map(self._rests_now, self._rates))
 
-    @property
-    def _proposers(self) -> list[Proposer]:
-        return [proposer for proposer in self._all_proposers if not self._rests_now(proposer)]
-
-    def _rests_now(self, proposer: Proposer) -> bool:
-        return self._num_steps < self._rests_until.get(proposer.name, 0)
+    def _rests_now(self, name: str) -> bool:
+        return self._num_steps < self._rests_until.get(name, 0)
 
     @property
     def _may_draft(self) -> bool:
@@ -288,69 +326,88 @@ class Drafting:
         """How likely each of so many drafts is kept, of a sequence for which a share of `rate` is right."""
         return accumulate((min(1.0, rate * factor) for factor in self._factors[name][:num]), mul)
 
-    def _look_up(self, guesses: list[_Guess]) -> None:
-        lengths = [guess.length for guess in guesses]
-        for proposer in (self._lookup, self._forced):
-            if proposer is not None and not self._rests_now(proposer):
-                self._ask(proposer, guesses, lengths)
-
-    def _ask_model(self, guesses: list[_Guess], plan: Plan, num_sampling: int, tables: BlockTables) -> None:
-        """Has the model draft for the sequences for which it is the better proposer, if that pays."""
-        model = self._model
-        if model is None or self._rests_now(model):
-            return
-        name = model.name
-        better = [
-            guess
-            for guess in guesses
-            if (not guess.drafts or guess.rate < guess.record.rates[name]) and not _is_copied(guess, plan)
-        ]
-        if not better:
-            return
-        asked = [guess for guess in better if guess.record.rates[name] >= _LOWEST_RATE]
-        length = self._best_length(model, asked, plan, num_sampling) if asked else 0
-        self._num_idle_steps += 1
-        if length:
-            self._num_idle_steps = 0
-        elif self._num_idle_steps % _PROBE_STEPS == 0:
-            asked, length = [better[self._num_idle_steps // _PROBE_STEPS % len(better)]], 1
-        if length:
-            lengths = [min(length, guess.length) for guess in asked]
-            having_room = [
-                (guess, most)
-                for guess, most in zip(asked, lengths, strict=True)
-                if _grow(plan, guess.chunk, most, tables)
-            ]
-            self._ask(model, [guess for guess, _ in having_room], [most for _, most in having_room])
-
-    def _best_length(self, model: Proposer, asked: list[_Guess], plan: Plan, num_sampling: int) -> int:
-        """How many tokens the model is to draft for each: what brings the most tokens a second."""
-        num, sequences = len(asked), [guess.chunk.sequence for guess in asked]
-        rate = sum(guess.record.rates[model.name] for guess in asked) / num
-        shares = self._chances(model.name, rate, self.most)
-        best, best_value, expected = 0, num_sampling / self._seconds(plan.num_tokens), float(num_sampling)
-        for length, share in enumerate(shares, 1):
-            expected += num * share
-            seconds = self._seconds(plan.num_tokens + num * length) + model.seconds(sequences, length)
-            if expected / seconds > best_value:
-                best, best_value = length, expected / seconds
-        return best
-
-    def _ask(self, proposer: Proposer, guesses: list[_Guess], lengths: list[int]) -> None:
+    def _ask(self, proposer: Proposer, guesses: list[_Guess]) -> None:
         """Takes the proposer's drafts where it has any."""
-        if not guesses:
+        name = proposer.name
+        if not guesses or self._rests_now(name):
             return
         try:
-            found = proposer.propose([guess.chunk.sequence for guess in guesses], lengths)
+            found = proposer.propose(
+                [guess.chunk.sequence for guess in guesses], [guess.length for guess in guesses]
+            )
         except Exception:
-            self._let_rest(proposer)
+            self._let_rest(name)
             return
         for guess, proposed in zip(guesses, found, strict=True):
             guide = guess.chunk.sequence.guide
             drafts = proposed if guide is None else guide.allowed(proposed)
             if drafts:
-                guess.drafts, guess.proposer = drafts, proposer.name
-                guess.record.proposed[proposer.name] = drafts
+                guess.take(name, drafts)
+                guess.record.proposed[name] = drafts
+
+    def _leave_to_model(self, guesses: list[_Guess], plan: Plan, num_sampling: int) -> None:
+        """Leaves to the draft model the sequences for which it is the better proposer, if that pays."""
+        better = [
+            guess
+            for guess in guesses
+            if (not guess.drafts or guess.rate < guess.record.rates[DRAFT_MODEL])
+            and not _is_copied(guess, plan)
+        ]
+        if not better:
+            return
+        asked = [guess for guess in better if guess.record.rates[DRAFT_MODEL] >= _LOWEST_RATE]
+        length = self._best_length(asked, plan, num_sampling) if asked else 0
+        self._num_idle_steps = 0 if length else self._num_idle_steps + 1
+        if length:
+            for guess in asked:
+                guess.take(DRAFT_MODEL, [OPEN] * min(length, guess.length))
+        elif self._num_idle_steps % _PROBE_STEPS == 0:
+            guess = better[self._num_idle_steps // _PROBE_STEPS % len(better)]
+            guess.take(DRAFT_MODEL, [OPEN])
+            guess.rate = 1.0  # for it to be tried
+
+    def _best_length(self, asked: list[_Guess], plan: Plan, num_sampling: int) -> int:
+        """How many tokens the model is to draft for each: what brings the most tokens a second."""
+        num = len(asked)
+        rate = sum(guess.record.rates[DRAFT_MODEL] for guess in asked) / num
+        shares = self._chances(DRAFT_MODEL, rate, self.most)
+        num_late = self._num_late(guess.chunk for guess in asked)
+        best, best_value, expected = 0, num_sampling / self._seconds(plan.num_tokens), float(num_sampling)
+        for length, share in enumerate(shares, 1):
+            expected += num * share
+            seconds = self._seconds(plan.num_tokens + num * length)
+            seconds += self._model_seconds(num, length, num_late)
+            if expected / seconds > best_value:
+                best, best_value = length, expected / seconds
+        return best
+
+    # What the draft model takes
+
+    def _model_seconds(self, num: int, length: int, num_late: int) -> float:
+        """The time for so many drafts of `num` sequences, and a share of the time to catch up; 0 if it is unknown."""
+        return self._model_share * self._target_seconds(num, length, num_late // _SPREAD)
+
+    def _target_seconds(self, num: int, length: int, num_late: int) -> float:
+        """The time of steps of the target that have the tokens of the model's passes.
+
+        The host's work for all passes takes about as long as one more.
+        """
+        each_s, late_s = (self._step_seconds(late, num, 0) for late in (0, num_late))
+        return length * each_s + late_s
+
+    def _learn_costs(self, chunks: list[Chunk], seconds: float) -> None:
+        """Learns from what it took to make the drafts of these chunks, all of which are open."""
+        length = max(len(chunk.drafts) for chunk in chunks)
+        if target_s := self._target_seconds(len(chunks), length, self._num_late(chunks)):
+            weight = _LEARNING_OF_COSTS if self._model_share else 1.0
+            self._model_share += weight * (seconds / target_s - self._model_share)
+
+    def _num_late(self, chunks: Iterable[Chunk]) -> int:
+        """About how many tokens the model has to catch up before it drafts, as far as they fit into a pass."""
+        known = ((len(chunk.sequence.token_ids), self._records[chunk.sequence]) for chunk in chunks)
+        return min(self._max_tokens, sum(max(0, num - record.num_read - 2) for num, record in known))
+
+    # Choosing
 
     def _counts(self, guesses: list[_Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:
         """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
@@ -372,9 +429,8 @@ class Drafting:
             counts[place] += 1
         return counts
 
-    def _let_rest(self, proposer: Proposer) -> None:
-        """What failed may pass, as a lack of memory does; what does not is tried ever more rarely."""
-        name = proposer.name
+    def _let_rest(self, name: str) -> None:
+        """Lets a proposer rest that failed: the cause may pass, as a lack of memory does; if not, it rests longer."""
         steps = self._rests[name] = min(2 * self._rests.get(name, _REST_STEPS // 2), _MOST_REST_STEPS)
         self._rests_until[name] = self._num_steps + steps
         log.exception("drafting by %s failed, and rests for %d steps", name, steps)
@@ -391,25 +447,14 @@ def note_drafts(chunk: Chunk, num_brought: int) -> None:
 def _add(plan: Plan, guess: _Guess, count: int, tables: BlockTables) -> None:
     """Adds drafts to a chunk, if there are free blocks for them: nobody gives way for a guess."""
     chunk = guess.chunk
-    if not _grow(plan, chunk, count, tables):
+    copies = tables.grow(chunk.sequence, chunk.sequence.num_computed + count)
+    if copies is None:
         return
-    chunk.drafts, chunk.proposer = guess.drafts[:count], guess.proposer
-    chunk.num_tokens += count
-    chunk.sequence.num_computed += count
-    plan.num_tokens += count
+    plan.copies.extend(copies)
+    set_drafts(plan, chunk, guess.drafts[:count], guess.proposer)
 
 
 def _is_copied(guess: _Guess, plan: Plan) -> bool:
     """Whether a block of the sequence is yet to be copied: a head would find nothing in it."""
     blocks = guess.chunk.sequence.block_table
     return any(target in blocks for _, target in plan.copies)
-
-
-def _grow(plan: Plan, chunk: Chunk, count: int, tables: BlockTables) -> bool:
-    """Makes room for the KV of drafts; False if there are not enough free blocks."""
-    sequence = chunk.sequence
-    copies = tables.grow(sequence, sequence.num_computed + count)
-    if copies is None:
-        return False
-    plan.copies.extend(copies)
-    return True

@@ -241,7 +241,7 @@ class Grammars:
 
 
 class ForcedTokens:
-    """Proposes what a grammar forces, the names of members say; see `planning.drafting.Proposer`."""
+    """Proposes the tokens that a grammar leaves no choice about, as the names of members; it is a Proposer."""
 
     name = "grammar"
     is_behind = False
@@ -251,9 +251,6 @@ class ForcedTokens:
             [] if sequence.guide is None else sequence.guide.forced()[:length]
             for sequence, length in zip(sequences, lengths, strict=True)
         ]
-
-    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
-        return 0.0
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing of a sequence is held."""

@@ -132,10 +132,6 @@ class Lookup:
         self.is_behind = most == _STEP_TOKENS and not self._room
         return found
 
-    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
-        """Next to nothing."""
-        return 0.0
-
     def forget(self, sequence: Sequence) -> None:
         """A sequence ended; its answer is remembered."""
         self._indexes.pop(sequence, None)

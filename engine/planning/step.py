@@ -10,6 +10,9 @@ from typing import Protocol
 from engine.planning.prefix_events import PrefixEvent
 from engine.planning.request import NO_LIMIT, DraftCount, Output, Pooling, Request, Sequence, TokenLogprobs
 
+OPEN = -1
+"""A draft that the draft model is yet to make."""
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -21,7 +24,8 @@ class Chunk:
     samples: bool
     """True if the chunk reaches the last token there is, so that its logits choose the next one."""
     drafts: ListLike[int] = ()
-    """The last tokens of the chunk: guesses of what follows the last token there is. All of them sample."""
+    """The last tokens of the chunk: guesses of what follows the last token there is. All of them sample. Those that the
+    draft model is to make are all OPEN until `Runner.draft` has made them."""
     proposer: str = ""
     """Who proposed the drafts."""
     num_accepted: int = 0
@@ -31,6 +35,16 @@ class Chunk:
 
     def __post_init__(self) -> None:
         self.incarnation = self.sequence.num_preemptions
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the draft model is yet to make its drafts."""
+        return OPEN in self.drafts[:1]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The log probabilities that are wanted of the tokens it brings, as in SamplingParams."""
+        return self.sequence.request.num_logprobs
 
     @property
     def scored(self) -> range:
@@ -155,38 +169,6 @@ class StepInFlight(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class DraftChunk:
-    """The tokens `[start, end)` of one sequence, to be computed by a draft model."""
-
-    sequence: Sequence
-    start: int
-    end: int
-    """At the last token that the sequence has, tokens are drafted after it; before it, none."""
-
-
-class DraftRunner(Protocol):
-    """A draft model, whose KV lies in the blocks of the sequences' own tables. Its calls return when all is done."""
-
-    block_size: int
-    max_tokens: int
-    """Tokens of the largest pass."""
-    reads_target: bool
-    """It is a head, which reads what the target computed of a token: better than what it makes of its own drafts."""
-
-    def knows(self, sequence: Sequence) -> bool:
-        """Whether it can draft for the sequence, which has to have been in a step."""
-
-    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
-        """Computes chunks, which have `max_tokens` tokens at most between them, and drafts after them.
-
-        The KV of the drafts but the last is computed, too, as far as the sequences have blocks for it.
-
-        Returns:
-            By chunk, `length` tokens; none for a chunk that ends before the last token of its sequence.
-        """
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerFacts:
     """What planning has to know of a runner."""
@@ -209,8 +191,8 @@ class RunnerFacts:
     """Chunks and drafts that a step with drafts may have."""
     max_scored: int = NO_LIMIT
     """Tokens of prompts that a step scores at most while other sequences run."""
-    draft: DraftRunner | None = None
-    """A model that makes drafts."""
+    has_draft_model: bool = False
+    """Whether there is a model that makes drafts."""
 
 
 class Runner(Protocol):
@@ -218,6 +200,19 @@ class Runner(Protocol):
 
     def load(self) -> RunnerFacts:
         """Loads the weights, allocates the KV cache and warms up."""
+
+    def draft(self, plan: Plan) -> list[list[int]]:
+        """Has the draft model make the drafts of a plan that are open; called before the plan is launched.
+
+        Returns when all is done.
+
+        Returns:
+            By open chunk, its drafts: at most as many as are open; none while more of the sequence is to be read than
+            fits into a pass.
+
+        Raises:
+            Exception: there are no drafts; the step itself may work.
+        """
 
     def launch(self, plan: Plan) -> StepInFlight:
         """Launches the pass of one step. It runs after the steps launched before, and sees what they wrote.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from engine.execution.loader import load_model
 from engine.model.checkpoint import read_tokenizer
 from engine.model.config import MAX_DRAFTS, LoadOptions
 from engine.model.drafts import DraftSource
-from engine.planning.draft_model import DraftModel
 from engine.planning.request import DraftCount, Request, SamplingParams
 from gateway.wire.prompts import Prompts
 from lab.bench.stepping import Always, Stepper
@@ -87,9 +85,9 @@ class DepthBench:
 
     def _run(self, depth: Depth, turn: int, drafts: DraftCount) -> None:
         """Adds one round of stories: the steps in which all streams have a token to compute and k drafts."""
-        drafting, draft = None, self._stepper.facts.draft
-        if depth.length and draft is not None:
-            drafting = Always(DraftModel(draft, time.perf_counter), depth.length)
+        drafting = None
+        if depth.length and self._stepper.facts.has_draft_model:
+            drafting = Always(None, depth.length)
         for step in self._stepper.run(self._requests(depth, turn), drafting):
             chunks = step.plan.chunks
             lengths = [len(chunk.drafts) for chunk in chunks if chunk.num_tokens == 1 + len(chunk.drafts)]

@@ -8,14 +8,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.engine import launch_fitting
 from engine.execution.loader import LoadedModel
 from engine.execution.runner import ModelRunner
+from engine.launching import launch_fitting
 from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting, Proposer
+from engine.planning.chunks import set_drafts
+from engine.planning.drafting import DRAFT_MODEL, Drafting, Proposer
 from engine.planning.request import Request
 from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Plan, StepInFlight
+from engine.planning.step import OPEN, Plan, StepInFlight
 from priority.queue import LaneQueue
 from priority.simulator.run import NoText
 
@@ -77,11 +78,11 @@ class Stepper:
 
 
 class Always(Drafting):
-    """Has a proposer draft as many tokens in every step, whatever comes of it."""
+    """Has a proposer, or else the draft model, draft as many tokens in every step, whatever comes of it."""
 
-    def __init__(self, proposer: Proposer, length: int) -> None:
-        super().__init__(None, length, proposer)
-        self._drafter = proposer
+    def __init__(self, proposer: Proposer | None, length: int) -> None:
+        super().__init__(proposer, length, has_model=proposer is None)
+        self.proposer = proposer
 
     @property
     def is_due(self) -> bool:
@@ -96,9 +97,12 @@ class Always(Drafting):
             return
         for chunk, length in zip(chunks, lengths, strict=True):
             plan.copies += tables.grow(chunk.sequence, chunk.sequence.num_computed + length) or []
-        found = self._drafter.propose([chunk.sequence for chunk in chunks], lengths)
+        name, found = DRAFT_MODEL, [[OPEN] * max(0, length) for length in lengths]
+        if self.proposer is not None:
+            name, found = self.proposer.name, self.proposer.propose([c.sequence for c in chunks], lengths)
         for chunk, drafts in zip(chunks, found, strict=True):
-            chunk.drafts, chunk.proposer = drafts, self._drafter.name
-            chunk.num_tokens += len(drafts)
-            chunk.sequence.num_computed += len(drafts)
-            plan.num_tokens += len(drafts)
+            set_drafts(plan, chunk, drafts, name)
+
+    def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:  # noqa: ARG002
+        for chunk, drafts in zip([chunk for chunk in plan.chunks if chunk.is_open], made, strict=True):
+            set_drafts(plan, chunk, drafts, DRAFT_MODEL)

@@ -92,6 +92,9 @@ class _Timed:
     def close(self) -> None:
         self._runner.close()
 
+    def draft(self, plan: Plan) -> list[list[int]]:
+        return self._runner.draft(plan)
+
     def launch(self, plan: Plan) -> StepInFlight:
         if not self.is_timing:
             return self._runner.launch(plan)

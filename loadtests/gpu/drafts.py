@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 import traceback
 from random import Random
 
 from engine.execution.loader import load_model
 from engine.model.config import LoadOptions
 from engine.model.drafts import DraftSource
-from engine.planning.draft_model import DraftModel
 from engine.planning.request import Request, SamplingParams, Sequence
+from engine.planning.step import Plan
 from lab.bench.stepping import Always, Step, Stepper
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.figures import emit, emit_skip, say
@@ -30,29 +29,33 @@ _NUM_AHEAD = 1
 
 
 class Forced:
-    """Proposes what the model will say, with a given probability; it asks a draft model first, if there is one."""
+    """Proposes what the model will say, with a given probability."""
 
     name = "forced"
     is_behind = False
 
-    def __init__(self, token_id: int, rightness: float, model: DraftModel | None) -> None:
-        self._right, self._rightness, self._model = token_id, rightness, model
+    def __init__(self, token_id: int, rightness: float) -> None:
+        self._right, self._rightness = token_id, rightness
         self._random = Random(0)
 
-    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
-        if self._model is not None:
-            lengths = [len(drafts) for drafts in self._model.propose(sequences, lengths)]
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:  # noqa: ARG002
         return [[self._draft() for _ in range(length)] for length in lengths]
 
-    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
-        return 0.0
-
-    def forget(self, sequence: Sequence) -> None:
-        if self._model is not None:
-            self._model.forget(sequence)
+    def forget(self, sequence: Sequence) -> None: ...
 
     def _draft(self) -> int:
         return self._right + int(self._random.random() >= self._rightness)
+
+
+class ForcedModel(Always):
+    """Has the draft model draft, and takes the tokens that a proposer forces in place of its own."""
+
+    def __init__(self, forced: Forced, length: int) -> None:
+        super().__init__(None, length)
+        self.forced = forced
+
+    def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:
+        super().fill(plan, self.forced.propose([], [len(drafts) for drafts in made]), seconds)
 
 
 class Bench:
@@ -83,16 +86,16 @@ class Bench:
         kept = f"{sizes.rightness:.0%} right"
         for streams in sizes.streams:
             self._tell(streams, "no drafts", None)
-            right = self._text[0]
-            self._tell(streams, f"{sizes.length} drafts, {kept}", Forced(right, sizes.rightness, None))
-            if facts.draft is not None:
-                model = DraftModel(facts.draft, time.perf_counter)
-                what = f"{sizes.length} drafts of a draft model, {kept}"
-                self._tell(streams, what, Forced(right, sizes.rightness, model))
+            right, length = self._text[0], sizes.length
+            drafting = Always(Forced(right, sizes.rightness), length)
+            self._tell(streams, f"{length} drafts, {kept}", drafting)
+            if facts.has_draft_model:
+                drafting = ForcedModel(Forced(right, sizes.rightness), length)
+                self._tell(streams, f"{length} drafts of a draft model, {kept}", drafting)
 
-    def _tell(self, streams: int, what: str, proposer: Forced | None) -> None:
+    def _tell(self, streams: int, what: str, drafting: Always | None) -> None:
         say(f"drafts: {streams} streams, {what}")
-        steps = self._steady(streams, proposer)
+        steps = self._steady(streams, drafting)
         name = f"llama-8b: TPOT, batch {streams}, {what}"
         if not steps:
             emit_skip(name, "no steps of all streams")
@@ -101,9 +104,8 @@ class Bench:
         how = f"{num_tokens / len(steps) / streams:.2f} tokens a step of {seconds / len(steps) * 1000:.2f} ms"
         emit(name, seconds * streams / num_tokens * 1000, "ms", how)
 
-    def _steady(self, streams: int, proposer: Forced | None) -> list[Step]:
+    def _steady(self, streams: int, drafting: Always | None) -> list[Step]:
         """The steps in which every stream decodes."""
-        drafting = None if proposer is None else Always(proposer, self.sizes.length)
         steps = [
             step
             for step in self._stepper.run(self._requests(streams), drafting)

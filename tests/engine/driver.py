@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
-from engine.engine import launch_fitting
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
+from engine.launching import launch_fitting
 from engine.model.config import MAX_DRAFTS, LoadOptions
 from engine.model.drafts import DraftSource
 from engine.parallel.leader import Followers, ParallelRunner
@@ -93,9 +93,9 @@ class Driver:
         num_blocks: int | None = None,
         max_scored: int | None = None,
         proposer: Proposer | None = None,
-        model: Proposer | None = None,
+        model: bool = False,
     ) -> None:
-        """An empty scheduler and prefix cache on the same model, with drafts of a lookup and a draft model, if any."""
+        """An empty scheduler and prefix cache on the same model, with drafts of a proposer and of the draft model."""
         self.queue = LaneQueue(Lock())
         tables = BlockTables(
             num_blocks or self.facts.num_blocks,
@@ -109,8 +109,8 @@ class Driver:
             max_model_len=10_000,
             max_scored=max_scored or self.facts.max_scored,
         )
-        has_drafts = proposer is not None or model is not None
-        drafting = Drafting(proposer, self.facts.max_drafts, model) if has_drafts else None
+        has_drafts = proposer is not None or model
+        drafting = Drafting(proposer, self.facts.max_drafts, has_model=model) if has_drafts else None
         self.scheduler = Scheduler(self.queue, tables, self.sink, limits, drafting)
         self.outputs: dict[tuple[str, int], list[Output]] = {}
 

@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
+from engine.execution.draft_kv import DraftChunk, DraftKV
 from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, Proposer, _Guess
 from engine.planning.pace import Pace
 from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
 from engine.planning.step import (
     Chunk,
-    DraftChunk,
     OutOfMemory,
     Plan,
     RunnerFacts,
@@ -84,6 +84,7 @@ class FakeRunner:
         self.bad: set[tuple[str, int]] = set()
         """Choices whose logits are not finite."""
         self.closed = False
+        self.drafter: FakeDraftModel | None = None
         self._blocks: list[list[tuple[int, int, int] | None]] = [
             [None] * block_size for _ in range(num_blocks)
         ]
@@ -97,7 +98,14 @@ class FakeRunner:
         )
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Nothing of a sequence is held."""
+        """Nothing of a sequence is held but by the draft model."""
+        for sequence in sequences:
+            if self.drafter is not None:
+                self.drafter.kv.forget(sequence)
+
+    def draft(self, plan: Plan) -> list[list[int]]:
+        assert self.drafter is not None
+        return self.drafter.draft(plan)
 
     def close(self) -> None:
         self.closed = True
@@ -189,9 +197,6 @@ class FakeProposer:
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
 
-    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
-        return 0.0
-
     def _propose(self, sequence: Sequence, most: int) -> list[int]:
         tokens, drafts = list(sequence.token_ids), list[int]()
         for _ in range(self._pace.randint(0, most)):
@@ -207,33 +212,34 @@ class FakeProposer:
 class FakeDraftModel:
     """A draft model on blocks of its own, of the same numbers; it says at once if these are not what they should be."""
 
-    max_tokens, reads_target = 16, False
-
-    def __init__(self, num_blocks: int, block_size: int, pace: random.Random, accuracy: float) -> None:
-        self.block_size = block_size
-        self.num_tokens = 0
-        """It computed so many, drafts aside."""
+    def __init__(
+        self, num_blocks: int, block_size: int, pace: random.Random, accuracy: float, num_tables: int = 1
+    ) -> None:
+        self.block_size, self.num_tables = block_size, num_tables
+        self.kv = DraftKV(block_size, max_tokens=16, keeps_drafts=True, num_tables=num_tables)
         self._pace, self._rightness = pace, accuracy
         self._blocks: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
 
-    def knows(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return self._pace.random() < 0.9
+    def draft(self, plan: Plan) -> list[list[int]]:
+        """Of some of the sequences, at random, it knows nothing."""
+        asked = [chunk for chunk in plan.chunks if chunk.is_open]
+        lengths = {c.sequence: len(c.drafts) for c in asked if self._pace.random() < 0.9}
+        chunks, found = self.kv.begin(lengths), dict[Sequence, list[int]]()
+        assert sum(chunk.num_tokens for chunk in chunks) <= 16
+        for chunk in chunks:
+            found[chunk.sequence] = drafts = self.run(chunk, lengths[chunk.sequence])
+            self.kv.end(chunk, drafts)
+        return [found.get(chunk.sequence, []) for chunk in asked]
 
-    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
-        assert sum(chunk.end - chunk.start for chunk in chunks) <= self.max_tokens
-        return [self._draft(chunk, length) for chunk in chunks]
-
-    def _draft(self, chunk: DraftChunk, length: int) -> list[int]:
+    def run(self, chunk: DraftChunk, length: int) -> list[int]:
         sequence, tokens = chunk.sequence, list(chunk.sequence.token_ids)
-        assert chunk.start < chunk.end <= len(tokens)
-        self.num_tokens += chunk.end - chunk.start
-        for position in range(chunk.start, chunk.end):
+        end = chunk.start + chunk.num_tokens
+        assert chunk.start < end <= len(tokens)
+        for position in range(chunk.start, end):
             self._write(sequence, position, tokens[position])
-        found = [self._read(sequence, position) for position in range(chunk.end)]
-        assert found == list(enumerate(tokens[: chunk.end])), (
-            f"of {sequence!r}, the draft knows something else"
-        )
-        if chunk.end < len(tokens):
+        found = [self._read(sequence, position) for position in range(end)]
+        assert found == list(enumerate(tokens[:end])), f"of {sequence!r}, the draft knows something else"
+        if end < len(tokens):
             return []
         drafts: list[int] = []
         for number in range(length):
@@ -241,25 +247,25 @@ class FakeDraftModel:
             is_right = self._pace.random() < self._rightness
             drafts.append(right if is_right else self._pace.randrange(VOCABULARY))
             if number < length - 1:
-                self._write(sequence, chunk.end + number, drafts[-1])
+                self._write(sequence, end + number, drafts[-1])
         return drafts
 
     def _write(self, sequence: Sequence, position: int, token: int) -> None:
-        number = position // self.block_size
-        if number < len(sequence.block_table):  # else it is written to block 0, and lost
-            self._blocks[sequence.block_table[number]][position % self.block_size] = (position, token)
+        block = sequence.block_table[position // self.block_size * self.num_tables]
+        self._blocks[block][position % self.block_size] = (position, token)
 
     def _read(self, sequence: Sequence, position: int) -> tuple[int, int] | None:
-        return self._blocks[sequence.block_table[position // self.block_size]][position % self.block_size]
+        block = sequence.block_table[position // self.block_size * self.num_tables]
+        return self._blocks[block][position % self.block_size]
 
 
 class UnpricedDrafting(Drafting):
     """Has as many drafts as there is room for, or some of them, whatever they cost."""
 
     def __init__(
-        self, lookup: Proposer | None, most: int, model: Proposer | None, pace: random.Random
+        self, lookup: Proposer | None, most: int, pace: random.Random, *, has_model: bool = False
     ) -> None:
-        super().__init__(lookup, most, model)
+        super().__init__(lookup, most, has_model=has_model)
         self._random = pace
 
     @property
@@ -286,10 +292,10 @@ class UnpricedDrafting(Drafting):
 
 
 def drafting_always(
-    proposer: Proposer | None, most: int, model: Proposer | None = None, forced: Proposer | None = None
+    proposer: Proposer | None, most: int, *, has_model: bool = False, forced: Proposer | None = None
 ) -> Drafting:
     """Drafts in every step, whether they pay or not."""
-    drafting = Drafting(proposer, most, model, forced=forced)
+    drafting = Drafting(proposer, most, has_model=has_model, forced=forced)
     for number in range(8):
         drafting._paces[number] = pace = Pace()
         pace.drafts, pace._left = True, 1 << 30

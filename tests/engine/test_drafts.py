@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.execution.draft_kv import DraftChunk
 from engine.execution.drafter import Drafter
 from engine.model.drafts import DraftSource, SharedTokens
-from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Proposer
 from engine.planning.lookup import Lookup
 from engine.planning.request import DraftCount, Output, Request, SamplingParams, Sequence
-from engine.planning.step import DraftChunk, DraftRunner
+from engine.planning.step import Plan
 from tests.engine.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always
@@ -53,9 +53,6 @@ class AnswerProposer:
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
-
-    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
-        return 0.0
 
     def _propose(self, sequence: Sequence, most: int) -> list[int]:
         first = sequence.num_output_tokens
@@ -91,7 +88,7 @@ def told(outputs: list[Output]) -> list[Any]:
 
 
 def run(driver: Driver, requests: list[Request], proposer: Proposer | None, **how: Any) -> dict[Any, Any]:
-    """Runs requests with the drafts of a proposer that costs nothing or, as `model`, of a draft model."""
+    """Runs requests with the drafts of a proposer that costs nothing or, with `model`, of the draft model."""
     before_step: Callable[[int], None] = how.pop("before_step", lambda _: None)
     driver.fresh(proposer=proposer, **how)
     driver.run(*requests, before_step=before_step)
@@ -216,9 +213,11 @@ def test_answers_that_repeat_themselves_take_few_steps(driver: Driver) -> None:
     assert len(steps) < 30
 
 
-def draft_model(driver: Driver) -> DraftModel:
-    assert driver.facts.draft is not None
-    return DraftModel(driver.facts.draft)
+def drafter_of(driver: Driver) -> Drafter:
+    drafter = driver.runner.steps.drafter
+    if drafter is None:
+        pytest.skip("drafts are verified by the native kernels, and there is no compiler for them")
+    return drafter
 
 
 def preempting(driver: Driver) -> Callable[[int], None]:
@@ -234,7 +233,7 @@ def preempting(driver: Driver) -> Callable[[int], None]:
 def assert_always_right(twin: Driver, requests: list[Request], least: int, **how: Any) -> None:
     """Checks that tokens are those without drafts, and that each of more than `least` drafts is right."""
     expected = run(twin, requests, None)
-    assert run(twin, requests, None, model=draft_model(twin), **how) == expected, how
+    assert run(twin, requests, None, model=True, **how) == expected, how
     found = count(twin, "draft")
     assert found.num_accepted == found.num_drafted > least, how
 
@@ -267,29 +266,38 @@ def test_what_the_draft_knows_survives_whatever_becomes_of_blocks(twin: Driver) 
 
 def test_long_prompts_and_logits_of_another_number(twin: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of few tokens, and each of them by itself."""
-    runner = twin.facts.draft
-    assert isinstance(runner, Drafter)
-    monkeypatch.setattr(runner, "max_tokens", 9)
-    monkeypatch.setattr(runner, "_draft", replace(runner._draft, native=None))
-    for setting in ("cool", "penalties", "top-p"):
+    drafter = drafter_of(twin)
+    monkeypatch.setattr(drafter._kv, "_max_tokens", 9)
+    monkeypatch.setattr(drafter, "model", replace(drafter.model, native=None))
+    for setting in ("cool", "penalties", "top-p", "log probabilities"):
         assert_always_right(twin, requests_of(SETTINGS[setting]), 10)
 
 
-def test_prompts_that_others_computed_need_not_be_computed_again(twin: Driver) -> None:
+def test_prompts_that_others_computed_need_not_be_computed_again(
+    twin: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = Request(
         request_id="r",
         prompt_token_ids=tuple(range(5, 105)),
         sampling=SamplingParams(temperature=0.9, max_tokens=20, ignore_eos=True),
     )
-    drafted: list[DraftChunk] = []
-    model = DraftModel(Spy.of(twin, drafted))
-    expected = run(twin, [request], None, model=model)
-    assert drafted[0].start == 0
-    drafted.clear()
+    drafter, read = drafter_of(twin), list[DraftChunk]()
+    begin = drafter._kv.begin
+
+    def noted(lengths: dict[Sequence, int]) -> list[DraftChunk]:
+        chunks = begin(lengths)
+        read.extend(chunks)
+        return chunks
+
+    monkeypatch.setattr(drafter._kv, "begin", noted)
+    drafter._kv._contents.clear()
+    expected = run(twin, [request], None, model=True)
+    assert read[0].start == 0
+    read.clear()
     twin.outputs.clear()
     twin.run(request)
     assert {key: told(outputs) for key, outputs in twin.outputs.items()} == expected
-    assert drafted[0].start >= 96, "the blocks of the prompt have the draft's KV"
+    assert read[0].start >= 96, "the blocks of the prompt have the draft's KV"
 
 
 def test_another_models_drafts_are_verified(tmp_path: Path, driver: Driver) -> None:
@@ -297,7 +305,7 @@ def test_another_models_drafts_are_verified(tmp_path: Path, driver: Driver) -> N
     for setting in ("cool", "penalties", "top-p"):
         requests = requests_of(SETTINGS[setting])
         expected = run(other, requests, None)
-        assert run(other, requests, Lookup(), model=draft_model(other)) == expected
+        assert run(other, requests, Lookup(), model=True) == expected
         found = count(other, "draft")
         assert 0 <= found.num_accepted < found.num_drafted
 
@@ -318,7 +326,7 @@ def test_a_sequence_without_finite_logits_has_no_drafts_and_leaves_others_theirs
         for name, prompt in (("bad", (7, 9, 8)), ("good", (7, 8)))
     ]
     expected = run(driver, requests, None)
-    assert run(driver, requests, None, model=draft_model(driver)) == expected
+    assert run(driver, requests, None, model=True) == expected
     assert driver.scheduler.drafting is not None
     assert driver.scheduler.drafting.failed == []
     drafts = {
@@ -360,58 +368,43 @@ def test_a_model_of_other_numbers_is_always_right(
         assert_always_right(other, requests_of(SETTINGS[setting]), 50)
 
 
-def test_only_shared_tokens_are_drafted(driver: Driver, renumbered: Path, numbers: list[int]) -> None:
+def test_only_shared_tokens_are_drafted(
+    driver: Driver, renumbered: Path, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every third token is another one in the draft, and read as 5."""
     same = [-1 if token % 3 == 0 else number for token, number in enumerate(numbers)]
     tokens = SharedTokens(same, [number if number >= 0 else numbers[5] for number in same])
     other = Driver(driver.folder, num_blocks=256, draft=DraftSource(renumbered, tokens))
     proposed: list[int] = []
+    draft = other.runner.draft
+
+    def noted(plan: Plan) -> list[list[int]]:
+        found = draft(plan)
+        proposed.extend(token for drafts in found for token in drafts)
+        return found
+
+    monkeypatch.setattr(other.runner, "draft", noted)
     for setting in ("greedy", "hot", "penalties", "bias", "log probabilities"):
         requests = requests_of(SETTINGS[setting])
         expected = run(other, requests, None)
-        model = draft_model(other)
-        ask = model.propose
-
-        def propose(sequences: list[Sequence], lengths: list[int], ask: Any = ask) -> list[list[int]]:
-            found: list[list[int]] = ask(sequences, lengths)
-            proposed.extend(token for drafts in found for token in drafts)
-            return found
-
-        model.propose = propose  # type: ignore[method-assign]
-        assert run(other, requests, Lookup(), model=model) == expected, setting
+        assert run(other, requests, Lookup(), model=True) == expected, setting
     assert len(proposed) > 100
     assert all(token % 3 for token in proposed)
 
 
-def test_a_draft_model_that_fails_leaves_the_answers_alone(twin: Driver) -> None:
+def test_a_draft_model_that_fails_leaves_the_answers_alone(
+    twin: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = requests_of({"temperature": 0.9})
     expected = run(twin, requests, None)
-    spy = Spy.of(twin, [])
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
 
     def break_it(step: int) -> None:
-        spy.is_broken = step > 8
+        if step == 9:
+            monkeypatch.setattr(drafter_of(twin), "_make_natively", broken)
 
-    assert run(twin, requests, Lookup(), model=DraftModel(spy), before_step=break_it) == expected
+    assert run(twin, requests, Lookup(), model=True, before_step=break_it) == expected
     assert twin.scheduler.drafting is not None
     assert twin.scheduler.drafting.failed == ["draft"]
-
-
-class Spy:
-    """A runner of drafts that tells what it is asked for."""
-
-    def __init__(self, runner: DraftRunner, drafted: list[DraftChunk]) -> None:
-        self._runner, self._drafted = runner, drafted
-        self.block_size, self.max_tokens = runner.block_size, runner.max_tokens
-        self.knows, self.reads_target = runner.knows, runner.reads_target
-        self.is_broken = False
-
-    @classmethod
-    def of(cls, driver: Driver, drafted: list[DraftChunk]) -> Spy:
-        assert driver.facts.draft is not None
-        return cls(driver.facts.draft, drafted)
-
-    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
-        if self.is_broken:
-            raise RuntimeError("broken")
-        self._drafted += chunks
-        return self._runner.draft(chunks, length)

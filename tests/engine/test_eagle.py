@@ -11,18 +11,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.execution.drafter import Drafter
 from engine.model.drafts import DraftSource
-from engine.planning.draft_model import DraftModel
 from engine.planning.lookup import Lookup
 from engine.planning.request import Request, SamplingParams
-from engine.planning.step import DraftChunk
+from engine.planning.step import Plan
 from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.eagle_heads import NUM_DRAFTED, TAPS, ReferenceHead, make_eagle
 from tests.engine.fake_runner import drafting_always
-from tests.engine.test_drafts import SETTINGS, count, preempting, prompt_of, requests_of, run
+from tests.engine.test_drafts import SETTINGS, count, drafter_of, preempting, prompt_of, requests_of, run
 
 SLACK = 0.05
 """The tolerance of logits with a deviation of about 1: kernels round more than the oracle, features to 8 bits."""
@@ -40,27 +38,24 @@ class Drafted:
     temperature: float
 
 
-class DraftRecorder:
-    """A runner of drafts whose every answer is kept."""
+def recorded(driver: Driver, patch: pytest.MonkeyPatch) -> list[Drafted]:
+    """What the draft model is asked from now on, with its answers."""
+    drafter_of(driver)
+    drafted, draft = list[Drafted](), driver.runner.draft
 
-    def __init__(self, runner: Drafter) -> None:
-        self._runner = runner
-        self.block_size, self.max_tokens = runner.block_size, runner.max_tokens
-        self.knows, self.reads_target = runner.knows, runner.reads_target
-        self.drafted: list[Drafted] = []
-
-    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
-        found = self._runner.draft(chunks, length)
-        for chunk, drafts in zip(chunks, found, strict=True):
+    def noted(plan: Plan) -> list[list[int]]:
+        found = draft(plan)
+        for chunk, drafts in zip([c for c in plan.chunks if c.is_open], found, strict=True):
             sequence = chunk.sequence
-            if not drafts:
-                assert chunk.end < len(sequence.token_ids)
-                continue
-            sampling = sequence.request.sampling
-            tokens, num_outputs = list(sequence.token_ids), sequence.num_output_tokens
-            facts = sampling.seed or 0, sequence.index, sampling.temperature
-            self.drafted.append(Drafted(tokens, num_outputs, drafts, *facts))
+            if drafts:
+                sampling = sequence.request.sampling
+                tokens, num_outputs = list(sequence.token_ids), sequence.num_output_tokens
+                facts = sampling.seed or 0, sequence.index, sampling.temperature
+                drafted.append(Drafted(tokens, num_outputs, drafts, *facts))
         return found
+
+    patch.setattr(driver.runner, "draft", noted)
+    return drafted
 
 
 class Target:
@@ -97,19 +92,14 @@ def assert_as_the_oracle_says(drafted: list[Drafted], target: Target, oracle: Re
         assert (chosen >= scores.amax(1) - SLACK).all(), one
 
 
-def drafter_of(driver: Driver) -> Drafter:
-    if driver.facts.draft is None:
-        pytest.skip("drafts are verified by the native kernels, and there is no compiler for them")
-    assert isinstance(driver.facts.draft, Drafter)
-    return driver.facts.draft
-
-
 def wipe(driver: Driver) -> None:
     """Nothing that an earlier run kept of the same tokens is to help."""
-    draft = drafter_of(driver)._draft
-    assert draft.features is not None
-    draft.features.zero_()
-    draft.kv.data.zero_()
+    model = driver.runner.model
+    assert model.features is not None
+    model.features.zero_()
+    drafter = drafter_of(driver)
+    drafter.model.kv.data.zero_()
+    drafter._kv._contents.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +107,7 @@ def _drafts_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random heads are hardly ever right, and nobody would ask them for long."""
     monkeypatch.setattr("tests.engine.driver.Drafting", drafting_always)
     monkeypatch.setattr("engine.planning.drafting._LOWEST_RATE", 0.0)
-    monkeypatch.setattr("engine.planning.draft_model.DraftModel.seconds", lambda *_: 0.0)
+    monkeypatch.setattr("engine.planning.drafting.Drafting._model_seconds", lambda *_: 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -149,23 +139,26 @@ def test_drafts_are_the_oracles_whatever_becomes_of_blocks(
     for how in hows:
         expected = run(driver, requests, None, **how)
         wipe(driver)
-        recorder = DraftRecorder(drafter_of(driver))
-        assert run(driver, requests, None, model=DraftModel(recorder), **how) == expected, how
-        assert len(recorder.drafted) > 25, how
-        assert_as_the_oracle_says(recorder.drafted[::2], target, oracle)
+        with pytest.MonkeyPatch.context() as patch:
+            drafted = recorded(driver, patch)
+            assert run(driver, requests, None, model=True, **how) == expected, how
+        assert len(drafted) > 25, how
+        assert_as_the_oracle_says(drafted[::2], target, oracle)
 
 
-def test_a_fork_drafts_once_its_block_is_copied(driver: Driver, folders: tuple[Path, Path]) -> None:
+def test_a_fork_drafts_once_its_block_is_copied(
+    driver: Driver, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The block that the head reads is copied after the step is planned."""
     target = Target(folders[0])
     sampling = SamplingParams(seed=5, temperature=0.9, max_tokens=12, ignore_eos=True)
     request = Request(request_id="r", prompt_token_ids=prompt_of(20, 3), sampling=sampling, n=3)
     expected = run(driver, [request], None)
     wipe(driver)
-    recorder = DraftRecorder(drafter_of(driver))
-    assert run(driver, [request], None, model=DraftModel(recorder)) == expected
-    assert {one.index for one in recorder.drafted} == {0, 1, 2}
-    assert_as_the_oracle_says(recorder.drafted, target, ReferenceHead.of(folders[1], target.embedding))
+    drafted = recorded(driver, monkeypatch)
+    assert run(driver, [request], None, model=True) == expected
+    assert {one.index for one in drafted} == {0, 1, 2}
+    assert_as_the_oracle_says(drafted, target, ReferenceHead.of(folders[1], target.embedding))
 
 
 @pytest.mark.parametrize(
@@ -177,30 +170,34 @@ def test_a_fork_drafts_once_its_block_is_copied(driver: Driver, folders: tuple[P
         ("llama", {"num_drafted": VOCAB_SIZE, "draft_vocab_size": None}),
     ],
 )
-def test_every_kind_of_head(tmp_path: Path, family: str, how: dict[str, Any]) -> None:
+def test_every_kind_of_head(
+    tmp_path: Path, family: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_checkpoint(family, tmp_path / "target")
     head = make_eagle(tmp_path / "head", **how)
     driver = Driver(folder, num_blocks=256, draft=DraftSource(head))
     target = Target(folder)
     requests = requests_of({"temperature": 0.0})
     expected = run(driver, requests, None)
-    recorder = DraftRecorder(drafter_of(driver))
-    assert run(driver, requests, None, model=DraftModel(recorder)) == expected
-    assert_as_the_oracle_says(recorder.drafted[::4], target, ReferenceHead.of(head, target.embedding))
-    assert len({token for one in recorder.drafted for token in one.drafts}) > 50
+    drafted = recorded(driver, monkeypatch)
+    assert run(driver, requests, None, model=True) == expected
+    assert_as_the_oracle_says(drafted[::4], target, ReferenceHead.of(head, target.embedding))
+    assert len({token for one in drafted for token in one.drafts}) > 50
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting(driver: Driver, setting: str) -> None:
     requests = requests_of(SETTINGS[setting])
     expected = run(driver, requests, None)
-    assert run(driver, requests, Lookup(), model=DraftModel(drafter_of(driver))) == expected
+    assert run(driver, requests, Lookup(), model=True) == expected
     assert count(driver, "draft").num_drafted > 25
 
 
-def test_only_tokens_of_the_head_are_drafted(driver: Driver, folders: tuple[Path, Path]) -> None:
-    recorder = DraftRecorder(drafter_of(driver))
-    run(driver, requests_of({"temperature": 2.0}), None, model=DraftModel(recorder))
-    found = {token for one in recorder.drafted for token in one.drafts}
+def test_only_tokens_of_the_head_are_drafted(
+    driver: Driver, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted = recorded(driver, monkeypatch)
+    run(driver, requests_of({"temperature": 2.0}), None, model=True)
+    found = {token for one in drafted for token in one.drafts}
     assert len(found) > NUM_DRAFTED / 2
     assert found <= {*ReferenceHead.of(folders[1], torch.empty(0)).drafted().tolist()}

@@ -9,7 +9,7 @@ from threading import Lock
 
 from hypothesis import strategies as st
 
-from engine.engine import launch_fitting
+from engine.launching import launch_fitting
 from engine.planning.block_tables import BlockTables
 from engine.planning.request import Output, Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink

@@ -36,6 +36,9 @@ class OneByOne:
     def forget(self, sequences: Iterable[Sequence]) -> None:
         self._runner.forget(sequences)
 
+    def draft(self, plan: Plan) -> list[list[int]]:
+        return self._runner.draft(plan)
+
     def launch(self, plan: Plan) -> StepInFlight:
         return self._runner.launch(plan)
 

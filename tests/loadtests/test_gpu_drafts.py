@@ -12,11 +12,11 @@ import pytest
 
 from engine.model.drafts import DraftSource
 from engine.planning.request import Request, SamplingParams
-from engine.planning.step import Plan
+from engine.planning.step import OPEN, Chunk, Plan
 from lab.bench.stepping import Always, Step
 from loadtests.gpu import drafts, figures, sizes
 from loadtests.gpu.checkpoints import token_ids
-from loadtests.gpu.drafts import Forced
+from loadtests.gpu.drafts import Forced, ForcedModel
 from loadtests.gpu.parts import Outcome
 
 RIGHT = token_ids()[0]
@@ -30,7 +30,7 @@ class FakeStepper:
 
     def __init__(self, load: Callable[[], object], num_ahead: int) -> None:
         self.num_ahead, self.load = num_ahead, load
-        self.facts = SimpleNamespace(draft="a draft model")
+        self.facts = SimpleNamespace(has_draft_model=True)
         self.runs: list[tuple[list[Request], Always | None]] = []
         FakeStepper.made = self
         load()
@@ -69,7 +69,6 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, Path, int]]:
 
     monkeypatch.setattr(drafts, "Stepper", FakeStepper)
     monkeypatch.setattr(drafts, "write_checkpoint", write)
-    monkeypatch.setattr(drafts, "DraftModel", lambda draft, _: (draft,))
     monkeypatch.setattr(drafts, "load_model", lambda *arguments: loaded.append(arguments))
     loaded.clear()
     return found
@@ -117,10 +116,14 @@ def test_each_number_of_streams_is_measured_without_drafts_and_with_two_kinds(
         )
     ]
     assert FakeStepper.made.num_ahead == 1
-    proposers = [None if always is None else always._drafter for _, always in FakeStepper.made.runs]
-    assert [isinstance(each, Forced) and (each._right, each._rightness, each._model) for each in proposers] == [
-        False, (RIGHT, 0.8, None), (RIGHT, 0.8, ("a draft model",)),
-    ] * len(expected.streams)  # fmt: skip
+    draftings = [drafting for _, drafting in FakeStepper.made.runs]
+    assert [type(drafting) for drafting in draftings] == [type(None), Always, ForcedModel] * len(
+        expected.streams
+    )
+    for drafting in filter(None, draftings):
+        forced = drafting.forced if isinstance(drafting, ForcedModel) else drafting.proposer
+        assert isinstance(forced, Forced)
+        assert (forced._right, forced._rightness) == (RIGHT, 0.8)
     sampling = SamplingParams(
         temperature=0.0, max_tokens=expected.num_tokens, ignore_eos=True, logit_bias={RIGHT: 1000.0}
     )
@@ -158,29 +161,19 @@ def test_what_fails_is_told(
     assert "Traceback" in capsys.readouterr().err
 
 
-class FakeDraftModel:
-    def __init__(self) -> None:
-        self.forgotten: list[object] = []
-
-    def propose(self, _: object, lengths: list[int]) -> list[list[int]]:
-        return [[0] * (length - 1) for length in lengths]
-
-    def forget(self, sequence: object) -> None:
-        self.forgotten.append(sequence)
-
-
 def test_drafts_are_right_as_often_as_is_wanted() -> None:
-    forced = Forced(7, 0.8, None)
+    forced = Forced(7, 0.8)
     first, second = forced.propose([], [1000, 3])
     assert (set(first), len(first), len(second)) == ({7, 8}, 1000, 3)
     assert first.count(7) == pytest.approx(800, abs=50)
-    assert Forced(7, 0.8, None).propose([], [1000])[0] == first, "the same drafts in every run"
-    assert set(Forced(7, 0.0, None).propose([], [100])[0]) == {8}
-    sequence: Any = "a sequence"
-    assert forced.seconds([sequence], 4) == 0.0
-    forced.forget(sequence)
-    model: Any = FakeDraftModel()
-    with_model = Forced(7, 1.0, model)
-    assert with_model.propose([], [4, 2]) == [[7] * 3, [7]], "as many as the draft model proposes"
-    with_model.forget(sequence)
-    assert model.forgotten == [sequence]
+    assert Forced(7, 0.8).propose([], [1000])[0] == first, "the same drafts in every run"
+    assert set(Forced(7, 0.0).propose([], [100])[0]) == {8}
+
+
+def test_as_many_are_forced_as_the_draft_model_made() -> None:
+    sequences: list[Any] = [SimpleNamespace(num_computed=9, num_preemptions=0) for _ in range(2)]
+    chunks = [Chunk(sequence, 4, 5, samples=True, drafts=[OPEN] * 4) for sequence in sequences]
+    plan = Plan(chunks, num_tokens=10)
+    ForcedModel(Forced(7, 1.0), 4).fill(plan, [[1, 2, 3, 4], [5]], 0.0)
+    assert [chunk.drafts for chunk in plan.chunks] == [[7] * 4, [7]]
+    assert plan.num_tokens == 7

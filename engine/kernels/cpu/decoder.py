@@ -192,11 +192,15 @@ class NativeDecoder:
         Raises:
             ValueError: the batch cannot be.
         """
-        tables = batch.tables(len(self._kv.layout.windows))
+        tables = self.tables_of(batch)
         step = step_of(batch, tables)
         hidden = torch.empty((step.samples, self.hidden_size))
         check(self._run(self.handle, ctypes.byref(step), hidden.data_ptr()))
         return hidden
+
+    def tables_of(self, batch: Batch) -> Tensor:
+        """[tables, S, max blocks]"""
+        return batch.tables(len(self._kv.layout.windows))
 
     @property
     def linears(self) -> list[dict[str, PackedLinear]]:

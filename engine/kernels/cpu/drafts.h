@@ -7,18 +7,16 @@
 namespace penstock {
 
 struct DraftArgs {
-    Step first;          // samples the P sequences that are drafted for
-    ChooseArgs choose;   // of the P rows; numbers are [length][P], token_ids are written, [length][P]
-    const int32_t* ends;    // [length][P]: tokens of each sequence before its first draft, its second, ...
+    Step first;         // its first P sequences are drafted for, and sample their last rows
+    ChooseArgs choose;  // of the P rows; token_ids are written, [counts[0]][P], where there is a draft
+    const int32_t* counts;  // [P]: the drafts of each sequence; none has more than the one before it
     const int32_t* rows;    // 0, 1, ..., P
-    const int32_t* tables;  // [P][first.max_blocks]
     float* hidden;          // [P][hidden], working memory
     float* logits;          // [P][vocab], working memory; of tokens that are not drafted, what is never chosen
     const int32_t* drafted;  // the tokens whose logits the output head makes, or null: all
     float* narrow;           // [P][drafted], working memory, if not all
     int32_t width;          // of a row of `hidden`
     int32_t num_drafted;
-    int32_t length;
 };
 
 // Puts the logits that there are where those of all tokens are.
@@ -30,26 +28,35 @@ inline void spread(const DraftArgs& args, int rows) {
     }
 }
 
-// Each pass after the first computes the tokens that the one before it chose.
+// Each pass after the first computes the tokens that the one before it chose, of the sequences that want more drafts.
 inline int draft(Team& team, Decoder& decoder, const Linear& head, Chooser& chooser, const DraftArgs& args) {
-    const int num = args.first.samples;
+    const Step& first = args.first;
+    const int all = first.samples;
     ChooseArgs choose = args.choose;
     choose.logits = args.logits;
-    std::vector<int32_t> known(num);
-    for (int i = 0; i < args.length; i++) {
-        Step step = args.first;
+    std::vector<int32_t> known(all), positions(all), contexts(first.context_lens, first.context_lens + all);
+    std::vector<int32_t> numbers(choose.numbers, choose.numbers + all);
+    choose.numbers = numbers.data();
+    if (all == 0) return decoder.run(first, args.hidden);
+    Step step = first;
+    for (int i = 0, num = all; i < args.counts[0]; i++) {
+        while (args.counts[num - 1] <= i) num--;
         if (i > 0) {
-            const int32_t *before = args.ends + (i - 1) * num, *tokens = args.choose.token_ids + (i - 1) * num;
-            // A row without a finite logit chose -1: its other drafts count for nothing, and those of others go on.
-            for (int r = 0; r < num; r++) known[r] = std::max(tokens[r], 0);
-            step = {known.data(), before, args.rows, before + num, args.tables, args.rows, num, num, step.max_blocks, num};
+            for (int r = 0; r < num; r++) {
+                // A row without a finite logit chose -1: its other drafts count for nothing, and those of others go on.
+                known[r] = std::max(choose.token_ids[r], 0);
+                positions[r] = contexts[r]++;
+                numbers[r]++;
+            }
+            step = {known.data(), positions.data(), args.rows, contexts.data(), first.block_tables, args.rows, num, num,
+                    first.max_blocks, num};
+            choose.token_ids += all;
         }
         if (const int status = decoder.run(step, args.hidden, i > 0); status != kOk) return status;
         float* out = args.drafted ? args.narrow : args.logits;
         apply(team, head, args.hidden, static_cast<size_t>(args.width), num, out);
         if (args.drafted) spread(args, num);
-        choose.numbers = args.choose.numbers + i * num;
-        choose.token_ids = args.choose.token_ids + i * num;
+        choose.num_rows = num;
         if (!chooser.choose(choose)) return kBadSlot;
     }
     return kOk;

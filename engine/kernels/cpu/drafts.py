@@ -1,4 +1,4 @@
-"""Drafting with the native kernels: all passes in one call."""
+"""Drafting with the native kernels: all passes of a draft model in one call."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ class _Draft(ctypes.Structure):
     _fields_ = [
         ("first", Step),
         ("choose", ChooseArguments),
-        ("ends", c_void_p),
+        ("counts", c_void_p),
         ("rows", c_void_p),
-        ("tables", c_void_p),
         ("hidden", c_void_p),
         ("logits", c_void_p),
         ("drafted", c_void_p),
         ("narrow", c_void_p),
         ("width", c_int32),
         ("num_drafted", c_int32),
-        ("length", c_int32),
     ]
 
 
 class NativeDraft:
-    """Drafts for P sequences: a pass over a batch, then one over each token that was chosen, but for the last.
+    """Drafts for P sequences: a pass over a batch, then one over each token that was chosen, but for the last of each.
 
     Calls must come from one thread at a time.
 
@@ -62,42 +60,40 @@ class NativeDraft:
     def __call__(
         self,
         first: Batch,
-        block_tables: Tensor,
-        ends: Tensor,
+        counts: list[int],
         tables: SamplingTables,
         slots: Tensor,
         numbers: Tensor,
         filters: Filters,
     ) -> Tensor:
-        """Token ids [length, P] int32, chosen as `engine.sampling.reference.choose` has it.
+        """Token ids [most drafts, P], chosen as `engine.sampling.reference.choose` has it; -1 where there is none.
 
         Args:
-            first: samples P rows.
-            block_tables: [P, max blocks], of as many blocks as those of `first`.
-            ends: [length, P] the tokens of each sequence before its first draft, its second, and so on.
+            first: its first P sequences are drafted for; the last row of each is a sample row, and there are no others.
+            counts: the drafts that are wanted of each, the most first.
             slots: [P]
-            numbers: [length, P] the output tokens before each draft.
+            numbers: [P] the output tokens before the first draft of each.
 
         Raises:
             ValueError: tensors that do not fit each other, or a draft that is no token.
         """
-        length, num = ends.shape
-        step = step_of(first, first.block_tables[None])
+        num, block_tables = len(counts), self._decoder.tables_of(first)
+        step = step_of(first, block_tables)
         expect_ints("sample_rows", first.sample_rows, (num,))
-        expect_ints("block_tables", block_tables, (num, step.max_blocks))
         expect_ints("slots", slots, (num,))
-        expect_ints("ends", ends, (length, num))
-        expect_ints("numbers", numbers, (length, num))
+        expect_ints("numbers", numbers, (num,))
+        if counts != sorted(counts, reverse=True):
+            raise ValueError(f"the most drafts first expected, not {counts}")
         drafted, num_logits = self._drafted, self._lm_head.out_features
         if drafted is None and num_logits != tables.vocab_size:
             raise ValueError(f"{num_logits} logits, and a vocabulary of {tables.vocab_size}")
         if self._last_drafted >= tables.vocab_size:
             raise ValueError(f"{self._last_drafted} is drafted, with a vocabulary of {tables.vocab_size}")
-        rows = torch.arange(num + 1, dtype=torch.int32)
+        rows, wanted = torch.arange(num + 1, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
         hidden = torch.empty((num, self._decoder.hidden_size))
         logits = torch.full((num, tables.vocab_size), VERY_UNLIKELY)
         narrow = None if drafted is None else torch.empty((num, num_logits))
-        token_ids = torch.empty((length, num), dtype=torch.int32)
+        token_ids = torch.full((max(counts, default=0), num), -1, dtype=torch.int32)
         choose = self._chooser.arguments_of(tables)
         choose.slots, choose.numbers, choose.num_rows = slots.data_ptr(), numbers.data_ptr(), num
         choose.token_ids = token_ids.data_ptr()
@@ -105,16 +101,14 @@ class NativeDraft:
         arguments = _Draft(
             step,
             choose,
-            ends.data_ptr(),
+            wanted.data_ptr(),
             rows.data_ptr(),
-            block_tables.data_ptr(),
             hidden.data_ptr(),
             logits.data_ptr(),
             pointer(drafted),
             pointer(narrow),
             hidden.shape[1],
             num_logits,
-            length,
         )
         handles = self._team.handle, self._decoder.handle, self._lm_head.handle, self._chooser.handle
         check(self._draft(*handles, ctypes.byref(arguments)))

@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution.drafter import Drafter
 from engine.execution.graphs import CudaDevice
 from engine.execution.loader import load_model
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.kernels.kv_cache import QUANTIZED
 from engine.model.config import LoadOptions
 from engine.model.drafts import DraftSource
-from engine.planning.draft_model import DraftModel
 from engine.planning.request import Pooling, Sequence
-from engine.planning.step import OutOfMemory, Plan
+from engine.planning.step import OutOfMemory, Plan, StepResult
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.eagle_heads import make_eagle
@@ -122,9 +120,6 @@ class Zeros:
             for sequence, length in zip(sequences, lengths, strict=True)
         ]
 
-    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
-        return 0.0
-
     def forget(self, sequence: Sequence) -> None: ...
 
 
@@ -137,7 +132,7 @@ def test_verifying_drafts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> Non
             super().observe(plan, seconds)
             verified.extend(len(chunk.drafts) - chunk.num_accepted for chunk in plan.chunks if chunk.drafts)
 
-    drafting = Drafts(Zeros(), 4, None, random.Random(0))
+    drafting = Drafts(Zeros(), 4, random.Random(0))
     assert_complete(StepDriver(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
     assert {0, 1} < set(verified), "right and wrong ones"
 
@@ -147,24 +142,31 @@ def test_a_draft_model_waits_for_its_tokens_once_and_at_the_end(
 ) -> None:
     """It is loaded as its target is, in the memory that was planned for it; its passes are Triton's."""
     runner = Watched(folder, cuda, DraftSource(folder), max_drafts=4)
-    drafter, drafted = runner.steps.drafter, list[torch.Size]()
-    assert isinstance(drafter, Drafter)
+    drafter, of_draft, order = runner.steps.drafter, runner.steps.of_draft, list[str]()
+    assert drafter is not None
+    assert of_draft is not None
     assert runner.model.memory.draft > 0
-    write_on = drafter._write_on
 
-    def watched(*arguments: Any) -> Tensor:
+    def launch(plan: Plan) -> LaunchedStep:
         with cuda.watching():
-            found = write_on(*arguments)
-        drafted.append(found.shape)
-        return found
+            step = of_draft.launch(plan)
+            step.choose()
+        order.append("launch")
+        wait = step.wait
 
-    monkeypatch.setattr(drafter, "_write_on", watched)
+        def waited() -> StepResult:
+            order.append("wait")
+            return wait()
+
+        step.choose, step.wait = lambda: None, waited  # type: ignore[method-assign]
+        return step
+
+    monkeypatch.setattr(drafter, "_launch", launch)
     cuda.launched.clear()
-    model = DraftModel(drafter)
-    drafting = UnpricedDrafting(None, 4, model, random.Random(0))
+    drafting = UnpricedDrafting(None, 4, random.Random(0), has_model=True)
     assert_complete(StepDriver(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
     assert not drafting.failed
-    assert max(drafted) > (1, 1)
+    assert "launch launch launch wait wait wait" in " ".join(order)
     assert "decode_attention_kernel" in cuda.launched
 
 

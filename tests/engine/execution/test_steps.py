@@ -13,7 +13,6 @@ from threading import Lock
 import pytest
 import torch
 
-from engine.engine import launch_fitting
 from engine.execution import loader
 from engine.execution.buffers import StepBuffers
 from engine.execution.graphs import Graph
@@ -22,6 +21,7 @@ from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.execution.seats import StepShape
 from engine.kernels.batch import Batch
 from engine.kernels.ops import reference_kernels
+from engine.launching import launch_fitting
 from engine.model.config import LoadOptions
 from engine.model.transformer import ForwardPass
 from engine.planning.block_tables import BlockTables
@@ -93,6 +93,8 @@ def device_runner(
     options = replace(model.options, max_drafts=max_drafts)
     buffers = StepBuffers(options.max_rows, 32, model.config.vocab_size, torch.float32, model.device)
     own = replace(model, options=options, decoder=padded(model.decoder), buffers=buffers if device else None)
+    if own.draft is not None:
+        own = replace(own, draft=replace(own.draft, buffers=own.buffers))
     runner = ModelRunner(lambda: own, make_device=lambda _: device, num_ahead=num_ahead)
     runner.load()
     return runner

@@ -18,7 +18,6 @@ from engine.execution.seats import StepShape
 from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions
 from engine.model.drafts import DraftSource, SharedTokens
-from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Proposer
 from engine.planning.request import Sequence
 from engine.planning.step import Masks, Plan, StepInFlight
@@ -66,9 +65,6 @@ class AnswerProposer:
             for token in right
         ]
 
-    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
-        return 0.0
-
     def forget(self, sequence: Sequence) -> None: ...
 
 
@@ -107,8 +103,9 @@ def captured(model: LoadedModel) -> Captured:
 class Drafts(UnpricedDrafting):
     """In most steps; what was verified is counted by whether it was right."""
 
-    def __init__(self, lookup: Proposer | None, most: int = 5, model: Proposer | None = None) -> None:
-        super().__init__(lookup, most, model, random.Random(1))
+    def __init__(self, lookup: Proposer | None, most: int = 5) -> None:
+        """Without a proposer, the draft model makes the drafts."""
+        super().__init__(lookup, most, random.Random(1), has_model=lookup is None)
         self.count = Counter[bool]()
 
     def observe(self, plan: Plan, seconds: float) -> None:
@@ -264,16 +261,12 @@ def twin(folder: Path) -> Captured:
     """A model that drafts for itself: all of its drafts are right, but for those whose rounding makes a difference."""
     model = load(folder, DraftSource(folder))
     assert model.draft is not None
-    decoder = padded(model.draft.decoder)
-    draft = replace(model.draft, decoder=decoder, graph_dtype=torch.float32)
-    device = RepeatingDevice()
+    draft, device = replace(model.draft, decoder=padded(model.draft.decoder)), RepeatingDevice()
     return device_runner(replace(model, draft=draft), device, max_drafts=5), device
 
 
 def drafted(runner: ModelRunner, **how: Any) -> tuple[StepDriver, Drafts]:
-    drafter = runner.steps.drafter
-    assert drafter is not None
-    drafts = Drafts(None, model=DraftModel(drafter))
+    drafts = Drafts(None)
     return StepDriver(runner, drafting=drafts, **how).run(*REQUESTS, preempt_at=(4, 9)), drafts
 
 
@@ -281,11 +274,11 @@ def drafted(runner: ModelRunner, **how: Any) -> tuple[StepDriver, Drafts]:
 def test_a_model_agrees_with_itself(twin: Captured, expected: StepDriver, how: dict[str, Any]) -> None:
     """With penalties, too: what is drafted is not counted for those. Passes of few tokens are replayed."""
     runner, device = twin
-    assert runner.steps.drafter is not None
-    (ladder,) = runner.steps.drafter.ladders
+    assert runner.steps.of_draft is not None
+    num_graphs = len(runner.steps.of_draft.passes.graphs)
     device.replays.clear()
     driver, drafts = drafted(runner, **how)
-    of_draft = [number for number in device.replays if number > device.num_recorded - len(ladder.graphs)]
+    of_draft = [number for number in device.replays if number > device.num_recorded - num_graphs]
     assert len(set(of_draft)) > 2
     assert driver.tokens() == expected.tokens()
     assert drafts.count[True] > 10

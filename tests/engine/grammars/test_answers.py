@@ -220,9 +220,6 @@ class RandomProposer:
             )
         return found
 
-    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
-        return 0.0
-
     def forget(self, sequence: Sequence) -> None: ...
 
 

@@ -102,7 +102,8 @@ def test_narrow_layers_share_a_slot_and_a_layer_may_read_the_cache_of_another() 
     assert kv.data.count_nonzero() == 4 * 2 * 64
 
 
-def test_a_draft_keeps_everything_in_the_blocks_of_one_table() -> None:
+def test_a_draft_keeps_everything_in_the_blocks_of_the_first_table() -> None:
     model = Model([Layer(Heads(window=20)), Layer(Heads())])
-    found = KVLayout.of(model, 4, keeps_all=True)
-    assert (found.windows, found.num_planes) == ((0,), 2)
+    found = KVLayout.of(model, 4, beside=layout(Heads(), Heads(window=20), Heads(window=20)))
+    assert (found.windows, found.num_planes) == ((0, 20, 20), 2)
+    assert [place.table for place in found.places] == [0, 0]

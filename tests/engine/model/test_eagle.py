@@ -145,8 +145,8 @@ def test_a_head_is_quantized_as_its_target_is(tmp_path: Path, quantize: str) -> 
     loaded = load_model(folder, options, said.append, lambda *_: None, DraftSource(head))
     if loaded.draft is None:
         pytest.skip("there is no compiler for the native kernels")
-    assert loaded.draft.features is not None
-    assert loaded.draft.features.shape == (64, 16, 64)
+    assert loaded.features is not None
+    assert loaded.features.shape == (64, 16, 64)
     assert any(line.startswith("drafts come from the head") for line in said)
     plain = load_model(folder, options, lambda _: None, lambda *_: None)
     head_kv, kept = loaded.draft.kv.data.nbytes // 64, 16 * 64 * 2

@@ -173,6 +173,9 @@ class Unloadable:
     def load(self) -> RunnerFacts:
         raise RuntimeError("no graph for you")
 
+    def draft(self, plan: Plan) -> list[list[int]]:
+        raise NotImplementedError
+
     def launch(self, plan: Plan) -> StepInFlight:
         raise NotImplementedError
 

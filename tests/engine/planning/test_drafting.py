@@ -20,9 +20,8 @@ class Echo:
 
     is_behind = False
 
-    def __init__(self, name: str = "echo", cost_s: float = 0.0) -> None:
+    def __init__(self, name: str = "echo") -> None:
         self.name = name
-        self.cost_s = cost_s
         self.fault: Exception | None = None
         self.asked: list[int] = []
         """For how many sequences, each time."""
@@ -33,10 +32,30 @@ class Echo:
         self.asked.append(len(sequences))
         return [[1] * length for length in lengths]
 
-    def seconds(self, sequences: list[Sequence], length: int) -> float:
-        return self.cost_s * length * (1 + len(sequences) / 32)
-
     def forget(self, sequence: Sequence) -> None: ...
+
+
+class EchoModel:
+    """A draft model that knows a token for each sequence, and as many of them as may be."""
+
+    def __init__(self, pass_s: float) -> None:
+        self.pass_s = pass_s
+        self.known: dict[Sequence, int] = {}
+        """The tokens that it knows, where they are others than 1."""
+        self.asked: list[int] = []
+        """For how many sequences, each time."""
+
+    def extend(self, drafting: Drafting, plan: Plan, tables: BlockTables) -> None:
+        """Adds drafts to a plan, its own included."""
+        drafting.extend(plan, tables, 100)
+        chunks = [chunk for chunk in plan.chunks if chunk.is_open]
+        if chunks:
+            self.asked.append(len(chunks))
+            made = [[self.known.get(chunk.sequence, 1)] * len(chunk.drafts) for chunk in chunks]
+            drafting.fill(plan, made, self.seconds(max(map(len, made)), len(chunks)))
+
+    def seconds(self, length: int, num: int) -> float:
+        return self.pass_s * (1 + length) * (1 + num / 32)
 
 
 def running(tables: BlockTables, num: int, max_tokens: int = 100) -> list[Sequence]:
@@ -70,11 +89,12 @@ def say(sequence: Sequence, *token_ids: int) -> None:
 
 
 def drafting_at(
-    fixed_s: float, each_s: float, lookup: Proposer | None = None, model: Proposer | None = None
+    fixed_s: float, each_s: float, lookup: Proposer | None = None, model: EchoModel | None = None
 ) -> Drafting:
     """Steps take a fixed time and some for each token that is decoded, drafts included."""
-    drafting = drafting_always(lookup or (None if model else Echo()), 8, model)
+    drafting = drafting_always(lookup or (None if model else Echo()), 8, has_model=model is not None)
     drafting._step_seconds = lambda _, num_decode, __: fixed_s + each_s * num_decode
+    drafting._model_share = 0.0 if model is None else model.pass_s
     return drafting
 
 
@@ -233,18 +253,18 @@ def test_what_is_always_wrong_is_not_computed_and_comes_back_when_it_is_right() 
 def test_a_model_that_is_always_wrong_is_asked_now_and_then_and_comes_back() -> None:
     tables = BlockTables(4096, 4)
     sequences = running(tables, 4, max_tokens=4000)
-    model = Echo("draft", cost_s=0.05)
+    model = EchoModel(0.05)
     drafting = drafting_at(*COST, model=model)
     num_drafts = []
     for step in range(1_400):
         plan = step_of(sequences)
-        drafting.extend(plan, tables, 100)
+        model.extend(drafting, plan, tables)
         num_drafts.append(sum(counts(plan)))
         for sequence in sequences:
             say(sequence, *([1, 4] if step >= 400 else [4]))
         if step == 399:
-            assert sum(num_drafts[100:]) <= 4
-            assert 8 <= len(model.asked) < 60
+            assert set(num_drafts[100:]) == {0, 1}, "one draft at a time"
+            assert 8 <= sum(num_drafts[100:]) <= 1 + 300 // 32
             assert set(model.asked[-8:]) == {1}, "of one sequence only"
     assert min(num_drafts[1_300:]) >= 4
 
@@ -252,11 +272,12 @@ def test_a_model_that_is_always_wrong_is_asked_now_and_then_and_comes_back() -> 
 def test_the_better_proposer_drafts() -> None:
     tables = BlockTables(4096, 4)
     repeating, writing = running(tables, 2, max_tokens=4000)
-    lookup, model = Echo("lookup"), Telling([repeating])
+    lookup, model = Echo("lookup"), EchoModel(0.05)
+    model.known = {repeating: 3, writing: 2}
     drafting = drafting_at(*COST, lookup, model)
     for _ in range(60):
         plan = step_of([repeating, writing])
-        drafting.extend(plan, tables, 100)
+        model.extend(drafting, plan, tables)
         say(repeating, *[1] * 8, 4)
         say(writing, 2, 2, 4)
     assert [chunk.proposer for chunk in plan.chunks] == ["lookup", "draft"]
@@ -264,32 +285,79 @@ def test_the_better_proposer_drafts() -> None:
     assert 1 <= len(plan.chunks[1].drafts) < 8, "the third is never right"
 
 
-class Telling(Echo):
-    """A model that knows two tokens, and nothing of some sequences."""
-
-    def __init__(self, unknown: list[Sequence]) -> None:
-        super().__init__("draft", cost_s=0.05)
-        self._unknown = unknown
-
-    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
-        drafts = [3 if sequence in self._unknown else 2 for sequence in sequences]
-        return [[token_id] * length for token_id, length in zip(drafts, lengths, strict=True)]
-
-
 def test_a_model_that_costs_more_than_it_brings_is_not_asked() -> None:
-    for cost_s, is_asked in ((0.05, True), (2.0, False)):
+    for pass_s, is_asked in ((0.05, True), (2.0, False)):
         tables = BlockTables(64, 4)
-        model = Echo("draft", cost_s)
+        model = EchoModel(pass_s)
         plan = step_of(running(tables, 1))
-        drafting_at(*COST, model=model).extend(plan, tables, 100)
+        model.extend(drafting_at(*COST, model=model), plan, tables)
         assert bool(model.asked) == is_asked == (counts(plan) != [0])
+
+
+def test_drafts_are_open_until_the_model_has_made_them_and_places_that_it_leaves_go() -> None:
+    tables = BlockTables(64, 4)
+    sequences, model = running(tables, 3), EchoModel(0.05)
+    drafting, plan = drafting_at(*COST, model=model), step_of(sequences)
+    drafting.extend(plan, tables, 100)
+    assert [chunk.is_open for chunk in plan.chunks] == [True] * 3
+    wanted = counts(plan)
+    assert plan.num_tokens == 3 + sum(wanted)
+    drafting.fill(plan, [[1] * wanted[0], [1], []], 0.5)
+    assert counts(plan) == [wanted[0], 1, 0]
+    assert [chunk.proposer for chunk in plan.chunks] == ["draft", "draft", ""]
+    assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks) == 4 + wanted[0]
+    assert [sequence.num_computed for sequence in sequences] == [4 + wanted[0], 5, 4]
+    assert plan.drafting_s == 0.5
+
+
+def test_a_model_that_fails_takes_its_drafts_away_and_rests() -> None:
+    tables = BlockTables(64, 4)
+    sequences, model = running(tables, 2), EchoModel(0.05)
+    drafting, plan = drafting_at(*COST, model=model), step_of(sequences)
+    drafting.extend(plan, tables, 100)
+    drafting.give_up(plan)
+    assert counts(plan) == [0, 0]
+    assert plan.num_tokens == 2
+    assert drafting.failed == ["draft"]
+    for sequence in sequences:
+        say(sequence)
+    plan = step_of(sequences)
+    drafting.extend(plan, tables, 100)
+    assert counts(plan) == [0, 0]
+
+
+def test_what_the_model_has_to_catch_up_counts_in_what_drafting_takes() -> None:
+    """A pass takes 1 s and 0.1 s for each token; five drafts and what the host does are six passes."""
+    tables, drafting = BlockTables(256, 4), Drafting(None, 8, has_model=True)
+    drafting._step_seconds = lambda prefill, decode, _: 10.0 + 1.0 * (prefill + decode)
+    late, known = Sequence(make_request("late", [1] * 400)), Sequence(make_request("known", [1, 2]))
+    chunks = {s: Chunk(s, len(s.token_ids) - 1, 1, samples=True) for s in (late, known)}
+    drafting.extend(step_of(running(tables, 1)), tables, 1000)
+    for sequence in (late, known):
+        assert drafting._guess(step_of([sequence]).chunks[0]) is not None
+
+    def seconds(sequence: Sequence, num_read: int) -> float:
+        drafting._records[sequence].num_read = num_read
+        return drafting._model_seconds(1, 5, drafting._num_late([chunks[sequence]]))
+
+    assert seconds(late, 0) == 0.0, "nobody knows"
+    drafting._records[known].num_read = 2
+    chunks[known].drafts = chunks[late].drafts = [1] * 5
+    for _ in range(8):
+        drafting._learn_costs([chunks[known]], 6 * 1.1)
+    assert seconds(known, 2) == pytest.approx(6 * 1.1)
+    assert seconds(late, 0) > 1.1 * 6 * 1.1
+    for _ in range(3):
+        drafting._records[late].num_read = 0
+        drafting._learn_costs([chunks[late]], 6 * 1.1 + 0.1 * 398)
+    assert seconds(late, 400) == pytest.approx(6 * 1.1, rel=0.05)
 
 
 def test_a_proposer_that_fails_rests_for_longer_each_time(caplog: pytest.LogCaptureFixture) -> None:
     tables = BlockTables(64, 4)
     sequences = running(tables, 2)
     drafting = drafting_at(1.0, 0.0)
-    proposer = drafting._lookup
+    (proposer,) = drafting._proposers
     assert isinstance(proposer, Echo)
 
     def steps(number: int) -> list[list[int]]:
@@ -319,7 +387,7 @@ def test_a_proposer_that_rests_forgets_who_ended(monkeypatch: pytest.MonkeyPatch
     tables = BlockTables(64, 4)
     (sequence,) = running(tables, 1)
     drafting = drafting_at(1.0, 0.0)
-    proposer = drafting._lookup
+    (proposer,) = drafting._proposers
     assert isinstance(proposer, Echo)
     proposer.fault = RuntimeError("broken")
     drafting.extend(step_of([sequence]), tables, 100)

@@ -16,9 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.engine import launch_fitting
+from engine.launching import launch_fitting
 from engine.planning.block_tables import BlockTables
-from engine.planning.draft_model import DraftModel
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import OutOfMemory, Plan, StepInFlight
@@ -78,14 +77,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
         self.budget = budget
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
-        lookup, model = None, None
-        if proposers != "draft" or windows != (
-            0,
-        ):  # under a window, blocks are given back that a draft would read
+        lookup = None
+        if proposers != "draft" or windows[0]:  # then blocks are given back that a draft would read
             lookup = FakeProposer(pace, accuracy, self.runner.window)
-        if proposers != "lookup" and windows == (0,):
-            model = DraftModel(FakeDraftModel(num_blocks, BLOCK_SIZE, pace, accuracy))
-        self.drafting = UnpricedDrafting(lookup, max_drafts, model, pace) if max_drafts else None
+        if proposers != "lookup" and not windows[0]:
+            self.runner.drafter = FakeDraftModel(num_blocks, BLOCK_SIZE, pace, accuracy, len(windows))
+        has_model = self.runner.drafter is not None
+        self.drafting = (
+            UnpricedDrafting(lookup, max_drafts, pace, has_model=has_model) if max_drafts else None
+        )
         self.scheduler = Scheduler(self.queue, self.tables, FakeSink(), limits, self.drafting)
         self.pace = pace
         self.requests: dict[str, Request] = {}
@@ -150,6 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.flights and self.scheduler.awaits_tokens:
             self.land(0)
         plan = self.scheduler.plan(self.now)
+        self.forget()
         assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks) <= self.budget
         assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
         assert len({target for _, target in plan.copies}) == len(plan.copies)
@@ -166,9 +167,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         while len(self.flights) > num_left:
             plan, step = self.flights.popleft()
             self.receive(self.scheduler.commit(plan, step.wait(), self.now))
+            self.forget()
             if self.drafting is not None:
-                self.drafting.forget(self.scheduler.take_departed())
                 self.drafting.observe(plan, self.pace.random())
+
+    def forget(self) -> None:
+        departed = self.scheduler.take_departed()
+        self.runner.forget(departed)
+        if self.drafting is not None:
+            self.drafting.forget(departed)
 
     @precondition(lambda self: self.scheduler.running)
     @rule(pick=st.integers(0, 5))

@@ -5,11 +5,12 @@ from threading import Lock
 
 import pytest
 
+from engine.execution.draft_kv import DraftChunk
+from engine.launching import launch_fitting
 from engine.planning.block_tables import BlockTables
-from engine.planning.draft_model import DraftModel
 from engine.planning.request import Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import DraftChunk
+from engine.planning.step import OPEN, Chunk, Plan
 from priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeDraftModel,
@@ -31,8 +32,8 @@ class DraftModelRun:
         num_blocks = pace.choice([12, 16, 40])
         self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=pace.random() < 0.7)
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
-        self.draft = FakeDraftModel(num_blocks, BLOCK_SIZE, pace, accuracy)
-        self.drafting = UnpricedDrafting(None, pace.choice([1, 4, 8]), DraftModel(self.draft), pace)
+        self.runner.drafter = self.draft = FakeDraftModel(num_blocks, BLOCK_SIZE, pace, accuracy)
+        self.drafting = UnpricedDrafting(None, pace.choice([1, 4, 8]), pace, has_model=True)
         self.queue = LaneQueue(Lock())
         limits = SchedulerLimits(max_batch_tokens=pace.choice([5, 12, 30]), max_num_seqs=5, max_model_len=32)
         self.scheduler = Scheduler(self.queue, self.tables, FakeSink(), limits, self.drafting)
@@ -51,14 +52,22 @@ class DraftModelRun:
 
     def step(self) -> None:
         plan = self.scheduler.plan(0.0)
-        result = self.runner.execute(plan)
+        self.forget()
+        if not plan.chunks:
+            return
+        result = launch_fitting(self.runner, self.scheduler, plan).wait()
         for output in self.scheduler.commit(plan, result, 0.0):
             self.tokens.setdefault((output.request_id, output.index), []).extend(output.token_ids)
             if output.timings is not None and "draft" in output.timings.drafts:
                 count = output.timings.drafts["draft"]
                 self.counts = [self.counts[0] + count.num_drafted, self.counts[1] + count.num_accepted]
-        self.drafting.forget(self.scheduler.take_departed())
+        self.forget()
         self.scheduler.check()
+
+    def forget(self) -> None:
+        departed = self.scheduler.take_departed()
+        self.runner.forget(departed)
+        self.drafting.forget(departed)
 
     def disturb(self) -> None:
         running = self.scheduler.running
@@ -87,7 +96,7 @@ def test_what_the_draft_knows_is_what_the_sequences_are(accuracy: float) -> None
         life = DraftModelRun(seed, accuracy)
         life.run()
         assert not life.drafting.failed, f"seed {seed}"
-        assert not life.drafting._model._progress, "nobody asks after those who ended"  # type: ignore[union-attr]
+        assert not life.draft.kv._progress, "nobody asks after those who ended"
         drafted, accepted = drafted + life.counts[0], accepted + life.counts[1]
     assert drafted > 2_000
     assert (accepted == drafted) == (accuracy == 1.0)
@@ -102,79 +111,51 @@ def started(tables: BlockTables, name: str, prompt: list[int]) -> Sequence:
 
 
 class Recorder(FakeDraftModel):
-    """Tells what it is asked to compute."""
+    """Tells what it is asked to read."""
 
     def __init__(self) -> None:
         super().__init__(40, BLOCK_SIZE, random.Random(1), 1.0)
         self.spans: list[tuple[int, int]] = []
 
-    def knows(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return True
+    def run(self, chunk: DraftChunk, length: int) -> list[int]:
+        self.spans.append((chunk.start, chunk.start + chunk.num_tokens))
+        return super().run(chunk, length)
 
-    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
-        self.spans += [(chunk.start, chunk.end) for chunk in chunks]
-        return super().draft(chunks, length)
+    def draft_for(self, sequence: Sequence, length: int) -> list[int]:
+        drafts = list[int]()
+        num_spans = len(self.spans)
+        while len(self.spans) == num_spans:  # now and then it knows nothing
+            chunk = Chunk(sequence, len(sequence.token_ids) - 1, 1 + length, True, drafts=[OPEN] * length)
+            (drafts,) = self.draft(Plan([chunk]))
+        return drafts
 
 
 def test_it_catches_up_in_passes_of_bounded_size_and_drafts_when_it_has() -> None:
-    tables, runner = BlockTables(40, BLOCK_SIZE), Recorder()
-    model = DraftModel(runner)
+    tables, model = BlockTables(40, BLOCK_SIZE), Recorder()
     sequence = started(tables, "r", list(range(40)))
-    assert model.propose([sequence], [3]) == [[]]
-    assert model.propose([sequence], [3]) == [[]]
-    (drafts,) = model.propose([sequence], [3])
-    assert len(drafts) == 3
-    assert runner.spans == [(0, 16), (16, 32), (32, 40)]
+    assert [len(model.draft_for(sequence, 3)) for _ in range(3)] == [0, 0, 3]
+    assert model.spans == [(0, 16), (16, 32), (32, 40)]
 
 
-def test_right_drafts_and_blocks_that_others_filled_are_not_computed_again() -> None:
-    tables, runner = BlockTables(40, BLOCK_SIZE), Recorder()
-    model = DraftModel(runner)
+def test_right_drafts_and_blocks_that_others_filled_are_not_read_again() -> None:
+    tables, model = BlockTables(40, BLOCK_SIZE), Recorder()
     first = started(tables, "r", list(range(11)))
-    (drafts,) = model.propose([first], [4])
+    drafts = model.draft_for(first, 4)
     first.token_ids += [*drafts[:2], 49]
-    (drafts,) = model.propose([first], [4])
-    assert runner.spans == [(0, 11), (13, 14)]
+    drafts = model.draft_for(first, 4)
+    assert model.spans == [(0, 11), (13, 14)]
     first.token_ids += [*drafts, 49]
-    model.propose([first], [4])
-    assert runner.spans[2:] == [(17, 19)], "the last draft was not computed"
+    model.draft_for(first, 4)
+    assert model.spans[2:] == [(17, 19)], "the last draft was not read"
     second = started(tables, "s", list(range(10)))
-    model.propose([second], [1])
-    assert runner.spans[3:] == [(8, 10)]
+    model.draft_for(second, 1)
+    assert model.spans[3:] == [(8, 10)]
 
 
-def test_what_there_is_to_catch_up_counts_in_what_drafting_takes() -> None:
-    """A pass takes 1 s and 0.1 s for each token; five drafts and what the host does are six passes."""
-    now = 0.0
-
-    class Ticking(Timed):
-        def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
-            nonlocal now
-            now += (length + 1) * (1.0 + 0.1 * len(chunks)) + 0.1 * (
-                chunks[0].end - chunks[0].start - len(chunks)
-            )
-            return super().draft(chunks, length)
-
-    model = DraftModel(Ticking(), lambda: now, lambda prefill, decode, _: 10.0 + 1.0 * (prefill + decode))
-    late, prompt = Sequence(make_request("late", [1] * 400)), Sequence(make_request("known", [1, 2]))
-    assert model.seconds([late], 5) == 0.0, "nobody knows"
-    for _ in range(8):
-        model.propose([prompt], [5])
-        prompt.token_ids.append(3)
-    caught_up = 6 * 1.1
-    assert model.seconds([prompt], 5) == pytest.approx(caught_up, rel=0.05)
-    assert model.seconds([late], 5) > 1.1 * caught_up
-    model.propose([late], [5])
-    assert model.seconds([late], 5) == pytest.approx(caught_up, rel=0.05)
-
-
-class Timed:
-    """Drafts nothing but 7."""
-
-    block_size, max_tokens, reads_target = BLOCK_SIZE, 512, False
-
-    def knows(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return True
-
-    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
-        return [[7] * length for _ in chunks]
+def test_who_wants_most_drafts_comes_first_and_who_gets_none_last() -> None:
+    tables, model = BlockTables(40, BLOCK_SIZE), Recorder()
+    few, many, late = (started(tables, name, [i] * 7) for i, name in enumerate("abc"))
+    late.token_ids += [9] * 3
+    chunks = model.kv.begin({few: 1, many: 3, late: 4})
+    assert [chunk.sequence for chunk in chunks] == [many, few, late]
+    assert [chunk.samples for chunk in chunks] == [True, True, False]

@@ -1,0 +1,68 @@
+"""Launching a step that was planned: first its drafts are made, and it is halved until the device has room for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine.planning.drafting import Drafting
+from engine.planning.scheduler import Scheduler
+from engine.planning.step import OutOfMemory, Plan, Runner, StepInFlight, StepResult
+
+log = logging.getLogger("penstock.engine")
+
+
+def launch_fitting(
+    runner: Runner, scheduler: Scheduler, plan: Plan, limit: Callable[[], None] = lambda: None
+) -> StepInFlight:
+    """Launches a step and the choice of its tokens; the step is halved until the device has room for it.
+
+    Drafts that are open are made first.
+
+    Args:
+        limit: is called between the two, while the pass runs: it sets the plan's masks.
+
+    Raises:
+        OutOfMemory: there is no room for a single token.
+        Exception: see Runner.launch.
+    """
+    if scheduler.drafting is not None and any(chunk.is_open for chunk in plan.chunks):
+        _make_drafts(runner, scheduler.drafting, plan)
+    while plan.chunks:
+        num_tokens = plan.num_tokens
+        try:
+            step = runner.launch(plan)
+            limit()
+            step.choose()
+            return step
+        except OutOfMemory as error:
+            if not scheduler.shrink(plan):
+                raise
+            log.warning(
+                "the device has no room for a step of %d tokens, %d are tried: %s",
+                num_tokens,
+                plan.num_tokens,
+                error,
+            )
+    return _NoStep()
+
+
+def _make_drafts(runner: Runner, drafting: Drafting, plan: Plan) -> None:
+    """Has the draft model make the drafts of a plan that are open; if it fails, the plan goes on without them."""
+    started = drafting.clock()
+    try:
+        made = runner.draft(plan)
+    except Exception:
+        drafting.give_up(plan)
+    else:
+        drafting.fill(plan, made, drafting.clock() - started)
+
+
+class _NoStep:
+    """Nothing was left of a step that the device had no room for: its beams gave way."""
+
+    def choose(self) -> None:
+        pass
+
+    def wait(self) -> StepResult:
+        return StepResult([])
