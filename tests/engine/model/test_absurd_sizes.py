@@ -123,7 +123,7 @@ def assert_names(found: object, field: str) -> None:
 
 
 def assert_bounded(model: LoadedModel) -> None:
-    """The rotary tables have no more rows than the KV cache has slots, and block tables no more entries than blocks.
+    """The rotary tables have no more rows than the KV cache has places, and a block table no more entries than blocks.
 
     Where all layers have a sliding window, a sequence may be longer than the cache, up to a bound.
     """
@@ -133,7 +133,7 @@ def assert_bounded(model: LoadedModel) -> None:
     if model.config.context_window:
         most = max(most, MAX_WINDOWED_TOKENS)
     assert all(len(cos) <= most for cos, *_ in map(model.decoder.tables.of, attentions))
-    assert model.table.max_blocks <= -(-most // model.kv.block_size)
+    assert model.table.max_blocks <= -(-most // model.kv.block_size) * model.table.num_tables
 
 
 def assert_bounded_or_named(found: object, field: str) -> None:

@@ -89,7 +89,7 @@ def load(path: Path, table: str) -> LoadedModel:
         device=device_of(table),
         dtype="float32",
         block_size=16 if table == "native" else 8,
-        num_blocks=64,
+        num_blocks=256,
         num_threads=2,
     )
     model = load_model(path, options, lambda _: None, lambda *_: None)
