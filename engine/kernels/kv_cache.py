@@ -42,8 +42,10 @@ def numbers_and_scales(layer_kv: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class HasHeads(Protocol):
-    """What one layer's attention says of its keys and values."""
+    """What one layer's attention says of its heads."""
 
+    @property
+    def num_heads(self) -> int: ...
     @property
     def num_kv_heads(self) -> int: ...
     @property

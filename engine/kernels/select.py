@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout
+from engine.kernels.kv_cache import QUANTIZED, HasHeads, KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear, LinearPacker
 from engine.kernels.ops import DecoderShape, Kernels, Say, StepLimits, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
@@ -88,17 +87,19 @@ def triton_kernels(
     # Not above: the package is there without triton, too.
     from engine.kernels.triton import activation, attention, inputs, norms, rotary, sampling
 
-    layout = KVLayout.of(model, limits.block_size)
-    workspace = attention.Workspace(
-        layout.places[0].shape,
-        dtype,
-        model.num_heads,
-        limits.max_num_seqs,
-        device,
-        windows=set(layout.windows),
-        max_decode_queries=limits.max_query_len,
-        is_quantized=limits.kv_dtype in QUANTIZED,
-    )
+    workspaces = {
+        shape: attention.Workspace(
+            shape,
+            dtype,
+            max(own.num_heads for own in layers.values()),
+            limits.max_num_seqs,
+            device,
+            windows={own.window for own in layers.values()},
+            max_decode_queries=limits.max_query_len,
+            is_quantized=limits.kv_dtype in QUANTIZED,
+        )
+        for shape, layers in _by_shape(model, limits).items()
+    }
     return replace(
         reference_kernels(device, dtype, dtype),
         name="triton",
@@ -112,11 +113,20 @@ def triton_kernels(
         packs=PACKED,
         silu_mul=activation.silu_mul,
         gelu_mul=activation.gelu_mul,
-        attention=partial(attention.TritonAttention, workspace=workspace),
+        attention=lambda batch, shape: attention.TritonAttention(batch, shape, workspaces[shape]),
         gather=inputs.gather,
         choose=sampling.TritonChoose(limits.max_rows, model.vocab_size, device),
         is_static=True,
     )
+
+
+def _by_shape(model: DecoderShape, limits: StepLimits) -> dict[KVShape, dict[int, HasHeads]]:
+    """The attention of all layers by its number, apart for each shape of caches."""
+    found: dict[KVShape, dict[int, HasHeads]] = {}
+    places = KVLayout.of(model, limits.block_size).places
+    for number, (place, layer) in enumerate(zip(places, model.layers, strict=True)):
+        found.setdefault(place.shape, {})[number] = layer.attention
+    return found
 
 
 def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> LinearPacker:
@@ -198,28 +208,37 @@ def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], sa
 def trials(kernels: Kernels, model: DecoderShape, limits: StepLimits) -> dict[str, Trial]:
     """A trial of every operation that a table of kernels brings, by name, in the shapes of the model."""
     device, dtype = kernels.device, kernels.activation_dtype
-    layout = KVLayout.of(model, limits.block_size)
-    kv, shape = KVCache(layout, 1, kernels.kv_dtype, device), layout.places[0].shape
-    num_heads = model.num_heads + 2 * model.num_kv_heads
-    row = torch.ones(2, num_heads * model.head_dim, device=device, dtype=dtype)
+    kv = KVCache(KVLayout.of(model, limits.block_size), 1, kernels.kv_dtype, device)
+    shapes = _by_shape(model, limits)
+    row = torch.ones(2, 2 * max(shape.head_dim for shape in shapes), device=device, dtype=dtype)
     norm = row[0]
     batch = blank_batch([2], [2], torch.zeros(1, 1, dtype=torch.int32)).to(device)
-    angles = torch.ones(2, model.head_dim // 2, device=device)
-    places = TokenPlaces(batch.positions, torch.zeros(2, dtype=torch.int64, device=device), angles, angles)
     mixed = [1, PREFILLED]  # a decode, and a prefill, which has a kernel of its own
     tables_of_mixed = torch.zeros(2, -(-PREFILLED // limits.block_size), dtype=torch.int32)
     mixed_batch = blank_batch(mixed, mixed, tables_of_mixed).to(device)
-    queries = torch.ones(sum(mixed), model.num_heads, model.head_dim, device=device, dtype=dtype)
     table = SequenceTable(1, 1, limits.block_size, device)
     tables = SamplingTables(1, model.vocab_size, 1, 1, device)
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     step = StepTokens(slots, batch.query_starts, batch.token_ids, num_blocks=1, max_query_len=2)
     logits = torch.zeros(1, model.vocab_size, device=device, dtype=dtype)
 
+    def rotate_and_write() -> None:
+        for shape, layers in shapes.items():
+            number, own = next(iter(layers.items()))
+            width = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
+            qkv = torch.ones(2, width, device=device, dtype=dtype)
+            angles = torch.ones(2, own.head_dim // 2, device=device)
+            places = TokenPlaces(
+                batch.positions, torch.zeros(2, dtype=torch.int64, device=device), angles, angles
+            )
+            kernels.rotate_and_write(qkv, None, None, 1e-6, places, kv.layer(number), shape)
+
     def attention() -> None:
-        attend = kernels.attention(mixed_batch, shape)
-        for window in set(layout.windows):
-            attend(queries, kv.layer(0), window)
+        for shape, layers in shapes.items():
+            attend = kernels.attention(mixed_batch, shape)
+            for number, own in {own.window: (number, own) for number, own in layers.items()}.values():
+                queries = torch.ones(sum(mixed), own.num_heads, own.head_dim, device=device, dtype=dtype)
+                attend(queries, kv.layer(number), own.window)
 
     return {
         "rms_norm": lambda: kernels.rms_norm(row, norm, 1e-6),
@@ -228,9 +247,7 @@ def trials(kernels: Kernels, model: DecoderShape, limits: StepLimits) -> dict[st
         "silu_mul": lambda: kernels.silu_mul(row),
         "gelu_mul": lambda: kernels.gelu_mul(row),
         "slot_mapping": lambda: kernels.slot_mapping(batch, limits.block_size),
-        "rotate_and_write": lambda: kernels.rotate_and_write(
-            row, None, None, 1e-6, places, kv.layer(0), shape
-        ),
+        "rotate_and_write": rotate_and_write,
         "attention": attention,
         "gather": lambda: kernels.gather(table, step),
         "choose": lambda: kernels.choose(logits, tables, slots, slots, Filters()),
@@ -266,8 +283,11 @@ def check_native(model: DecoderShape, limits: StepLimits) -> None:
         )
     if limits.kv_dtype == "fp8":
         raise native.NativeUnavailable("they have no KV cache in fp8; one in int8 is as small")
-    if model.head_dim % 8:
-        raise native.NativeUnavailable(f"they need a head_dim that is a multiple of 8, not {model.head_dim}")
+    for layer in model.layers:
+        if layer.attention.head_dim % 8:
+            raise native.NativeUnavailable(
+                f"they need a head_dim that is a multiple of 8, not {layer.attention.head_dim}"
+            )
 
 
 def _reason(error: Exception) -> str:

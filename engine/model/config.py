@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engine.fields import Fields
-from engine.model.spec import Attention, Layer, ModelSpec
+from engine.model.spec import Layer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,33 +39,31 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        return self._attention.num_heads
+        """Those of the first layer, as are the next two."""
+        return self.layers[0].attention.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self._attention.num_kv_heads
+        return self.layers[0].attention.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self._attention.head_dim
+        return self.layers[0].attention.head_dim
 
     @property
     def q_size(self) -> int:
-        return self._attention.q_size
+        """The width of the widest queries."""
+        return max(layer.attention.q_size for layer in self.layers)
 
     @property
     def kv_size(self) -> int:
-        return self._attention.kv_size
+        """The width of the widest keys."""
+        return max(layer.attention.kv_size for layer in self.layers)
 
     @property
     def intermediate_size(self) -> int:
         """The size of the widest feed-forward part."""
         return max(layer.feed_forward.inner_size for layer in self.layers)
-
-    @property
-    def _attention(self) -> Attention:
-        """Heads are alike in all layers."""
-        return self.layers[0].attention
 
     @property
     def vocab_rows(self) -> int:

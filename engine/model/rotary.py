@@ -10,27 +10,29 @@ from torch import Tensor
 
 from engine.model.spec import Attention, ModelSpec, Rope
 
+_UNMOVED = Rope(scaling="proportional", share=0.0)
+"""All angles are 0."""
+
 
 class RotaryTables:
     """The tables of positions that the layers of a model need."""
 
     def __init__(self, spec: ModelSpec, max_position: int, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cpu")
-        head_dim = spec.layers[0].attention.head_dim
-        self._ropes = [
-            tuple(table.to(self._device) for table in rotary_tables(rope, head_dim, max_position))
-            for rope in spec.ropes
-        ]
-        shape = (max_position, head_dim // 2)
-        self._none = (torch.ones(shape, device=self._device), torch.zeros(shape, device=self._device))
-        used = {layer.attention.temperature for layer in spec.layers} - {None}
-        self._q_scales = {
-            by: query_scales(by, max_position).to(self._device) for by in used if by is not None
-        }
+        device = device or torch.device("cpu")
+        self._tables: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
+        self._q_scales: dict[tuple[float, int], Tensor] = {}
+        for layer in spec.layers:
+            number, head_dim, by = layer.attention.rope, layer.attention.head_dim, layer.attention.temperature
+            if (number, head_dim) not in self._tables:
+                rope = _UNMOVED if number is None else spec.ropes[number]
+                cos, sin = rotary_tables(rope, head_dim, max_position)
+                self._tables[number, head_dim] = cos.to(device), sin.to(device)
+            if by is not None and by not in self._q_scales:
+                self._q_scales[by] = query_scales(by, max_position).to(device)
 
     def of(self, attention: Attention) -> tuple[Tensor, Tensor, Tensor | None]:
         """cos and sin, each [positions, head_dim / 2], and the scales of queries [positions]."""
-        cos, sin = self._none if attention.rope is None else self._ropes[attention.rope]
+        cos, sin = self._tables[attention.rope, attention.head_dim]
         return cos, sin, None if attention.temperature is None else self._q_scales[attention.temperature]
 
 

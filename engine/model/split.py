@@ -21,14 +21,15 @@ def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         CheckpointError: the model cannot be shared out among so many.
     """
     asked = f"--tensor-parallel {num_ranks}"
-    if config.num_heads % num_ranks:
-        raise CheckpointError(
-            f"{asked}: the model has {config.num_heads} attention heads, which do not split"
-        )
-    if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
-        raise CheckpointError(
-            f"{asked}: the model has {config.num_kv_heads} key-value heads, which do not split"
-        )
+    for attention in (layer.attention for layer in config.layers):
+        if attention.num_heads % num_ranks:
+            raise CheckpointError(
+                f"{asked}: the model has {attention.num_heads} attention heads, which do not split"
+            )
+        if attention.num_kv_heads % num_ranks and num_ranks % attention.num_kv_heads:
+            raise CheckpointError(
+                f"{asked}: the model has {attention.num_kv_heads} key-value heads, which do not split"
+            )
     if config.intermediate_size % num_ranks:
         raise CheckpointError(
             f"{asked}: the model has an intermediate_size of {config.intermediate_size}, which does not split"

@@ -143,10 +143,11 @@ class StepParts:
     def _attention(self, case: Case) -> Work:
         config, end = self.model.config, case.context + case.queries
         seen = case.queries * (case.context + (case.queries + 1) / 2)  # of all tokens of a sequence together
-        pairs = case.sequences * ((config.num_layers - 1) * seen + end)
-        numbers = 2 * config.num_layers * config.kv_size * case.sequences * end
+        heads = [layer.attention for layer in config.layers]
+        pairs = sum(own.q_size * seen for own in heads[:-1]) + heads[-1].q_size * end
+        numbers = 2 * sum(own.kv_size for own in heads) * case.sequences * end
         size = self.model.kv.data.dtype.itemsize
-        return Work(4 * config.q_size * pairs, numbers * size, size)
+        return Work(4 * case.sequences * pairs, numbers * size, size)
 
     def _choose(self, logits: torch.Tensor) -> None:
         slots = torch.arange(logits.shape[0], dtype=torch.int32)

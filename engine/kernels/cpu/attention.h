@@ -90,16 +90,15 @@ void attend(const AttentionStep& step, const Task& task, AttentionScratch& scrat
 
 // What a decoder does with a cache of one storage type.
 struct Attention {
-    void (*place)(const AttentionStep&, int token, int block);
+    void (*place)(const AttentionStep&, int token, size_t block);
     void (*attend)(const AttentionStep&, const Task&, AttentionScratch&);
-    size_t block_bytes;  // of one layer's keys, or values
     RowLimits limits;
 };
 
-inline Attention attention_over(Type kv_type, const Shape& shape) {
+inline Attention attention_over(Type kv_type) {
     return with_kv_type(kv_type, [&](auto* w) {
         using W = std::remove_pointer_t<decltype(w)>;
-        return Attention{&place_token<W>, &attend<W>, block_bytes<W>(shape), kRowLimits<W>};
+        return Attention{&place_token<W>, &attend<W>, kRowLimits<W>};
     });
 }
 

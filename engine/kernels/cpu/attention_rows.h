@@ -91,15 +91,14 @@ constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{96, 16} : RowLimits{48,
 
 // What a worker needs for a task.
 struct AttentionScratch {
-    size_t depth;  // head_dim as tiles of it need it
     Buffer<float> q, out, scores, peak, total;
     Buffer<int32_t> first, limit;
     Buffer<BFloat> blocks;  // keys and values of a span
     Buffer<SpanScales> scales;
 
-    AttentionScratch(const Shape& shape, const RowLimits& limits) {
-        const size_t rows = std::max(limits.rows, limits.padded(shape.group())) + limits.unit;
-        depth = divide_up(shape.head_dim, 32) * 32;
+    // For heads of this size and smaller ones, and for groups as large.
+    AttentionScratch(int head_dim, int group, const RowLimits& limits) {
+        const size_t rows = std::max(limits.rows, limits.padded(group)) + limits.unit, depth = depth_of(head_dim);
         q = allocate<float>(rows * depth);
         out = allocate<float>(rows * depth);
         scores = allocate<float>(rows * kScoresStride);
@@ -111,8 +110,12 @@ struct AttentionScratch {
         scales = allocate<SpanScales>(1);
     }
 
+    // head_dim as tiles of it need it
+    static size_t depth_of(int head_dim) { return divide_up(head_dim, 32) * 32; }
+
     template <class Operand>
     Rows<Operand> rows(const Shape& shape) const {
+        const size_t depth = depth_of(shape.head_dim);
         return {0,         shape.head_dim, shape.softcap, depth,       depth,      reinterpret_cast<Operand*>(q.get()),
                 out.get(), scores.get(),   peak.get(),    total.get(), first.get(), limit.get()};
     }

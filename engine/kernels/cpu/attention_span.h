@@ -34,12 +34,12 @@ class History {
           kv_head_(kv_head),
           last_((end - 1) / kBlockTokens) {}
 
-    HeadInBlock<W> keys(int block) const { return {step_.keys, *step_.shape, number(block), kv_head_}; }
-    HeadInBlock<W> values(int block) const { return {step_.values, *step_.shape, number(block), kv_head_}; }
+    HeadInBlock<W> keys(int block) const { return {step_.keys + place(block), *step_.shape, kv_head_}; }
+    HeadInBlock<W> values(int block) const { return {step_.values + place(block), *step_.shape, kv_head_}; }
 
    private:
     // A block past the end is only fetched.
-    size_t number(int block) const { return table_[std::min(block, last_)]; }
+    size_t place(int block) const { return table_[std::min(block, last_)] * step_.stride; }
 
     const AttentionStep& step_;
     const int32_t* table_;

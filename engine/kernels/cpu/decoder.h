@@ -3,19 +3,25 @@
 
 #include <cstddef>
 
-#include "program.h"
+#include "attention_tasks.h"
 
 namespace penstock {
 
 class Decoder {
    public:
     Decoder(Team& team, const Model& model)
-        : team_(team), model_(model), ops_(model.ops, model.ops + model.num_ops), shape_(*model.shape) {
+        : team_(team),
+          model_(model),
+          ops_(model.ops, model.ops + model.num_ops),
+          attention_(attention_over(static_cast<Type>(model.kv_type))),
+          tasks_(attention_.limits, team.size()) {
         with_type(model.embedding ? static_cast<Type>(model.embedding_type) : model.embedding_linear->type,
                   [&](auto* w) { embed_ = &Decoder::embed<std::remove_pointer_t<decltype(w)>>; });
-        attention_ = attention_over(static_cast<Type>(model.kv_type), shape_);
         use_huge_pages(model.kv, static_cast<size_t>(model.kv_bytes));
-        for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(shape_, attention_.limits);
+        int head_dim = 0, group = 0;
+        for (const Op& op : ops_)
+            if (op.shape) head_dim = std::max(head_dim, op.shape->head_dim), group = std::max(group, op.shape->group());
+        for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(head_dim, group, attention_.limits);
         if (model.head) head_ = *model.head;
     }
 
@@ -130,7 +136,7 @@ class Decoder {
         norms_.clear();
         conversions_.clear();
         attentions_.clear();
-        plan_tasks();
+        tasks_.start(step_, sequence_of_.data());
         rows_ = step_.tokens;
         is_sampled_ = false;
         for (size_t i = 0; i < ops_.size() && rows_ > 0; i++) add_op(i);
@@ -220,7 +226,8 @@ class Decoder {
     }
 
     void add_attention(const Op& op) {
-        attentions_.push_back({attention_step(op), op.is_sampled ? &sampled_tasks_ : &tasks_});
+        const Queries queries = op.is_sampled ? Queries::sampled : Queries::all;
+        attentions_.push_back({attention_step(op), &tasks_.of(*op.shape, queries)});
         const uint32_t number = static_cast<uint32_t>(attentions_.size() - 1);
         add<&Decoder::run_place>(number, divide_up(rows_, rows_to_place(rows_)), Kind::place);
         add<&Decoder::run_attend>(number, static_cast<int>(attentions_.back().tasks->size()), Kind::attention);
@@ -243,44 +250,20 @@ class Decoder {
         if (chunks > 0) phases_.push_back({call, argument, static_cast<uint32_t>(chunks), kind});
     }
 
-    void plan_tasks() {
-        tasks_.clear();
-        sampled_tasks_.clear();
-        for (int i = 0; i < step_.sequences; i++)
-            add_tasks(tasks_, i, step_.query_starts[i], step_.query_starts[i + 1]);
-        for (int r = 0; r < step_.samples;) {
-            const int token = step_.sample_rows[r], sequence = sequence_of_[token];
-            int run = 1;  // neighbours of one sequence share their tasks
-            while (r + run < step_.samples && step_.sample_rows[r + run] == token + run &&
-                   sequence_of_[token + run] == sequence)
-                run++;
-            add_tasks(sampled_tasks_, sequence, token, token + run);
-            r += run;
-        }
-        const auto dearer = [](const Task& a, const Task& b) { return a.cost > b.cost; };
-        std::stable_sort(tasks_.begin(), tasks_.end(), dearer);
-        std::stable_sort(sampled_tasks_.begin(), sampled_tasks_.end(), dearer);
-    }
-
-    // With work enough for everyone, a task takes as many heads as it has rows for.
-    void add_tasks(std::vector<Task>& tasks, int sequence, int from, int to) {
-        const int most = attention_.limits.tokens_per_task(shape_), heads = shape_.num_kv_heads;
-        for (int t = from; t < to; t += most) {
-            const int tokens = std::min(most, to - t);
-            const bool scarce = step_.sequences < 4 * team_.size();
-            const int together = scarce ? 1 : attention_.limits.heads_per_task(shape_, tokens);
-            for (int h = 0; h < heads; h += together) {
-                const int some = std::min(together, heads - h);
-                const int64_t cost = int64_t(tokens) * some * (step_.positions[t + tokens - 1] + 1);
-                tasks.push_back({sequence, t, tokens, h, some, cost});
-            }
-        }
-    }
-
     AttentionStep attention_step(const Op& op) {
-        return {op.shape,  step_.positions, step_.tables(op.table), static_cast<size_t>(step_.max_blocks),
-                op.window, is_head(),       op.keys,            op.values,
-                qkv_.get(), ld_qkv_,        attended_.get(),    ld_q_};
+        return {op.shape,
+                step_.positions,
+                step_.tables(op.table),
+                static_cast<size_t>(step_.max_blocks),
+                op.window,
+                is_head(),
+                op.keys,
+                op.values,
+                static_cast<size_t>(op.stride),
+                qkv_.get(),
+                ld_qkv_,
+                attended_.get(),
+                ld_q_};
     }
 
     bool is_head() const { return head_.norm != nullptr; }
@@ -393,8 +376,7 @@ class Decoder {
     void run_place(uint32_t index, int chunk, int) {
         const auto place = [&](int t) {
             const AttentionStep& step = attentions_[index].step;
-            const size_t block = block_of(step.block_tables, sequence_of_[t], step_.positions[t]);
-            attention_.place(step, t, static_cast<int>(block));
+            attention_.place(step, t, block_of(step.block_tables, sequence_of_[t], step_.positions[t]));
         };
         for_rows(chunk, step_.tokens, place, rows_to_place(step_.tokens));
     }
@@ -416,9 +398,9 @@ class Decoder {
     Team& team_;
     const Model model_;
     std::vector<Op> ops_;
-    const Shape shape_;
     void (Decoder::*embed_)(int, float*) const;
-    Attention attention_;
+    const Attention attention_;
+    AttentionTasks tasks_;
     Taps taps_{};
     HeadInput head_{};
     bool goes_on_ = false;
@@ -433,7 +415,6 @@ class Decoder {
     std::vector<Conversion> conversions_;
     std::vector<PlannedProduct> products_;
     std::vector<PlannedAttention> attentions_;
-    std::vector<Task> tasks_, sampled_tasks_;
 
     size_t capacity_ = 0;  // rows
     int rows_ = 0;  // of the operation that is planned

@@ -48,7 +48,7 @@ class NativeDecoder:
 
     Args:
         kv: its blocks have BLOCK_SIZE tokens; what is inside a block is private.
-        ops: the program; all attention has heads of the cache's shape.
+        ops: the program; the attention of each layer has heads of its cache's shape.
         embedding: [vocab, hidden], or a linear layer whose rows it is.
         head: what a head reads; None for an ordinary decoder.
     """
@@ -71,7 +71,7 @@ class NativeDecoder:
         self._kept: list[object] = [team, kv]
         heads = [op.heads for op in ops if op.heads is not None]
         _check_kv(kv, len(heads))
-        widths = self._check(heads)
+        widths = self._check()
         made = self._made(self.ops)
         model = Model(
             hidden=hidden_size,
@@ -85,7 +85,6 @@ class NativeDecoder:
             num_tables=len(kv.layout.windows),
             kv=kv.data.data_ptr(),
             kv_bytes=kv.data.nbytes,
-            shape=next(op.shape for op in made if op.shape),
             ops=made,
             num_ops=len(made),
         )
@@ -97,41 +96,45 @@ class NativeDecoder:
         weakref.finalize(self, library.call, "penstock_decoder_free", self.handle)
         self._run = library.function("penstock_decoder_run")
 
-    def _check(self, heads: Sequence[NativeHeads]) -> dict[str, int]:
-        """The width of each stream, which every linear map and norm fits.
+    def _check(self) -> dict[str, int]:
+        """The largest width of each stream, which every linear map fits.
 
         Raises:
             ValueError: one does not.
         """
-        shape, num_heads = self._kv.layout.places[0].shape, heads[0].num_heads
-        if num_heads % shape.num_kv_heads or any(other.num_heads != num_heads for other in heads):
-            raise ValueError(f"{num_heads} heads in every layer expected, a multiple of {shape.num_kv_heads}")
-        q_size = num_heads * shape.head_dim
-        widths = {
-            "hidden": self.hidden_size,
-            "qkv": q_size + 2 * shape.num_kv_heads * shape.head_dim,
-            "attended": q_size,
-            "inner": 0,
-            "added": self.hidden_size,
-            "prepared": 2 * self.hidden_size,
-        }
-        written = most = 0  # of `inner`, whose width differs by layer
+        hidden = self.hidden_size
+        widths = {"hidden": hidden, "added": hidden, "prepared": 2 * hidden}  # of what was written last
+        largest = {"qkv": 0, "attended": 0, "inner": 0}
         for op in self.ops:
             linear = op.linear
-            if linear is None or op.kind == "join":
-                continue
-            is_gated = op.target == "inner"
-            if is_gated:
-                written, most = linear.out_features, max(most, linear.out_features)
-            inputs = written if op.source == "inner" else widths[op.source]
-            outputs = written if is_gated else widths[op.target]
-            facts = (inputs, outputs, is_gated)
-            if (linear.in_features, linear.out_features, linear.gated) != facts:
-                raise ValueError(
-                    f"layer {op.layer}: {op.time}: {facts} expected (inputs, outputs, gated), not "
-                    f"{(linear.in_features, linear.out_features, linear.gated)}"
-                )
-        return {**widths, "inner": most}
+            if op.heads is not None:
+                widths["attended"] = self._attended(op.layer, op.heads, widths["qkv"])
+            elif linear is not None and op.kind == "linear":
+                is_gated, inputs = op.target == "inner", widths[op.source]
+                if op.target in ("qkv", "inner"):
+                    widths[op.target] = linear.out_features
+                facts = (inputs, widths[op.target], is_gated)
+                if (linear.in_features, linear.out_features, linear.gated) != facts:
+                    raise ValueError(
+                        f"layer {op.layer}: {op.time}: {facts} expected (inputs, outputs, gated), not "
+                        f"{(linear.in_features, linear.out_features, linear.gated)}"
+                    )
+            largest = {stream: max(width, widths.get(stream, 0)) for stream, width in largest.items()}
+        return largest
+
+    def _attended(self, layer: int, heads: NativeHeads, qkv: int) -> int:
+        """The width of what a layer's queries become.
+
+        Raises:
+            ValueError: queries, keys and values of this width do not fit the heads.
+        """
+        shape, num_heads = self._kv.layout.places[layer].shape, heads.num_heads
+        expected = (num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        if num_heads % shape.num_kv_heads or qkv != expected:
+            raise ValueError(
+                f"layer {layer}: qkv has {qkv} outputs, which {num_heads} heads over {shape} do not"
+            )
+        return num_heads * shape.head_dim
 
     def _made(self, ops: Sequence[NativeOp]) -> ctypes.Array[Op]:
         made = (Op * len(ops))(*[self._op(op) for op in ops])
@@ -155,13 +158,14 @@ class NativeDecoder:
         self._kept.append(op.linear)
         if op.heads is not None:
             keys, values = self._kv.layer(op.layer)
-            made.shape = ctypes.pointer(self._shape(op.heads))
+            made.shape = ctypes.pointer(self._shape(op.heads, op.layer))
+            made.stride = keys.stride(0) * keys.itemsize
             made.table = self._kv.layout.places[op.layer].table
             made.window, made.keys, made.values = op.heads.window, keys.data_ptr(), values.data_ptr()
         return made
 
-    def _shape(self, heads: NativeHeads) -> Shape:
-        shape, positions = self._kv.layout.places[0].shape, heads.cos.shape[0]
+    def _shape(self, heads: NativeHeads, layer: int) -> Shape:
+        shape, positions = self._kv.layout.places[layer].shape, heads.cos.shape[0]
         for name, table in (("cos", heads.cos), ("sin", heads.sin)):
             expect_shape(name, table, (positions, shape.head_dim // 2))
         of_rows = heads.q_norm is not None and heads.q_norm.numel() != shape.head_dim
@@ -253,7 +257,7 @@ class NativeDecoder:
 
 def _check_kv(kv: KVCache, num_layers: int) -> None:
     shapes = kv.layout.shapes
-    if len(shapes) > 1 or any(s.block_size != BLOCK_SIZE or s.head_dim % 8 for s in shapes):
+    if any(s.block_size != BLOCK_SIZE or s.head_dim % 8 for s in shapes):
         raise ValueError(f"blocks of {BLOCK_SIZE} tokens and heads of a multiple of 8 expected, not {shapes}")
     if num_layers != len(kv.layout.places):
         raise ValueError(f"{num_layers} layers given, {len(kv.layout.places)} in the KV cache")

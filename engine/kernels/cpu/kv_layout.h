@@ -60,22 +60,14 @@ auto with_kv_type(Type type, Function function) {
     return with_type(type, function);
 }
 
-// Bytes of one layer's keys, or values, in one block.
-template <class W>
-size_t block_bytes(const Shape& shape) {
-    const size_t scales = kIsScaled<W> ? shape.num_kv_heads * kBlockTokens * sizeof(float) : 0;
-    return shape.num_kv_heads * shape.head_elements() * sizeof(W) + scales;
-}
-
 // What one kv head has in a block, keys or values.
 template <class W>
 struct HeadInBlock {
     W* elements;
     float* scales;  // of the 16 tokens, where the type has them
 
-    // `half` has the keys, or the values, of one layer.
-    HeadInBlock(const char* half, const Shape& shape, size_t block, int kv_head) {
-        char* start = const_cast<char*>(half) + block * block_bytes<W>(shape);
+    // `start` is that of the block's keys, or values, of one layer.
+    HeadInBlock(char* start, const Shape& shape, int kv_head) {
         elements = reinterpret_cast<W*>(start) + kv_head * shape.head_elements();
         W* end = reinterpret_cast<W*>(start) + shape.num_kv_heads * shape.head_elements();
         scales = reinterpret_cast<float*>(end) + kv_head * kBlockTokens;
@@ -117,6 +109,7 @@ struct AttentionStep {
     int first;  // no token sees those before it but itself
     char* keys;  // of this layer
     char* values;
+    size_t stride;  // bytes from block to block
     float* qkv;  // [T][ld]: queries, keys, values; the queries ready and scaled
     size_t ld;
     float* out;  // [T][ldo]
@@ -225,7 +218,7 @@ void write_head(const float* x, int head_dim, const HeadInBlock<W>& head, int sl
 
 // One token's queries in place (ready to be multiplied with keys), its keys and values into the cache.
 template <class W>
-void place_token(const AttentionStep& step, int token, int block) {
+void place_token(const AttentionStep& step, int token, size_t block) {
     const Shape& shape = *step.shape;
     const int d = shape.head_dim, position = step.positions[token], slot = position % kBlockTokens;
     float* row = step.qkv + token * step.ld;
@@ -237,7 +230,8 @@ void place_token(const AttentionStep& step, int token, int block) {
     prepare_heads(row, shape.num_heads, shape.q_norm, shape, position, scale * more);
     prepare_heads(keys, shape.num_kv_heads, shape.k_norm, shape, position, 1.0f);
     for (int h = 0; h < shape.num_kv_heads; h++) {
-        const HeadInBlock<W> k(step.keys, shape, block, h), v(step.values, shape, block, h);
+        const HeadInBlock<W> k(step.keys + block * step.stride, shape, h);
+        const HeadInBlock<W> v(step.values + block * step.stride, shape, h);
         write_head(keys + h * d, d, k, slot, [&](int i) __attribute__((always_inline)) { return key_place<W>(i, slot); });
         write_head(values + h * d, d, v, slot,
                    [&](int i) __attribute__((always_inline)) { return value_place<W>(i, slot, d); });

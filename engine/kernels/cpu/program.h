@@ -43,8 +43,9 @@ struct Op {
     int32_t window;
     int32_t is_sampled;  // of attention: no row is wanted but the sampled ones
     int32_t table;       // of its sequences' block tables, that of its cache
-    char* keys;          // of this layer: [blocks][bytes of a block]
+    char* keys;          // of this layer, in the first block
     char* values;
+    int64_t stride;      // bytes from block to block
 };
 
 // What a head (EAGLE-3) reads of its target's tokens: their fused hidden states, [blocks][kBlockTokens][width], in the
@@ -66,7 +67,7 @@ struct HeadInput {
 };
 
 struct Model {
-    int32_t hidden, qkv, attended, inner, vocab, max_position;  // widths, the size of the vocabulary, positions
+    int32_t hidden, qkv, attended, inner, vocab, max_position;  // largest widths, the vocabulary's size, positions
     float eps;
     int32_t embedding_type;
     const void* embedding;           // [vocab][hidden] in its own type, or null:
@@ -75,7 +76,6 @@ struct Model {
     int32_t num_blocks, num_tables;
     void* kv;  // all layers: see kv_layout.h
     int64_t kv_bytes;
-    const Shape* shape;  // of the heads of any layer
     const Op* ops;
     int32_t num_ops;
     const HeadInput* head;  // or null: an ordinary decoder

@@ -57,6 +57,7 @@ class Op(ctypes.Structure):
         ("table", c_int32),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("stride", c_int64),
     ]
 
 
@@ -94,7 +95,6 @@ class Model(ctypes.Structure):
         ("num_tables", c_int32),
         ("kv", c_void_p),
         ("kv_bytes", c_int64),
-        ("shape", ctypes.POINTER(Shape)),
         ("ops", ctypes.POINTER(Op)),
         ("num_ops", c_int32),
         ("head", ctypes.POINTER(HeadInput)),

@@ -125,7 +125,7 @@ class TritonAttention:
             "BLOCK_D": workspace.block_d,
             "enable_fp_fusion": True,
         }
-        self._scoring: dict[str, Any] = {"BLOCK_SIZE": shape.block_size}
+        self._block_size = shape.block_size
         for window in workspace.segments:
             self._plan_segments(window)
 
@@ -148,7 +148,12 @@ class TritonAttention:
         assert num_tokens == self._num_tokens
         attended = torch.empty(num_tokens, num_heads * head_dim, dtype=queries.dtype, device=queries.device)
         tables = self._batch.block_tables if block_tables is None else block_tables
-        scoring = {**self._scoring, "SCALE": head_dim**-0.5 if scale is None else scale, "SOFTCAP": softcap}
+        scoring = {
+            "SCALE": head_dim**-0.5 if scale is None else scale,
+            "SOFTCAP": softcap,
+            "BLOCK_SIZE": self._block_size,
+            "BLOCK_STRIDE": layer_kv.stride(1),
+        }
         self._launch_decode(attended, queries, layer_kv, tables, window, scoring)
         self._launch_reduction(attended, window)
         if self._has_prefill:

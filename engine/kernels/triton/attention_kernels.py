@@ -38,6 +38,7 @@ def decode_attention_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -87,7 +88,7 @@ def decode_attention_kernel(
         window,
         SCALE,
         SOFTCAP,
-        NUM_KV_HEADS,
+        BLOCK_STRIDE,
         BLOCK_SIZE,
         HEAD_DIM,
         BLOCK_D,
@@ -129,6 +130,7 @@ def prefill_attention_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -183,7 +185,7 @@ def prefill_attention_kernel(
                 window,
                 SCALE,
                 SOFTCAP,
-                NUM_KV_HEADS,
+                BLOCK_STRIDE,
                 BLOCK_SIZE,
                 HEAD_DIM,
                 BLOCK_D,
@@ -218,7 +220,7 @@ def _fold_tiles(
     window: tl.tensor,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -231,12 +233,11 @@ def _fold_tiles(
     `top` is the largest score so far, as a power of 2; `total` and `summed` are relative to 2 ** top. Only what a query
     from `first_position` up to `end` may see is read. Without MASKED every row sees all of it, and no load is masked.
 
-    This is the only place that knows what keys and values look like. Numbers of 8 bits become the queries' type where
-    they are loaded, which is exact; the scale of each key then multiplies its column of `scores`, that of each value
-    its column of `weights`. Sums of values are then `_folded` times what they should be.
+    This is the only place that knows what keys and values look like: blocks are BLOCK_STRIDE elements apart. Numbers of
+    8 bits become the queries' type where they are loaded, which is exact; the scale of each key then multiplies its
+    column of `scores`, that of each value its column of `weights`. Sums of values are then
+    `_folded` times what they should be.
     """
-    NUMBERS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    STORED: tl.constexpr = NUMBERS if key_scales is None else NUMBERS + NUM_KV_HEADS * BLOCK_SIZE * 4
     # The unit of scores as a power of 2: it is multiplied with where they become exponents.
     UNIT: tl.constexpr = (SOFTCAP if SOFTCAP > 0 else SCALE) * 1.4426950408889634
     dims = tl.arange(0, BLOCK_D)[None, :]
@@ -249,7 +250,7 @@ def _fold_tiles(
             blocks = tl.load(table + tokens // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         else:
             blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
-        rows = blocks * STORED + tokens % BLOCK_SIZE * HEAD_DIM
+        rows = blocks * BLOCK_STRIDE + tokens % BLOCK_SIZE * HEAD_DIM
         places = rows[:, None] + dims
         if HEAD_DIM < BLOCK_D:
             wanted = exists[:, None] & (dims < HEAD_DIM)
@@ -261,7 +262,7 @@ def _fold_tiles(
         else:
             key, value = tl.load(keys + places), tl.load(values + places)
         if key_scales is not None:
-            of_tokens = blocks * (STORED // 4) + tokens % BLOCK_SIZE
+            of_tokens = blocks * (BLOCK_STRIDE // 4) + tokens % BLOCK_SIZE
             if MASKED:
                 key_scale = tl.load(key_scales + of_tokens, mask=exists, other=0.0)
                 value_scale = tl.load(value_scales + of_tokens, mask=exists, other=0.0)

@@ -70,6 +70,7 @@ def rotate_and_write(
             NUM_KV_HEADS=shape.num_kv_heads,
             HEAD_DIM=shape.head_dim,
             BLOCK_SIZE=shape.block_size,
+            BLOCK_STRIDE=numbers.stride(1),
             GROUP=HEADS_PER_PROGRAM,
             PAIRS=triton.next_power_of_2(shape.head_dim // 2),
             **OPTIONS,
@@ -124,13 +125,15 @@ def rotate_and_write_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
     """Rotates GROUP heads of one token, and stores them; masks tell queries, keys and values apart.
 
     As in the reference, all but the norm's scale is computed in the dtype of what is read, and rounded at each step.
-    All loads are issued before the first of them is used, but for the angles, whose offset is loaded first.
+    All loads are issued before the first of them is used, but for the angles, whose offset is loaded first. From block
+    to block of the cache there are BLOCK_STRIDE elements.
     """
     dtype: tl.constexpr = qkv.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
@@ -188,9 +191,8 @@ def rotate_and_write_kernel(
     stored = inside & is_stored
     kv_head = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
     NUMBERS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    STORED: tl.constexpr = NUMBERS if layer_scales is None else NUMBERS + NUM_KV_HEADS * BLOCK_SIZE * 4
     block, token = slot // BLOCK_SIZE, kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
-    place = block * STORED + token * HEAD_DIM + is_value * values_offset
+    place = block * BLOCK_STRIDE + token * HEAD_DIM + is_value * values_offset
     kv_dtype: tl.constexpr = layer_kv.dtype.element_ty
     if layer_scales is not None:
         LARGEST: tl.constexpr = 127.0 if kv_dtype == tl.int8 else 448.0
@@ -198,7 +200,7 @@ def rotate_and_write_kernel(
         scale = _scale(first, second, LARGEST)
         first = _rounded(first, scale, LARGEST, kv_dtype)
         second = _rounded(second, scale, LARGEST, kv_dtype)
-        of_token = block * (STORED // 4) + NUMBERS // 4 + token + is_value * (values_offset // 4)
+        of_token = block * (BLOCK_STRIDE // 4) + NUMBERS // 4 + token + is_value * (values_offset // 4)
         tl.store(layer_scales + of_token, scale, mask=is_stored)
     tl.store(layer_kv + place + pairs, first.to(kv_dtype), mask=stored)
     tl.store(layer_kv + place + pairs + half, second.to(kv_dtype), mask=stored)

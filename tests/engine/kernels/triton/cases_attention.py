@@ -70,6 +70,7 @@ def _cases(
         "SCALE": head_dim**-0.5,
         "SOFTCAP": softcap,
         "BLOCK_SIZE": 16,
+        "BLOCK_STRIDE": shape.stored_elements(kv_dtype or dtype),
         "WINDOWED": windowed,
     }
     arguments = dict.fromkeys(_LENGTHS, "*i32")

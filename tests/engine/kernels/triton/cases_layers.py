@@ -101,6 +101,7 @@ def rotate_and_write(size: Size, kv_dtype: str | None = None, *, norms_last: boo
         "NUM_KV_HEADS": size.num_kv_heads,
         "HEAD_DIM": size.head_dim,
         "BLOCK_SIZE": 16,
+        "BLOCK_STRIDE": size.num_kv_heads * 16 * (size.head_dim + (4 if kv_dtype else 0)),
         "GROUP": rotary.HEADS_PER_PROGRAM,
         "PAIRS": power_of_2(size.head_dim // 2),
     }
