@@ -22,6 +22,7 @@ from engine.model.tensors import (
     Recipe,
     embedding_spec,
     head_spec,
+    layer_embeddings_spec,
     layer_specs,
     packs_embedding,
 )
@@ -231,6 +232,12 @@ def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_I
         num_loose += config.vocab_rows * config.hidden_size
     if not (config.spec.ties_embeddings and (is_packed or head.format == DENSE)):
         maps.append(head)
+    if (own := config.spec.layer_embeddings) is not None:
+        maps.append(layer_embeddings_spec(own, config, recipe))
+        if (
+            not kernels.keeps_narrow
+        ):  # else the table's file is mapped, of which the system keeps what there is room for
+            num_loose += own.vocab_size * own.width
     return tensor_bytes(maps, num_loose, kernels)
 
 
@@ -263,6 +270,8 @@ def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
         sum(map.in_features + sum(rows.count for rows in map.rows) for map in layer.maps().values())
         for layer in config.layers
     )
+    if (own := config.spec.layer_embeddings) is not None:
+        per_token += 2 * own.width
     return 4 * (options.max_batch_tokens * per_token + 3 * options.max_rows * config.vocab_size)
 
 

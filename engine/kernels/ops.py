@@ -80,10 +80,11 @@ class RotateAndWrite(Protocol):
         k_norm: Tensor | None,
         eps: float,
         places: TokenPlaces,
-        layer_kv: Tensor,
+        layer_kv: Tensor | None,
         shape: KVShape,
         *,
         norms_last: bool = False,
+        norms_values: bool = False,
     ) -> Tensor: ...
 
 

@@ -171,10 +171,11 @@ def rotate_and_write(
     k_norm: Tensor | None,
     eps: float,
     places: TokenPlaces,
-    layer_kv: Tensor,
+    layer_kv: Tensor | None,
     shape: KVShape,
     *,
     norms_last: bool = False,
+    norms_values: bool = False,
 ) -> Tensor:
     """All that is done to queries, keys and values between their projection and attention.
 
@@ -185,23 +186,30 @@ def rotate_and_write(
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.
         q_norm, k_norm: [head_dim] or [heads * head_dim], both or neither.
         norms_last: whether the norms follow the rotation.
-        layer_kv: [2, num_blocks, stored elements of a block], is written.
+        norms_values: whether values go through the norm of each head, too, without weights.
+        layer_kv: [2, num_blocks, stored elements of a block], is written. None for a layer that has no keys and values
+            of its own: `qkv` is [T, num_heads * head_dim], and there is no `k_norm`.
 
     Returns:
         Queries [T, num_heads, head_dim], contiguous; those of rows without a slot are of no use.
     """
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // shape.head_dim, shape.head_dim)
-    num_heads = heads.shape[1] - 2 * shape.num_kv_heads
-    sizes = [num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    num_kv_heads = 0 if layer_kv is None else shape.num_kv_heads
+    sizes = [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
     queries, keys, values = torch.split(heads, sizes, dim=1)
     cos, sin = places.cos[places.positions], places.sin[places.positions]
     if norms_last:
         queries, keys = rotary(queries, cos, sin), rotary(keys, cos, sin)
-    if q_norm is not None and k_norm is not None:
-        queries, keys = _norm_heads(queries, q_norm, eps), _norm_heads(keys, k_norm, eps)
+    if q_norm is not None:
+        queries = _norm_heads(queries, q_norm, eps)
+    if k_norm is not None:
+        keys = _norm_heads(keys, k_norm, eps)
+    if norms_values:
+        values = rms_norm(values, values.new_ones(shape.head_dim), eps)
     if not norms_last:
         queries, keys = rotary(queries, cos, sin), rotary(keys, cos, sin)
-    write_kv(layer_kv, keys, values, places.slots)
+    if layer_kv is not None:
+        write_kv(layer_kv, keys, values, places.slots)
     if places.q_scales is not None:
         queries = (queries * places.q_scales[places.positions][:, None, None]).to(queries.dtype)
     return queries.contiguous()

@@ -108,6 +108,11 @@ def check_eagle(target: ModelConfig, head: EagleConfig) -> None:
                 f"the head reads hidden states after {tap} layers, and the model has {target.num_layers}, of which "
                 "the last cannot be read"
             )
+        if tap > target.spec.last_with_keys:
+            raise CheckpointError(
+                f"the head reads hidden states after {tap} layers, and the model computes those of all tokens up to "
+                f"layer {target.spec.last_with_keys} only"
+            )
 
 
 def _taps(fields: Fields) -> tuple[int, ...]:

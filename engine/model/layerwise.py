@@ -17,7 +17,6 @@ from engine.kernels.reference import cap
 from engine.model.config import ModelConfig
 from engine.model.parameters import LayerWeights, Weights
 from engine.model.safetensors import DTYPES, TensorFiles
-from engine.model.spec import Layer as LayerSpec
 from engine.model.spec import ModelSpec
 from engine.model.tensors import LinearSpec, expected_shapes, linear_specs
 from engine.model.texts import Text
@@ -68,7 +67,8 @@ class Layer(TensorFiles):
         attention, mlp = layer.attention, layer.feed_forward
         if name in (attention.o, mlp.down):
             fused = attention.qkv if name == attention.o else mlp.gate_up
-            return f"{self._prefix}{fused[-1]}" if len(fused) > 1 else None
+            is_normed = name == attention.o and attention.norms_values
+            return f"{self._prefix}{fused[-1]}" if len(fused) > 1 and not is_normed else None
         norm = layer.input_norm if name in attention.qkv else layer.post_norm
         can_be_divided = norm is not None and not norm.offset and not layer.is_parallel
         return f"{self._prefix}{norm.name}" if norm is not None and can_be_divided else None
@@ -103,8 +103,8 @@ class Layer(TensorFiles):
             self.tensors[name] = made / by[:, None]
             if bias in self.tensors:
                 self.tensors[bias] = self.tensors[bias] / by
-        for part in spec.parts:
-            self.tensors[f"{part.name}.weight"] = self.weight(part.name) * scales
+        for name in spec.names:
+            self.tensors[f"{name}.weight"] = self.weight(name) * scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,6 @@ class Stream:
     texts: Sequence[Text]
     batch: Batch
     """The texts, a sequence each."""
-    kv: KVCache
-    """Of the layer that runs."""
     hidden: Tensor
     """[T, hidden] float32"""
 
@@ -137,34 +135,33 @@ class LayerwiseDecoder:
         tables = _block_tables(lengths)
         batch = blank_batch(lengths, lengths, tables)
         batch.token_ids = torch.tensor([token for text in texts for token in text.token_ids]).int()
-        layout = KVLayout.even(KVLayout.of(self._config, _BLOCK_SIZE).places[0].shape, 1)
         device = self._kernels.device
-        kv = KVCache(layout, int(tables.max()) + 1, torch.float32, device)
-        hidden = self._decoder(batch, kv).embedded(batch).to(device)  # where the embedding is, on the host
-        return Stream(texts, batch.to(device), kv, hidden)
+        hidden = self._decoder(batch).embedded(batch).to(device)  # where the embedding is, on the host
+        return Stream(texts, batch.to(device), hidden)
 
     def through(self, layer: Layer, stream: Stream, see: See = lambda *_: None) -> Stream:
         """The stream after a layer; each of its linear maps has the weight of the moment at which it runs."""
         spec = self._config.spec.layers[layer.index]
         reader = _ReaderAtUse(layer, self._kernels, see, self._kernels.glu[spec.feed_forward.activation])
         weights = load_layer(spec, reader, layer.index, layer.specs)
-        decoder = self._decoder(stream.batch, stream.kv, (spec,), [weights])
+        decoder = self._decoder(stream.batch, layer.index, [weights])
         hidden, delta = decoder.layers(stream.hidden, stream.batch)
-        return replace(stream, hidden=hidden + delta)
+        return replace(stream, hidden=hidden if delta is None else hidden + delta)
 
     def perplexity(self, stream: Stream) -> float:
         """e to the mean negative log likelihood of the tokens that count, of a stream after the last layer."""
         counted = torch.tensor([mark for text in stream.texts for mark in _counted(text)])
         rows = stream.hidden[counted.roll(-1).to(stream.hidden.device)]
-        normed = self._decoder(stream.batch, stream.kv).normed(rows, None)
+        normed = self._decoder(stream.batch).normed(rows, None)
         targets = stream.batch.token_ids.cpu()[counted]
         return math.exp(_mean_surprise(normed, targets, self._head, self._config.spec))
 
-    def _decoder(
-        self, batch: Batch, kv: KVCache, layers: tuple[LayerSpec, ...] = (), own: Sequence[LayerWeights] = ()
-    ) -> Decoder:
-        """The decoder with these layers alone; without any, it has only what is before and behind all layers."""
-        spec = replace(self._config.spec, layers=layers or self._config.spec.layers)
+    def _decoder(self, batch: Batch, index: int = 0, own: Sequence[LayerWeights] = ()) -> Decoder:
+        """The decoder with one layer alone; without its weights, it has only what is before and behind all layers."""
+        shape = KVLayout.of(self._config, _BLOCK_SIZE).places[index].shape
+        num_blocks = int(batch.block_tables.max()) + 1 if own else 1
+        kv = KVCache(KVLayout.even(shape, 1), num_blocks, torch.float32, self._kernels.device)
+        spec = replace(self._config.spec, layers=self._config.spec.layers[index : index + 1])
         config, weights = replace(self._config, spec=spec), replace(self._ends, layers=list(own))
         return Decoder(config, weights, self._kernels, kv, max(1, batch.max_query_len or 0))
 

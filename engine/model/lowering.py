@@ -21,14 +21,21 @@ def program(
 ) -> list[native.NativeOp]:
     """The operations of a step, in their order.
 
-    Of the last layer only the sampled rows are wanted: they are gathered after its attention.
+    After the last layer that has keys and values of its own, no rows are wanted but the sampled ones: they are gathered
+    after its attention.
 
     Args:
         dtype: of the embedding.
     """
     ops = [native.NativeOp(kind="embed", time="embed", scale=embedding_scale(spec, dtype))]
+    if spec.layer_embeddings is not None and weights.layer_embeddings is not None:
+        map, scale = packed(weights.layer_embeddings.map), spec.layer_embeddings.map_scale
+        ops += [
+            native.NativeOp(kind="linear", time="embed", target="per_layer", linear=map, scale=scale),
+            native.NativeOp(kind="combine", time="embed"),
+        ]
     for number, (layer, own) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-        ops += _layer(number, layer, own, tables, is_last=number + 1 == len(spec.layers))
+        ops += _layer(number, layer, own, tables, gathers=number == spec.last_with_keys)
     return [*ops, _finish(spec, weights.final_norm)]
 
 
@@ -41,7 +48,7 @@ def head_program(
     spec: ModelSpec, layer: LayerWeights, final_norm: Tensor, tables: RotaryTables
 ) -> list[native.NativeOp]:
     """The operations of an EAGLE-3 head: a layer whose first linear map reads two rows, joined."""
-    first, *rest = _layer(0, spec.layers[0], layer, tables, is_last=True)
+    first, *rest = _layer(0, spec.layers[0], layer, tables, gathers=True)
     return [
         native.NativeOp(kind="embed", time="embed"),
         native.NativeOp(kind="join", time="norm", linear=first.linear, norm=first.norm),
@@ -49,6 +56,14 @@ def head_program(
         *rest,
         _finish(spec, final_norm),
     ]
+
+
+def layer_embeddings(spec: ModelSpec, weights: Weights) -> native.NativePerLayer | None:
+    """What the layers have of their own of every token; None if they have nothing."""
+    described, own = spec.layer_embeddings, weights.layer_embeddings
+    if described is None or own is None:
+        return None
+    return native.NativePerLayer(table=own.table, size=described.size, scale=described.scale, norm=own.norm)
 
 
 def _finish(spec: ModelSpec, weight: Tensor) -> native.NativeOp:
@@ -62,7 +77,15 @@ def _finish(spec: ModelSpec, weight: Tensor) -> native.NativeOp:
 
 
 def _layer(
-    number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, is_last: bool
+    number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool
+) -> list[native.NativeOp]:
+    *ops, last = _parts(number, layer, own, tables, gathers=gathers)
+    assert own.scalar == 1.0 or last.kind == "norm"
+    return [*ops, replace(last, after=own.scalar)]
+
+
+def _parts(
+    number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool
 ) -> Iterator[native.NativeOp]:
     attention, mlp = layer.attention, own.feed_forward
     assert isinstance(mlp, GatedMlp)
@@ -72,6 +95,8 @@ def _layer(
         q_norm=own.q_norm,
         k_norm=own.k_norm,
         norms_last=attention.norms_after_rotation,
+        norms_values=attention.norms_values,
+        shares=attention.shares is not None,
         cos=cos,
         sin=sin,
         q_scales=q_scales,
@@ -108,8 +133,8 @@ def _layer(
         )
 
     yield linear("qkv", own.qkv, "hidden", "qkv", **reading(layer.input_norm, own.input_norm))
-    yield native.NativeOp(kind="attend", time="attention", heads=heads, layer=number, is_sampled=is_last)
-    if is_last:
+    yield native.NativeOp(kind="attend", time="attention", heads=heads, layer=number, is_sampled=gathers)
+    if gathers:
         yield native.NativeOp(kind="gather", time="gather", layer=number)
     output = adding("o", own.o, "attended", layer.attention_norm, own.attention_norm)
     norm = (layer.input_norm, own.input_norm) if layer.is_parallel else (layer.post_norm, own.post_norm)
@@ -118,6 +143,11 @@ def _layer(
     )
     yield from (inner, *output) if layer.is_parallel else (*output, inner)
     yield from adding("down", mlp.down, "inner", layer.feed_forward_norm, own.feed_forward_norm)
+    if layer.embedding is not None and own.per_layer_gate is not None and own.per_layer_out is not None:
+        yield linear("other", own.per_layer_gate, "hidden", "gates")
+        gate, norm = layer.embedding.activation, reading(layer.embedding.norm, own.per_layer_norm)
+        yield linear("other", own.per_layer_out, "gates", "added", gate=gate, part=number)
+        yield native.NativeOp(kind="norm", time="norm", source="added", layer=number, **norm)
 
 
 def packed(linear: Linear) -> native.PackedLinear:

@@ -47,6 +47,24 @@ class LayerWeights:
     q_norm: Tensor | None = None
     """[head_dim], or [heads * head_dim] where all heads are normed as one row."""
     k_norm: Tensor | None = None
+    per_layer_gate: Linear | None = None
+    """hidden -> gates of the layer's own embedding."""
+    per_layer_out: Linear | None = None
+    per_layer_norm: Tensor | None = None
+    """[hidden]"""
+    scalar: float = 1.0
+    """What leaves the layer is multiplied by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEmbeddings:
+    """See the description of the same name."""
+
+    table: Tensor
+    """[vocab, layers * size] in the type of the checkpoint; on a CPU, it may be the memory of the mapped file."""
+    map: Linear
+    norm: Tensor
+    """[size]"""
 
 
 @dataclass(slots=True)
@@ -58,6 +76,7 @@ class Weights:
     lm_head: Linear
     is_tied: bool
     """The rows of the output head are those of the embedding."""
+    layer_embeddings: LayerEmbeddings | None = None
 
     @property
     def rows(self) -> Tensor | Linear:

@@ -148,7 +148,7 @@ def _linears(checkpoint: Checkpoint) -> Iterator[_Linear]:
     config, recipe = checkpoint.config, checkpoint.recipe
     for layer in range(config.num_layers):
         for spec in linear_specs(config, layer, recipe).values():
-            for part in spec.parts:
+            for part in {part.name: part for part in spec.parts if spec.quantized}.values():
                 assert spec.quantized is not None
                 yield _Linear(part.name, part, spec.in_features, spec.quantized)
     head = head_spec(config, recipe)

@@ -89,6 +89,10 @@ def check(folder: Path, plan: Plan) -> ModelConfig:
     if config.quantization is not None:
         method = config.quantization.text("quant_method")
         raise CheckpointError(f"{folder} is quantized already, quant_method {method}")
+    if any(layer.embedding or layer.attention.shares is not None for layer in config.layers):
+        raise CheckpointError(
+            f"{folder}: its layers read what others made, and are quantized at load only: serve it with --quantize"
+        )
     check_tensors(config, TensorFiles(folder))
     for spec in linear_specs(config).values():
         if plan.group_size is not None and spec.in_features % plan.group_size:
@@ -171,11 +175,11 @@ def _quantized_layer(
     rounded: dict[str, Rounded] = {}
 
     def round_weights(spec: LinearSpec, x: Tensor) -> None:
-        progress(len(rounded) / sum(len(one.parts) for one in layer.specs.values()))
+        progress(len(rounded) / sum(len(one.names) for one in layer.specs.values()))
         hessian = _hessian(spec, x)
-        for part in spec.parts:
-            one = rounded[part.name] = plan.rounding(layer.weight(part.name), hessian, grids[part.name])
-            layer.tensors[f"{part.name}.weight"] = one.weight()
+        for name in spec.names:
+            one = rounded[name] = plan.rounding(layer.weight(name), hessian, grids[name])
+            layer.tensors[f"{name}.weight"] = one.weight()
 
     calibration = decoder.through(layer, streams.calibration, round_weights)
     found = _Streams(calibration, before, decoder.through(layer, streams.after))
@@ -191,7 +195,7 @@ def _fold(layer: Layer, decoder: LayerwiseDecoder, calibration: Stream, grids: M
     chosen: list[tuple[LinearSpec, Tensor]] = []
 
     def choose(spec: LinearSpec, x: Tensor) -> None:
-        hessian, names = _hessian(spec, x), [part.name for part in spec.parts]
+        hessian, names = _hessian(spec, x), spec.names
         if layer.before(spec) is not None:
             weights = [layer.weight(name) for name in names]
             chosen.append((spec, input_scales(weights, hessian, grids[names[0]], layer.heads(spec))))

@@ -103,6 +103,8 @@ class LinearMap:
     """Whether the rows are gates, then as many ups."""
     sums: bool = False
     """Among ranks, each has some of its inputs, and the outputs are summed. Otherwise each has some of its outputs."""
+    stays: bool = False
+    """Whether it stays in floating point where others are quantized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +128,14 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     """RMSNorm of each head, or of all heads as one row if it has that size."""
+    norms_values: bool = False
+    """Whether values go through RMSNorm of each head, without weights."""
     norms_after_rotation: bool = False
     temperature: tuple[float, int] | None = None
     """(b, n): queries at position p are multiplied by 1 + b log(1 + p // n) after the rotation."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """The checkpoint's maps of queries, keys and values: three, or one with all rows."""
+    """The checkpoint's maps of queries, keys and values: three, two if keys are the values, too, or one with all rows.
+    Of a layer that shares others' keys and values, the first is all there is."""
     o: str = "self_attn.o_proj"
     qkv_bias: bool = False
     o_bias: bool = False
@@ -155,11 +160,13 @@ class Attention:
 
     def maps(self) -> dict[str, LinearMap]:
         q, kv, order = self.q_size, self.kv_size, self.head_order
-        if len(self.qkv) == 1:
-            rows: tuple[Rows, ...] = (Rows(self.qkv[0], (q, kv, kv), order),)
+        query, *rest = self.qkv
+        if self.shares is not None:
+            rows: tuple[Rows, ...] = (Rows(query, (q,), order),)
+        elif not rest:
+            rows = (Rows(query, (q, kv, kv), order),)
         else:
-            query, key, value = self.qkv
-            rows = (Rows(query, (q,), order), Rows(key, (kv,), order), Rows(value, (kv,)))
+            rows = (Rows(query, (q,), order), Rows(rest[0], (kv,), order), Rows(rest[-1], (kv,)))
         return {
             "qkv": LinearMap(rows=rows, in_features=self.hidden_size, has_bias=self.qkv_bias),
             "o": LinearMap(
@@ -207,6 +214,51 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEmbedding:
+    """norm(out(activation(gate) * embedding)): a part of a layer that reads the token's embedding for it."""
+
+    hidden_size: int
+    size: int
+    norm: Norm
+    activation: str = "silu"
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+
+    def maps(self) -> dict[str, LinearMap]:
+        return {
+            "per_layer_gate": LinearMap(
+                rows=(Rows(self.gate, (self.size,)),), in_features=self.hidden_size, stays=True
+            ),
+            "per_layer_out": LinearMap(
+                rows=(Rows(self.out, (self.hidden_size,)),), in_features=self.size, stays=True
+            ),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEmbeddings:
+    """The embeddings that a token has for each layer, side by side: (scale * own + norm(mapped)) / sqrt(2).
+
+    What is its own is a row of a table. The embedding that all layers have in common is mapped and multiplied by
+    `map_scale`, and each layer's part of that is normed.
+    """
+
+    vocab_size: int
+    num_layers: int
+    size: int
+    """Of one layer's part."""
+    scale: float
+    map_scale: float
+    norm: Norm
+    table: str = "model.embed_tokens_per_layer"
+    map: str = "model.per_layer_model_projection"
+
+    @property
+    def width(self) -> int:
+        return self.num_layers * self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """Attention and a feed-forward part, each of which adds to the residual stream.
 
@@ -226,16 +278,22 @@ class Layer:
     """Whether the feed-forward part reads what attention reads, rather than what it left."""
     residual_scale: float = 1.0
     """What either part adds is multiplied by it."""
+    embedding: LayerEmbedding | None = None
+    """Adds to the stream, too, after the feed-forward part."""
+    scalar: str = ""
+    """The name of a tensor with one number, by which the stream is multiplied in the end; "" is none."""
 
     def maps(self) -> dict[str, LinearMap]:
         """The linear maps by their field of `LayerWeights`, in the order in which they run."""
-        return {**self.attention.maps(), **self.feed_forward.maps()}
+        of_embedding = {} if self.embedding is None else self.embedding.maps()
+        return {**self.attention.maps(), **self.feed_forward.maps(), **of_embedding}
 
     def norms(self) -> dict[str, Norm]:
         """The norms by their field of `LayerWeights`."""
         outer = ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")
         own = {name: norm for name in outer if (norm := getattr(self, name)) is not None}
-        return {**own, **self.attention.norms()}
+        of_embedding = {} if self.embedding is None else {"per_layer_norm": self.embedding.norm}
+        return {**own, **self.attention.norms(), **of_embedding}
 
     def with_attention(self, **changes: object) -> Layer:
         return replace(self, attention=replace(self.attention, **changes))  # type: ignore[arg-type]
@@ -259,9 +317,18 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     """c: a logit x becomes c tanh(x / c), after it was scaled; 0 is none."""
+    layer_embeddings: LayerEmbeddings | None = None
+    """What the layers with a `LayerEmbedding` read."""
+
+    @property
+    def last_with_keys(self) -> int:
+        """The last layer with keys and values of its own: after it, tokens no longer see each other's hidden states."""
+        return max(number for number, layer in enumerate(self.layers) if layer.attention.shares is None)
 
     def norms(self) -> Iterator[tuple[str, Norm]]:
         """All norms by their full names."""
         for number, layer in enumerate(self.layers):
             yield from ((f"model.layers.{number}.{norm.name}", norm) for norm in layer.norms().values())
+        if self.layer_embeddings is not None:
+            yield self.layer_embeddings.norm.name, self.layer_embeddings.norm
         yield self.final_norm.name, self.final_norm

@@ -14,7 +14,7 @@ from engine.errors import CheckpointError
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_quantization
 from engine.model.files import Files
-from engine.model.spec import HeadOrder, LinearMap, Rows
+from engine.model.spec import HeadOrder, LayerEmbeddings, LinearMap, Rows
 from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors, Rounding
 from engine.quant.integers import Integers, common_format
@@ -87,6 +87,11 @@ class LinearSpec:
     @property
     def out_features(self) -> int:
         return sum(part.rows for part in self.parts)
+
+    @property
+    def names(self) -> list[str]:
+        """The checkpoint's linear maps, each once: keys that are values, too, are two parts."""
+        return list(dict.fromkeys(part.name for part in self.parts))
 
     @property
     def stored(self) -> Format:
@@ -162,7 +167,7 @@ def _linear_spec(map: LinearMap, layer: int, recipe: Recipe) -> LinearSpec:
         map.in_features,
         map.has_bias,
         map.is_gated,
-        None if quantization is None else quantization.layer_format(layer, map.in_features),
+        None if quantization is None or map.stays else quantization.layer_format(layer, map.in_features),
         map.sums,
     )
 
@@ -197,6 +202,11 @@ def embedding_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec
     return LinearSpec((part,), config.hidden_size)
 
 
+def layer_embeddings_spec(own: LayerEmbeddings, config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:
+    """The map from the embedding to what layers read beside it, which is never quantized at load."""
+    return LinearSpec((Part(own.map, own.width, recipe.storages(own.map)),), config.hidden_size)
+
+
 def packs_embedding(config: ModelConfig, recipe: Recipe) -> bool:
     """Whether the embedding becomes a packed linear map where `Kernels.keeps_narrow`.
 
@@ -215,10 +225,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor that a checkpoint must have, by its full name."""
     yield from tensors_of(embedding_spec(config, recipe))
-    for layer in range(config.num_layers):
-        for norm in config.spec.layers[layer].norms().values():
-            yield f"{LAYERS}{layer}.{norm.name}.weight", StoredTensor("weight", (norm.size,))
-        for spec in linear_specs(config, layer, recipe).values():
+    if (own := config.spec.layer_embeddings) is not None:
+        yield f"{own.table}.weight", StoredTensor("weight", (own.vocab_size, own.width))
+        yield from tensors_of(layer_embeddings_spec(own, config, recipe))
+        yield f"{own.norm.name}.weight", StoredTensor("weight", (own.norm.size,))
+    for number, layer in enumerate(config.layers):
+        for norm in layer.norms().values():
+            yield f"{LAYERS}{number}.{norm.name}.weight", StoredTensor("weight", (norm.size,))
+        if layer.scalar:
+            yield f"{LAYERS}{number}.{layer.scalar}", StoredTensor(layer.scalar, (1,))
+        for spec in linear_specs(config, number, recipe).values():
             yield from tensors_of(spec)
     final = config.spec.final_norm
     yield f"{final.name}.weight", StoredTensor("weight", (final.size,))
@@ -249,6 +265,11 @@ SIZE_FIELDS = {
     "down_proj": "hidden_size, intermediate_size",
     "q_norm": "head_dim",
     "k_norm": "head_dim",
+    "embed_tokens_per_layer": "vocab_size_per_layer_input, num_hidden_layers * hidden_size_per_layer_input",
+    "per_layer_model_projection": "num_hidden_layers * hidden_size_per_layer_input, hidden_size",
+    "per_layer_projection_norm": "hidden_size_per_layer_input",
+    "per_layer_input_gate": "hidden_size_per_layer_input, hidden_size",
+    "per_layer_projection": "hidden_size, hidden_size_per_layer_input",
 }
 """The entries of config.json that the shape of a tensor follows from."""
 

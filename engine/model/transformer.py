@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.batch import Batch
@@ -19,10 +20,10 @@ from engine.kernels.reference import TokenPlaces
 from engine.model.config import ModelConfig
 from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
-from engine.model.lowering import embedding_scale, head_program, packed, program
-from engine.model.parameters import Weights
+from engine.model.lowering import embedding_scale, head_program, layer_embeddings, packed, program
+from engine.model.parameters import LayerWeights, Weights
 from engine.model.rotary import RotaryTables
-from engine.model.spec import Attention, Layer, ModelSpec, Norm
+from engine.model.spec import Attention, Layer, LayerEmbedding, ModelSpec, Norm
 
 ForwardPass = Callable[[Batch], Tensor]
 """The layers of a decoder: batch -> hidden states [R, hidden] of its sample rows after the final norm.
@@ -42,7 +43,8 @@ def make_decoder(
     if kernels.team is None:
         return Decoder(config, weights, kernels, kv, max_position)
     ops = program(config.spec, weights, RotaryTables(config.spec, max_position), kernels.embedding_dtype)
-    return _native_decoder(kernels.team, kv, config.spec, ops, weights.rows)
+    own = layer_embeddings(config.spec, weights)
+    return _native_decoder(kernels.team, kv, config.spec, ops, weights.rows, per_layer=own)
 
 
 def make_head(
@@ -76,6 +78,7 @@ def _native_decoder(
     ops: Sequence[native.NativeOp],
     embedding: Tensor | Linear,
     head: native.NativeHeadInput | None = None,
+    per_layer: native.NativePerLayer | None = None,
 ) -> native.NativeDecoder:
     return native.NativeDecoder(
         team,
@@ -85,6 +88,7 @@ def _native_decoder(
         eps=spec.norm_eps,
         embedding=embedding if isinstance(embedding, Tensor) else packed(embedding),
         head=head,
+        per_layer=per_layer,
     )
 
 
@@ -106,7 +110,8 @@ class Decoder:
         hidden, delta = self.layers(self.embedded(batch), batch)
         rows = batch.sample_rows
         if rows.numel() != hidden.shape[0] or batch.max_query_len != 1:  # else they are all rows, in order
-            hidden, delta = hidden.index_select(0, rows), delta.index_select(0, rows)
+            hidden = hidden.index_select(0, rows)
+            delta = None if delta is None else delta.index_select(0, rows)
         return self.normed(hidden, delta)
 
     def embedded(self, batch: Batch) -> Tensor:
@@ -116,23 +121,47 @@ class Decoder:
         hidden = hidden.to(self.kernels.activation_dtype)
         return hidden if self.embedding_scale == 1.0 else hidden * self.embedding_scale
 
-    def layers(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def layers(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Takes the residual stream [T, hidden] through all layers.
 
         Returns:
-            The stream, and what the last part of the last layer adds to it.
+            The stream, and what the last part of the last layer adds to it, if that is not in it yet.
         """
-        spec, step, delta = self.config.spec, _Step(batch, self), None
+        spec, step = self.config.spec, _Step(batch, self)
+        parts, delta = self._layer_embeddings(batch.token_ids, hidden), None
         for i, (layer, own) in enumerate(zip(spec.layers, self.weights.layers, strict=True)):
             hidden, x = self._read(hidden, delta, layer.input_norm, own.input_norm)
             delta = self._added(layer, layer.attention_norm, own.attention_norm, self._attend(i, x, step))
             if layer.is_parallel:
                 delta = delta + self._added(layer, None, None, own.feed_forward(x))
-                continue
-            hidden, x = self._read(hidden, delta, layer.post_norm, own.post_norm)
-            delta = self._added(layer, layer.feed_forward_norm, own.feed_forward_norm, own.feed_forward(x))
-        assert delta is not None
+            else:
+                hidden, x = self._read(hidden, delta, layer.post_norm, own.post_norm)
+                delta = self._added(
+                    layer, layer.feed_forward_norm, own.feed_forward_norm, own.feed_forward(x)
+                )
+            if parts is not None and layer.embedding is not None:
+                hidden = hidden + delta
+                delta = self._of_embedding(layer.embedding, own, hidden, parts[:, i])
+            if own.scalar != 1.0:
+                hidden, delta = (hidden + delta) * own.scalar, None
         return hidden, delta
+
+    def _layer_embeddings(self, token_ids: Tensor, hidden: Tensor) -> Tensor | None:
+        """[T, layers, size] what each layer reads of its own of every token; None if they read nothing."""
+        spec, own = self.config.spec.layer_embeddings, self.weights.layer_embeddings
+        if spec is None or own is None:
+            return None
+        mapped = (own.map(hidden) * spec.map_scale).view(-1, spec.size)
+        normed = self.kernels.rms_norm(mapped, own.norm, self.config.spec.norm_eps)
+        rows = F.embedding(token_ids, own.table).to(hidden.dtype) * spec.scale
+        return ((rows + normed.view(rows.shape)) * 0.5**0.5).view(-1, spec.num_layers, spec.size)
+
+    def _of_embedding(self, spec: LayerEmbedding, own: LayerWeights, hidden: Tensor, part: Tensor) -> Tensor:
+        """What a layer adds of the embedding that its tokens have for it, [T, size]."""
+        assert own.per_layer_gate is not None
+        assert own.per_layer_out is not None
+        gated = self.kernels.glu[spec.activation](torch.cat((own.per_layer_gate(hidden), part), dim=-1))
+        return self._norm(own.per_layer_out(gated), spec.norm, own.per_layer_norm)
 
     def normed(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
         """The final norm of rows of the residual stream and what is added to them."""
@@ -169,9 +198,10 @@ class Decoder:
             weights.k_norm,
             self.config.spec.norm_eps,
             step.places(attention, place.table),
-            layer_kv,
+            layer_kv if attention.shares is None else None,
             place.shape,
             norms_last=attention.norms_after_rotation,
+            norms_values=attention.norms_values,
         )
         return weights.o(
             step.attend[place.shape](

@@ -15,7 +15,7 @@ from engine.kernels.ops import Kernels
 from engine.kernels.ranks import gathered
 from engine.model.config import ModelConfig
 from engine.model.files import Files
-from engine.model.parameters import GatedMlp, LayerWeights, Weights
+from engine.model.parameters import GatedMlp, LayerEmbeddings, LayerWeights, Weights
 from engine.model.spec import HeadOrder, Layer, Norm
 from engine.model.tensors import (
     AS_IT_IS,
@@ -27,6 +27,7 @@ from engine.model.tensors import (
     embedding_spec,
     expected_tensors,
     head_spec,
+    layer_embeddings_spec,
     linear_specs,
     norm_in_our_order,
     packs_embedding,
@@ -85,6 +86,17 @@ def load_weights(
         final_norm,
         lm_head,
         is_tied=tied_head is not None and (is_packed or head.format == DENSE),
+        layer_embeddings=_layer_embeddings(config, reader, recipe),
+    )
+
+
+def _layer_embeddings(config: ModelConfig, reader: Reader, recipe: Recipe) -> LayerEmbeddings | None:
+    own = config.spec.layer_embeddings
+    if own is None:
+        return None
+    table = reader.read(f"{own.table}.weight").to(reader.kernels.device)
+    return LayerEmbeddings(
+        table, reader.linear(layer_embeddings_spec(own, config, recipe)), reader.norm(own.norm)
     )
 
 
@@ -101,6 +113,9 @@ def load_layer(layer: Layer, reader: Reader, number: int, specs: Mapping[str, Li
         qkv=linears["qkv"],
         o=linears["o"],
         feed_forward=GatedMlp(linears["gate_up"], linears["down"], glu),
+        per_layer_gate=linears.get("per_layer_gate"),
+        per_layer_out=linears.get("per_layer_out"),
+        scalar=float(reader.read(f"{LAYERS}{number}.{layer.scalar}")) if layer.scalar else 1.0,
         **norms,
     )
 

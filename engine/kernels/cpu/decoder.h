@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "attention_tasks.h"
+#include "per_layer.h"
 
 namespace penstock {
 
@@ -23,6 +24,7 @@ class Decoder {
             if (op.shape) head_dim = std::max(head_dim, op.shape->head_dim), group = std::max(group, op.shape->group());
         for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(head_dim, group, attention_.limits);
         if (model.head) head_ = *model.head;
+        if (model.per_layer) per_layer_ = *model.per_layer;
     }
 
     // From now on every step writes the features of its tokens: the program is another one.
@@ -38,7 +40,7 @@ class Decoder {
         step_ = step;
         out_ = out;
         goes_on_ = goes_on;
-        const int status = check();
+        const int status = check(model_, step, sequence_of_);
         if (status != kOk || step.tokens == 0) return status;
         reserve();
         plan();
@@ -47,31 +49,6 @@ class Decoder {
     }
 
    private:
-    int check() {
-        const Step& s = step_;
-        sequence_of_.resize(s.tokens);
-        if (s.query_starts[0] != 0 || s.query_starts[s.sequences] != s.tokens) return kBadStarts;
-        for (int i = 0; i < s.sequences; i++) {
-            const int from = s.query_starts[i], to = s.query_starts[i + 1], context = s.context_lens[i];
-            if (from < 0 || to < from || to > s.tokens) return kBadStarts;
-            if (context < 0 || context > model_.max_position || context > s.max_blocks * kBlockTokens)
-                return kBadPosition;
-            for (int t = from; t < to; t++) {
-                if (s.token_ids[t] < 0 || s.token_ids[t] >= model_.vocab) return kBadToken;
-                if (s.positions[t] < 0 || s.positions[t] >= context) return kBadPosition;
-                sequence_of_[t] = i;
-            }
-            for (int number = 0; number < model_.num_tables; number++) {
-                const int32_t* table = s.tables(number) + static_cast<size_t>(i) * s.max_blocks;
-                for (int b = 0; b < divide_up(context, kBlockTokens); b++)
-                    if (table[b] < 0 || table[b] >= model_.num_blocks) return kBadBlock;
-            }
-        }
-        for (int r = 0; r < s.samples; r++)
-            if (s.sample_rows[r] < 0 || s.sample_rows[r] >= s.tokens) return kBadSample;
-        return kOk;
-    }
-
     // Grows with the largest batch seen and never shrinks.
     void reserve() {
         const size_t rows = std::max(step_.tokens, step_.samples);
@@ -99,6 +76,10 @@ class Decoder {
         attended_ = allocate_hot<float>(rows * ld_q_);
         sampled_attended_ = allocate_hot<float>(rows * ld_q_);
         inner_ = allocate_hot<float>(round_up(static_cast<int>(rows), 32) * ld_inner_);
+        ld_gates_ = padded(per_layer_.size);
+        ld_per_layer_ = padded(static_cast<size_t>(per_layer_.layers) * per_layer_.size);
+        if (per_layer_.table) all_layers_ = allocate_hot<float>(rows * ld_per_layer_);
+        if (per_layer_.table) gates_ = allocate_hot<float>(rows * ld_gates_);
         capacity_ = rows;
     }
 
@@ -118,6 +99,9 @@ class Decoder {
         size_t ldx;
         int rows;
         const Linear* next;
+        const float* part;  // of each token, or null: what the rows let through is read
+        Gate gate;
+        bool is_gathered;
     };
 
     struct PlannedProduct {
@@ -128,6 +112,7 @@ class Decoder {
     struct PlannedAttention {
         AttentionStep step;
         const std::vector<Task>* tasks;
+        int rows;
     };
 
     void plan() {
@@ -157,6 +142,7 @@ class Decoder {
                 add_product({taps_.fuse, converted(floats(joined_.get(), ld_taps()), rows_, taps_.fuse), rows_,
                              features_.get(), padded(taps_.width), Form::f32, nullptr, nullptr}, op.time);
                 return add<&Decoder::run_keep>(0, chunks, op.time);
+            case OpKind::combine: return add<&Decoder::run_combine>(0, chunks, op.time);
             case OpKind::join: return add<&Decoder::run_join>(argument, chunks, op.time);
             case OpKind::gather:
                 rows_ = step_.samples;
@@ -178,6 +164,8 @@ class Decoder {
             case Stream::qkv: return {qkv_.get(), ld_qkv_};
             case Stream::inner: return {inner_.get(), ld_inner_};
             case Stream::added: return {added_.get(), ld_hidden_};
+            case Stream::per_layer: return {all_layers_.get(), ld_per_layer_};
+            case Stream::gates: return {gates_.get(), ld_gates_};
             case Stream::prepared: break;
         }
         return {};
@@ -189,7 +177,9 @@ class Decoder {
         const Place from = stream(op.from), to = stream(op.to);
         Activations x = floats(from.rows, from.ld);
         if (op.norm) add_norm(op, from, linear, {});
-        if (op.norm || op.from == Stream::prepared) {
+        if (op.part >= 0) {
+            x = convert(x, rows_, linear, all_layers_.get() + static_cast<size_t>(op.part) * per_layer_.size, op.gate);
+        } else if (op.norm || op.from == Stream::prepared) {
             x = input_.activations(linear->form);
         } else {
             if (op.from == Stream::inner && inner_form_ == Form::bf16) x = {Form::bf16, from.rows, 2 * from.ld, nullptr};
@@ -226,8 +216,10 @@ class Decoder {
     }
 
     void add_attention(const Op& op) {
-        const Queries queries = op.is_sampled ? Queries::sampled : Queries::all;
-        attentions_.push_back({attention_step(op), &tasks_.of(*op.shape, queries)});
+        const Queries queries = is_sampled_     ? Queries::gathered
+                                : op.is_sampled ? Queries::sampled
+                                                : Queries::all;
+        attentions_.push_back({attention_step(op), &tasks_.of(*op.shape, queries), rows_});
         const uint32_t number = static_cast<uint32_t>(attentions_.size() - 1);
         add<&Decoder::run_place>(number, divide_up(rows_, rows_to_place(rows_)), Kind::place);
         add<&Decoder::run_attend>(number, static_cast<int>(attentions_.back().tasks->size()), Kind::attention);
@@ -235,8 +227,12 @@ class Decoder {
 
     // The rows in the form that a linear reads, by a phase of its own where they are not.
     Activations converted(const Activations& x, int rows, const Linear* next) {
-        if (x.form == next->form) return x;
-        conversions_.push_back({x.row<float>(0), x.stride / sizeof(float), rows, next});
+        return x.form == next->form ? x : convert(x, rows, next);
+    }
+
+    Activations convert(const Activations& x, int rows, const Linear* next, const float* part = nullptr,
+                        Gate gate = Gate::silu) {
+        conversions_.push_back({x.row<float>(0), x.stride / sizeof(float), rows, next, part, gate, is_sampled_});
         const uint32_t index = static_cast<uint32_t>(conversions_.size() - 1);
         add<&Decoder::run_convert>(index, divide_up(rows, kRowsPerChunk), Kind::prepare);
         return input_.activations(next->form);
@@ -252,7 +248,7 @@ class Decoder {
 
     AttentionStep attention_step(const Op& op) {
         return {op.shape,
-                step_.positions,
+                tasks_.positions(is_sampled_),
                 step_.tables(op.table),
                 static_cast<size_t>(step_.max_blocks),
                 op.window,
@@ -262,7 +258,7 @@ class Decoder {
                 static_cast<size_t>(op.stride),
                 qkv_.get(),
                 ld_qkv_,
-                attended_.get(),
+                stream(Stream::attended).rows,
                 ld_q_};
     }
 
@@ -353,19 +349,35 @@ class Decoder {
             float* out = is_output ? out_ + static_cast<size_t>(r) * width : normed;
             (norm.op->is_centered ? layer_norm : rms_norm)(norm.x + r * ld_hidden_, norm.op->norm, width, model_.eps, out);
             if (norm.next) input_.convert(*norm.next, r, out);
-            if (norm.to) add_row(out, width, norm.op->scale, norm.to + r * ld_hidden_);
+            if (norm.to) add_row(out, width, *norm.op, norm.to + r * ld_hidden_);
         });
     }
 
-    static void add_row(const float* x, int n, float scale, float* to) {
-        for (int i = 0; i < n; i += kLanes)
-            store_first(to + i, load_first(to + i, n - i) + load_first(x + i, n - i) * splat(scale), n - i);
+    static void add_row(const float* x, int n, const Op& op, float* to) {
+        for (int i = 0; i < n; i += kLanes) {
+            const v8 sum = load_first(to + i, n - i) + load_first(x + i, n - i) * splat(op.scale);
+            store_first(to + i, sum * splat(op.after), n - i);
+        }
     }
 
-    void run_convert(uint32_t index, int chunk, int) {
-        const Conversion& conversion = conversions_[index];
-        for_rows(chunk, conversion.rows,
-                 [&](int r) { input_.convert(*conversion.next, r, conversion.x + r * conversion.ldx); });
+    void run_convert(uint32_t index, int chunk, int worker) {
+        const Conversion& by = conversions_[index];
+        for_rows(chunk, by.rows, [&](int r) {
+            const float* x = by.x + r * by.ldx;
+            if (by.part) {
+                const size_t token = by.is_gathered ? step_.sample_rows[r] : r;
+                float* through = team_.scratch(worker);
+                let_through(by.gate, x, by.part + token * ld_per_layer_, per_layer_.size, through);
+                x = through;
+            }
+            input_.convert(*by.next, r, x);
+        });
+    }
+
+    void run_combine(uint32_t, int chunk, int) {
+        for_rows(chunk, step_.tokens, [&](int t) {
+            combine(per_layer_, step_.token_ids[t], model_.eps, all_layers_.get() + t * ld_per_layer_);
+        });
     }
 
     void run_product(uint32_t index, int chunk, int worker) {
@@ -374,11 +386,13 @@ class Decoder {
     }
 
     void run_place(uint32_t index, int chunk, int) {
+        const AttentionStep& step = attentions_[index].step;
+        const int rows = attentions_[index].rows;
         const auto place = [&](int t) {
-            const AttentionStep& step = attentions_[index].step;
-            attention_.place(step, t, block_of(step.block_tables, sequence_of_[t], step_.positions[t]));
+            const bool writes = !step.shape->shares;
+            attention_.place(step, t, writes ? block_of(step.block_tables, sequence_of_[t], step.positions[t]) : 0);
         };
-        for_rows(chunk, step_.tokens, place, rows_to_place(step_.tokens));
+        for_rows(chunk, rows, place, rows_to_place(rows));
     }
 
     void run_attend(uint32_t index, int chunk, int worker) {
@@ -403,6 +417,7 @@ class Decoder {
     AttentionTasks tasks_;
     Taps taps_{};
     HeadInput head_{};
+    PerLayer per_layer_{};
     bool goes_on_ = false;
 
     std::vector<AttentionScratch> attention_scratch_;  // per worker
@@ -420,9 +435,10 @@ class Decoder {
     int rows_ = 0;  // of the operation that is planned
     bool is_sampled_ = false;
     Form inner_form_ = Form::f32;
-    size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_inner_ = 0;
+    size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_inner_ = 0, ld_per_layer_ = 0, ld_gates_ = 0;
     Prepared input_;  // of the product that comes next
     Buffer<float> hidden_, qkv_, attended_, inner_, added_, sampled_hidden_, sampled_attended_;
+    Buffer<float> all_layers_, gates_;  // parts of all layers, and what one of them lets through of its own
     Buffer<float> joined_, features_;  // what `fuse`, or a head, reads, and what `fuse` makes
 };
 

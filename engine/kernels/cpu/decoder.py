@@ -28,8 +28,10 @@ from engine.kernels.cpu.program import (
     NativeHeadInput,
     NativeHeads,
     NativeOp,
+    NativePerLayer,
     NativeTaps,
     Op,
+    PerLayer,
     Shape,
     Taps,
     step_of,
@@ -51,6 +53,7 @@ class NativeDecoder:
         ops: the program; the attention of each layer has heads of its cache's shape.
         embedding: [vocab, hidden], or a linear layer whose rows it is.
         head: what a head reads; None for an ordinary decoder.
+        per_layer: None if no layer has embeddings of its own.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class NativeDecoder:
         eps: float,
         embedding: Tensor | PackedLinear,
         head: NativeHeadInput | None = None,
+        per_layer: NativePerLayer | None = None,
     ) -> None:
         self.hidden_size = hidden_size
         self.ops = tuple(ops)
@@ -91,6 +95,8 @@ class NativeDecoder:
         self._set_embedding(model, embedding)
         if head is not None:
             model.head = ctypes.pointer(self._head_input(head))
+        if per_layer is not None:
+            model.per_layer = ctypes.pointer(self._per_layer(per_layer, model.vocab))
         self._library = library = team.library
         self.handle = created(library.call("penstock_decoder_new", team.handle, ctypes.byref(model)))
         weakref.finalize(self, library.call, "penstock_decoder_free", self.handle)
@@ -111,7 +117,7 @@ class NativeDecoder:
                 widths["attended"] = self._attended(op.layer, op.heads, widths["qkv"])
             elif linear is not None and op.kind == "linear":
                 is_gated, inputs = op.target == "inner", widths[op.source]
-                if op.target in ("qkv", "inner"):
+                if op.target in ("qkv", "inner", "per_layer", "gates"):
                     widths[op.target] = linear.out_features
                 facts = (inputs, widths[op.target], is_gated)
                 if (linear.in_features, linear.out_features, linear.gated) != facts:
@@ -129,7 +135,7 @@ class NativeDecoder:
             ValueError: queries, keys and values of this width do not fit the heads.
         """
         shape, num_heads = self._kv.layout.places[layer].shape, heads.num_heads
-        expected = (num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        expected = (num_heads + (0 if heads.shares else 2 * shape.num_kv_heads)) * shape.head_dim
         if num_heads % shape.num_kv_heads or qkv != expected:
             raise ValueError(
                 f"layer {layer}: qkv has {qkv} outputs, which {num_heads} heads over {shape} do not"
@@ -152,7 +158,9 @@ class NativeDecoder:
             is_centered=op.is_centered,
             adds=op.number if op.kind == "tap" else op.adds,
             scale=op.scale,
+            after=op.after,
             gate=GATES.index(op.gate),
+            part=-1 if op.part is None else op.part,
             is_sampled=op.is_sampled,
         )
         self._kept.append(op.linear)
@@ -180,11 +188,13 @@ class NativeDecoder:
             head_dim=shape.head_dim,
             norms_rows=of_rows,
             norms_last=heads.norms_last,
+            shares=heads.shares,
             eps=self._eps,
             divisor=1.0 / heads.scale,
             softcap=heads.softcap,
             q_norm=norm(heads.q_norm, counts[0]),
             k_norm=norm(heads.k_norm, counts[1]),
+            v_norm=norm(torch.ones(shape.head_dim) if heads.norms_values else None, 1),
             cos=self._address(heads.cos, *heads.cos.shape),
             sin=self._address(heads.sin, *heads.sin.shape),
             q_scales=None if heads.q_scales is None else self._address(heads.q_scales, positions),
@@ -234,6 +244,21 @@ class NativeDecoder:
         self._kept.append(head)
         norm = self._address(head.norm, self.hidden_size)
         return HeadInput(norm, head.features.data_ptr(), head.residual_is_normed)
+
+    def _per_layer(self, own: NativePerLayer, vocab: int) -> PerLayer:
+        rows, width = own.table.shape
+        if (
+            rows < vocab
+            or width % own.size
+            or own.table.device.type != "cpu"
+            or not own.table.is_contiguous()
+        ):
+            raise ValueError(
+                f"{vocab} rows or more, of parts of {own.size}, expected, not {tuple(own.table.shape)}"
+            )
+        self._kept.append(own)
+        type, norm = DTYPES[own.table.dtype], self._address(own.norm, own.size)
+        return PerLayer(own.table.data_ptr(), type, width // own.size, own.size, own.scale, norm)
 
     def _set_embedding(self, model: Model, embedding: Tensor | PackedLinear) -> None:
         if isinstance(embedding, Tensor):

@@ -26,11 +26,13 @@ struct Shape {
     int32_t num_heads, num_kv_heads, head_dim;
     int32_t norms_rows;    // all heads are normed as one row, rather than each
     int32_t norms_last;    // the norms follow the rotation
+    int32_t shares;        // keys and values are another layer's: there are queries alone
     float eps;
     float divisor;         // of scores
     float softcap;         // c: scores become c tanh(score / c); 0 is none
     const float* q_norm;   // or null
     const float* k_norm;
+    const float* v_norm;   // of each head
     const float* cos;      // [max position][head_dim / 2]
     const float* sin;
     const float* q_scales; // [max position], or null: queries are multiplied by them
@@ -223,13 +225,15 @@ void place_token(const AttentionStep& step, int token, size_t block) {
     const int d = shape.head_dim, position = step.positions[token], slot = position % kBlockTokens;
     float* row = step.qkv + token * step.ld;
     float* keys = row + shape.q_size();
-    const float* values = keys + shape.kv_size();
+    float* values = keys + shape.kv_size();
     // Softmax is in powers of 2; scores that are capped come to that later.
     const float scale = (shape.softcap > 0.0f ? 1.0f / shape.softcap : 1.44269504088896341f) / shape.divisor;
     const float more = shape.q_scales ? shape.q_scales[position] : 1.0f;
     prepare_heads(row, shape.num_heads, shape.q_norm, shape, position, scale * more);
+    if (shape.shares) return;
     prepare_heads(keys, shape.num_kv_heads, shape.k_norm, shape, position, 1.0f);
     for (int h = 0; h < shape.num_kv_heads; h++) {
+        if (shape.v_norm) rms_norm(values + h * d, shape.v_norm, d, shape.eps, values + h * d);
         const HeadInBlock<W> k(step.keys + block * step.stride, shape, h);
         const HeadInBlock<W> v(step.values + block * step.stride, shape, h);
         write_head(keys + h * d, d, k, slot, [&](int i) __attribute__((always_inline)) { return key_place<W>(i, slot); });

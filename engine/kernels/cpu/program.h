@@ -14,15 +14,18 @@ enum class Stream : int32_t {
     inner,
     added,
     prepared,  // what a head has joined, in the form that its linear reads
+    per_layer,
+    gates,     // of a layer's part of `per_layer`
 };
 
 enum class OpKind : int32_t {
     embed,    // token ids -> hidden, times `scale`
     linear,   // a norm of `from`, or `from` itself -> `to`, or to be added to it
-    norm,     // a norm of `from`, times `scale` -> added to `to`
+    norm,     // a norm of `from`, times `scale` -> added to `to`, which is multiplied by `after`
     attend,   // qkv -> attended; keys and values go into the cache
     gather,   // from here on, only the sampled rows are wanted
     finish,   // the norm of hidden -> what the caller gets
+    combine,  // the token's own embeddings for all layers -> added to the norms of `per_layer`
     tap,      // hidden is the next of the hidden states that a head reads
     keep,     // writes the features that a head reads
     join,     // a head's input
@@ -37,11 +40,12 @@ struct Op {
     const float* norm;  // weights, or null
     int32_t is_centered;
     int32_t adds;       // of a tap, which of them it is
-    float scale;
+    float scale, after;
     Gate gate;
+    int32_t part;       // of a linear: it reads that part of `per_layer`, times the activation of `from`; or -1
     const Shape* shape;
     int32_t window;
-    int32_t is_sampled;  // of attention: no row is wanted but the sampled ones
+    int32_t is_sampled;  // of attention, before they are gathered: no row is wanted but the sampled ones
     int32_t table;       // of its sequences' block tables, that of its cache
     char* keys;          // of this layer, in the first block
     char* values;
@@ -66,6 +70,15 @@ struct HeadInput {
     int32_t residual_is_normed;
 };
 
+// What each layer has of its own of every token: a part of a row of a table, added to the norm of the same part of a map
+// of the embedding, and both over sqrt(2).
+struct PerLayer {
+    const void* table;  // [vocab][layers * size]
+    int32_t type, layers, size;
+    float scale;        // of the table
+    const float* norm;
+};
+
 struct Model {
     int32_t hidden, qkv, attended, inner, vocab, max_position;  // largest widths, the vocabulary's size, positions
     float eps;
@@ -79,6 +92,7 @@ struct Model {
     const Op* ops;
     int32_t num_ops;
     const HeadInput* head;  // or null: an ordinary decoder
+    const PerLayer* per_layer;  // or null
 };
 
 struct Step {
@@ -102,6 +116,30 @@ enum Status : int {
     kNoMemory,
     kBadSlot,
 };
+
+// Looks whether a step can be, and finds the sequence of each token.
+inline int check(const Model& model, const Step& s, std::vector<int>& sequence_of) {
+    sequence_of.resize(s.tokens);
+    if (s.query_starts[0] != 0 || s.query_starts[s.sequences] != s.tokens) return kBadStarts;
+    for (int i = 0; i < s.sequences; i++) {
+        const int from = s.query_starts[i], to = s.query_starts[i + 1], context = s.context_lens[i];
+        if (from < 0 || to < from || to > s.tokens) return kBadStarts;
+        if (context < 0 || context > model.max_position || context > s.max_blocks * kBlockTokens) return kBadPosition;
+        for (int t = from; t < to; t++) {
+            if (s.token_ids[t] < 0 || s.token_ids[t] >= model.vocab) return kBadToken;
+            if (s.positions[t] < 0 || s.positions[t] >= context) return kBadPosition;
+            sequence_of[t] = i;
+        }
+        for (int number = 0; number < model.num_tables; number++) {
+            const int32_t* table = s.tables(number) + static_cast<size_t>(i) * s.max_blocks;
+            for (int b = 0; b < divide_up(context, kBlockTokens); b++)
+                if (table[b] < 0 || table[b] >= model.num_blocks) return kBadBlock;
+        }
+    }
+    for (int r = 0; r < s.samples; r++)
+        if (s.sample_rows[r] < 0 || s.sample_rows[r] >= s.tokens) return kBadSample;
+    return kOk;
+}
 
 constexpr int kRowsPerChunk = 8;  // of the cheap phases
 

@@ -16,8 +16,8 @@ from engine.kernels.batch import Batch
 from engine.kernels.cpu.library import expect_ints
 from engine.kernels.cpu.linear import PackedLinear
 
-KINDS = ("embed", "linear", "norm", "attend", "gather", "finish", "tap", "keep", "join")
-STREAMS = ("hidden", "qkv", "attended", "inner", "added", "prepared")
+KINDS = ("embed", "linear", "norm", "attend", "gather", "finish", "combine", "tap", "keep", "join")
+STREAMS = ("hidden", "qkv", "attended", "inner", "added", "prepared", "per_layer", "gates")
 GATES = ("silu", "gelu_tanh")
 
 
@@ -28,11 +28,13 @@ class Shape(ctypes.Structure):
         ("head_dim", c_int32),
         ("norms_rows", c_int32),
         ("norms_last", c_int32),
+        ("shares", c_int32),
         ("eps", c_float),
         ("divisor", c_float),
         ("softcap", c_float),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("v_norm", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("q_scales", c_void_p),
@@ -50,7 +52,9 @@ class Op(ctypes.Structure):
         ("is_centered", c_int32),
         ("adds", c_int32),
         ("scale", c_float),
+        ("after", c_float),
         ("gate", c_int32),
+        ("part", c_int32),
         ("shape", ctypes.POINTER(Shape)),
         ("window", c_int32),
         ("is_sampled", c_int32),
@@ -78,6 +82,17 @@ class HeadInput(ctypes.Structure):
     ]
 
 
+class PerLayer(ctypes.Structure):
+    _fields_ = [
+        ("table", c_void_p),
+        ("type", c_int32),
+        ("layers", c_int32),
+        ("size", c_int32),
+        ("scale", c_float),
+        ("norm", c_void_p),
+    ]
+
+
 class Model(ctypes.Structure):
     _fields_ = [
         ("hidden", c_int32),
@@ -98,6 +113,7 @@ class Model(ctypes.Structure):
         ("ops", ctypes.POINTER(Op)),
         ("num_ops", c_int32),
         ("head", ctypes.POINTER(HeadInput)),
+        ("per_layer", ctypes.POINTER(PerLayer)),
     ]
 
 
@@ -126,6 +142,10 @@ class NativeHeads:
     k_norm: Tensor | None = None
     norms_last: bool = False
     """Whether the norms follow the rotation."""
+    norms_values: bool = False
+    """Whether each head of values is normed without weights."""
+    shares: bool = False
+    """Whether keys and values are another layer's: there are queries alone."""
     cos: Tensor
     """float32 [max position, head_dim / 2]"""
     sin: Tensor
@@ -157,14 +177,31 @@ class NativeOp:
     """Whether the target is added to."""
     scale: float = 1.0
     """The result is multiplied by it, before it is added."""
+    after: float = 1.0
+    """Of a norm: what it is added to is multiplied by it then."""
     gate: str = "silu"
+    part: int | None = None
+    """Of a linear map that reads gates: the layer whose part of the per-layer embeddings they let through."""
     heads: NativeHeads | None = None
     layer: int = 0
     """Of attention, the layer of the cache; of the others, after how many layers they run."""
     is_sampled: bool = False
-    """Of attention: whether no rows are wanted but the sampled ones."""
+    """Of attention: whether no rows are wanted but the sampled ones, which are gathered next."""
     number: int = 0
     """Of a tap: which of the hidden states that a head reads it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativePerLayer:
+    """What each layer has of its own of every token; the map of the embedding is an operation of the program."""
+
+    table: Tensor
+    """[vocab, layers * size] in floating point; it stays where it is, and rows are read as tokens need them."""
+    size: int
+    scale: float
+    """Rows of the table are multiplied by it."""
+    norm: Tensor
+    """[size]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,16 +31,18 @@ def rotate_and_write(
     k_norm: Tensor | None,
     eps: float,
     places: TokenPlaces,
-    layer_kv: Tensor,
+    layer_kv: Tensor | None,
     shape: KVShape,
     *,
     norms_last: bool = False,
+    norms_values: bool = False,
 ) -> Tensor:
     """Does what `reference.rotate_and_write` does; the queries are all that is allocated, but for norms of rows.
 
     A row with slot -1 pads the batch: nothing is written to the cache for it, and its queries are of no use.
     """
-    num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // shape.head_dim - 2 * shape.num_kv_heads
+    num_kv_heads = 0 if layer_kv is None else shape.num_kv_heads
+    num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // shape.head_dim - 2 * num_kv_heads
     queries = qkv.new_empty((num_tokens, num_heads, shape.head_dim))
     if q_norm is not None and k_norm is not None and q_norm.numel() != shape.head_dim:
         sizes = [q_norm.numel(), k_norm.numel(), shape.num_kv_heads * shape.head_dim]
@@ -48,12 +50,14 @@ def rotate_and_write(
         qkv = torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v), dim=1)
         q_norm = k_norm = None
     if num_tokens:
-        numbers, scales = numbers_and_scales(layer_kv)
-        groups = triton.cdiv(num_heads + 2 * shape.num_kv_heads, HEADS_PER_PROGRAM)
+        assert not norms_values or (q_norm is not None and not norms_last)
+        numbers, scales = (None, None) if layer_kv is None else numbers_and_scales(layer_kv)
+        values_offset, block_stride = (0, 0) if numbers is None else numbers.stride()[:2]
+        groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM)
         rotate_and_write_kernel[num_tokens, groups](
             qkv.contiguous(),
             q_norm,
-            k_norm,
+            q_norm if k_norm is None else k_norm,
             places.positions,
             places.slots,
             places.cos,
@@ -62,15 +66,16 @@ def rotate_and_write(
             queries,
             numbers,
             scales,
-            numbers.stride(0),
+            values_offset,
             eps,
             NORMS=q_norm is not None,
             NORMS_LAST=norms_last,
+            NORMS_VALUES=norms_values,
             NUM_HEADS=num_heads,
-            NUM_KV_HEADS=shape.num_kv_heads,
+            NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=shape.head_dim,
             BLOCK_SIZE=shape.block_size,
-            BLOCK_STRIDE=numbers.stride(1),
+            BLOCK_STRIDE=block_stride,
             GROUP=HEADS_PER_PROGRAM,
             PAIRS=triton.next_power_of_2(shape.head_dim // 2),
             **OPTIONS,
@@ -121,6 +126,7 @@ def rotate_and_write_kernel(
     eps: tl.tensor,
     NORMS: tl.constexpr,
     NORMS_LAST: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -167,6 +173,8 @@ def rotate_and_write_kernel(
         wide_first, wide_second = ready_first.to(tl.float32), ready_second.to(tl.float32)
         squares = wide_first * wide_first + wide_second * wide_second
         scale = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        if NORMS_VALUES:
+            first, second = (wide_first * scale).to(dtype), (wide_second * scale).to(dtype)
         of_first, of_second = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
         ready_first = (of_first * (wide_first * scale).to(of_first.dtype)).to(dtype)
         ready_second = (of_second * (wide_second * scale).to(of_second.dtype)).to(dtype)
@@ -186,24 +194,25 @@ def rotate_and_write_kernel(
     tl.store(query, first, mask=inside & is_query)
     tl.store(query + half, second, mask=inside & is_query)
 
-    first_stored = tl.where(slot >= 0, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS)
-    is_stored = (heads >= first_stored) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
-    stored = inside & is_stored
-    kv_head = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
-    NUMBERS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    block, token = slot // BLOCK_SIZE, kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
-    place = block * BLOCK_STRIDE + token * HEAD_DIM + is_value * values_offset
-    kv_dtype: tl.constexpr = layer_kv.dtype.element_ty
-    if layer_scales is not None:
-        LARGEST: tl.constexpr = 127.0 if kv_dtype == tl.int8 else 448.0
-        first, second = first.to(tl.float32), second.to(tl.float32)
-        scale = _scale(first, second, LARGEST)
-        first = _rounded(first, scale, LARGEST, kv_dtype)
-        second = _rounded(second, scale, LARGEST, kv_dtype)
-        of_token = block * (BLOCK_STRIDE // 4) + NUMBERS // 4 + token + is_value * (values_offset // 4)
-        tl.store(layer_scales + of_token, scale, mask=is_stored)
-    tl.store(layer_kv + place + pairs, first.to(kv_dtype), mask=stored)
-    tl.store(layer_kv + place + pairs + half, second.to(kv_dtype), mask=stored)
+    if layer_kv is not None:
+        first_stored = tl.where(slot >= 0, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS)
+        is_stored = (heads >= first_stored) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
+        stored = inside & is_stored
+        kv_head = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
+        NUMBERS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+        block, token = slot // BLOCK_SIZE, kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
+        place = block * BLOCK_STRIDE + token * HEAD_DIM + is_value * values_offset
+        kv_dtype: tl.constexpr = layer_kv.dtype.element_ty
+        if layer_scales is not None:
+            LARGEST: tl.constexpr = 127.0 if kv_dtype == tl.int8 else 448.0
+            first, second = first.to(tl.float32), second.to(tl.float32)
+            scale = _scale(first, second, LARGEST)
+            first = _rounded(first, scale, LARGEST, kv_dtype)
+            second = _rounded(second, scale, LARGEST, kv_dtype)
+            of_token = block * (BLOCK_STRIDE // 4) + NUMBERS // 4 + token + is_value * (values_offset // 4)
+            tl.store(layer_scales + of_token, scale, mask=is_stored)
+        tl.store(layer_kv + place + pairs, first.to(kv_dtype), mask=stored)
+        tl.store(layer_kv + place + pairs + half, second.to(kv_dtype), mask=stored)
 
 
 @triton.jit

@@ -1,0 +1,37 @@
+// Per-layer embeddings: what each layer reads of every token that no other does.
+#pragma once
+
+#include "program.h"
+
+namespace penstock {
+
+// A token's row of the map of embeddings becomes that of all layers: each part is normed, and the token's own added.
+inline void combine(const PerLayer& by, int token_id, float eps, float* row) {
+    const size_t width = static_cast<size_t>(by.layers) * by.size;
+    for (int layer = 0; layer < by.layers; layer++) {
+        float* part = row + static_cast<size_t>(layer) * by.size;
+        rms_norm(part, by.norm, by.size, eps, part);
+    }
+    with_type(static_cast<Type>(by.type), [&](auto* w) {
+        const auto* own = static_cast<decltype(w)>(const_cast<void*>(by.table)) + token_id * width;
+        for (size_t i = 0; i < width; i++) row[i] = (row[i] + to_float(own[i]) * by.scale) * 0.70710678118654752f;
+    });
+}
+
+// out = activation(gates) * part
+inline void let_through(Gate gate, const float* gates, const float* part, int n, float* out) {
+    const auto product = [&](const float* x, const float* y) {
+        const wide gates = load_as<wide>(x);
+        return (gate == Gate::silu ? silu(gates) : gelu(gates)) * load_as<wide>(y);
+    };
+    int i = 0;
+    for (; i + kWide <= n; i += kWide) store(out + i, product(gates + i, part + i));
+    if (i == n) return;
+    float x[kWide] = {}, y[kWide] = {}, last[kWide];
+    std::copy(gates + i, gates + n, x);
+    std::copy(part + i, part + n, y);
+    store(last, product(x, y));
+    std::copy(last, last + (n - i), out + i);
+}
+
+}  // namespace penstock
