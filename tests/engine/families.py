@@ -32,6 +32,11 @@ YARN = {
     "beta_slow": 1.0,
 }
 
+GEMMA4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+
 
 @dataclass(frozen=True)
 class Tiny:
@@ -56,10 +61,13 @@ class Tiny:
             for name, parameter in model.named_parameters():
                 is_norm = parameter.dim() == 1 and not name.endswith("bias")
                 torch.nn.init.normal_(parameter, 0.0, 0.2 if is_norm else 3.0 / parameter.shape[-1] ** 0.5)
-                if is_norm and "gemma" not in self.config.lower():
+                if is_norm and "gemma" not in self.config.lower().replace("gemma4", ""):
                     parameter += 1.0
                 if "embed_tokens" in name:
                     parameter /= 3.0
+            for name, number in model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    number.uniform_(0.5, 1.5)
         model.save_pretrained(folder)
         return folder
 
@@ -82,6 +90,37 @@ TINY: dict[str, Tiny] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "Gemma 4": Tiny(
+        "Gemma4TextConfig",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "global_head_dim": 40,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": GEMMA4_ROPES,
+            "sliding_window": 24,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "Gemma 4 E": Tiny(
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "head_dim": 24,
+            "global_head_dim": 48,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "rope_parameters": GEMMA4_ROPES,
+            "sliding_window": 24,
+            "hidden_size_per_layer_input": 20,
+            "vocab_size_per_layer_input": 520,
+            "final_logit_softcapping": 30.0,
         },
     ),
     "Ministral 3": Tiny(
@@ -153,6 +192,7 @@ TINY: dict[str, Tiny] = {
 
 INSIDE: dict[str, tuple[str, str]] = {
     "Gemma3ForConditionalGeneration": ("Gemma 3", "model.language_model."),
+    "Gemma4ForConditionalGeneration": ("Gemma 4 E", "model.language_model."),
     "Mistral3ForConditionalGeneration": ("Ministral 3", "language_model.model."),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen 2", "model.language_model."),
     "Qwen3VLForConditionalGeneration": ("Qwen 3", "model.language_model."),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.fields import Fields
-from engine.model.families import cohere, fused, gemma, granite, llama, olmo
+from engine.model.families import cohere, fused, gemma, gemma4, granite, llama, olmo
 from engine.model.spec import ModelSpec
 
 _TIED = {"tie_word_embeddings": True}
@@ -34,6 +34,10 @@ FAMILIES = {
     "Gemma2ForCausalLM": Family("Gemma 2", gemma.gemma2, gemma.GEMMA2),
     "Gemma3ForCausalLM": Family("Gemma 3 1B", gemma.gemma3, gemma.GEMMA3),
     "Gemma3ForConditionalGeneration": Family("Gemma 3 4B to 27B, text", gemma.gemma3, gemma.GEMMA3),
+    "Gemma4ForCausalLM": Family("Gemma 4, dense", gemma4.gemma4, gemma4.GEMMA4),
+    "Gemma4ForConditionalGeneration": Family(
+        "Gemma 4 E2B, E4B, 12B, 31B, text", gemma4.gemma4, gemma4.GEMMA4
+    ),
     "Mistral3ForConditionalGeneration": Family("Mistral Small 3.1, Ministral 3, text", llama.mistral3),
     "Ministral3ForCausalLM": Family("Ministral 3", llama.ministral3),
     "Phi3ForCausalLM": Family("Phi 3, 4, 4 mini", fused.phi3, {"rms_norm_eps": 1e-5}),
@@ -54,7 +58,6 @@ FAMILIES = {
 """By the name in a config.json's `architectures`."""
 
 _EXPERTS, _STATES, _LATENT = "mixtures of experts", "layers with a state of fixed size", "latent attention"
-_GEMMA4 = "heads of two sizes, shared keys and values, and embeddings for each layer"
 
 NOT_YET = {
     "Qwen3MoeForCausalLM": _EXPERTS,
@@ -64,8 +67,6 @@ NOT_YET = {
     "Qwen3_5MoeForConditionalGeneration": _STATES,
     "MixtralForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _EXPERTS,
-    "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": _GEMMA4,
     "Gemma3nForConditionalGeneration": "its kind of layers",
     "Glm4MoeForCausalLM": _EXPERTS,
     "Glm4MoeLiteForCausalLM": _LATENT,

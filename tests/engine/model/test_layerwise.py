@@ -11,8 +11,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from engine.errors import CheckpointError
 from engine.model.layerwise import Layer, LayerwiseDecoder
 from engine.model.parse import read_config
+from engine.model.quantizing import Plan, check
 from engine.model.safetensors import TensorFiles
 from engine.model.tensors import LinearSpec
 from engine.model.texts import Text
@@ -25,6 +27,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LENGTH = 40
 INPUT_NORM = "model.layers.0.input_layernorm"
+SHARING = "Gemma 4 E"
 
 
 def decoder_of(folder: Path) -> tuple[LayerwiseDecoder, list[Layer]]:
@@ -59,9 +62,14 @@ def test_a_layer_is_that_of_transformers(variant: str, tmp_path: Path) -> None:
     check_layers(make_checkpoint(family, tmp_path, **overrides))
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", [family for family in TINY if family != SHARING])
 def test_a_layer_of_any_family_is_that_of_transformers(family: str, tmp_path: Path) -> None:
     check_layers(TINY[family].make(tmp_path))
+
+
+def test_layers_that_read_what_others_made_do_not_run_alone(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="quantized at load only: serve it with --quantize"):
+        check(TINY[SHARING].make(tmp_path), Plan(method="rtn"))
 
 
 def test_the_scale_of_an_embedding_is_rounded_to_its_type(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def test_logits_are_those_of_transformers_on_the_dequantised_weights(
 
 
 OF_GGUF: dict[str, dict[str, Any]] = {
-    **{family: {} for family in TINY},
+    **{family: {} for family in TINY if not family.startswith("Gemma 4")},
     "Gemma 2": {"query_pre_attn_scalar": 24},
     "Gemma 3": {"query_pre_attn_scalar": 24, "num_hidden_layers": 6, "layer_types": None},
     "Granite 4, dense": {"position_embedding_type": "rope", "shared_intermediate_size": 128},

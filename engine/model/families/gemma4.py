@@ -1,0 +1,145 @@
+"""Gemma 4, dense: heads of two sizes, keys and values that later layers share, and embeddings for each layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from engine.errors import CheckpointError
+from engine.fields import Fields
+from engine.model.families.common import FULL, SLIDING, Sizes, check_heads, layer_types, read_rope
+from engine.model.spec import Layer, LayerEmbedding, LayerEmbeddings, ModelSpec, Norm
+
+GEMMA4 = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 262_144,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+"""What missing entries stand for."""
+
+
+def gemma4(fields: Fields) -> ModelSpec:
+    """The last `num_kv_shared_layers` read the keys and values of the last layer of their kind before them."""
+    if fields.flag("enable_moe_block"):
+        raise CheckpointError(f"{fields.source}: enable_moe_block is not served yet: mixtures of experts")
+    if fields.text("use_bidirectional_attention", "") == "all":
+        raise CheckpointError(
+            f"{fields.source}: use_bidirectional_attention is not supported: tokens see later ones"
+        )
+    sizes = Sizes.of(fields)
+    kinds = layer_types(fields, sizes.num_layers, lambda layer: (layer + 1) % 6 == 0)
+    kinds[-1] = FULL
+    num_own = sizes.num_layers - fields.integer("num_kv_shared_layers", 0)
+    layers = []
+    for number, kind in enumerate(kinds):
+        found = [other for other in range(min(number, max(0, num_own))) if kinds[other] == kind]
+        if number >= num_own and not found:
+            raise CheckpointError(
+                f"{fields.source}: num_kv_shared_layers leaves no layer with {kind} and keys and values of its own"
+            )
+        shares = found[-1] if number >= num_own else None
+        layers.append(_layer(fields, _sizes(fields, sizes, number, kind), kind, shares))
+    return sizes.model(
+        layers,
+        [
+            read_rope(
+                fields, next(_sizes(fields, sizes, i, k) for i, k in enumerate(kinds) if k == FULL), kind=FULL
+            ),
+            read_rope(fields, sizes, kind=SLIDING),
+        ],
+        fields,
+        embedding_scale=math.sqrt(sizes.hidden),
+        logit_softcap=fields.number("final_logit_softcapping", 0.0),
+        layer_embeddings=_embeddings(fields, sizes),
+    )
+
+
+def _sizes(fields: Fields, sizes: Sizes, number: int, kind: str) -> Sizes:
+    """Those of one layer, which transformers writes for each, and published checkpoints for all without a window."""
+    if fields.has("per_layer_config"):
+        own = fields.nested("per_layer_config").nested(str(number))
+        head_dim = own.size("head_dim", sizes.head_dim)
+        num_kv_heads = own.size("num_key_value_heads", sizes.num_kv_heads)
+    elif kind == FULL:
+        head_dim, num_kv_heads = fields.size("global_head_dim", 512), sizes.num_kv_heads
+        if fields.flag("attention_k_eq_v"):
+            num_kv_heads = fields.size("num_global_key_value_heads", num_kv_heads)
+    else:
+        return sizes
+    check_heads(fields.source, sizes.num_heads, num_kv_heads, head_dim)
+    return replace(sizes, head_dim=head_dim, num_kv_heads=num_kv_heads)
+
+
+def _layer(fields: Fields, sizes: Sizes, kind: str, shares: int | None) -> Layer:
+    norms, bias = sizes.head_norms(), fields.flag("attention_bias")
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    keys_are_values = kind == FULL and fields.flag("attention_k_eq_v")
+    attention = sizes.attention(
+        scale=1.0,
+        rope=int(kind != FULL),
+        window=0 if kind == FULL else fields.size("sliding_window"),
+        shares=shares,
+        q_norm=norms["q_norm"],
+        k_norm=norms["k_norm"] if shares is None else None,
+        norms_values=shares is None,
+        qkv=names[:2] if keys_are_values else names,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    is_wide = shares is not None and fields.flag("use_double_wide_mlp")
+    size = _embedding_size(fields)
+    embedding = LayerEmbedding(
+        hidden_size=sizes.hidden,
+        size=size,
+        norm=sizes.norm("post_per_layer_input_norm"),
+        activation=sizes.activation,
+    )
+    return sizes.layer(
+        attention,
+        sizes.mlp(inner_size=sizes.inner * (2 if is_wide else 1)),
+        attention_norm=sizes.norm("post_attention_layernorm"),
+        post_norm=sizes.norm("pre_feedforward_layernorm"),
+        feed_forward_norm=sizes.norm("post_feedforward_layernorm"),
+        embedding=embedding if size else None,
+        scalar="layer_scalar",
+    )
+
+
+def _embeddings(fields: Fields, sizes: Sizes) -> LayerEmbeddings | None:
+    size = _embedding_size(fields)
+    if not size:
+        return None
+    vocab_size = fields.size("vocab_size_per_layer_input", fields.size("vocab_size"))
+    if vocab_size < fields.size("vocab_size"):
+        raise CheckpointError(
+            f"{fields.source}: vocab_size_per_layer_input is {vocab_size}, and some of the {fields.size('vocab_size')} "
+            "tokens have no embedding for each layer"
+        )
+    return LayerEmbeddings(
+        vocab_size=vocab_size,
+        num_layers=sizes.num_layers,
+        size=size,
+        scale=math.sqrt(size),
+        map_scale=sizes.hidden**-0.5,
+        norm=Norm(name="model.per_layer_projection_norm", size=size),
+    )
+
+
+def _embedding_size(fields: Fields) -> int:
+    """The embeddings that a token has for each layer; 0 if it has none."""
+    name = "hidden_size_per_layer_input"
+    if name not in fields:
+        return 256
+    return fields.size(name) if fields.number(name, 0.0) else 0
