@@ -60,38 +60,6 @@ class PackedWeight:
     permutation: Tensor | None
     """[in]: input i is multiplied with x[permutation[i]]; None if the inputs have the order of x."""
 
-    @classmethod
-    def of_integers(cls, tensors: NamedTensors, format: Integers) -> PackedWeight:
-        """Packs the tensors of a weight of integers."""
-        weight, scale, offset = tensors["weight"], format.scale(tensors), format.offset(tensors)
-        code = Code.INT8 if format.bits > 4 else Code.INT4 if offset is None else Code.UINT4
-        zero, lowest = None if offset is None else _zeros(scale, offset), -8 if code is Code.INT4 else 0
-        return cls(
-            code=code,
-            codes=padded(weight) if code is Code.INT8 else pack_nibbles(weight - lowest),
-            scale=narrowest(scale).T.contiguous(),
-            zero=None if zero is None else zero.T.contiguous(),
-            offset=None if zero is not None or offset is None else narrowest(offset).T.contiguous(),
-            in_features=weight.shape[1],
-            group_size=format.group_size,
-            permutation=tensors.get("permutation"),
-        )
-
-    @classmethod
-    def of_float8(cls, tensors: NamedTensors, format: Float8) -> PackedWeight:
-        """Packs the tensors of a weight in e4m3."""
-        weight, scale = tensors["weight"], format.row_scales(tensors)
-        return cls(
-            code=Code.FLOAT8,
-            codes=padded(weight.view(torch.uint8)),
-            scale=narrowest(scale).T.contiguous(),
-            zero=None,
-            offset=None,
-            in_features=weight.shape[1],
-            group_size=weight.shape[1] if scale.shape[1] == 1 else BLOCK,
-            permutation=None,
-        )
-
     @property
     def out_features(self) -> int:
         return self.codes.shape[0]
@@ -191,9 +159,24 @@ PACKED = (Integers, Float8)
 def pack(tensors: NamedTensors, format: Integers | Float8, device: torch.device) -> PackedWeight:
     """Packs the tensors of one of these formats on a device."""
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    weight, zero, offset = tensors["weight"], None, None
     if isinstance(format, Integers):
-        return PackedWeight.of_integers(tensors, format)
-    return PackedWeight.of_float8(tensors, format)
+        scale, offset, group_size = format.scale(tensors), format.offset(tensors), format.group_size
+        code = Code.INT8 if format.bits > 4 else Code.INT4 if offset is None else Code.UINT4
+        zero = None if offset is None else _zeros(scale, offset)
+    else:
+        scale, code = format.row_scales(tensors), Code.FLOAT8
+        weight, group_size = weight.view(torch.uint8), weight.shape[1] if scale.shape[1] == 1 else BLOCK
+    return PackedWeight(
+        code=code,
+        codes=padded(weight) if code.bits == 8 else pack_nibbles(weight + 8 * (code is Code.INT4)),
+        scale=narrowest(scale).T.contiguous(),
+        zero=None if zero is None else zero.T.contiguous(),
+        offset=None if zero is not None or offset is None else narrowest(offset).T.contiguous(),
+        in_features=weight.shape[1],
+        group_size=group_size,
+        permutation=tensors.get("permutation"),
+    )
 
 
 def permuted(x: Tensor, weight: PackedWeight) -> Tensor:

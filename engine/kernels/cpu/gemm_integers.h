@@ -206,8 +206,9 @@ PENSTOCK_INLINE wide add_group(wide_int products, float activations, const Facto
 }
 
 // Adds the groups [from, to) to Rows x Panels sums of 16 outputs, or sets them where `from` is the first.
+// Not inline: sums of fewer rows would take the registers of more.
 template <Type kType, int Rows, int Panels>
-void integer_block(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x,
+__attribute__((noinline)) void integer_block(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x,
                    float* sums, size_t by_panel) {
     const int length = linear.group_depth();
     const bool is_signed = kType == Type::int8 || kType == Type::int_places;
@@ -219,17 +220,18 @@ void integer_block(const Linear& linear, int panel, Weights weights, int from, i
         IntegerSums products[Rows][Panels];
         unrolled<Rows * Panels>(PENSTOCK_EACH(i) { products[i / Panels][i % Panels] = {}; });
         add_products_of_group<kType>(products, weights, x, g * length, length);
-        for (int p = 0; p < Panels; p++) {
+        unrolled<Panels>(PENSTOCK_EACH(p) {
             const Factors by = factors.of(p, g);
-            float* out = sums + p * by_panel;
-            for (int r = 0; r < Rows; r++) {
+            unrolled<Rows>(PENSTOCK_EACH(r) {
                 const float activations = x.sums[g * x.sums_stride + r];
                 const int32_t taken_off = shift * static_cast<int32_t>(activations);
-                for (int i = 0; i < kParts; i++, out += kWide)
+                unrolled<kParts>(PENSTOCK_EACH(i) {
+                    float* out = sums + p * by_panel + r * kPanel + i * kWide;
                     store(out, add_group(products[r][p].part[i] - taken_off, activations, by, i,
                                          g == 0 ? wide{} : load_as<wide>(out)));
-            }
-        }
+                });
+            });
+        });
         weights.data += bytes_of<kType>(length);
         weights.planes += plane_bytes_of<kType>(length);
     }
@@ -240,7 +242,7 @@ template <Type kType, int Panels>
 void integer_panels(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x, int rows,
                     float* sums, size_t by_panel) {
     for (int r = 0; r < rows; r += kIntegerRows) {
-        with_count<kIntegerRows>(std::min(rows - r, kIntegerRows), PENSTOCK_EACH(count) {
+        with_count<kIntegerRows>(std::min(rows - r, kIntegerRows), [&](auto count) {
             integer_block<kType, count(), Panels>(linear, panel, weights, from, to, x.from(r), sums + r * kPanel, by_panel);
         });
         weights.streamed = false;

@@ -10,24 +10,18 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Does what `reference.rms_norm` does; its result is all that is allocated."""
-    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, None, weight, eps, None, normed)
-    return normed
+    return _normed(x, None, None, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Does what `reference.layer_norm` does; its result is all that is allocated."""
-    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, None, weight, eps, None, normed, centered=True)
-    return normed
+    return _normed(x, None, None, weight, eps, centered=True)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Does what `reference.add_rms_norm` does, in one pass; both results are all that is allocated."""
     total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    normed = torch.empty_like(total)
-    _launch(hidden, delta.contiguous(), weight, eps, total, normed)
-    return total, normed
+    return total, _normed(hidden, delta.contiguous(), total, weight, eps)
 
 
 def num_warps(block: int) -> int:
@@ -35,16 +29,17 @@ def num_warps(block: int) -> int:
     return min(max(block // 512, 8), 16)
 
 
-def _launch(
+def _normed(
     x: Tensor,
     delta: Tensor | None,
+    total: Tensor | None,
     weight: Tensor,
     eps: float,
-    total: Tensor | None,
-    normed: Tensor,
     *,
     centered: bool = False,
-) -> None:
+) -> Tensor:
+    """The norm of x, or of x + `delta`, which is written to `total`."""
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
     if num_rows := x.numel() // size:
         block = triton.next_power_of_2(size)
@@ -62,6 +57,7 @@ def _launch(
             num_warps=num_warps(block),
             enable_fp_fusion=False,
         )
+    return normed
 
 
 @triton.jit
