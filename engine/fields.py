@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 from engine.errors import CheckpointError
 
 T = TypeVar("T")
+Choice = TypeVar("Choice", str, int)
 _LARGEST = 1e300
 _LARGEST_SIZE = (1 << 31) - 1  # kernels keep sizes in 32 bits, with a sign
 
@@ -44,9 +45,10 @@ class Fields:
             raise CheckpointError(f"{path} holds no JSON object")
         return cls(str(path), cast("dict[str, object]", values))
 
-    def with_defaults(self, defaults: Mapping[str, object]) -> Fields:
+    def with_defaults(self, defaults: Mapping[str, object] | Fields) -> Fields:
         """The entries with others where they are missing."""
-        return Fields(self.source, {**self._values, **{k: v for k, v in defaults.items() if not self.has(k)}})
+        others = defaults._values if isinstance(defaults, Fields) else defaults
+        return Fields(self.source, {**self._values, **{k: v for k, v in others.items() if not self.has(k)}})
 
     def flattened(self, name: str) -> Fields:
         """The entries, and over them those of the object under `name`."""
@@ -113,6 +115,18 @@ class Fields:
 
     def text(self, name: str, default: str | None = None) -> str:
         return self._typed(name, str, "a string", default)
+
+    def one_of(self, name: str, *allowed: Choice, default: Choice | None = None) -> Choice:
+        """The entry, which must be one of the allowed texts, in whatever case, or of the allowed numbers."""
+        value: str | int = (
+            self.text(name, default).lower() if isinstance(allowed[0], str) else self.integer(name, default)
+        )
+        for one in allowed:
+            if one == value:
+                return one
+        *most, last = map(str, allowed)
+        only = f"{', '.join(most)} and {last} are" if most else f"{last} is"
+        raise CheckpointError(f"{self.source}: {name} {value} is not supported; only {only}")
 
     def strings(self, name: str) -> list[str]:
         value = self._typed(name, list, "a list of strings", [])

@@ -315,9 +315,9 @@ def _make(files: Files, linears: list[_Linear], path: Path, quantized: Callable[
 def _announced(linears: list[_Linear]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The tensors of a file by name: their shapes and types. The last one is the checksum of the others."""
     tensors = {
-        f"{linear.name}.{suffix}": (shape, safetensors.DTYPES[dtype])
+        f"{linear.name}.{tensor.suffix}": (tensor.known_shape, safetensors.DTYPES[tensor.dtypes[0]])
         for linear in linears
-        for suffix, shape, dtype in Kept(linear.format).stored(linear.part.rows, linear.in_features)
+        for tensor in Kept(linear.format).tensors(linear.part.rows, linear.in_features)
     }
     return {**tensors, _CHECKSUM: ((1,), torch.int64)}
 

@@ -218,8 +218,7 @@ def packs_embedding(config: ModelConfig, recipe: Recipe) -> bool:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must have if it is not quantized."""
-    tensors = expected_tensors(config, AS_IT_IS)
-    return {name: tuple(size for size in tensor.shape if size is not None) for name, tensor in tensors}
+    return {name: tensor.known_shape for name, tensor in expected_tensors(config, AS_IT_IS)}
 
 
 def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:

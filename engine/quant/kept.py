@@ -12,7 +12,7 @@ from engine.quant.float8 import Float8
 from engine.quant.formats import NamedTensors, Rounding
 from engine.quant.integers import Integers
 from engine.quant.storage import StoredTensor
-from engine.quant.storages.packing import unpack_nibbles
+from engine.quant.storages.packing import Codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,44 +32,34 @@ class Kept:
         return self.quantized
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
-        for suffix, shape, dtype in self.stored(out_features, in_features):
-            yield StoredTensor(suffix, shape, (dtype,))
-
-    def stored(self, out_features: int, in_features: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
-        """(suffix, shape, type as safetensors names it) of what `store` makes."""
-        types = {"weight": self._type, "permutation": "I32"}
+        wide = "F8_E4M3" if isinstance(self.quantized, Float8) else "I8"
+        types = {"weight": wide, "permutation": "I32"}
         for suffix, shape in self.quantized.shapes(out_features, in_features):
-            if suffix == "weight" and self._lowest is not None:
-                yield suffix, (out_features, in_features // 2), "U8"
+            if suffix == "weight" and (codes := self._codes) is not None:
+                yield StoredTensor(suffix, codes.shape(out_features, in_features), (codes.word,))
             else:
-                yield suffix, shape, types.get(suffix, "F32")
+                yield StoredTensor(suffix, shape, (types.get(suffix, "F32"),))
 
     def store(self, tensors: NamedTensors) -> NamedTensors:
         """The tensors of the format as they are stored."""
-        if self._lowest is None:
-            return tensors
-        halves = (tensors["weight"] - self._lowest).view(torch.uint8)
-        return {**tensors, "weight": halves[:, ::2] | halves[:, 1::2] << 4}
+        codes = self._codes
+        return tensors if codes is None else {**tensors, "weight": codes.pack(tensors["weight"])}
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
-        if self._lowest is None:
+        if (codes := self._codes) is None:
             return tensors
-        halves = unpack_nibbles(tensors["weight"])
+        rows, columns = codes.size(tuple(tensors["weight"].shape))
+        weight = codes.unpack(tensors["weight"], rows, columns)
         if isinstance(self.quantized, Integers):
-            halves = halves.view(torch.int8)
-        return {**tensors, "weight": halves.add_(self._lowest)}
+            weight = weight.view(torch.int8)
+        return {**tensors, "weight": weight.sub_(codes.bias)}
 
     @property
-    def _type(self) -> str:
-        """The type of weights that have a byte each."""
-        return "F8_E4M3" if isinstance(self.quantized, Float8) else "I8"
-
-    @property
-    def _lowest(self) -> int | None:
-        """The least number of 4 bits; None where weights have a byte each."""
+    def _codes(self) -> Codes | None:
+        """The way that numbers of 4 bits are stored; None where weights have a byte each."""
         match self.quantized:
             case Codebook():
-                return 0
+                return Codes("weight", 4, "U8")
             case Integers(bits=4):
-                return self.quantized.lowest
+                return Codes("weight", 4, "U8", bias=-self.quantized.lowest)
         return None

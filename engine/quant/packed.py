@@ -8,53 +8,40 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from engine.quant.formats import NamedTensors
 from engine.quant.grid import Grid, Rounded
+from engine.quant.storages.compressed import packed_integers
+from engine.quant.storages.packing import StoredIntegers
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 
-_WORD_BITS = 32
+_DTYPES = {"I32": torch.int32, "I64": torch.int64}
+
+
+def _storage(grid: Grid) -> StoredIntegers:
+    return packed_integers(grid.bits, grid.group_size, symmetric=grid.symmetric)
 
 
 def stored_tensors(
     grid: Grid, out_features: int, in_features: int
 ) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
     """(suffix, shape, type) of the tensors of one linear map."""
-    groups = in_features // grid.group_size_of(in_features)
-    yield "weight_packed", (out_features, _num_words(in_features, grid)), torch.int32
-    yield "weight_scale", (out_features, groups), grid.scale_dtype
-    yield "weight_shape", (2,), torch.int64
-    if not grid.symmetric:
-        yield "weight_zero_point", (_num_words(out_features, grid), groups), torch.int32
+    for tensor in _storage(grid).tensors(out_features, in_features):
+        yield tensor.suffix, tensor.known_shape, _DTYPES.get(tensor.dtypes[0], grid.scale_dtype)
 
 
 def pack(rounded: Rounded, grid: Grid) -> NamedTensors:
     """The tensors that `stored_tensors` describes."""
+    storage = _storage(grid)
     tensors = {
-        "weight_packed": _words(rounded.integers, grid.bits),
-        "weight_scale": rounded.levels.scale,
-        "weight_shape": torch.tensor(rounded.integers.shape),
+        storage.weight.suffix: storage.weight.pack(rounded.integers),
+        storage.scale: rounded.levels.scale,
+        storage.shape: torch.tensor(rounded.integers.shape),
     }
-    if not grid.symmetric:
-        zeros = rounded.levels.zero.to(torch.int8)
-        tensors["weight_zero_point"] = _words(zeros.T, grid.bits).T.contiguous()
+    if storage.zeros is not None:
+        tensors[storage.zeros.suffix] = storage.zeros.pack(rounded.levels.zero.to(torch.int8))
     return tensors
-
-
-def _num_words(count: int, grid: Grid) -> int:
-    return -(-count * grid.bits // _WORD_BITS)
-
-
-def _words(integers: Tensor, bits: int) -> Tensor:
-    """[m, n] int8 -> [m, ceil(n * bits / 32)] int32: each as n + 2^(bits - 1), the lowest bits first."""
-    per_word = _WORD_BITS // bits
-    codes = integers.long() + (1 << (bits - 1))
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word))
-    shifts = torch.arange(0, _WORD_BITS, bits, device=integers.device)
-    words = (torch.unflatten(codes, 1, (-1, per_word)) << shifts).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 def quantization_config(

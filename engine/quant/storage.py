@@ -42,6 +42,11 @@ class StoredTensor:
         )
 
     @property
+    def known_shape(self) -> tuple[int, ...]:
+        """The shape of a tensor with no length that only the file knows."""
+        return tuple(size for size in self.shape if size is not None)
+
+    @property
     def shape_text(self) -> str:
         """The shape for an operator: "[any, 16]", say."""
         return f"[{', '.join('any' if size is None else str(size) for size in self.shape)}]"

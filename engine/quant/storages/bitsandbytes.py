@@ -18,10 +18,9 @@ from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.codebook import NF4, UNIT, Codebook
 from engine.quant.formats import DENSE, Dense, NamedTensors
-from engine.quant.integers import Integers
 from engine.quant.storage import BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.names import all_but, excluded
-from engine.quant.storages.packing import finite, text_among, to_integers, unpack_nibbles
+from engine.quant.storages.packing import Codes, StoredIntegers, finite, unpack_nibbles
 
 _FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _FP4 = tuple(sign * twelfths / 12 for sign in (1, -1) for twelfths in _FP4_TWELFTHS)
@@ -149,23 +148,17 @@ class _State:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class BnbInt8:
-    """Signed integers: the weight is q * SCB / 127.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BnbInt8(StoredIntegers):
+    """Integers with a sign: the weight is q * SCB / 127.
 
     weight: [out, in] int8
     SCB: [out] float32, the largest magnitude of each row
     weight_format: 0, which says that the rows lie one after another
     """
 
-    name = "bitsandbytes, INT8"
-
-    def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
-        return Integers(8, in_features)
-
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
-        yield StoredTensor("weight", (out_features, in_features), ("I8",))
-        yield StoredTensor("SCB", (out_features,), ("F32", "F16"), loose=True)
+        yield from StoredIntegers.tensors(self, out_features, in_features)
         yield StoredTensor("weight_format", (1,), ("U8",), optional=True, loose=True)
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
@@ -173,8 +166,7 @@ class BnbInt8:
             raise BadTensor(
                 "weight_format", "says that rows are interleaved, which is not supported; only 0 is"
             )
-        weight, scale = tensors["weight"], finite(tensors, "SCB") / 127
-        return to_integers(self.format(*weight.shape), weight, scale.view(-1, 1), lowest=-128)
+        return StoredIntegers.repack(self, {**tensors, "SCB": tensors["SCB"].float() / 127})
 
 
 def bnb_storages(fields: Fields) -> Storages:
@@ -191,11 +183,18 @@ def bnb_storages(fields: Fields) -> Storages:
 
 def _storage(fields: Fields) -> Storage:
     if fields.flag("load_in_8bit"):
-        return BnbInt8()
+        return BnbInt8(
+            name="bitsandbytes, INT8",
+            bits=8,
+            group_size=None,
+            weight=Codes("weight", 8, "I8"),
+            scale="SCB",
+            lowest=-128,
+        )
     if not fields.flag("load_in_4bit"):
         raise CheckpointError(f"{fields.source}: neither load_in_8bit nor load_in_4bit is true")
     return Bnb4(
-        text_among(fields, "bnb_4bit_quant_type", *TABLES, default="fp4"),
+        fields.one_of("bnb_4bit_quant_type", *TABLES, default="fp4"),
         fields.flag("bnb_4bit_use_double_quant"),
-        text_among(fields, "bnb_4bit_quant_storage", *_STORAGE, default="uint8"),
+        fields.one_of("bnb_4bit_quant_storage", *_STORAGE, default="uint8"),
     )

@@ -13,22 +13,10 @@ from engine.fields import Fields
 from engine.quant.codebook import Codebook
 from engine.quant.float8 import BLOCK, Scaling
 from engine.quant.formats import DENSE, Dense, NamedTensors
-from engine.quant.integers import Integers
 from engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.float8 import StoredFloat8
 from engine.quant.storages.names import EMBEDDING, IsMeant, called, regular_expression
-from engine.quant.storages.packing import (
-    check_groups,
-    finite,
-    finite_as_stored,
-    integer_among,
-    integers_format,
-    permuted,
-    text_among,
-    to_integers,
-    unpack_nibbles,
-    unpack_words,
-)
+from engine.quant.storages.packing import Codes, StoredIntegers, check_groups, finite, unpack_nibbles
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The floats of 4 bits, in the order of their bits (Open Compute Project, Microscaling Formats Specification, 2023)."""
@@ -37,106 +25,41 @@ _NOT_A_SCALE = 255
 """The NaN of E8M0, whose other bytes stand for 2^(byte - 127)."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedIntegers:
-    """Signed integers: the weight is (q - zero) * scale.
+def packed_integers(
+    bits: int,
+    group_size: int | None,
+    *,
+    is_packed: bool = True,
+    symmetric: bool = True,
+    act_order: bool = False,
+    one_scale: bool = False,
+) -> StoredIntegers:
+    """The storage of integers with a sign.
 
-    weight_packed, if is_packed: [out, ceil(in * bits / 32)] words, lowest bits first; each number is stored as
-        q + 2^(bits - 1), and a word holds inputs side by side
+    weight_packed, if is_packed: [out, ceil(in * bits / 32)] words, a word holds inputs side by side
     weight, if not: [out, in] int8
     weight_scale: [out, groups], or [1] for the whole weight
     weight_zero_point, if not symmetric: int8 as weight_scale, or words [ceil(out * bits / 32), groups] if is_packed
     weight_g_idx, if act_order: [in], the group of each input
     """
-
-    bits: int
-    group_size: int | None
-    is_packed: bool
-    symmetric: bool = True
-    act_order: bool = False
-    one_scale: bool = False
-    """Whether all rows share a scale."""
-
-    @property
-    def name(self) -> str:
-        return f"compressed-tensors, {self.bits}-bit integers"
-
-    @property
-    def _lowest(self) -> int:
-        return -(1 << (self.bits - 1))
-
-    @property
-    def _has_packed_zeros(self) -> bool:
-        """Zero points have as many bits as the integers; others have 8."""
-        return self.is_packed and not self.one_scale
-
-    def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
-        return integers_format(
-            self.bits,
-            self.group_size,
-            in_features,
-            has_offset=not self.symmetric and not self._has_packed_zeros,
-            has_zeros=not self.symmetric and self._has_packed_zeros,
-            is_permuted=self.act_order,
-        )
-
-    def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
-        num_groups = in_features // self.format(out_features, in_features).group_size
-        scales = (1, 1) if self.one_scale else (out_features, num_groups)
-        if self.is_packed:
-            yield StoredTensor("weight_packed", (out_features, -(-in_features * self.bits // 32)), ("I32",))
-            yield StoredTensor("weight_shape", (2,), ("I64", "I32"))
-        else:
-            yield StoredTensor("weight", (out_features, in_features), ("I8",))
-        yield StoredTensor("weight_scale", scales, loose=True)
-        if not self.symmetric:
-            if self._has_packed_zeros:
-                packed = (-(-out_features * self.bits // 32), num_groups)
-                yield StoredTensor("weight_zero_point", packed, ("I32",), loose=True)
-            else:
-                yield StoredTensor("weight_zero_point", scales, ("I8",), loose=True)
-        if self.act_order:
-            yield StoredTensor("weight_g_idx", (in_features,), ("I32", "I64"))
-
-    def repack(self, tensors: NamedTensors) -> NamedTensors:
-        if self.is_packed:
-            out_features, in_features = self._shape(tensors)
-            codes = unpack_words(tensors["weight_packed"], self.bits)[:, :in_features]
-            lowest = 0
-        else:
-            codes, lowest = tensors["weight"], self._lowest
-            out_features, in_features = codes.shape
-            if self.bits == 4 and bool((codes.clamp(-8, 7) != codes).any()):
-                raise BadTensor("weight", "has numbers that are no 4-bit integers")
-        format = self.format(out_features, in_features)
-        num_groups = in_features // format.group_size
-        rows = 1 if self.one_scale else out_features
-        scale = finite_as_stored(tensors, "weight_scale").reshape(rows, num_groups)
-        zeros = None
-        if not self.symmetric:
-            zeros = tensors["weight_zero_point"]
-            if self._has_packed_zeros:
-                words = zeros.reshape(-1, num_groups).T
-                zeros = unpack_words(words, self.bits)[:, :out_features].T
-            else:
-                zeros = zeros.reshape(rows, num_groups).int() - (self._lowest - lowest)
-        integers = to_integers(format, codes, scale, zeros, lowest=lowest)
-        if format.is_permuted:
-            return permuted(integers, format, tensors["weight_g_idx"], "weight_g_idx")
-        return integers
-
-    def _shape(self, tensors: NamedTensors) -> tuple[int, int]:
-        """The shape of the weight.
-
-        Raises:
-            BadTensor: it is not that of the packed tensor.
-        """
-        out_features, in_features = (int(size) for size in tensors["weight_shape"])
-        rows, words = tensors["weight_packed"].shape
-        is_whole = self.group_size is None or in_features % self.group_size == 0
-        if rows != out_features or words != -(-in_features * self.bits // 32) or not is_whole:
-            raise BadTensor("weight_shape", f"says [{out_features}, {in_features}], unlike weight_packed")
-        return out_features, in_features
+    half = 1 << (bits - 1)
+    zeros = Codes("weight_zero_point", 8, "I8")
+    if is_packed and not one_scale:
+        zeros = Codes("weight_zero_point", bits, bias=half, down=True)
+    return StoredIntegers(
+        name=f"compressed-tensors, {bits}-bit integers",
+        bits=bits,
+        group_size=group_size,
+        weight=Codes("weight_packed", bits, bias=half) if is_packed else Codes("weight", bits, "I8"),
+        zeros=None if symmetric else zeros,
+        scale="weight_scale",
+        symmetric=symmetric,
+        lowest=-half,
+        one_scale=one_scale,
+        groups="weight_g_idx" if act_order else "",
+        act_order=act_order,
+        shape="weight_shape" if is_packed else "",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +175,7 @@ def compressed_storages(fields: Fields) -> Storages:
 
 def _refuse_the_unsupported(fields: Fields) -> None:
     sparsity = fields.nested("sparsity_config")
-    text_among(sparsity, "format", "dense", default="dense")
+    sparsity.one_of("format", "dense", default="dense")
     if fields.nested("transform_config").nested("config_groups").names():
         raise CheckpointError(f"{fields.source}: transform_config is not supported")
 
@@ -292,12 +215,12 @@ def _storage(group: Fields, default_format: str) -> Storage:
     )
 
 
-def _integers(weights: Fields, is_packed: bool) -> CompressedIntegers:
+def _integers(weights: Fields, is_packed: bool) -> StoredIntegers:
     strategy = _strategy(weights, "tensor", "channel", "group")
-    return CompressedIntegers(
-        integer_among(weights, "num_bits", 4, 8),
+    return packed_integers(
+        weights.one_of("num_bits", 4, 8),
         weights.size("group_size") if strategy == "group" else None,
-        is_packed,
+        is_packed=is_packed,
         symmetric=weights.flag("symmetric", True),
         act_order=weights.text("actorder", "") in ("group", "dynamic"),
         one_scale=strategy == "tensor",
@@ -320,4 +243,4 @@ def _strategy(weights: Fields, *allowed: str) -> str:
     """The entry `strategy`, or what follows from the group size if it is missing."""
     size = weights.optional_integer("group_size")
     default = "tensor" if size is None else "channel" if size == -1 else "group"
-    return text_among(weights, "strategy", *allowed, default=default)
+    return weights.one_of("strategy", *allowed, default=default)

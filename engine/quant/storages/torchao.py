@@ -15,65 +15,36 @@ from engine.fields import Fields
 from engine.quant.float8 import BLOCK, Scaling
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
-from engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, StoredTensor
+from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.float8 import StoredFloat8
 from engine.quant.storages.names import EMBEDDING, LM_HEAD, all_but, excluded, regular_expression
-from engine.quant.storages.packing import (
-    check_zeros,
-    finite,
-    finite_as_stored,
-    integers_format,
-    text_among,
-    to_integers,
-    unpack_nibbles,
-)
+from engine.quant.storages.packing import Codes, StoredIntegers, finite, unpack_nibbles
 
 _WEIGHT, _SCALE, _ZERO, _INPUT_SCALE = (
     f"_weight_{name}" for name in ("qdata", "scale", "zero_point", "act_pre_scale")
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AoIntegers:
-    """Signed integers, one in a byte (Int8Tensor, IntxUnpackedToInt8Tensor): the weight is (q - zero) * scale.
+def _integers(
+    bits: int, group_size: int | None, symmetric: bool = True, one_scale: bool = False
+) -> StoredIntegers:
+    """The storage of integers with a sign, one in a byte (Int8Tensor, IntxUnpackedToInt8Tensor).
 
     qdata: [out, in] int8
     scale: [out, groups], or [1, 1] for the whole weight
     zero_point: as scale, int8
     """
-
-    bits: int
-    group_size: int | None
-    symmetric: bool = True
-    one_scale: bool = False
-    """Whether all rows share a scale."""
-
-    @property
-    def name(self) -> str:
-        return f"torchao, int{self.bits}"
-
-    def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
-        return integers_format(self.bits, self.group_size, in_features, has_offset=not self.symmetric)
-
-    def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
-        num_groups = in_features // self.format(out_features, in_features).group_size
-        scales = (1, 1) if self.one_scale else (out_features, num_groups)
-        yield StoredTensor(_WEIGHT, (out_features, in_features), ("I8",))
-        yield StoredTensor(_SCALE, scales, FLOATS, loose=True)
-        yield StoredTensor(_ZERO, scales, ("I8",), optional=self.symmetric, loose=True)
-
-    def repack(self, tensors: NamedTensors) -> NamedTensors:
-        codes, lowest = tensors[_WEIGHT], -(1 << (self.bits - 1))
-        if self.bits == 4 and bool((codes.clamp(-8, 7) != codes).any()):
-            raise BadTensor(_WEIGHT, "has numbers that are no 4-bit integers")
-        format = self.format(*codes.shape)
-        shape = (1 if self.one_scale else codes.shape[0], codes.shape[1] // format.group_size)
-        zeros = tensors.get(_ZERO)
-        if self.symmetric and zeros is not None:
-            check_zeros(zeros, 0, _ZERO)
-        scale = finite_as_stored(tensors, _SCALE).reshape(shape)
-        zeros = None if self.symmetric or zeros is None else zeros.reshape(shape)
-        return to_integers(format, codes, scale, zeros, lowest=lowest)
+    return StoredIntegers(
+        name=f"torchao, int{bits}",
+        bits=bits,
+        group_size=group_size,
+        weight=Codes(_WEIGHT, bits, "I8"),
+        zeros=Codes(_ZERO, 8, "I8", optional=symmetric),
+        scale=_SCALE,
+        symmetric=symmetric,
+        lowest=-(1 << (bits - 1)),
+        one_scale=one_scale,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +58,8 @@ class AoInt4:
     group_size: int
     name = "torchao, int4"
 
-    def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
-        return integers_format(4, self.group_size, in_features, has_offset=True)
+    def format(self, out_features: int, in_features: int) -> Integers:
+        return _integers(4, self.group_size, symmetric=False).format(out_features, in_features)
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
         num_groups = in_features // self.format(out_features, in_features).group_size
@@ -102,8 +73,7 @@ class AoInt4:
             raise BadTensor(_INPUT_SCALE, "scales activations, which is not supported")
         scale, zero = finite(tensors, _SCALE).T, finite(tensors, _ZERO).T
         codes = unpack_nibbles(tensors[_WEIGHT].view(torch.uint8)) ^ 8  # from 0 on
-        format = self.format(*codes.shape)
-        return to_integers(format, codes, scale) | {"offset": zero - 8 * scale}
+        return {"weight": codes.view(torch.int8), "scale": scale.contiguous(), "offset": zero - 8 * scale}
 
 
 def torchao_storages(fields: Fields) -> Storages:
@@ -159,27 +129,27 @@ def _storage(config: Fields) -> Storage:
     match kind:
         case "Int8WeightOnlyConfig" | "Int8DynamicActivationInt8WeightConfig":
             size, one_scale = _groups(data.last_nested("granularity"))
-            return AoIntegers(8, size, one_scale=one_scale)
+            return _integers(8, size, one_scale=one_scale)
         case "IntxWeightOnlyConfig":
             return _unpacked(data, "")
         case "Int8DynamicActivationIntxWeightConfig":
             return _unpacked(data, "weight_")
         case "Int4WeightOnlyConfig":
-            text_among(data.nested("int4_packing_format"), "_data", "plain", default="plain")
+            data.nested("int4_packing_format").one_of("_data", "plain", default="plain")
             return AoInt4(data.size("group_size", 128))
         case "Float8WeightOnlyConfig" | "Float8DynamicActivationFloat8WeightConfig":
-            text_among(data.nested("weight_dtype"), "_data", "float8_e4m3fn", default="float8_e4m3fn")
+            data.nested("weight_dtype").one_of("_data", "float8_e4m3fn", default="float8_e4m3fn")
             return StoredFloat8(_scaling(data.last_nested("granularity")), _WEIGHT, _SCALE)
     raise CheckpointError(f"{config.source}: {kind} is not supported")
 
 
-def _unpacked(data: Fields, prefix: str) -> AoIntegers:
+def _unpacked(data: Fields, prefix: str) -> StoredIntegers:
     """Integers of few bits, one in a byte."""
-    text_among(data.nested("intx_packing_format"), "_data", "unpacked_to_int8", default="unpacked_to_int8")
-    dtype = text_among(data.nested("weight_dtype"), "_data", "int4", "int8")
+    data.nested("intx_packing_format").one_of("_data", "unpacked_to_int8", default="unpacked_to_int8")
+    dtype = data.nested("weight_dtype").one_of("_data", "int4", "int8")
     mapping = data.nested(f"{prefix}mapping_type").text("_data", "SYMMETRIC")
     size, one_scale = _groups(data.nested(f"{prefix}granularity"))
-    return AoIntegers(4 if dtype == "int4" else 8, size, mapping == "SYMMETRIC", one_scale)
+    return _integers(4 if dtype == "int4" else 8, size, mapping == "SYMMETRIC", one_scale)
 
 
 def _groups(granularity: Fields) -> tuple[int | None, bool]:
