@@ -24,7 +24,7 @@ from engine.sizes import size_text
 if TYPE_CHECKING:
     from app.estimate import Estimate
     from engine.execution.memory import Budget
-    from engine.model.files import Files
+    from engine.model.safetensors import TensorFiles
     from engine.model.tensors import Recipe
 
 CONTEXTS = (2048, 8192, 32768)
@@ -138,7 +138,7 @@ def examine(model: str | None, revision: str | None, options: LoadOptions) -> Su
     from engine.model.files import open_files
     from engine.model.tensors import check_tensors, make_recipe
 
-    files: Files
+    files: TensorFiles
     if model is not None and is_hub_id(model) and not _is_fetched(model, revision):
         remote = look_at(model, revision)
         folder, files = remote.folder, remote.files

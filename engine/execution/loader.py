@@ -50,9 +50,10 @@ from engine.model.eagle_weights import (
     has_embedding,
     load_eagle,
 )
-from engine.model.files import Files, open_files
+from engine.model.files import open_files
 from engine.model.parameters import Weights
 from engine.model.quantize_cache import Checkpoint, quantized
+from engine.model.safetensors import TensorFiles
 from engine.model.split import split_config
 from engine.model.split_files import SplitFiles
 from engine.model.tensors import Recipe, check_tensors, make_recipe
@@ -240,7 +241,7 @@ class _Head:
     """An EAGLE-3 head that can be loaded."""
 
     config: EagleConfig
-    files: Files
+    files: TensorFiles
     recipe: Recipe
     taps: tuple[int, ...]
     """So many layers of the target are done where the head reads."""

@@ -13,7 +13,6 @@ from engine.errors import CheckpointError
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.eagle import NUM_TAPS, EagleConfig
-from engine.model.files import Files
 from engine.model.parameters import LayerWeights
 from engine.model.safetensors import TensorFiles
 from engine.model.spec import Norm
@@ -107,12 +106,12 @@ def eagle_specs(head: EagleConfig, recipe: Recipe = AS_IT_IS) -> dict[str, Linea
     return {name: replace(one, quantized=formats[name]) for name, one in specs.items()}
 
 
-def has_embedding(files: Files) -> bool:
+def has_embedding(files: TensorFiles) -> bool:
     """Whether a head has an embedding of its own."""
     return f"{EMBEDDING}.weight" in files.entries
 
 
-def check_eagle_tensors(head: EagleConfig, files: Files, recipe: Recipe = AS_IT_IS) -> None:
+def check_eagle_tensors(head: EagleConfig, files: TensorFiles, recipe: Recipe = AS_IT_IS) -> None:
     """Compares the tensors of the files with those that a head needs; the files may have more.
 
     Raises:
@@ -126,7 +125,9 @@ def check_eagle_tensors(head: EagleConfig, files: Files, recipe: Recipe = AS_IT_
         )
 
 
-def load_eagle(head: EagleConfig, files: Files, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> EagleWeights:
+def load_eagle(
+    head: EagleConfig, files: TensorFiles, kernels: Kernels, recipe: Recipe = AS_IT_IS
+) -> EagleWeights:
     """Reads, quantizes if that is asked for, and packs.
 
     Raises:
@@ -147,7 +148,7 @@ def load_eagle(head: EagleConfig, files: Files, kernels: Kernels, recipe: Recipe
     )
 
 
-def _expected(head: EagleConfig, files: Files, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
+def _expected(head: EagleConfig, files: TensorFiles, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
     hidden = head.layer.hidden_size
     if has_embedding(files):
         yield from tensors_of(embedding_spec(head.layer))
@@ -160,7 +161,7 @@ def _expected(head: EagleConfig, files: Files, recipe: Recipe) -> Iterator[tuple
     yield _DRAFTED, StoredTensor(_DRAFTED, (head.num_drafted,), ("I64", "I32"), optional=not is_needed)
 
 
-def _drafted(head: EagleConfig, files: Files, reader: Reader) -> Tensor | None:
+def _drafted(head: EagleConfig, files: TensorFiles, reader: Reader) -> Tensor | None:
     """The tokens that are drafted: `d2t` says by how much the number of each is another than its row's."""
     if _DRAFTED not in files.entries:
         return None

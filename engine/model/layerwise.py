@@ -38,7 +38,7 @@ class Layer(TensorFiles):
     """The tensors of one layer in float32, each of which may be replaced."""
 
     def __init__(self, config: ModelConfig, index: int, files: TensorFiles, device: torch.device) -> None:
-        super().__init__(files.path, files.entries)
+        super().__init__(files.path, files.entries, files.own_name)
         self.index = index
         self.specs = linear_specs(config, index)
         """The linear maps by their field of `LayerWeights`, in the order in which they run."""

@@ -25,7 +25,6 @@ from engine.errors import CheckpointError
 from engine.kernels.cpu.build import cache_directory
 from engine.model import safetensors, tensor_writer
 from engine.model.config import ModelConfig
-from engine.model.files import Files
 from engine.model.safetensors import TensorFiles
 from engine.model.tensor_writer import TensorWriter, bytes_of
 from engine.model.tensors import Part, Recipe, check_tensors, head_spec, linear_specs, rounded
@@ -58,7 +57,7 @@ class Checkpoint:
     """What weights are loaded from."""
 
     config: ModelConfig
-    files: Files
+    files: TensorFiles
     recipe: Recipe
 
 
@@ -81,17 +80,14 @@ class _Linear:
 class _Overlaid(TensorFiles):
     """The tensors of a checkpoint and those of one more file, which count where both have one of a name."""
 
-    def __init__(self, below: Files, file: Path) -> None:
+    def __init__(self, below: TensorFiles, file: Path) -> None:
         """
         Raises:
             CheckpointError: the file is truncated or malformed.
         """
-        super().__init__(below.path, {**below.entries, **safetensors.read_header(file)})
+        entries = {**below.entries, **safetensors.read_header(file)}
+        super().__init__(below.path, entries, below.own_name, below.config)
         self._below, self._file = below, file
-        self.config = below.config
-
-    def own_name(self, name: str) -> str:
-        return self._below.own_name(name)
 
     def read(self, name: str) -> Tensor:
         return super().read(name) if self.entries[name].file == self._file else self._below.read(name)
@@ -156,7 +152,7 @@ def _linears(checkpoint: Checkpoint) -> Iterator[_Linear]:
     yield _Linear(LM_HEAD, head.parts[0], head.in_features, head.quantized)
 
 
-def _path(files: Files, quantization: str, linears: list[_Linear]) -> Path:
+def _path(files: TensorFiles, quantization: str, linears: list[_Linear]) -> Path:
     """Where the result is kept.
 
     Raises:
@@ -170,7 +166,7 @@ def _path(files: Files, quantization: str, linears: list[_Linear]) -> Path:
     return folder / f"{readable}-{quantization}-{_key(files, linears)}{_SUFFIX}"
 
 
-def _key(files: Files, linears: list[_Linear]) -> str:
+def _key(files: TensorFiles, linears: list[_Linear]) -> str:
     """A digest of all that the result depends on.
 
     These are the code that makes it, the formats, and the tensors, each with its place, its size and a sample of its
@@ -234,7 +230,7 @@ def _laid_over(checkpoint: Checkpoint, linears: list[_Linear], path: Path) -> Ch
     return found
 
 
-def _check(path: Path, files: Files) -> None:
+def _check(path: Path, files: TensorFiles) -> None:
     """
     Raises:
         CheckpointError: the bytes of a file are not those that were written.
@@ -284,7 +280,7 @@ def _make_room(path: Path, num_bytes: int) -> None:
         raise _Unusable(f"{folder} has {free >> 20} MiB free, and they are {num_bytes >> 20} MiB")
 
 
-def _make(files: Files, linears: list[_Linear], path: Path, quantized: Callable[[int], None]) -> None:
+def _make(files: TensorFiles, linears: list[_Linear], path: Path, quantized: Callable[[int], None]) -> None:
     """Quantizes and writes one linear map after the other. A file that is not whole is never seen under its name.
 
     Args:
@@ -322,7 +318,7 @@ def _announced(linears: list[_Linear]) -> dict[str, tuple[tuple[int, ...], torch
     return {**tensors, _CHECKSUM: ((1,), torch.int64)}
 
 
-def _quantize(files: Files, linear: _Linear) -> dict[str, Tensor]:
+def _quantize(files: TensorFiles, linear: _Linear) -> dict[str, Tensor]:
     part = linear.part
     stored = part.storage.repack({suffix: files.read(name) for suffix, name in linear.sources})
     weight = part.storage.format(part.rows, linear.in_features).unpack(stored)

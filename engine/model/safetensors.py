@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -59,39 +59,50 @@ class TensorEntry:
 class TensorFiles:
     """The tensors of a checkpoint by name. Their bytes are read from disk when what `read` returned is used."""
 
-    config = "config.json"
-
-    def __init__(self, folder: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
-        """Reads the headers of all files, and checks that each file is as long as its header says.
+    def __init__(
+        self,
+        path: Path,
+        entries: Mapping[str, TensorEntry] | None = None,
+        own_name: Callable[[str], str] = str,
+        config: str = "config.json",
+    ) -> None:
+        """Reads the headers of all files in a folder, and checks that each file is as long as its header says.
 
         Args:
-            entries: of the tensors, if it is known where they are.
+            path: the checkpoint's folder or file.
+            entries: of the tensors, if it is known where they are: no file is looked into then.
+            own_name: what the files call a tensor.
+            config: what says how large the tensors are, for messages.
 
         Raises:
             CheckpointError: a file is missing, truncated or malformed.
         """
-        self.path = folder
-        self.entries: dict[str, TensorEntry] = {}
+        self.path = path
+        self.config = config
+        self._own_name = own_name
         self._maps: dict[Path, mmap.mmap] = {}
-        if entries is not None:
-            self.entries.update(entries)
-            return
-        for file in _files(folder):
-            self.entries.update(read_header(file))
+        if entries is None:
+            entries = {name: entry for file in _files(path) for name, entry in read_header(file).items()}
+        self.entries = dict(entries)
 
     def own_name(self, name: str) -> str:
         """What the files call a tensor."""
-        return name
+        return self._own_name(name)
 
     def read(self, name: str) -> Tensor:
-        """Maps a tensor, whose type must be one of DTYPES. Its memory is that of the mapped file: nothing is copied."""
+        """Maps a tensor; of a type that is none of DTYPES, the bytes of its rows, [..., bytes] uint8.
+
+        Its memory is that of the mapped file: nothing is copied.
+        """
         entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
+        dtype, shape = torch.uint8, (*entry.shape[:-1], -1)
+        if entry.dtype in DTYPES:
+            dtype, shape = DTYPES[entry.dtype], entry.shape
         if not entry.num_bytes:
-            return torch.empty(entry.shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype)
         count = entry.num_bytes // dtype.itemsize
         return torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start).view(
-            entry.shape
+            shape
         )
 
     def _map(self, file: Path) -> mmap.mmap:
@@ -101,31 +112,24 @@ class TensorFiles:
         return self._maps[file]
 
 
-class RenamedTensorFiles(TensorFiles):
-    """The tensors of a text model whose names begin otherwise: beside others, or without an output head."""
-
-    def __init__(self, files: TensorFiles, prefix: str) -> None:
-        entries, own_names = {}, {}
-        for own_name, entry in files.entries.items():
-            name = own_name
-            if own_name.startswith(prefix):
-                name = _MODEL + own_name.removeprefix(prefix)
-            elif own_name.startswith(_NESTED):
-                name = own_name.removeprefix(_NESTED)
-            entries[name], own_names[name] = entry, own_name
-        super().__init__(files.path, entries)
-        self._own_names, self._prefix = own_names, prefix
-
-    def own_name(self, name: str) -> str:
-        return self._own_names.get(name) or self._prefix + name.removeprefix(_MODEL)
-
-
 def renamed(files: TensorFiles) -> TensorFiles:
-    """The files with the names of a model that is nothing but text."""
-    for prefix in _PREFIXES:
-        if f"{prefix}embed_tokens.weight" in files.entries or f"{prefix}norm.weight" in files.entries:
-            return RenamedTensorFiles(files, prefix)
-    return files
+    """The files with the names of a model that is nothing but text, and has an output head."""
+    prefix = next(
+        (p for p in _PREFIXES if {f"{p}embed_tokens.weight", f"{p}norm.weight"} & files.entries.keys()), None
+    )
+    if prefix is None:
+        return files
+    own_names = {_renamed(own_name, prefix): own_name for own_name in files.entries}
+    entries = {name: files.entries[own_name] for name, own_name in own_names.items()}
+    return TensorFiles(
+        files.path, entries, lambda name: own_names.get(name) or prefix + name.removeprefix(_MODEL)
+    )
+
+
+def _renamed(own_name: str, prefix: str) -> str:
+    if own_name.startswith(prefix):
+        return _MODEL + own_name.removeprefix(prefix)
+    return own_name.removeprefix(_NESTED)
 
 
 def _files(folder: Path) -> list[Path]:

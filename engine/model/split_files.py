@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +11,11 @@ from torch import Tensor
 
 from engine.kernels.ranks import Ranks
 from engine.model.config import ModelConfig
-from engine.model.files import Files
-from engine.model.safetensors import TensorEntry
+from engine.model.safetensors import TensorEntry, TensorFiles
 from engine.model.tensors import expected_shapes, layer_specs
 
 
-class SplitFiles:
+class SplitFiles(TensorFiles):
     """The files of a checkpoint in floating point, whose tensors have the shapes of `part`, a split of its config.
 
     An axis that is shorter in `part` is cut, and each kind of rows of a fused linear map by itself. Where all pieces
@@ -26,13 +23,12 @@ class SplitFiles:
     follow. The biases that all ranks would add, rank 0 adds.
     """
 
-    def __init__(self, files: Files, whole: ModelConfig, part: ModelConfig, ranks: Ranks) -> None:
-        self.config = files.config
+    def __init__(self, files: TensorFiles, whole: ModelConfig, part: ModelConfig, ranks: Ranks) -> None:
+        shapes = expected_shapes(part).items()
+        entries = {name: _part_of(files.entries[name], shape) for name, shape in shapes}
+        super().__init__(files.path, entries, files.own_name)
         self._files = files
         self._ranks = ranks
-        self.entries: Mapping[str, TensorEntry] = {
-            name: _part_of(files.entries[name], shape) for name, shape in expected_shapes(part).items()
-        }
         self._summed = {
             f"{p.name}.bias" for spec in layer_specs(part) if spec.sums and spec.bias for p in spec.parts
         }
@@ -42,13 +38,6 @@ class SplitFiles:
             for field, map in layer.maps().items()
             for rows, own_rows in zip(map.rows, own.maps()[field].rows, strict=True)
         }
-
-    @property
-    def path(self) -> Path:
-        return self._files.path
-
-    def own_name(self, name: str) -> str:
-        return self._files.own_name(name)
 
     def read(self, name: str) -> Tensor:
         tensor = self._files.read(name)

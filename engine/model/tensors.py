@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_quantization
-from engine.model.files import Files
+from engine.model.safetensors import TensorFiles
 from engine.model.spec import HeadOrder, LayerEmbeddings, LinearMap, Rows
 from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors, Rounding
@@ -273,7 +273,7 @@ SIZE_FIELDS = {
 """The entries of config.json that the shape of a tensor follows from."""
 
 
-def check_tensors(config: ModelConfig, files: Files, recipe: Recipe = AS_IT_IS) -> None:
+def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_IT_IS) -> None:
     """Compares the tensors of the files with those that the config needs; the files may have more.
 
     The check ends at the first tensor that is wrong, so that a config.json with absurd sizes costs nothing.
@@ -288,7 +288,7 @@ def check_tensors(config: ModelConfig, files: Files, recipe: Recipe = AS_IT_IS) 
 
 def check_expected(
     expected: Iterable[tuple[str, StoredTensor]],
-    files: Files,
+    files: TensorFiles,
     hint: Callable[[str], str] = lambda _: "",
     sizes: Mapping[str, str] = SIZE_FIELDS,
 ) -> None:
@@ -337,7 +337,7 @@ def _size_fields(name: str, sizes: Mapping[str, str]) -> str:
     return found.partition(",")[0] if kind == "bias" else found
 
 
-def _hint(config: ModelConfig, files: Files, module: str) -> str:
+def _hint(config: ModelConfig, files: TensorFiles, module: str) -> str:
     """What may be the cause of a missing tensor of a module."""
     if not module.startswith(LAYERS):
         return ""

@@ -14,8 +14,8 @@ from engine.kernels.linear import ChainedLinear, Linear
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import gathered
 from engine.model.config import ModelConfig
-from engine.model.files import Files
 from engine.model.parameters import GatedMlp, LayerEmbeddings, LayerWeights, Weights
+from engine.model.safetensors import TensorFiles
 from engine.model.spec import HeadOrder, Layer, Norm
 from engine.model.tensors import (
     AS_IT_IS,
@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 def load_weights(
     config: ModelConfig,
-    files: Files,
+    files: TensorFiles,
     kernels: Kernels,
     progress: Progress,
     recipe: Recipe = AS_IT_IS,
@@ -143,7 +143,7 @@ class Reader:
     """Takes tensors off the files, counts the bytes, and packs linear maps."""
 
     def __init__(
-        self, files: Files, kernels: Kernels, progress: Progress = lambda *_: None, total: int = 0
+        self, files: TensorFiles, kernels: Kernels, progress: Progress = lambda *_: None, total: int = 0
     ) -> None:
         self.kernels = kernels
         self._files = files

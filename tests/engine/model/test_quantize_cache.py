@@ -21,8 +21,8 @@ from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model import quantize_cache
 from engine.model.config import LoadOptions
+from engine.model.files import open_files
 from engine.model.gguf.config import read_config as gguf_config
-from engine.model.gguf.tensors import GgufTensors
 from engine.model.parameters import GatedMlp, Weights
 from engine.model.parse import read_config
 from engine.model.quantize_cache import Checkpoint, quantized
@@ -165,7 +165,7 @@ def test_a_gguf_file_is_kept_with_its_rows_in_order(tmp_path: Path, monkeypatch:
     )
     path = write_gguf(folder, tmp_path / "model.gguf", same("F32"))
     recipe = Recipe(quantization=Quantization("int4"))
-    source = Checkpoint(gguf_config(path), GgufTensors(path), recipe)
+    source = Checkpoint(gguf_config(path), open_files(path), recipe)
     wanted = load(source)
     for _ in range(2):
         assert_same(load(quantized(source, lambda _: None, lambda *_: None)), wanted)
