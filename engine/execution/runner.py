@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -325,43 +326,36 @@ class Steps:
             self._refused[sequence] = str(error)
 
 
+@dataclass(slots=True, eq=False)
 class LaunchedStep:
     """A step whose pass was launched; see `planning.step.StepInFlight`."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        plan: Plan,
-        placed: Placed,
-        captured: StepShape | None,
-        verification: Verification | None,
-        logits: Tensor,
-        numbers: Tensor,
-        found: Found | None,
-    ) -> None:
-        self.logits = logits
-        """[S, vocab], or more rows as padding; with drafts, those of the verification."""
-        self._steps, self._plan, self._placed = steps, plan, placed
-        self._captured = captured
-        self._verification = verification
-        self._numbers = numbers
-        self._found = found
-        self._landing: Landing
+    steps: Steps
+    plan: Plan
+    placed: Placed
+    captured: StepShape | None
+    """The shape of the graph that was replayed, if one was."""
+    verification: Verification | None
+    logits: Tensor
+    """[S, vocab], or more rows as padding; with drafts, those of the verification."""
+    numbers: Tensor
+    found: Found | None
+    landing: Landing = field(init=False)
 
     @torch.inference_mode()
     def choose(self) -> None:
-        steps, plan, placed = self._steps, self._plan, self._placed
+        steps, plan, placed = self.steps, self.plan, self.placed
         with steps.faults(plan):
-            wanted = steps.wanted(plan, self._verification)
+            wanted = steps.wanted(plan, self.verification)
             chosen = self._choose(wanted)
             steps.seats.note_launched(plan, placed.seats)
-            if self._verification is not None:
+            if self.verification is not None:
                 pairs = zip(placed.seats, plan.chunks, strict=True)
                 steps.seats.note_verified(seat for seat, chunk in pairs if chunk.drafts)
-            self._landing = Landing(steps.model.device, wanted, chosen, self._found)
+            self.landing = Landing(steps.model.device, wanted, chosen, self.found)
 
     def wait(self) -> StepResult:
-        return self._landing.wait()
+        return self.landing.wait()
 
     def _look_through(
         self, asking: list[int], wanted: list[Wanted]
@@ -372,46 +366,44 @@ class LaunchedStep:
             A function that makes `Chosen.told` of the token ids [R].
         """
         (rows,), num = send_apart([asking], self.logits.device), max(one.num_logprobs or 0 for one in wanted)
-        norms, *top = self._steps.model.kernels.most_likely(self.logits, rows, num)
+        norms, *top = self.steps.model.kernels.most_likely(self.logits, rows, num)
         return lambda ids: (logprobs_of(self.logits, rows, ids.index_select(0, rows), norms), *top)
 
     def _masks(self, order: ListLike[tuple[int, int]]) -> Tensor | None:
         """[R, words] on the device: the masks of rows, each given by its chunk and how many drafts come before."""
-        masks, sampler = self._plan.masks, self._steps.model.sampler
+        masks, sampler = self.plan.masks, self.steps.model.sampler
         return None if masks is None else sampler.masks(masks, order)
 
     def _filters(self) -> Filters:
-        return self._steps.model.sampler.filters(
-            seat.slot for seat, c in zip(self._placed.seats, self._plan.chunks, strict=True) if c.samples
+        return self.steps.model.sampler.filters(
+            seat.slot for seat, c in zip(self.placed.seats, self.plan.chunks, strict=True) if c.samples
         )
 
     def _choose(self, wanted: list[Wanted]) -> Chosen:
         """Chooses the tokens of the step's rows, those that follow wrong drafts included."""
-        verification = self._verification
-        order = (
-            [(i, 0) for i in range(len(self._plan.chunks))] if verification is None else verification.order
-        )
+        verification = self.verification
+        order = [(i, 0) for i in range(len(self.plan.chunks))] if verification is None else verification.order
         # The most likely tokens first: that may find no memory, and what is chosen is counted once.
         asking = [row for one in wanted if one.num_logprobs is not None for row in one.rows]
         tell = self._look_through(asking, wanted) if asking else lambda _: ()
         filters, masks = self._filters(), self._masks(order)
-        if self._captured is not None and masks is None and not filters.sifted:
-            choose = partial(self._choose_by_graph, self._captured.num_rows, filters)
+        if self.captured is not None and masks is None and not filters.sifted:
+            choose = partial(self._choose_by_graph, self.captured.num_rows, filters)
         elif wanted:
             choose = partial(self._choose_by_kernels, len(order), filters, masks)
         else:
-            return Chosen(self._numbers)
-        token_ids = choose(self._placed.sample_slots) if verification is None else verification.run(choose)
+            return Chosen(self.numbers)
+        token_ids = choose(self.placed.sample_slots) if verification is None else verification.run(choose)
         return Chosen(token_ids, asking, tell(token_ids))
 
     def _choose_by_kernels(
         self, num_rows: int, filters: Filters, masks: Tensor | None, slots: Tensor
     ) -> Tensor:
         rows = slice(num_rows)
-        return self._steps.choose(self.logits[rows], slots[rows], self._numbers[rows], masks, filters)
+        return self.steps.choose(self.logits[rows], slots[rows], self.numbers[rows], masks, filters)
 
     def _choose_by_graph(self, num_rows: int, filters: Filters, slots: Tensor) -> Tensor:
-        steps, buffers = self._steps, self._steps.buffers
+        steps, buffers = self.steps, self.steps.buffers
         assert buffers is not None
         buffers.show_slots(slots)
         shape = StepShape(num_rows, num_rows, 1, True, num_rows)
