@@ -106,7 +106,7 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    slot_mapping: Callable[[Batch, int], Tensor]
+    kv_places: Callable[[Batch, int], Tensor]
     rotate_and_write: RotateAndWrite
     silu_mul: Callable[[Tensor], Tensor]
     gelu_mul: Callable[[Tensor], Tensor]
@@ -174,7 +174,7 @@ def reference_kernels(
         rms_norm=reference.rms_norm,
         layer_norm=reference.layer_norm,
         add_rms_norm=reference.add_rms_norm,
-        slot_mapping=reference.slot_mapping,
+        kv_places=reference.kv_places,
         rotate_and_write=reference.rotate_and_write,
         silu_mul=reference.silu_mul,
         gelu_mul=reference.gelu_mul,

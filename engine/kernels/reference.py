@@ -78,8 +78,8 @@ class TokenPlaces:
 
     positions: Tensor
     """[T] int32"""
-    slots: Tensor
-    """[T] int64, see `slot_mapping`."""
+    in_cache: Tensor
+    """[T] int64, see `kv_places`."""
     cos: Tensor
     """[positions, head_dim / 2] float32: of every position that a token may have."""
     sin: Tensor
@@ -87,8 +87,8 @@ class TokenPlaces:
     """[positions] float32: rotated queries are multiplied by it."""
 
 
-def slot_mapping(batch: Batch, block_size: int) -> Tensor:
-    """[T] int64: where each token's key and value go; slot = block * block_size + offset in the block.
+def kv_places(batch: Batch, block_size: int) -> Tensor:
+    """[T] int64: where each token's key and value go: block * block_size + offset in the block.
 
     -1 for the rows that pad a batch: those of no sequence, past query_starts[S], and those of a negative position.
     """
@@ -101,13 +101,13 @@ def slot_mapping(batch: Batch, block_size: int) -> Tensor:
     return (blocks * block_size + positions % block_size).masked_fill(padding, -1)
 
 
-def write_kv(layer_kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Stores keys and values [T, num_kv_heads, head_dim] of one layer in their slots; rows without one are left out."""
+def write_kv(layer_kv: Tensor, keys: Tensor, values: Tensor, in_cache: Tensor) -> None:
+    """Stores keys and values [T, num_kv_heads, head_dim] of one layer in their places; rows without one are skipped."""
     num_kv_heads, head_dim = keys.shape[1:]
     stored, scales = _split_scales(layer_kv, num_kv_heads, head_dim)
     block_size = stored.shape[3]
-    written = slots >= 0
-    blocks, offsets = slots[written] // block_size, slots[written] % block_size
+    written = in_cache >= 0
+    blocks, offsets = in_cache[written] // block_size, in_cache[written] % block_size
     for index, tensor in enumerate((keys[written], values[written])):
         if scales is not None:
             numbers, scale = quantize_kv(tensor, layer_kv.dtype)
@@ -180,7 +180,7 @@ def rotate_and_write(
     """All that is done to queries, keys and values between their projection and attention.
 
     Queries and keys go through `rms_norm` over each head, or over all heads as one row (if the model has these norms),
-    then `rotary`, or the other way round; keys and values are stored in their slots.
+    then `rotary`, or the other way round; keys and values are stored in their places.
 
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.
@@ -191,7 +191,7 @@ def rotate_and_write(
             of its own: `qkv` is [T, num_heads * head_dim], and there is no `k_norm`.
 
     Returns:
-        Queries [T, num_heads, head_dim], contiguous; those of rows without a slot are of no use.
+        Queries [T, num_heads, head_dim], contiguous; those of rows without a place are of no use.
     """
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // shape.head_dim, shape.head_dim)
     num_kv_heads = 0 if layer_kv is None else shape.num_kv_heads
@@ -209,7 +209,7 @@ def rotate_and_write(
     if not norms_last:
         queries, keys = rotary(queries, cos, sin), rotary(keys, cos, sin)
     if layer_kv is not None:
-        write_kv(layer_kv, keys, values, places.slots)
+        write_kv(layer_kv, keys, values, places.in_cache)
     if places.q_scales is not None:
         queries = (queries * places.q_scales[places.positions][:, None, None]).to(queries.dtype)
     return queries.contiguous()

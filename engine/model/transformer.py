@@ -222,12 +222,12 @@ class _Step:
         kernels, kv = decoder.kernels, decoder.kv
         self._positions, self._rotary = batch.positions, decoder.tables
         self.tables = batch.tables(len(kv.layout.windows))
-        self._slots = [
-            kernels.slot_mapping(replace(batch, block_tables=table), kv.block_size) for table in self.tables
+        self._in_cache = [
+            kernels.kv_places(replace(batch, block_tables=table), kv.block_size) for table in self.tables
         ]
         self.attend: dict[KVShape, AttendStep] = {
             shape: kernels.attention(batch, shape) for shape in kv.layout.shapes
         }
 
     def places(self, attention: Attention, table: int) -> TokenPlaces:
-        return TokenPlaces(self._positions, self._slots[table], *self._rotary.of(attention))
+        return TokenPlaces(self._positions, self._in_cache[table], *self._rotary.of(attention))

@@ -219,7 +219,7 @@ def _rotate(bench: Bench, rows: int) -> None:
     config, kernels = bench.config, bench.kernels
     batch, kv = _scattered(bench, 1, 1, rows, num_tokens=rows)
     angles = torch.randn(rows, config.head_dim // 2, device=bench.device)
-    slots = kernels.slot_mapping(batch, BLOCK_SIZE)
+    slots = kernels.kv_places(batch, BLOCK_SIZE)
     places = TokenPlaces(batch.positions, slots, angles.cos(), angles.sin())
     qkv = bench.copies(rows, config.q_size + 2 * config.kv_size)
     layer = kv.layer(0)

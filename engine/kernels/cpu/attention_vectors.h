@@ -179,7 +179,7 @@ class VectorProducts {
         }
     }
 
-    // The slots after the last token are not read: what an earlier sequence left there could be a NaN.
+    // What lies after the last token is not read: what an earlier sequence left there could be a NaN.
     template <class V, int kRows, int kColumns>
     static PENSTOCK_INLINE void add_block(const Rows<WideOperand>& rows, const Span<W>& span, int b, int at, int tokens,
                                           int i, PairSums<V, kRows, kColumns>& sums) {

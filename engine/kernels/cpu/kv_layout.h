@@ -76,15 +76,15 @@ struct HeadInBlock {
     }
 };
 
-// The place of element i of the token in a slot.
+// The place of element i of the token at an offset in a block.
 template <class W>
-PENSTOCK_INLINE int key_place(int i, int slot) {
-    return kIsTiled<W> ? i / 2 * 2 * kBlockTokens + 2 * slot + i % 2 : i * kBlockTokens + slot;
+PENSTOCK_INLINE int key_place(int i, int offset) {
+    return kIsTiled<W> ? i / 2 * 2 * kBlockTokens + 2 * offset + i % 2 : i * kBlockTokens + offset;
 }
 
 template <class W>
-PENSTOCK_INLINE int value_place(int i, int slot, int head_dim) {
-    return kIsTiled<W> ? slot / 2 * 2 * head_dim + 2 * i + slot % 2 : slot * head_dim + i;
+PENSTOCK_INLINE int value_place(int i, int offset, int head_dim) {
+    return kIsTiled<W> ? offset / 2 * 2 * head_dim + 2 * i + offset % 2 : offset * head_dim + i;
 }
 
 template <class V>
@@ -201,14 +201,14 @@ inline void prepare_heads(float* heads, int count, const float* norm, const Shap
 
 // Writes the keys or values of one head of a token; place(i) is where element i goes.
 template <class W, class Place>
-void write_head(const float* x, int head_dim, const HeadInBlock<W>& head, int slot, Place place) {
+void write_head(const float* x, int head_dim, const HeadInBlock<W>& head, int offset, Place place) {
     if constexpr (kIsScaled<W>) {
         const float scale = largest(x, head_dim) / 127.0f;
         for (int i = 0; i < head_dim; i++) {
             const float integer = scale > 0.0f ? std::nearbyint(x[i] / scale) : 0.0f;
             head.elements[place(i)].value = static_cast<int8_t>(std::min(std::max(-127.0f, integer), 127.0f));
         }
-        head.scales[slot] = scale;
+        head.scales[offset] = scale;
     } else {
         for (int i = 0; i < head_dim; i += kLanes) {
             W part[kLanes];
@@ -222,7 +222,7 @@ void write_head(const float* x, int head_dim, const HeadInBlock<W>& head, int sl
 template <class W>
 void place_token(const AttentionStep& step, int token, size_t block) {
     const Shape& shape = *step.shape;
-    const int d = shape.head_dim, position = step.positions[token], slot = position % kBlockTokens;
+    const int d = shape.head_dim, position = step.positions[token], offset = position % kBlockTokens;
     float* row = step.qkv + token * step.ld;
     float* keys = row + shape.q_size();
     float* values = keys + shape.kv_size();
@@ -236,9 +236,9 @@ void place_token(const AttentionStep& step, int token, size_t block) {
         if (shape.v_norm) rms_norm(values + h * d, shape.v_norm, d, shape.eps, values + h * d);
         const HeadInBlock<W> k(step.keys + block * step.stride, shape, h);
         const HeadInBlock<W> v(step.values + block * step.stride, shape, h);
-        write_head(keys + h * d, d, k, slot, [&](int i) __attribute__((always_inline)) { return key_place<W>(i, slot); });
-        write_head(values + h * d, d, v, slot,
-                   [&](int i) __attribute__((always_inline)) { return value_place<W>(i, slot, d); });
+        write_head(keys + h * d, d, k, offset, [&](int i) __attribute__((always_inline)) { return key_place<W>(i, offset); });
+        write_head(values + h * d, d, v, offset,
+                   [&](int i) __attribute__((always_inline)) { return value_place<W>(i, offset, d); });
     }
 }
 

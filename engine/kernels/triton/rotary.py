@@ -22,7 +22,7 @@ from engine.kernels.triton.numbers import rounded_to
 HEADS_PER_PROGRAM = 8
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 64}
 """Without maxnreg, ptxas keeps to 32 registers, and puts off loads until it has room for them."""
-SLOTS_PER_PROGRAM = 128
+ROWS_PER_PROGRAM = 128
 
 
 def rotate_and_write(
@@ -39,7 +39,7 @@ def rotate_and_write(
 ) -> Tensor:
     """Does what `reference.rotate_and_write` does; the queries are all that is allocated, but for norms of rows.
 
-    A row with slot -1 pads the batch: nothing is written to the cache for it, and its queries are of no use.
+    A row with place -1 pads the batch: nothing is written to the cache for it, and its queries are of no use.
     """
     num_kv_heads = 0 if layer_kv is None else shape.num_kv_heads
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // shape.head_dim - 2 * num_kv_heads
@@ -59,7 +59,7 @@ def rotate_and_write(
             q_norm,
             q_norm if k_norm is None else k_norm,
             places.positions,
-            places.slots,
+            places.in_cache,
             places.cos,
             places.sin,
             places.q_scales,
@@ -83,30 +83,30 @@ def rotate_and_write(
     return queries
 
 
-def slot_mapping(batch: Batch, block_size: int) -> Tensor:
-    """Does what `reference.slot_mapping` does, in one launch; its result is all that is allocated.
+def kv_places(batch: Batch, block_size: int) -> Tensor:
+    """Does what `reference.kv_places` does, in one launch; its result is all that is allocated.
 
-    Rows behind those of the last sequence, and rows with a negative position, have slot -1. Sequences without rows may
+    Rows behind those of the last sequence, and rows with a negative position, have place -1. Sequences without rows may
     be anywhere.
     """
     num_tokens, num_sequences = batch.positions.numel(), batch.block_tables.shape[0]
-    slots = torch.empty_like(batch.positions, dtype=torch.int64)
+    in_cache = torch.empty_like(batch.positions, dtype=torch.int64)
     if num_tokens:
-        slot_mapping_kernel[(triton.cdiv(num_tokens, SLOTS_PER_PROGRAM),)](
+        kv_places_kernel[(triton.cdiv(num_tokens, ROWS_PER_PROGRAM),)](
             batch.positions,
             batch.query_starts,
             batch.block_tables,
-            slots,
+            in_cache,
             num_tokens,
             num_sequences,
             num_sequences.bit_length(),
             batch.block_tables.stride(0),
             BLOCK_SIZE=block_size,
-            ROWS=SLOTS_PER_PROGRAM,
+            ROWS=ROWS_PER_PROGRAM,
             num_warps=4,
             enable_fp_fusion=False,
         )
-    return slots
+    return in_cache
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def rotate_and_write_kernel(
     q_norm: tl.tensor,
     k_norm: tl.tensor,
     positions: tl.tensor,
-    slots: tl.tensor,
+    in_cache: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     q_scales: tl.tensor,
@@ -154,7 +154,7 @@ def rotate_and_write_kernel(
     # A row that pads a batch may have any position; its angle is of no use, but must be read from somewhere.
     position = tl.maximum(tl.load(positions + row), 0).to(tl.int64)
     angle = position * half + pairs
-    slot = tl.load(slots + row)
+    stored_at = tl.load(in_cache + row)
     source = qkv + row * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads * HEAD_DIM + pairs
     first = tl.load(source, mask=inside, other=0.0)
     second = tl.load(source + half, mask=inside, other=0.0)
@@ -195,12 +195,12 @@ def rotate_and_write_kernel(
     tl.store(query + half, second, mask=inside & is_query)
 
     if layer_kv is not None:
-        first_stored = tl.where(slot >= 0, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS)
+        first_stored = tl.where(stored_at >= 0, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS)
         is_stored = (heads >= first_stored) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
         stored = inside & is_stored
         kv_head = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
         NUMBERS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-        block, token = slot // BLOCK_SIZE, kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
+        block, token = stored_at // BLOCK_SIZE, kv_head * BLOCK_SIZE + stored_at % BLOCK_SIZE
         place = block * BLOCK_STRIDE + token * HEAD_DIM + is_value * values_offset
         kv_dtype: tl.constexpr = layer_kv.dtype.element_ty
         if layer_scales is not None:
@@ -230,11 +230,11 @@ def _rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.co
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "num_halvings", "table_width"])
-def slot_mapping_kernel(
+def kv_places_kernel(
     positions: tl.tensor,
     query_starts: tl.tensor,
     block_tables: tl.tensor,
-    slots: tl.tensor,
+    in_cache: tl.tensor,
     num_tokens: tl.tensor,
     num_sequences: tl.tensor,
     num_halvings: tl.tensor,
@@ -256,4 +256,4 @@ def slot_mapping_kernel(
     kept = (low < num_sequences) & (position >= 0)
     entry = low.to(tl.int64) * table_width + position // BLOCK_SIZE
     block = tl.load(block_tables + entry, mask=kept, other=0).to(tl.int64)
-    tl.store(slots + rows, tl.where(kept, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=inside)
+    tl.store(in_cache + rows, tl.where(kept, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=inside)

@@ -101,20 +101,20 @@ class RotationInput:
         """The queries of the rows that have a slot."""
         queries = function(self.qkv, self.q_norm, self.k_norm, EPS, self.places, kv, self.layer.shape)
         assert queries.is_contiguous()
-        return queries[self.places.slots >= 0]
+        return queries[self.places.in_cache >= 0]
 
     def check(self, function: RotateAndWrite, kv_dtype: torch.dtype) -> None:
         """Queries and keys are normed and rotated, keys and values in their slots, all others as they were."""
         kv, before = self.kv(kv_dtype), self.kv(kv_dtype)
         queries = self.run(function, kv)
-        layer, stored = self.layer, self.places.slots >= 0
+        layer, stored = self.layer, self.places.in_cache >= 0
         sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
         heads = self.qkv[stored].view(-1, sum(sizes), layer.head_dim)
         q, k, v = torch.split(heads, sizes, 1)
         assert_within(queries, self._turned(q, self.q_norm, stored), "queries")
         view = (2, self.num_blocks, layer.num_kv_heads, layer.block_size, layer.head_dim)
         by_slot, untouched = (each.view(view).transpose(2, 3).flatten(1, 2) for each in (kv, before))
-        slots = self.places.slots[stored]
+        slots = self.places.in_cache[stored]
         assert_within(by_slot[0, slots], self._turned(k, self.k_norm, stored).rounded(kv_dtype), "keys")
         assert torch.equal(by_slot[1, slots], v.to(kv_dtype))
         others = torch.ones(len(by_slot[0]), dtype=torch.bool, device=slots.device)

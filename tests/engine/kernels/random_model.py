@@ -216,7 +216,7 @@ class PlainModel:
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
         c = self.checkpoint
-        slots = reference.slot_mapping(batch, self.kv.block_size)
+        slots = reference.kv_places(batch, self.kv.block_size)
         places = reference.TokenPlaces(batch.positions, slots, self.cos, self.sin)
         attention = reference.PagedAttention(batch, self.kv.layout.places[0].shape)
         hidden = F.embedding(batch.token_ids, c.embedding)

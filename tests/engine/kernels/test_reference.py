@@ -14,12 +14,12 @@ from engine.kernels.reference import (
     PagedAttention,
     TokenPlaces,
     add_rms_norm,
+    kv_places,
     quantize_kv,
     rms_norm,
     rotary,
     rotate_and_write,
     silu_mul,
-    slot_mapping,
     write_kv,
 )
 from engine.quant.float8 import FLOAT8
@@ -92,18 +92,18 @@ def own_slots(batch: Batch, row: int, num_tokens: int) -> Tensor:
 def test_slots_follow_the_block_tables(sequences: list[tuple[int, int]]) -> None:
     batch = make_batch(sequences)
     expected = [own_slots(batch, row, done + new)[done:] for row, (done, new) in enumerate(sequences)]
-    assert slot_mapping(batch, BLOCK_SIZE).tolist() == torch.cat(expected).tolist()
+    assert kv_places(batch, BLOCK_SIZE).tolist() == torch.cat(expected).tolist()
 
 
 def test_rows_that_pad_a_batch_have_no_slot() -> None:
     """Padding is past the last sequence, of sequences without rows, or at a negative position."""
     batch = make_batch([(2, 2), (0, 1), (7, 1)])
-    slots = slot_mapping(batch, BLOCK_SIZE).tolist()
+    slots = kv_places(batch, BLOCK_SIZE).tolist()
     batch.positions = torch.cat((batch.positions, int32([3, 90])))
     batch.positions[1] = -1
     batch.query_starts = torch.cat((batch.query_starts, batch.query_starts[-1:].expand(2)))
     batch.block_tables = torch.cat((batch.block_tables, torch.zeros(2, 2, dtype=torch.int32)))
-    assert slot_mapping(batch, BLOCK_SIZE).tolist() == [slots[0], -1, *slots[2:], -1, -1]
+    assert kv_places(batch, BLOCK_SIZE).tolist() == [slots[0], -1, *slots[2:], -1, -1]
 
 
 def test_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
@@ -173,7 +173,7 @@ def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int, kv_d
         if dtype != kv_dtype:
             numbers = [quantize_kv(each, kv_dtype) for each in written]
             written = [scale.unsqueeze(-1) * number for number, scale in numbers]
-        write_kv(kv.layer(0), written[0], written[1], slot_mapping(batch, block_size))
+        write_kv(kv.layer(0), written[0], written[1], kv_places(batch, block_size))
         found.append(PagedAttention(batch, shape)(queries, kv.layer(0), 0))
     assert torch.equal(*found)
 
@@ -193,7 +193,7 @@ def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(norms: bool)
     cos, sin = places.cos[[8, 0, 3]], places.sin[[8, 0, 3]]
     assert torch.equal(found, rotary(queries, cos, sin))
     expected = KVCache(KVLayout.even(SHAPE, 1), 3, torch.float32, CPU)
-    write_kv(expected.layer(0), rotary(keys, cos, sin), values, places.slots)
+    write_kv(expected.layer(0), rotary(keys, cos, sin), values, places.in_cache)
     assert torch.equal(kv.data, expected.data)
 
 

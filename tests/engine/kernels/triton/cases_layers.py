@@ -139,8 +139,8 @@ def glu(size: Size, *, gelu: bool) -> Case:
 
 
 SLOTS = Case(
-    name="slot_mapping",
-    kernel=rotary.slot_mapping_kernel,
+    name="kv_places",
+    kernel=rotary.kv_places_kernel,
     arguments={
         "positions": "*i32",
         "query_starts": "*i32",
@@ -151,7 +151,7 @@ SLOTS = Case(
         "num_halvings": "i32",
         "table_width": "i32",
     },
-    constexprs={"BLOCK_SIZE": 16, "ROWS": rotary.SLOTS_PER_PROGRAM},
+    constexprs={"BLOCK_SIZE": 16, "ROWS": rotary.ROWS_PER_PROGRAM},
     options=OPTIONS,
 )
 

@@ -22,7 +22,7 @@ from engine.kernels.triton import attention_segments as segmenting
 from engine.kernels.triton import attention_tiling as tilings
 from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_tiling import Chip
-from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
+from engine.kernels.triton.rotary import kv_places, rotate_and_write
 from tests.engine import ranges
 from tests.engine.kernels.random_inputs import Lengths, int32
 from tests.engine.ranges import assert_within, exactly
@@ -72,7 +72,7 @@ class Step:
     def run(self, max_query_len: int | None, max_decode_queries: int, window: int) -> Found:
         device = self.qkv.device
         batch, kv = replace(self.batch, max_query_len=max_query_len), self.kv.clone()
-        slots = slot_mapping(batch, BLOCK_SIZE)
+        slots = kv_places(batch, BLOCK_SIZE)
         places = TokenPlaces(batch.positions, slots, *rotary_tables(device))
         queries = rotate_and_write(self.qkv, None, None, 1e-6, places, kv, SHAPE)
         workspace = Workspace(
@@ -173,7 +173,7 @@ def check(
 def check_layer(step: Step, found: Found, window: int) -> None:
     """The slots are the reference's, queries and keys are rotated, and attention sees what is in the cache by now."""
     slots = found.slots
-    assert slots.tolist() == reference.slot_mapping(step.batch, BLOCK_SIZE).tolist()
+    assert slots.tolist() == reference.kv_places(step.batch, BLOCK_SIZE).tolist()
     if not len(slots):
         return
     cos, sin = (table[step.batch.positions] for table in rotary_tables(slots.device))

@@ -11,7 +11,7 @@ from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout
 from engine.kernels.reference import TokenPlaces, write_kv
 from engine.kernels.triton import rotary
-from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
+from engine.kernels.triton.rotary import kv_places, rotate_and_write
 from tests.engine.kernels.random_inputs import EPS, Layer, RotationInput
 from tests.engine.kernels.test_reference import BLOCK_SIZE, SEQUENCES, make_batch
 from tests.engine.kernels.triton.dtypes import DTYPES
@@ -61,8 +61,8 @@ def test_a_quantized_cache_has_the_bits_of_the_specification(
     """Quantized heads are those of the unquantized kernel, with zeros, large heads and lost ones among them."""
     layer = Layer(6, 3, 20, 4, norms=False)
     step = RotationInput(layer, 30, dtype, device, seed=4)
-    step.places.slots.copy_(torch.randperm(NUM_BLOCKS * 4)[:30])
-    step.places.slots[3] = -1
+    step.places.in_cache.copy_(torch.randperm(NUM_BLOCKS * 4)[:30])
+    step.places.in_cache[3] = -1
     heads = step.qkv.view(30, 12, 20)
     heads[0, 9:] = 0.0
     heads[1, 9:] = -0.0
@@ -73,8 +73,8 @@ def test_a_quantized_cache_has_the_bits_of_the_specification(
     for kv in (plain, found):
         step.run(rotate_and_write, kv)
     stored = plain.view(2, NUM_BLOCKS, 3, 4, 20).transpose(2, 3).flatten(1, 2)
-    slots = step.places.slots.clamp(min=0)
-    write_kv(expected, stored[0, slots], stored[1, slots], step.places.slots)
+    slots = step.places.in_cache.clamp(min=0)
+    write_kv(expected, stored[0, slots], stored[1, slots], step.places.in_cache)
     assert not torch.equal(expected.view(torch.int8), quantized_kv(step, kv_dtype).view(torch.int8))
     same = found.view(torch.int32) == expected.view(torch.int32)
     both_nan = found.view(torch.float32).isnan() & expected.view(torch.float32).isnan()
@@ -97,14 +97,14 @@ def test_values_are_stored_as_they_are(device: torch.device) -> None:
     values = torch.tensor([torch.inf, -torch.inf, 6e-8, -0.0], dtype=torch.float16, device=device)
     step.qkv[0, 8:] = values
     kv = step.kv(torch.float16)
-    step.places.slots[0], step.places.positions[0] = 5, 0
+    step.places.in_cache[0], step.places.positions[0] = 5, 0
     step.run(rotate_and_write, kv)
     assert torch.equal(kv[1].view(NUM_BLOCKS, 4, 4)[1, 1].view(torch.int16), values.view(torch.int16))
 
 
 def test_rows_without_a_slot_write_nothing(device: torch.device) -> None:
     step = RotationInput(Layer(4, 2, 16, 4, norms=False), 5, torch.float32, device, seed=1)
-    step.places.slots.fill_(-1)
+    step.places.in_cache.fill_(-1)
     kv = step.kv(torch.float32)
     step.run(rotate_and_write, kv)
     assert torch.equal(kv, step.kv(torch.float32))
@@ -112,14 +112,14 @@ def test_rows_without_a_slot_write_nothing(device: torch.device) -> None:
 
 def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
     step = RotationInput(Layer(6, 3, 16, 4, norms=True), 8, torch.float16, device, seed=3)
-    step.places.slots.copy_(torch.arange(8))
+    step.places.in_cache.copy_(torch.arange(8))
     step.places.positions.copy_(torch.arange(8))
     together, alone = step.kv(torch.float16), step.kv(torch.float16)
     queries = step.run(rotate_and_write, together)
     for row in range(8):
         places = TokenPlaces(
             step.places.positions[row : row + 1],
-            step.places.slots[row : row + 1],
+            step.places.in_cache[row : row + 1],
             step.places.cos,
             step.places.sin,
         )
@@ -136,9 +136,9 @@ def test_slots_are_those_of_the_reference(
     device: torch.device, sequences: list[tuple[int, int]], num_padding_rows: int, num_padding_sequences: int
 ) -> None:
     batch = padded(make_batch(sequences), num_padding_rows, num_padding_sequences).to(device)
-    found = slot_mapping(batch, BLOCK_SIZE)
+    found = kv_places(batch, BLOCK_SIZE)
     assert found.dtype == torch.int64
-    assert found.tolist() == reference.slot_mapping(batch, BLOCK_SIZE).tolist()
+    assert found.tolist() == reference.kv_places(batch, BLOCK_SIZE).tolist()
     assert found[: len(found) - num_padding_rows].ge(0).all()
     assert found[len(found) - num_padding_rows :].eq(-1).all()
 
@@ -156,11 +156,11 @@ def padded(batch: Batch, num_rows: int, num_sequences: int) -> Batch:
 def test_a_negative_position_has_no_slot(device: torch.device) -> None:
     batch = make_batch([(3, 1), (0, 2), (6, 1)]).to(device)
     batch.positions[1] = -1
-    expected = reference.slot_mapping(batch, BLOCK_SIZE).tolist()
+    expected = reference.kv_places(batch, BLOCK_SIZE).tolist()
     assert expected[1] == -1
-    assert slot_mapping(batch, BLOCK_SIZE).tolist() == expected
+    assert kv_places(batch, BLOCK_SIZE).tolist() == expected
 
 
 def test_slots_of_more_rows_than_one_program_has(device: torch.device) -> None:
-    batch = make_batch([(5, 2 * rotary.SLOTS_PER_PROGRAM), (0, 3), (17, 90)]).to(device)
-    assert slot_mapping(batch, BLOCK_SIZE).tolist() == reference.slot_mapping(batch, BLOCK_SIZE).tolist()
+    batch = make_batch([(5, 2 * rotary.ROWS_PER_PROGRAM), (0, 3), (17, 90)]).to(device)
+    assert kv_places(batch, BLOCK_SIZE).tolist() == reference.kv_places(batch, BLOCK_SIZE).tolist()
