@@ -93,7 +93,7 @@ def rotate_and_write(size: Size, kv_dtype: str | None = None, *, norms_last: boo
     pointer = f"*{size.dtype}"
     arguments = {"qkv": pointer, "queries": pointer, "cos": "*fp32", "sin": "*fp32"}
     arguments["layer_kv"] = f"*{kv_dtype or size.dtype}"
-    arguments |= {"positions": "*i32", "slots": "*i64", "values_offset": "i64", "eps": "fp32"}
+    arguments |= {"positions": "*i32", "in_cache": "*i64", "values_offset": "i64", "eps": "fp32"}
     constants: dict[str, Any] = {
         "NORMS": size.qk_norm,
         "NORMS_LAST": norms_last,
@@ -145,7 +145,7 @@ SLOTS = Case(
         "positions": "*i32",
         "query_starts": "*i32",
         "block_tables": "*i32",
-        "slots": "*i64",
+        "in_cache": "*i64",
         "num_tokens": "i32",
         "num_sequences": "i32",
         "num_halvings": "i32",
