@@ -56,7 +56,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What the engine holds, as seen from another thread: the numbers are of one moment, give or take a step."""
+    """The contents of the engine, as another thread sees them: the numbers are of one moment, give or take a step."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -73,7 +73,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_pool_violations: int = 0
     max_batch_tokens: int = 0
-    """Of one step, at most."""
+    """The most tokens of one step."""
     max_num_seqs: int = 0
 
 
@@ -108,13 +108,13 @@ class Engine:
         prefix_cache: bool = True,
         grammars: Grammars | None = None,
     ) -> None:
-        """Without `grammars`, no request may have one."""
+        """If `grammars` is None, no request may have a grammar."""
         self.state = EngineState.STARTING
         self.error: str | None = None
         self.failure: BaseException | None = None
-        """What ended the engine, if it FAILED."""
+        """The error that ended the engine, if it FAILED."""
         self.last_progress_s = clock()
-        """When the last step, or turn without work, ended; far in the past means that a step hangs."""
+        """The time at which the last step, or turn without work, ended; if it is far in the past, a step hangs."""
         self._make_runner = make_runner
         self._runner: Runner
         self._facts: RunnerFacts
@@ -130,12 +130,12 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._cancels: deque[str] = deque()
         self._undelivered: list[Output] = []
-        """What the turn has brought so far."""
+        """The outputs that the turn has brought so far."""
         self._flights: deque[_Flight] = deque()
         self._reported = Counters()
         """The scheduler's counters as the last report saw them."""
         self._ended_s = 0.0
-        """When the last step ended."""
+        """The time at which the last step ended."""
         self._awake = threading.Event()
         self._stopping = threading.Event()
         self._num_steps = 0
@@ -420,7 +420,7 @@ class Engine:
 
 
 def _drafts(plan: Plan) -> dict[str, DraftCount]:
-    """By proposer, the drafts of a step that came back."""
+    """Counts the drafts of a step that came back, by proposer."""
     found: dict[str, DraftCount] = {}
     for chunk in plan.chunks:
         if chunk.drafts:

@@ -1,4 +1,4 @@
-"""What is wrong with what the engine was given. Each message is one line, fit for the operator's terminal."""
+"""Errors in what the engine was given. Each message is one line, fit for the operator's terminal."""
 
 from __future__ import annotations
 

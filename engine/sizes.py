@@ -6,5 +6,5 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def size_text(num_bytes: int) -> str:
-    """As in "1.25 GiB", or "17.5 MiB" for what is less than a tenth of one."""
+    """Writes a size as "1.25 GiB", or as "17.5 MiB" if it is less than a tenth of a GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= GIB // 10 else f"{num_bytes / MIB:.1f} MiB"

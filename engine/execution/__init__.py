@@ -1,1 +1,1 @@
-"""How a plan becomes launches on a device, and how its tokens come back."""
+"""Execution turns a plan into launches on a device, and brings its tokens back."""

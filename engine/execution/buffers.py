@@ -12,7 +12,7 @@ from engine.kernels.sequence_table import StepTokens
 
 
 class StepBuffers:
-    """What a captured step reads and writes.
+    """The memory that a captured step reads and writes.
 
     Attributes:
         sample_slots: [num_rows] int32: the slots of the rows that tokens are chosen from; of a decode step, all slots.
@@ -38,10 +38,10 @@ class StepBuffers:
         self._step = torch.zeros(num_words, dtype=torch.int32, device=device)
         """The slots, starts and token ids of a mixed step, one after another."""
         self._shown: Tensor | None = None
-        """What `sample_slots` holds."""
+        """The tensor whose content `sample_slots` has."""
 
     def step_tokens(self, shape: StepShape, num_blocks: int) -> StepTokens:
-        """Where a mixed step of that shape lies."""
+        """The part of the memory in which a mixed step of that shape lies."""
         sizes = [shape.num_sequences, shape.num_sequences + 1, shape.num_tokens]
         slots, starts, token_ids = cut(self._step, sizes)
         return StepTokens(slots, starts, token_ids, num_blocks, shape.max_query_len)

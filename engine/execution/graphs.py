@@ -35,7 +35,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """What capturing needs of a device."""
+    """A device, as far as capturing needs it."""
 
     def record(self, work: Callable[[], None]) -> Graph:
         """Captures what `work` asks of the device, which does not run it. All graphs share one pool of memory."""
@@ -48,7 +48,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """What capturing needs of CUDA."""
+    """A CUDA device, as far as capturing needs it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,7 +87,7 @@ class Ladder:
         """The smallest first."""
         self.graphs: dict[StepShape, Graph] = {}
         self._captured: list[StepShape] = []
-        """Those of `shapes` that have a graph."""
+        """The shapes that have a graph, the smallest first."""
         self._work = work
 
     def covering(self, shape: StepShape) -> StepShape | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.execution.prompt_rows import Found
+from engine.execution.prompt_rows import PromptFindings
 from engine.planning.request import TokenLogprobs
 from engine.planning.step import DeviceError, Sampled, StepResult
 
@@ -20,7 +20,7 @@ NOT_FINITE = "the model's output was not finite"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one chunk of a step is to bring."""
+    """The results that one chunk of a step is to bring."""
 
     rows: ListLike[int]
     """The rows whose tokens it brings: one; with drafts, one more for each, whose token counts if they are right."""
@@ -33,7 +33,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was chosen for each of R rows, on the device."""
+    """The tokens that were chosen for each of R rows, on the device."""
 
     token_ids: Tensor
     """[R] int32; -1 where there is no token."""
@@ -45,15 +45,15 @@ class Chosen:
 
 
 class Landing:
-    """What a step chose, on its way to the host behind the step."""
+    """The tokens that a step chose, on their way to the host behind the step."""
 
     def __init__(
-        self, device: torch.device, wanted: list[Wanted], chosen: Chosen, found: Found | None = None
+        self, device: torch.device, wanted: list[Wanted], chosen: Chosen, found: PromptFindings | None = None
     ) -> None:
         self._wanted = wanted
         if found is not None:
             pooled = None if found.pooled is None else _to_host(found.pooled)
-            found = Found(found.scored, [_to_host(tensor) for tensor in found.scores], pooled)
+            found = PromptFindings(found.scored, [_to_host(tensor) for tensor in found.scores], pooled)
         self._found = found
         self._places = {row: place for place, row in enumerate(chosen.asking)}
         tensors = [chosen.token_ids, *chosen.told] if wanted else []
@@ -78,7 +78,7 @@ class Landing:
         return result
 
 
-def _add_found(result: StepResult, found: Found) -> None:
+def _add_found(result: StepResult, found: PromptFindings) -> None:
     told = zip(*(tensor.tolist() for tensor in found.scores), strict=True)
     result.scored = [[_logprobs(num_top, *one) for one in islice(told, num)] for num, num_top in found.scored]
     result.pooled = [] if found.pooled is None else found.pooled.tolist()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from engine.errors import NotEnoughMemory
-from engine.execution.memory import Card, Measured, read_card
+from engine.execution.memory import GpuMemory, Measured, read_card
 from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.ops import Kernels
@@ -52,7 +52,7 @@ def largest_batches(options: LoadOptions, max_model_len: int, num_tables: int) -
         yield replace(batch, sample_rows=torch.arange(num_rows, dtype=torch.int32))
 
 
-def measure_steps(device: torch.device, before: Card, steps: Callable[[], None]) -> Measured:
+def measure_steps(device: torch.device, before: GpuMemory, steps: Callable[[], None]) -> Measured:
     """Runs steps on a GPU that has the weights and nothing else yet.
 
     Args:

@@ -39,7 +39,7 @@ GRAPH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class GpuMemory:
     """A GPU's memory as its driver tells it, in bytes."""
 
     total: int
@@ -60,7 +60,7 @@ class Budget:
     available: int
     share: float
     cap: int | None = None
-    card: Card | None = None
+    card: GpuMemory | None = None
     """The GPU as it was when nothing was loaded; None if the budget is of the machine's own memory."""
 
     def kv_limit(self, left: int) -> int:
@@ -76,12 +76,12 @@ def budget(device: torch.device, options: LoadOptions) -> Budget:
     return Budget(available_bytes(), 0.25, 4 * GIB)
 
 
-def read_card(device: torch.device) -> Card:
+def read_card(device: torch.device) -> GpuMemory:
     free, total = torch.cuda.mem_get_info(device)
-    return Card(total=total, free=free, allocated=torch.cuda.memory_allocated(device))
+    return GpuMemory(total=total, free=free, allocated=torch.cuda.memory_allocated(device))
 
 
-def card_budget(card: Card, utilization: float) -> Budget:
+def card_budget(card: GpuMemory, utilization: float) -> Budget:
     """The budget of a GPU: what is left of the share `utilization`; what the model does not need becomes KV cache."""
     return Budget(available=max(0, int(card.total * utilization) - card.used), share=1.0, card=card)
 
@@ -129,7 +129,7 @@ class MemoryPlan:
     chunk: int
     """The most tokens that a step computes of a sequence."""
     available: int
-    card: Card | None = None
+    card: GpuMemory | None = None
     """The card of the budget."""
 
     @property

@@ -1,4 +1,4 @@
-"""What steps tell of prompts: the log probabilities of their tokens, and their hidden states pooled."""
+"""The results of prompts: the log probabilities of their tokens, and their hidden states pooled."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engine.sampling.reference import logprobs_of
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What was found of prompts, on the device."""
+class PromptFindings:
+    """The results of the prompts of one step, on the device."""
 
     scored: ListLike[tuple[int, int]]
-    """By chunk that scores tokens: how many, and how many of the most likely ones are wanted at each."""
+    """The number of tokens that each scoring chunk scores, and of the likeliest ones that are wanted at each."""
     scores: ListLike[Tensor]
     """[N] float32 log probabilities of the N tokens scored; [N, k] int32 ids and float32 log probabilities of the most
     likely ones, best first. Empty if N is 0."""
@@ -37,7 +37,7 @@ class PromptRows:
         self._num_logits = num_logits
         self._scored: list[tuple[int, int]] = []
         self._pooled: list[int] = []
-        """By chunk that pools, its rows."""
+        """The number of rows of each chunk that pools."""
         scoring, pooling, targets, first = list[int](), list[int](), list[int](), 0
         for chunk in plan.chunks:
             if scored := chunk.scored:
@@ -54,11 +54,11 @@ class PromptRows:
 
     @classmethod
     def of(cls, plan: Plan, num_logits: int) -> PromptRows | None:
-        """None if nothing of any prompt is wanted; `num_logits` are the rows of logits that there is memory for."""
+        """The rows of a plan, with memory for `num_logits` rows of logits; None if nothing of any prompt is wanted."""
         in_prompts = (chunk for chunk in plan.chunks if chunk.start < chunk.sequence.num_prompt_tokens)
         return cls(plan, num_logits) if any(chunk.scored or chunk.pooled for chunk in in_prompts) else None
 
-    def run(self, model: LoadedModel, batch: Batch) -> tuple[Tensor, Found]:
+    def run(self, model: LoadedModel, batch: Batch) -> tuple[Tensor, PromptFindings]:
         """Launches the pass: the hidden states of the batch's own sample rows, and what was found of prompts."""
         words, num_own = self._words, batch.sample_rows.numel()
         if batch.token_ids.device.type == "cuda":
@@ -67,7 +67,7 @@ class PromptRows:
         hidden = model.decoder(replace(batch, sample_rows=torch.cat((batch.sample_rows, words[:num_rows]))))
         scoring, pooling = hidden[num_own:].split_with_sizes([self._num_scored, num_rows - self._num_scored])
         scores = self._scores(model, scoring, words[num_rows:])
-        return hidden[:num_own], Found(self._scored, scores, self._sums(pooling))
+        return hidden[:num_own], PromptFindings(self._scored, scores, self._sums(pooling))
 
     def _scores(self, model: LoadedModel, hidden: Tensor, targets: Tensor) -> list[Tensor]:
         if not self._scored:

@@ -32,7 +32,7 @@ from engine.execution.graphs import (
 )
 from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loader import LoadedModel
-from engine.execution.prompt_rows import Found, PromptRows
+from engine.execution.prompt_rows import PromptFindings, PromptRows
 from engine.execution.seats import Placed, Seats, StepShape
 from engine.execution.uploads import send_apart
 from engine.execution.verification import Verification
@@ -191,7 +191,7 @@ class Steps:
                 self.drafter.forget(sequence)
 
     def wanted(self, plan: Plan, verification: Verification | None) -> list[Wanted]:
-        """What each chunk of a step is to bring; one that does not sample brings nothing."""
+        """The results that each chunk of a step is to bring; a chunk that does not sample brings none."""
         return [
             Wanted(
                 (place,) if verification is None else verification.rows_of[place],
@@ -219,7 +219,7 @@ class Steps:
 
     def _pass(
         self, placed: Placed, verification: Verification | None, prompts: PromptRows | None
-    ) -> tuple[Tensor, Tensor, Found | None]:
+    ) -> tuple[Tensor, Tensor, PromptFindings | None]:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
 
         With drafts, the logits are those of all rows that may be sampled.
@@ -339,7 +339,7 @@ class LaunchedStep:
     logits: Tensor
     """[S, vocab], or more rows as padding; with drafts, those of the verification."""
     numbers: Tensor
-    found: Found | None
+    found: PromptFindings | None
     landing: Landing = field(init=False)
 
     @torch.inference_mode()

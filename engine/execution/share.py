@@ -1,4 +1,4 @@
-"""What one of several ranks has of a machine and of a table of kernels."""
+"""The part of a machine and of a table of kernels that one of several ranks has."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 4
-"""In words, 16 bytes: kernels are compiled anew for pointers that are aligned otherwise."""
+"""The words between aligned places, 16 bytes: kernels are compiled anew for pointers that are aligned otherwise."""
 
 
 def send_apart(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
@@ -34,7 +34,7 @@ def cut(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def part_starts(sizes: Sequence[int]) -> list[int]:
-    """Where aligned parts of these sizes start if they lie one after another, and where the last one ends."""
+    """The words at which aligned parts of these sizes start one after another, and the word at which they end."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)

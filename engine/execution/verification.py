@@ -19,7 +19,7 @@ from engine.execution.uploads import send_apart
 from engine.planning.step import Plan
 from engine.sampling.sampler import has_penalties
 
-Choose = Callable[[Tensor], Tensor]
+ChooseRows = Callable[[Tensor], Tensor]
 """Slots [R] int32, -1 for rows that are not to be sampled -> token ids [R] int32."""
 
 
@@ -69,7 +69,7 @@ class Verification:
             device,
         )
 
-    def run(self, choose: Choose) -> Tensor:
+    def run(self, choose: ChooseRows) -> Tensor:
         """Samples the rows: token ids [R] int32, -1 where nothing was chosen."""
         if self._num_rounds == 1:
             return choose(self.slots)

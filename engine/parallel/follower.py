@@ -13,7 +13,7 @@ from engine.errors import CheckpointError, NotEnoughMemory
 from engine.execution.loader import load_model
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.parallel.group import Group
-from engine.parallel.messages import Choose, Forget, Launch, Listener, Load
+from engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Load
 from engine.planning.step import Plan
 
 
@@ -28,7 +28,7 @@ def main(descriptor: int, rank: int, size: int, meeting: str, on_cuda: bool) -> 
         follower = _Follower(Group(rank, size, Path(meeting), on_cuda=on_cuda), rank_0.send)
         while True:
             message = rank_0.recv()
-            assert isinstance(message, Load | Launch | Choose | Forget)
+            assert isinstance(message, Load | Launch | ChooseTokens | Forget)
             follower.take(message)
     except (EOFError, ConnectionError):
         os._exit(0)
@@ -53,14 +53,14 @@ class _Follower:
         self._plan: Plan
         self._step: LaunchedStep
 
-    def take(self, message: Load | Launch | Choose | Forget) -> None:
+    def take(self, message: Load | Launch | ChooseTokens | Forget) -> None:
         match message:
             case Load():
                 self._load(message)
             case Launch():
                 self._plan = self._listener.plan(message)
                 self._step = self._runner.launch(self._plan)
-            case Choose():
+            case ChooseTokens():
                 self._plan.masks = message.masks
                 self._step.choose()
             case Forget():

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _TIMEOUT = timedelta(minutes=10)
-"""So long a rank waits for the others in one sum: Triton may have to compile kernels on one of them."""
+"""The time that a rank waits for the others in one sum: Triton may have to compile kernels on one of them."""
 
 
 class Group:

@@ -21,7 +21,7 @@ from engine.kernels.ranks import Ranks
 from engine.model.config import LoadOptions
 from engine.model.dtype import choose_device
 from engine.parallel.group import Group
-from engine.parallel.messages import Choose, Load, Message, Narrator
+from engine.parallel.messages import ChooseTokens, Load, Message, Narrator
 from engine.planning.request import Sequence
 from engine.planning.step import DeviceError, Plan, Runner, RunnerFacts, StepInFlight, StepResult
 
@@ -33,12 +33,12 @@ from importlib import import_module
 import_module({package!r} + ".lifeline").hold({descriptor})
 import_module({package!r} + ".follower").main({descriptor}, {rank}, {size}, {meeting!r}, {on_cuda})
 """
-"""What a rank's process runs. Modules have the names that they have here, or messages could not be read."""
+"""The program of a rank's process. Modules have the names that they have here, or messages could not be read."""
 
 _NEWS_S = 2.0
-"""So soon after a sum failed it is known which rank is gone."""
+"""The time after a failed sum within which it is known which rank is gone."""
 _END_S = 5.0
-"""So soon after its socket was closed a rank has ended."""
+"""The time that a rank has to end after its socket was closed; then it is killed."""
 
 
 def start_ranks(options: LoadOptions, say: Callable[[str], None]) -> Followers:
@@ -135,7 +135,7 @@ class Followers:
 
     @contextmanager
     def needed(self) -> Iterator[None]:
-        """What fails in here fails for good, for the ranks are no longer at the same place.
+        """Makes whatever fails in the block final, for the ranks are no longer at the same place.
 
         Raises:
             DeviceError: something failed; the message says if a rank is gone.
@@ -279,7 +279,7 @@ class _Step:
 
     def choose(self) -> None:
         with self._followers.needed():
-            self._followers.tell(Choose(self._plan.masks))
+            self._followers.tell(ChooseTokens(self._plan.masks))
             self._own.choose()
 
     def wait(self) -> StepResult:

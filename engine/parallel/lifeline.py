@@ -1,4 +1,4 @@
-"""How a rank ends when rank 0 is gone: a module that is imported before torch, which takes seconds."""
+"""Ends a rank when rank 0 is gone. The module is imported before torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 
 def hold(descriptor: int) -> None:
-    """From now on this process ends as soon as the other end of a socket is closed, and for no signal to terminate.
+    """Makes this process end as soon as the other end of a socket is closed, and ignore SIGTERM.
 
     Rank 0 decides when streams have been drained. However it ends itself, its end of the socket is closed then.
     """

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others: the plans of its steps, told as changes to sequences that they know.
+"""The messages of rank 0 to the others: the plans of its steps, told as changes to sequences that they know.
 
 Every rank runs the same steps of the same sequences. A sequence is told whole when a step first has it, its request
 included; from then on one array of 32-bit integers for each step has the tokens and blocks that are new.
@@ -31,7 +31,7 @@ class Launch:
     """Launch a step."""
 
     new: list[tuple[int, Request, int]]
-    """Of the sequences that no step had before, or not since they were forgotten: key, request, index."""
+    """Key, request and index of each sequence that no step had before, or not since it was forgotten."""
     words: bytes
     """int32: how many block copies, and these; then for each chunk, key, start, num_tokens, samples, and three lists,
     each after its length: drafts, the tokens that are new, and the place in the block table from which on the blocks
@@ -39,7 +39,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Choose:
+class ChooseTokens:
     """Choose the tokens of the step that was launched last."""
 
     masks: Masks | None
@@ -52,12 +52,12 @@ class Forget:
     keys: list[int]
 
 
-Message = Load | Launch | Choose | Forget
+Message = Load | Launch | ChooseTokens | Forget
 
 
 @dataclass(slots=True)
 class _Told:
-    """What the other ranks know of a sequence."""
+    """The part of a sequence that the other ranks know."""
 
     key: int
     num_tokens: int

@@ -27,7 +27,7 @@ class Beam:
     score: float = 0.0
     """The sum of its log probabilities; of an answer, with the length penalty."""
     logprobs: list[TokenLogprobs] | None = None
-    """Of its tokens, if they are wanted."""
+    """The log probabilities of its tokens, if they are wanted."""
 
 
 class BeamSearch:
@@ -93,7 +93,7 @@ class BeamSearch:
         return Beam((*beam.token_ids, token_id), score, told)
 
     def _is_settled(self, length: int) -> bool:
-        """Whether there are enough answers, and none is hoped for that would be better."""
+        """Whether there are enough answers, and no beam can still become a better one."""
         if len(self.finished) < self.width:
             return False
         penalty, early = self._params.length_penalty, self._params.early_stopping
@@ -114,21 +114,21 @@ class Beams:
         most = self._new_answer(0).max_len - len(request.prompt_token_ids)
         self.search = BeamSearch(request.n, params, most, request.sampling.num_logprobs)
         self.members = [BeamSequence(self, request, 0, order)]
-        """By beam, the best one first; a single one if the beams are still to fork from it."""
+        """The sequence of each beam, the best one first; a single one if the beams are still to fork from it."""
         self._rows: dict[BeamSequence, TokenLogprobs] = {}
 
     @property
     def num_seats_kept(self) -> int:
-        """For the beams that are still to fork from one that runs."""
+        """The seats that are kept for the beams that are still to fork from a running sequence."""
         return self.width - len(self.members) if self.members[0].block_table else 0
 
     def note(self, member: BeamSequence, row: TokenLogprobs) -> None:
-        """What may follow a member."""
+        """Keeps the likeliest continuations of a member."""
         self._rows[member] = row
 
     @property
     def is_due(self) -> bool:
-        """Whether it is known of all members what may follow them."""
+        """Whether the continuations of all members are known."""
         return len(self._rows) == len(self.members)
 
     def advance(self) -> list[tuple[BeamSequence, BeamSequence]]:
@@ -168,7 +168,7 @@ class Beams:
 
 
 class BeamSequence(Sequence):
-    """A beam. It ends with its next token: what that is, the search says."""
+    """The sequence of a beam. It ends with its next token, which the search chooses."""
 
     __slots__ = ("beams",)
 

@@ -1,4 +1,4 @@
-"""What a constrained answer has to match: a grammar, as a request brings it, and what may come next in a sequence."""
+"""The constraints of an answer: a grammar, as a request brings it, and the tokens that may come next in a sequence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Grammar:
     kind: GrammarKind
     text: str
     answer: Grammar | None = None
-    """What `@answer` in a Lark grammar stands for."""
+    """The grammar that `@answer` in a Lark grammar stands for."""
 
     @property
     def plain(self) -> Grammar:
@@ -68,7 +68,7 @@ class CompiledGrammar(Grammar):
 
 
 class Guide:
-    """What may come next in a sequence: its place in its grammar, and what its request rules out.
+    """The tokens that may come next in a sequence: its place in its grammar, and the tokens that its request rules out.
 
     It is a function of the sequence's output tokens: a sequence that gave way keeps it, and one that goes on after
     known tokens finds it again.
@@ -126,5 +126,5 @@ class Guide:
 
 
 def one_line(text: str) -> str:
-    """What llguidance says of a grammar, which may be of any length."""
+    """Shortens a message of llguidance, which may be of any length, to one line."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:_MOST_CHARS]

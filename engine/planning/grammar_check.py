@@ -53,7 +53,7 @@ class GrammarCheck:
         """Whichever was used last comes last, and is used next, so that those that are not needed become idle."""
 
     def refusal(self, source: str) -> str:
-        """Why a grammar, as llguidance reads it, can't be used; empty if it can. Several threads may ask."""
+        """Returns why a grammar, as llguidance reads it, cannot be used; empty if it can. Several threads may ask."""
         with self._places:
             while True:
                 process = self._take()
@@ -99,7 +99,7 @@ class _Process:
             raise RuntimeError("the process that checks grammars did not start")
 
     def ask(self, source: str, patience_s: float) -> str | None:
-        """What the process says of a grammar; None if it says nothing in time.
+        """Returns the process's answer on a grammar; None if there is none in time.
 
         Raises:
             EOFError: it has ended.
@@ -113,7 +113,7 @@ class _Process:
         return self._answer(patience_s)
 
     def was_idle(self) -> bool:
-        """Whether it ended, as it has, because it had nothing to do."""
+        """Whether the process, which has ended, ended because it had nothing to do."""
         is_so = self._popen.wait() == 0
         self.end()
         return is_so

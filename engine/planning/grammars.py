@@ -46,7 +46,7 @@ _JSON_STYLE: JsonCompileOptions = {
 
 
 class GrammarError(ValueError):
-    """Of a grammar that cannot be followed; its message is for whoever sent it."""
+    """A grammar cannot be followed; the message is for whoever sent it."""
 
 
 class TooManyGrammars(RuntimeError):
@@ -195,7 +195,7 @@ class Grammars:
                 guide.error = guide.error or "no token is allowed by both the grammar and 'allowed_token_ids'"
 
     def _ending(self, params: SamplingParams, number: int) -> Iterable[int]:
-        """Tokens that may not come after so many, as long as something else may."""
+        """The tokens that may not come after `number` output tokens, as long as another token may."""
         eos = self._eos_token_ids if params.grammar is not None or not params.ignore_eos else ()
         if number < params.min_tokens:
             return params.stop_token_ids.union(eos)
@@ -241,7 +241,7 @@ class Grammars:
 
 
 class ForcedTokens:
-    """Proposes the tokens that a grammar leaves no choice about, as the names of members; it is a Proposer."""
+    """Proposes the tokens that a grammar forces, such as the names of members; see `planning.drafting.Proposer`."""
 
     name = "grammar"
     is_behind = False
@@ -253,7 +253,7 @@ class ForcedTokens:
         ]
 
     def forget(self, sequence: Sequence) -> None:
-        """Nothing of a sequence is held."""
+        """Does nothing: it holds nothing of a sequence."""
 
 
 class _Vocabulary:

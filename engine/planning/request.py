@@ -17,7 +17,7 @@ from engine.planning.grammar import Grammar, Guide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. The values are valid: the engine does not check them again."""
+    """The way in which the tokens of one request are chosen. The engine does not check the values again."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -36,9 +36,9 @@ class SamplingParams:
     seed: int = 0
     """Token t of choice i depends on (seed, i, t) and its logits, on nothing else."""
     max_tokens: int = 16
-    """0: the prompt is computed, and no token is chosen after it."""
+    """The most output tokens; with 0 the prompt is computed, and no token is chosen after it."""
     min_tokens: int = 0
-    """No end-of-sequence, stop token or stop string before so many output tokens."""
+    """The output tokens before which no end-of-sequence, stop token or stop string counts."""
     stop: tuple[str, ...] = ()
     shows_stop: bool = False
     """Whether the text ends with the stop string, or before it."""
@@ -47,11 +47,13 @@ class SamplingParams:
     shown_special: frozenset[int] = frozenset()
     """Special tokens whose text is shown; that of others is not."""
     num_logprobs: int | None = None
-    """None: none are computed. k: those of the chosen token and of the k most likely, before any processing."""
+    """The number of likely tokens whose log probabilities are told beside that of the chosen token, before any
+    processing; None if no log probabilities are computed."""
     num_prompt_logprobs: int | None = None
-    """The same of every prompt token but the first. All of the prompt is computed for it, whatever is cached."""
+    """The likely tokens that are told at every prompt token but the first, likewise. Then all of the prompt is
+    computed, whatever is cached."""
     grammar: Grammar | None = None
-    """What the answer has to match. The end of the sequence is allowed exactly where the grammar accepts."""
+    """The grammar that the answer has to match. The sequence may end exactly where the grammar accepts."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that may be chosen; empty if all may."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -65,7 +67,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
-    """How the likeliest answers as a whole are searched for, in place of choosing token by token."""
+    """The way in which the likeliest answers as a whole are searched for, in place of choosing token by token."""
 
     length_penalty: float = 1.0
     """An answer's score is the sum of its log probabilities by its number of tokens to the power of this."""
@@ -93,12 +95,12 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     n: int = 1
-    """How many choices are wanted. Each becomes a Sequence, and all of them share the prompt's blocks."""
+    """The number of choices. Each becomes a Sequence, and all of them share the prompt's blocks."""
     index: int = 0
-    """Of the only choice, where another process made more of them: its tokens follow from it."""
+    """The index of the only choice, on which its tokens depend, if another process makes the other choices."""
     beams: BeamParams | None = None
-    """If the choices are the best of a search over `n` beams, the best one first; no other sampling parameters but its
-    lengths and `num_logprobs` count then. All choices come at the end."""
+    """The search over `n` beams whose best answers are the choices, the best one first, and all at the end; None
+    without a search. Of the sampling parameters only the lengths and `num_logprobs` count for it."""
     arrival_s: float = 0.0
     lane: int = 1
     """0 is the most urgent. The engine preempts higher numbers first and knows nothing else about lanes."""
@@ -108,11 +110,11 @@ class Request:
     output_token_ids: tuple[int, ...] = ()
     """Output tokens that are known already: the one choice continues after them, as it does after a preemption."""
     pooling: Pooling | None = None
-    """How the embedding of the prompt is made; None if none is wanted."""
+    """The way in which the embedding of the prompt is made; None if no embedding is wanted."""
 
     @property
     def num_logprobs(self) -> int | None:
-        """What each choice of a token has to tell, as in SamplingParams: a search chooses from what it is told."""
+        """The likely tokens that are told at each place, as in SamplingParams; a search chooses among them."""
         told = self.sampling.num_logprobs
         return told if self.beams is None else max(told or 0, self.n + len(self.beams.end_token_ids))
 
@@ -142,9 +144,9 @@ class DraftCount:
     """Drafts of one proposer, by position: whether one is right is only known if those before it are."""
 
     drafted: list[int] = field(default_factory=list)
-    """Those that were verified."""
+    """The drafts that were verified."""
     accepted: list[int] = field(default_factory=list)
-    """The right ones among them."""
+    """The verified drafts that were right."""
 
     @property
     def num_drafted(self) -> int:
@@ -173,7 +175,7 @@ MAX_MARKS = 256
 
 @dataclass(slots=True, kw_only=True)
 class Timings:
-    """Where the time of a sequence goes, in seconds on the engine's clock; -1 for what has not happened."""
+    """The times of what happens to a sequence, in seconds on the engine's clock; -1 if it has not happened."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -184,15 +186,15 @@ class Timings:
     """Prompt tokens whose KV was found in the prefix cache when the request was first scheduled."""
     num_output_tokens: int = 0
     preempted_s: list[float] = field(default_factory=list)
-    """When it gave way to others, each time."""
+    """The times at which it gave way to others."""
     resumed_s: list[float] = field(default_factory=list)
-    """When it was scheduled again, each time."""
+    """The times at which it was scheduled again."""
     prefills: list[tuple[float, int]] = field(default_factory=list)
     """The first MAX_MARKS steps that computed prompt tokens: when each ended, and how many they were."""
     draft_steps: list[tuple[float, int, int]] = field(default_factory=list)
     """The first MAX_MARKS steps with drafts: when each ended, how many drafts it had, and how many were right."""
     drafts: dict[str, DraftCount] = field(default_factory=dict)
-    """By proposer."""
+    """The counts of drafts by proposer."""
 
     @property
     def num_preemptions(self) -> int:
@@ -237,14 +239,14 @@ class Output:  # one for every token: keyword arguments would double the cost of
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """With the first output of choice 0, if they are wanted: those of the prompt tokens from the second one on."""
+    """The log probabilities of the prompt tokens from the second one on, with the first output of choice 0."""
     embedding: list[float] | None = None
-    """With the first output, if it is wanted."""
+    """The embedding of the prompt, with the first output, if it is wanted."""
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """Set with FinishReason.FAILED: what to tell the client."""
+    """The text for the client, set with FinishReason.FAILED."""
     timings: Timings | None = None
-    """Set with every finish_reason."""
+    """The timings of the sequence, set with every finish_reason."""
     stop: str | None = None
     """The stop string that ended it, if one did."""
 
@@ -267,9 +269,9 @@ class Sequence:
     request: Request
     index: int = 0
     order: int = 0
-    """Its place in the order of arrival; a preempted sequence keeps it."""
+    """The place in the order of arrival; a preempted sequence keeps it."""
     max_len: int = NO_LIMIT
-    """Its last token makes it as long as this; the KV of that token is never needed. As an argument, a bound of prompt
+    """The sequence ends when it has so many tokens; the KV of the last one is never needed. The argument bounds prompt
     and output tokens, whatever the request asks for."""
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
@@ -281,7 +283,7 @@ class Sequence:
     """The computed tokens whose step has come back: only their blocks may be hashed."""
     num_preemptions: int = field(init=False, default=0)
     prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
-    """Those that have come, of the prompt tokens from the second one on."""
+    """The log probabilities that have come, of the prompt tokens from the second one on."""
     pooled: list[float] = field(init=False, default_factory=list)
     """The sum of the hidden states that have come and that are pooled."""
     block_table: list[int] = field(init=False, default_factory=list)
@@ -293,7 +295,7 @@ class Sequence:
     text: object = field(init=False, default=None)
     """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
     guide: Guide | None = field(init=False, default=None)
-    """What may come next, if it is guided, from its first choice on; it has taken all output tokens."""
+    """The state of the masks of a guided sequence, from its first choice on; it has taken all output tokens."""
     stop: str | None = field(init=False, default=None)
     """The stop string that ended it, if one did."""
     finish_reason: FinishReason | None = field(init=False, default=None)
@@ -335,12 +337,16 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the log probabilities of its prompt are wanted: other choices have the same prompt."""
+        """Whether the log probabilities of the prompt are told with this choice; they are told once for all choices."""
         return self.request.sampling.num_prompt_logprobs is not None and self.index == 0
 
     @property
     def num_reusable(self) -> int:
-        """Known tokens whose KV is enough: not the last one, whose logits choose the next, nor those that are read."""
+        """The known tokens that need not be computed if their KV is there.
+
+        The last one, whose logits choose the next, is not among them, nor are those whose logits or hidden states are
+        wanted.
+        """
         num_known, num_scored = len(self.token_ids) - 1, len(self.prompt_logprobs)
         if self.index or not self.request.reads_prompt:
             return num_known

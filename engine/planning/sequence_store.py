@@ -30,13 +30,13 @@ class SequenceStore:
         self.tables = tables
         self.counters = Counters()
         self.planned_s = 0.0
-        """When the step that is planned now, or was last, began to be."""
+        """The time at which the planning of the newest step began."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         """Sequences that hold no blocks, in order of arrival: preempted ones, choices that found all seats taken, and
         deferred ones, which wait for a prefix that another sequence computes."""
         self.searches: list[Beams] = []
-        """Those of beams that have begun and not ended."""
+        """The searches over beams that have begun and not ended."""
         self._ended: list[Request] = []
         """One entry for each choice that ended and that the queue was not told of."""
         self._departed: list[Sequence] = []
@@ -47,7 +47,7 @@ class SequenceStore:
 
     @property
     def num_seats_taken(self) -> int:
-        """By the running sequences, and by the beams that their searches have room for and do not have yet."""
+        """The seats of the running sequences, and those that are kept for beams which are still to fork."""
         return len(self.running) + sum(beams.num_seats_kept for beams in self.searches)
 
     def take_departed(self) -> list[Sequence]:

@@ -27,11 +27,11 @@ class Chunk:
     """The last tokens of the chunk: guesses of what follows the last token there is. All of them sample. Those that the
     draft model is to make are all OPEN until `Runner.draft` has made them."""
     proposer: str = ""
-    """Who proposed the drafts."""
+    """The name of the proposer of the drafts."""
     num_accepted: int = 0
     """Drafts that were right, once the step has come back."""
     incarnation: int = field(init=False)
-    """How often the sequence had been preempted when this was planned."""
+    """The number of times that the sequence had been preempted when the chunk was planned."""
 
     def __post_init__(self) -> None:
         self.incarnation = self.sequence.num_preemptions
@@ -48,7 +48,10 @@ class Chunk:
 
     @property
     def scored(self) -> range:
-        """Positions of the prompt tokens that its logits give the wanted probabilities of: each follows one of its."""
+        """Positions of the prompt tokens whose wanted log probabilities follow from the chunk's logits.
+
+        Each of these tokens comes after one of the chunk.
+        """
         sequence = self.sequence
         if not sequence.is_scored:
             return range(0)
@@ -73,7 +76,7 @@ class Masks:
     """[rows][num_words] little-endian words of 32 bits, one for each token; those beyond the words are not allowed."""
     num_words: int
     first: list[int]
-    """By chunk, the row of its first choice, after which those of its drafts follow; -1 if it may bring any token."""
+    """The row of each chunk's first choice, after which the rows of its drafts follow; -1 if it may bring any token."""
 
 
 @dataclass(slots=True)
@@ -116,7 +119,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Sampled:
-    """What one sampling chunk brought."""
+    """The tokens that one sampling chunk brought."""
 
     token_ids: list[int]
     """One token; with drafts, also those after the drafts that turned out right, in order."""
@@ -127,7 +130,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step brought.
+    """The results of a step.
 
     `sampled[i]` belongs to the i-th chunk of the plan that samples, `scored[i]` to the i-th one that scores tokens,
     `pooled[i]` to the i-th one that pools hidden states: it is their sum.
@@ -161,7 +164,7 @@ class StepInFlight(Protocol):
         """
 
     def wait(self) -> StepResult:
-        """What the step brought, once it has ended. Called once, in the order in which the steps were launched.
+        """Waits until the step has ended, and returns its results. Called once, in the order of launches.
 
         Raises:
             DeviceError: the device is lost.
@@ -171,7 +174,7 @@ class StepInFlight(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerFacts:
-    """What planning has to know of a runner."""
+    """The facts of a runner that planning has to know."""
 
     num_blocks: int
     """KV blocks in the pool, block 0 included."""
@@ -235,7 +238,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What the queue grants one step."""
+    """The work that the queue grants one step."""
 
     num_decodes: int
     """Running sequences that may decode; the least urgent ones take turns if these are fewer."""
@@ -248,7 +251,7 @@ UNLIMITED = Allowance(1 << 30, 1 << 30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """What a step did and what the engine holds after it."""
+    """The work of a step, and the state of the engine after it."""
 
     num_prefill_tokens: int
     num_decode_tokens: int
@@ -259,7 +262,7 @@ class StepLoad:
     num_context_tokens: int
     """Tokens whose KV the step read, over all its sequences."""
     duration_s: float
-    """How long the step took, without the time that went into making its drafts."""
+    """The time that the step took, without the time that went into making its drafts."""
     num_running: int
     max_num_seqs: int
     max_batch_tokens: int
@@ -273,13 +276,13 @@ whose KV it reads; 0 while too little was measured."""
 
 
 class RequestQueue(Protocol):
-    """Where the engine takes its next request from, at the moment it has room for one; `priority` implements it.
+    """The queue from which the engine takes a request when it has room for one; `priority` implements it.
 
     Called from the step thread while the event loop adds and removes; the implementation holds its own lock.
     """
 
     def allowance(self, running: list[Sequence]) -> Allowance:
-        """How much the next step may do. Called once per step, first."""
+        """Returns how much the next step may do. Called once per step, first."""
 
     def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
         """The next request, removed from the queue, or None if there is none whose turn it is and that fits.
@@ -291,22 +294,25 @@ class RequestQueue(Protocol):
         """The request in the queue that has waited for too long, if there is one; others leave it room."""
 
     def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
-        """What a step did: (request, prompt tokens computed for it, output tokens it brought). Called once per step."""
+        """Takes the work of a step: (request, prompt tokens computed, output tokens brought). Called once per step."""
 
     def observe(self, load: StepLoad) -> None:
-        """How the step went. Called once per step, last."""
+        """Takes the measured load of a step. Called once per step, last."""
 
     def step_seconds(self, num_prefill: int, num_decode: int, num_context: int) -> float:
         """The time that a step is expected to take, by those that were observed; see `StepSeconds`."""
 
     def settle(self, request: Request, now: float) -> None:
-        """One choice of the request has ended, however it did; called once for each."""
+        """Notes that one choice of the request has ended; called once for each."""
 
     def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:
-        """Which running sequence gives way when `beneficiary`, which runs, has no KV block to go on; None if itself."""
+        """Chooses the running sequence that gives way when `beneficiary`, which runs, has no KV block to go on.
+
+        None stands for `beneficiary` itself.
+        """
 
     def giving_way(self, request: Request, running: list[Sequence]) -> list[Sequence]:
-        """Which running sequences may give way to a request whose turn it is and that lacks room, best first."""
+        """The running sequences that may give way to a request whose turn it is and that lacks room, best first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -319,9 +325,9 @@ class StepReport:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
-    """By proposer: drafts that the step verified, and the right ones, each of which brought one token more."""
+    """The drafts that the step verified, and the right ones, each of which brought one token more, by proposer."""
     failed_proposers: ListLike[str] = ()
-    """Those that were switched off since the report before."""
+    """The proposers that failed since the report before."""
     num_running: int = 0
     num_waiting: int = 0
     """Sequences that were preempted, or that wait for a prefix that another sequence computes."""
@@ -332,6 +338,6 @@ class StepReport:
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     prefix_events: Iterable[PrefixEvent] = ()
-    """What became of cached blocks since the report before."""
+    """The events of cached blocks since the report before."""
     error: str | None = None
     """The step failed, and with it the sequences whose outputs say so."""

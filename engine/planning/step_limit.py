@@ -1,4 +1,4 @@
-"""How many tokens a step may have, on a device that may run short of memory."""
+"""The number of tokens that a step may have on a device that may run short of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the result of a step means for its sequences: tokens, text, ends, forks."""
+"""Applies the result of a step to its sequences: tokens, text, ends, forks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SchedulerLimits:
     max_scored: int = NO_LIMIT
     """See `RunnerFacts.max_scored`."""
     kv_shares: tuple[float, ...] = ()
-    """By lane: a sequence starts only if the part of the pool in use, its own blocks included, stays within this share.
+    """The share of the pool by lane: a sequence starts only if the blocks in use, its own included, stay within it.
 
     A lane without an entry may use all of the pool.
     """
@@ -195,7 +195,7 @@ class StepResults(SequenceStore):
     # Beams
 
     def _apply_beam(self, sequence: BeamSequence, sampled: Sampled, now: float) -> list[Output]:
-        """Keeps what may follow a beam, until that is known of all; then the search goes on, or ends."""
+        """Keeps the continuations of a beam; once those of all beams are known, the search goes on, or ends."""
         if sampled.error is not None or sampled.logprobs is None:
             return list(self._abort(sequence, FinishReason.FAILED, sampled.error, now))
         sequence.timings.note_first_token(now)
@@ -215,7 +215,7 @@ class StepResults(SequenceStore):
         return []
 
     def _conclude(self, beams: Beams, now: float) -> list[Output]:
-        """The answers that a search has found."""
+        """Ends a search, and returns the outputs of the answers that it has found."""
         self._leave(beams)
         outputs: list[Output] = []
         for index, found in enumerate(beams.search.finished):
@@ -237,13 +237,13 @@ class StepResults(SequenceStore):
 
 
 def _keep_scores(chunk: Chunk, scored: list[TokenLogprobs]) -> None:
-    """Adds to what is known of the prompt; after a preemption, a chunk brings some of it again."""
+    """Adds log probabilities of prompt tokens to those known; after a preemption, a chunk brings some of them again."""
     known = chunk.sequence.prompt_logprobs
     known += scored[len(known) + 1 - chunk.scored.start :]
 
 
 def _keep_pooled(chunk: Chunk, pooled: list[float]) -> None:
-    """Adds to the sum; it begins anew if a sequence that gave way is computed again from its first token on."""
+    """Adds to the sequence's sum of hidden states, which begins anew if its first token is computed again."""
     sequence = chunk.sequence
     known = sequence.pooled if chunk.start else []
     sequence.pooled = [a + b for a, b in zip(known, pooled, strict=True)] if known else pooled

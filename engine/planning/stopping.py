@@ -24,9 +24,9 @@ class StopStrings:
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
         self.depth = [0]
-        """By state: how many characters at the end of the text could still become one of the strings."""
+        """The number of characters at the end of the text that could still become one of the strings, by state."""
         self.found = [0]
-        """By state: the length of the longest string that ends here; 0 if none does."""
+        """The length of the longest string that ends in a state; 0 if none does."""
         for string in strings:
             self._add(string)
         self._link()

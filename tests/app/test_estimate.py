@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from app.estimate import card_rows, card_table, estimate
 from engine.execution.memory import (
-    Card,
     DraftSize,
+    GpuMemory,
     Measured,
     MemoryPlan,
     card_budget,
@@ -34,7 +34,7 @@ KERNELS = reference_kernels(torch.device("cuda", 0), torch.bfloat16)
 
 
 def plan(total: int, free_share: float, max_num_seqs: int) -> MemoryPlan:
-    card = Card(total=total, free=int(total * free_share))
+    card = GpuMemory(total=total, free=int(total * free_share))
     measured, draft = Measured(resident=total // 8, workspace=total // 64), DraftSize(total // 128, 64)
     options = LoadOptions(max_num_seqs=max_num_seqs)
     return plan_memory(CONFIG, KERNELS, options, card_budget(card, 0.9), measured, draft=draft)

@@ -28,7 +28,7 @@ from app.estimate import estimate
 from app.fitting import Fitting, _tables, ladder
 from app.settings import Settings
 from engine.execution import loader, memory
-from engine.execution.memory import Budget, Card, card_budget
+from engine.execution.memory import Budget, GpuMemory, card_budget
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions, ModelConfig
@@ -145,7 +145,9 @@ def test_the_tables_have_the_sizes_of_every_type(large: Path, capsys: pytest.Cap
 
 def test_a_card_keeps_kv_in_the_type_of_its_weights_and_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    fitting = Fitting(large_config(), card_budget(Card(total=16 * GIB, free=16 * GIB), 0.9), has_native=True)
+    fitting = Fitting(
+        large_config(), card_budget(GpuMemory(total=16 * GIB, free=16 * GIB), 0.9), has_native=True
+    )
     shown = fitting.case(LoadOptions(device="cuda", dtype="bfloat16"))
     lines = "\n".join(_tables(fitting, shown)).splitlines()
     kv = 2 * 16 * 8 * 64

@@ -16,7 +16,7 @@ from engine.execution.loader import load_model
 from engine.execution.measuring import largest_batches, measure_steps
 from engine.execution.memory import (
     Budget,
-    Card,
+    GpuMemory,
     Measured,
     MemoryPlan,
     card_budget,
@@ -54,12 +54,12 @@ LLAMA_8B = parse_config(
 )
 BLOCK = 32 * 2 * 8 * 16 * 128 * 2
 KERNELS = reference_kernels(CUDA, torch.bfloat16)
-CARD = Card(total=80 * GIB, free=79 * GIB)
+CARD = GpuMemory(total=80 * GIB, free=79 * GIB)
 MEASURED = Measured(resident=16 * GIB, workspace=2 * GIB)
 
 
 def plan(
-    card: Card = CARD,
+    card: GpuMemory = CARD,
     measured: Measured | None = MEASURED,
     utilization: float = 0.9,
     config: ModelConfig = LLAMA_8B,
@@ -70,13 +70,13 @@ def plan(
 
 
 def test_the_share_of_the_whole_card_less_what_is_in_use_is_available() -> None:
-    budget = card_budget(Card(total=1000, free=700), 0.9)
+    budget = card_budget(GpuMemory(total=1000, free=700), 0.9)
     assert (budget.available, budget.share, budget.cap) == (
         600,
         1.0,
         None,
     )  # 900 of 1000, of which 300 are taken
-    assert card_budget(Card(total=1000, free=50), 0.9).available == 0
+    assert card_budget(GpuMemory(total=1000, free=50), 0.9).available == 0
 
 
 def test_kv_gets_all_that_is_left() -> None:
@@ -118,9 +118,13 @@ def test_the_operators_number_of_blocks_is_taken_if_it_fits() -> None:
 
 @pytest.mark.parametrize(
     ("card", "utilization"),
-    [(Card(16 * GIB, 15 * GIB), 0.9), (Card(80 * GIB, 10 * GIB), 0.9), (Card(80 * GIB, 79 * GIB), 0.1)],
+    [
+        (GpuMemory(16 * GIB, 15 * GIB), 0.9),
+        (GpuMemory(80 * GIB, 10 * GIB), 0.9),
+        (GpuMemory(80 * GIB, 79 * GIB), 0.1),
+    ],
 )
-def test_what_cannot_fit_is_refused_before_anything_is_loaded(card: Card, utilization: float) -> None:
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(card: GpuMemory, utilization: float) -> None:
     with pytest.raises(NotEnoughMemory, match=r"not enough memory: weights 14\.9\d GiB, ") as caught:
         plan(card, None, utilization)
     text = str(caught.value)
@@ -132,7 +136,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(card: Card, utiliz
 def test_a_plan_never_goes_over_the_share(
     total: int, free_share: float, utilization: float, weights: int
 ) -> None:
-    card = Card(total=total, free=int(total * free_share))
+    card = GpuMemory(total=total, free=int(total * free_share))
     try:
         made = plan(card, Measured(resident=weights, workspace=weights // 8), utilization)
     except NotEnoughMemory:
@@ -238,10 +242,10 @@ def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyP
 
 def test_loading_measures_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for the device: the cache is as large as what was measured leaves."""
-    card = Card(total=64 << 20, free=60 << 20)
-    measured: list[Card] = []
+    card = GpuMemory(total=64 << 20, free=60 << 20)
+    measured: list[GpuMemory] = []
 
-    def measure(device: torch.device, before: Card, steps: Any) -> Measured:  # noqa: ARG001
+    def measure(device: torch.device, before: GpuMemory, steps: Any) -> Measured:  # noqa: ARG001
         steps()
         measured.append(before)
         return Measured(resident=5 << 20, workspace=8 << 20)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.parallel.messages import Choose, Forget, Launch, Listener, Narrator
+from engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Narrator
 from engine.planning.request import Sequence
 from engine.planning.step import Chunk, Masks, Plan, StepInFlight
 from tests.engine.fake_runner import FakeRunner, make_request
@@ -95,7 +95,7 @@ def test_drafts_and_masks_come_along() -> None:
     message = Narrator().launch(plan)
     same(plan, Listener().plan(message))
     masks = Masks(bytearray(b"\1\2\3\4"), 1, [0])
-    assert pickle.loads(pickle.dumps(Choose(masks))) == Choose(masks)
+    assert pickle.loads(pickle.dumps(ChooseTokens(masks))) == ChooseTokens(masks)
 
 
 def test_who_is_forgotten_twice_or_was_never_told_of_is_not_told_of() -> None:
