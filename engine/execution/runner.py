@@ -326,7 +326,7 @@ class Steps:
             self._refused[sequence] = str(error)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class LaunchedStep:
     """A step whose pass was launched; see `planning.step.StepInFlight`."""
 

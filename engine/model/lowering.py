@@ -28,14 +28,16 @@ def program(
         dtype: of the embedding.
     """
     ops = [native.NativeOp(kind="embed", time="embed", scale=embedding_scale(spec, dtype))]
-    if spec.layer_embeddings is not None and weights.layer_embeddings is not None:
-        map, scale = packed(weights.layer_embeddings.map), spec.layer_embeddings.map_scale
+    if (described := spec.layer_embeddings) is not None and (own := weights.layer_embeddings) is not None:
+        map, parts = packed(own.map), {"part": described.size, "scale": described.scale, "norm": own.norm}
         ops += [
-            native.NativeOp(kind="linear", time="embed", target="per_layer", linear=map, scale=scale),
-            native.NativeOp(kind="combine", time="embed"),
+            native.NativeOp(
+                kind="linear", time="embed", target="per_layer", linear=map, scale=described.map_scale
+            ),
+            native.NativeOp(kind="combine", time="embed", linear=map, rows=own.table, **parts),
         ]
-    for number, (layer, own) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-        ops += _layer(number, layer, own, tables, gathers=number == spec.last_with_keys)
+    for number, (layer, weight) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        ops += _layer(number, layer, weight, tables, gathers=number == spec.last_with_keys)
     return [*ops, _finish(spec, weights.final_norm)]
 
 
@@ -56,14 +58,6 @@ def head_program(
         *rest,
         _finish(spec, final_norm),
     ]
-
-
-def layer_embeddings(spec: ModelSpec, weights: Weights) -> native.NativePerLayer | None:
-    """What the layers have of their own of every token; None if they have nothing."""
-    described, own = spec.layer_embeddings, weights.layer_embeddings
-    if described is None or own is None:
-        return None
-    return native.NativePerLayer(table=own.table, size=described.size, scale=described.scale, norm=own.norm)
 
 
 def _finish(spec: ModelSpec, weight: Tensor) -> native.NativeOp:

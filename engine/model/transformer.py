@@ -20,7 +20,7 @@ from engine.kernels.reference import TokenPlaces
 from engine.model.config import ModelConfig
 from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
-from engine.model.lowering import embedding_scale, head_program, layer_embeddings, packed, program
+from engine.model.lowering import embedding_scale, head_program, packed, program
 from engine.model.parameters import LayerWeights, Weights
 from engine.model.rotary import RotaryTables
 from engine.model.spec import Attention, Layer, LayerEmbedding, ModelSpec, Norm
@@ -43,8 +43,7 @@ def make_decoder(
     if kernels.team is None:
         return Decoder(config, weights, kernels, kv, max_position)
     ops = program(config.spec, weights, RotaryTables(config.spec, max_position), kernels.embedding_dtype)
-    own = layer_embeddings(config.spec, weights)
-    return _native_decoder(kernels.team, kv, config.spec, ops, weights.rows, per_layer=own)
+    return _native_decoder(kernels.team, kv, config.spec, ops, weights.rows)
 
 
 def make_head(
@@ -78,7 +77,6 @@ def _native_decoder(
     ops: Sequence[native.NativeOp],
     embedding: Tensor | Linear,
     head: native.NativeHeadInput | None = None,
-    per_layer: native.NativePerLayer | None = None,
 ) -> native.NativeDecoder:
     return native.NativeDecoder(
         team,
@@ -88,7 +86,6 @@ def _native_decoder(
         eps=spec.norm_eps,
         embedding=embedding if isinstance(embedding, Tensor) else packed(embedding),
         head=head,
-        per_layer=per_layer,
     )
 
 

@@ -24,7 +24,6 @@ class Decoder {
             if (op.shape) head_dim = std::max(head_dim, op.shape->head_dim), group = std::max(group, op.shape->group());
         for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(head_dim, group, attention_.limits);
         if (model.head) head_ = *model.head;
-        if (model.per_layer) per_layer_ = *model.per_layer;
     }
 
     // From now on every step writes the features of its tokens: the program is another one.
@@ -64,6 +63,8 @@ class Decoder {
         for (const Op& op : ops_) {
             if (op.linear) depth = std::max(depth, op.linear->depth);
             if (op.to == Stream::added) added_ = allocate_hot<float>(rows * ld_hidden_);
+            if (op.to == Stream::per_layer) parts_ = allocate_hot<float>(rows * (ld_parts_ = padded(op.linear->n)));
+            if (op.to == Stream::gates) gates_ = allocate_hot<float>(rows * (ld_gates_ = padded(op.linear->n)));
         }
         if (is_head()) joined_ = allocate_hot<float>(rows * 2 * ld_hidden_);
         if (taps_.fuse) {
@@ -76,10 +77,6 @@ class Decoder {
         attended_ = allocate_hot<float>(rows * ld_q_);
         sampled_attended_ = allocate_hot<float>(rows * ld_q_);
         inner_ = allocate_hot<float>(round_up(static_cast<int>(rows), 32) * ld_inner_);
-        ld_gates_ = padded(per_layer_.size);
-        ld_per_layer_ = padded(static_cast<size_t>(per_layer_.layers) * per_layer_.size);
-        if (per_layer_.table) all_layers_ = allocate_hot<float>(rows * ld_per_layer_);
-        if (per_layer_.table) gates_ = allocate_hot<float>(rows * ld_gates_);
         capacity_ = rows;
     }
 
@@ -142,7 +139,7 @@ class Decoder {
                 add_product({taps_.fuse, converted(floats(joined_.get(), ld_taps()), rows_, taps_.fuse), rows_,
                              features_.get(), padded(taps_.width), Form::f32, nullptr, nullptr}, op.time);
                 return add<&Decoder::run_keep>(0, chunks, op.time);
-            case OpKind::combine: return add<&Decoder::run_combine>(0, chunks, op.time);
+            case OpKind::combine: return add<&Decoder::run_combine>(argument, chunks, op.time);
             case OpKind::join: return add<&Decoder::run_join>(argument, chunks, op.time);
             case OpKind::gather:
                 rows_ = step_.samples;
@@ -164,7 +161,7 @@ class Decoder {
             case Stream::qkv: return {qkv_.get(), ld_qkv_};
             case Stream::inner: return {inner_.get(), ld_inner_};
             case Stream::added: return {added_.get(), ld_hidden_};
-            case Stream::per_layer: return {all_layers_.get(), ld_per_layer_};
+            case Stream::per_layer: return {parts_.get(), ld_parts_};
             case Stream::gates: return {gates_.get(), ld_gates_};
             case Stream::prepared: break;
         }
@@ -178,7 +175,7 @@ class Decoder {
         Activations x = floats(from.rows, from.ld);
         if (op.norm) add_norm(op, from, linear, {});
         if (op.part >= 0) {
-            x = convert(x, rows_, linear, all_layers_.get() + static_cast<size_t>(op.part) * per_layer_.size, op.gate);
+            x = convert(x, rows_, linear, parts_.get() + static_cast<size_t>(op.part) * linear->k, op.gate);
         } else if (op.norm || op.from == Stream::prepared) {
             x = input_.activations(linear->form);
         } else {
@@ -367,17 +364,16 @@ class Decoder {
             if (by.part) {
                 const size_t token = by.is_gathered ? step_.sample_rows[r] : r;
                 float* through = team_.scratch(worker);
-                let_through(by.gate, x, by.part + token * ld_per_layer_, per_layer_.size, through);
+                let_through(by.gate, x, by.part + token * ld_parts_, by.next->k, through);
                 x = through;
             }
             input_.convert(*by.next, r, x);
         });
     }
 
-    void run_combine(uint32_t, int chunk, int) {
-        for_rows(chunk, step_.tokens, [&](int t) {
-            combine(per_layer_, step_.token_ids[t], model_.eps, all_layers_.get() + t * ld_per_layer_);
-        });
+    void run_combine(uint32_t index, int chunk, int) {
+        for_rows(chunk, step_.tokens,
+                 [&](int t) { combine(ops_[index], step_.token_ids[t], model_.eps, parts_.get() + t * ld_parts_); });
     }
 
     void run_product(uint32_t index, int chunk, int worker) {
@@ -417,7 +413,6 @@ class Decoder {
     AttentionTasks tasks_;
     Taps taps_{};
     HeadInput head_{};
-    PerLayer per_layer_{};
     bool goes_on_ = false;
 
     std::vector<AttentionScratch> attention_scratch_;  // per worker
@@ -435,10 +430,10 @@ class Decoder {
     int rows_ = 0;  // of the operation that is planned
     bool is_sampled_ = false;
     Form inner_form_ = Form::f32;
-    size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_inner_ = 0, ld_per_layer_ = 0, ld_gates_ = 0;
+    size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_inner_ = 0, ld_parts_ = 0, ld_gates_ = 0;
     Prepared input_;  // of the product that comes next
     Buffer<float> hidden_, qkv_, attended_, inner_, added_, sampled_hidden_, sampled_attended_;
-    Buffer<float> all_layers_, gates_;  // parts of all layers, and what one of them lets through of its own
+    Buffer<float> parts_, gates_;  // of all layers, and what one of them lets through of its own
     Buffer<float> joined_, features_;  // what `fuse`, or a head, reads, and what `fuse` makes
 };
 

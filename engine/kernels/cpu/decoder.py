@@ -28,10 +28,8 @@ from engine.kernels.cpu.program import (
     NativeHeadInput,
     NativeHeads,
     NativeOp,
-    NativePerLayer,
     NativeTaps,
     Op,
-    PerLayer,
     Shape,
     Taps,
     step_of,
@@ -53,7 +51,6 @@ class NativeDecoder:
         ops: the program; the attention of each layer has heads of its cache's shape.
         embedding: [vocab, hidden], or a linear layer whose rows it is.
         head: what a head reads; None for an ordinary decoder.
-        per_layer: None if no layer has embeddings of its own.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class NativeDecoder:
         eps: float,
         embedding: Tensor | PackedLinear,
         head: NativeHeadInput | None = None,
-        per_layer: NativePerLayer | None = None,
     ) -> None:
         self.hidden_size = hidden_size
         self.ops = tuple(ops)
@@ -95,8 +91,6 @@ class NativeDecoder:
         self._set_embedding(model, embedding)
         if head is not None:
             model.head = ctypes.pointer(self._head_input(head))
-        if per_layer is not None:
-            model.per_layer = ctypes.pointer(self._per_layer(per_layer, model.vocab))
         self._library = library = team.library
         self.handle = created(library.call("penstock_decoder_new", team.handle, ctypes.byref(model)))
         weakref.finalize(self, library.call, "penstock_decoder_free", self.handle)
@@ -154,7 +148,9 @@ class NativeDecoder:
             source=STREAMS.index(op.source),
             target=STREAMS.index(op.target),
             linear=None if op.linear is None else op.linear.handle,
-            norm=None if op.norm is None else self._address(op.norm, self.hidden_size),
+            norm=None
+            if op.norm is None
+            else self._address(op.norm, op.part if op.rows is not None else self.hidden_size),
             is_centered=op.is_centered,
             adds=op.number if op.kind == "tap" else op.adds,
             scale=op.scale,
@@ -163,7 +159,9 @@ class NativeDecoder:
             part=-1 if op.part is None else op.part,
             is_sampled=op.is_sampled,
         )
-        self._kept.append(op.linear)
+        self._kept += [op.linear, op.rows]
+        if op.rows is not None:
+            made.rows, made.rows_type = op.rows.data_ptr(), DTYPES[op.rows.dtype]
         if op.heads is not None:
             keys, values = self._kv.layer(op.layer)
             made.shape = ctypes.pointer(self._shape(op.heads, op.layer))
@@ -244,21 +242,6 @@ class NativeDecoder:
         self._kept.append(head)
         norm = self._address(head.norm, self.hidden_size)
         return HeadInput(norm, head.features.data_ptr(), head.residual_is_normed)
-
-    def _per_layer(self, own: NativePerLayer, vocab: int) -> PerLayer:
-        rows, width = own.table.shape
-        if (
-            rows < vocab
-            or width % own.size
-            or own.table.device.type != "cpu"
-            or not own.table.is_contiguous()
-        ):
-            raise ValueError(
-                f"{vocab} rows or more, of parts of {own.size}, expected, not {tuple(own.table.shape)}"
-            )
-        self._kept.append(own)
-        type, norm = DTYPES[own.table.dtype], self._address(own.norm, own.size)
-        return PerLayer(own.table.data_ptr(), type, width // own.size, own.size, own.scale, norm)
 
     def _set_embedding(self, model: Model, embedding: Tensor | PackedLinear) -> None:
         if isinstance(embedding, Tensor):

@@ -6,15 +6,12 @@
 namespace penstock {
 
 // A token's row of the map of embeddings becomes that of all layers: each part is normed, and the token's own added.
-inline void combine(const PerLayer& by, int token_id, float eps, float* row) {
-    const size_t width = static_cast<size_t>(by.layers) * by.size;
-    for (int layer = 0; layer < by.layers; layer++) {
-        float* part = row + static_cast<size_t>(layer) * by.size;
-        rms_norm(part, by.norm, by.size, eps, part);
-    }
-    with_type(static_cast<Type>(by.type), [&](auto* w) {
-        const auto* own = static_cast<decltype(w)>(const_cast<void*>(by.table)) + token_id * width;
-        for (size_t i = 0; i < width; i++) row[i] = (row[i] + to_float(own[i]) * by.scale) * 0.70710678118654752f;
+inline void combine(const Op& op, int token_id, float eps, float* row) {
+    const size_t width = op.linear->n;
+    for (size_t at = 0; at < width; at += op.part) rms_norm(row + at, op.norm, op.part, eps, row + at);
+    with_type(static_cast<Type>(op.rows_type), [&](auto* w) {
+        const auto* own = static_cast<const std::remove_pointer_t<decltype(w)>*>(op.rows) + token_id * width;
+        for (size_t i = 0; i < width; i++) row[i] = (row[i] + to_float(own[i]) * op.scale) * 0.70710678118654752f;
     });
 }
 

@@ -25,7 +25,7 @@ enum class OpKind : int32_t {
     attend,   // qkv -> attended; keys and values go into the cache
     gather,   // from here on, only the sampled rows are wanted
     finish,   // the norm of hidden -> what the caller gets
-    combine,  // the token's own embeddings for all layers -> added to the norms of `per_layer`
+    combine,  // the token's own embeddings for all layers, times `scale` -> with the norms of `per_layer`, both / sqrt(2)
     tap,      // hidden is the next of the hidden states that a head reads
     keep,     // writes the features that a head reads
     join,     // a head's input
@@ -42,11 +42,14 @@ struct Op {
     int32_t adds;       // of a tap, which of them it is
     float scale, after;
     Gate gate;
-    int32_t part;       // of a linear: it reads that part of `per_layer`, times the activation of `from`; or -1
+    int32_t part;       // of a linear: it reads that part of `per_layer`, times the activation of `from`; or -1. Of
+                        // combine: the width of a part
     const Shape* shape;
     int32_t window;
     int32_t is_sampled;  // of attention, before they are gathered: no row is wanted but the sampled ones
     int32_t table;       // of its sequences' block tables, that of its cache
+    const void* rows;    // of combine: [vocab][width of all parts], which is that of its linear
+    int32_t rows_type;
     char* keys;          // of this layer, in the first block
     char* values;
     int64_t stride;      // bytes from block to block
@@ -70,15 +73,6 @@ struct HeadInput {
     int32_t residual_is_normed;
 };
 
-// What each layer has of its own of every token: a part of a row of a table, added to the norm of the same part of a map
-// of the embedding, and both over sqrt(2).
-struct PerLayer {
-    const void* table;  // [vocab][layers * size]
-    int32_t type, layers, size;
-    float scale;        // of the table
-    const float* norm;
-};
-
 struct Model {
     int32_t hidden, qkv, attended, inner, vocab, max_position;  // largest widths, the vocabulary's size, positions
     float eps;
@@ -92,7 +86,6 @@ struct Model {
     const Op* ops;
     int32_t num_ops;
     const HeadInput* head;  // or null: an ordinary decoder
-    const PerLayer* per_layer;  // or null
 };
 
 struct Step {

@@ -59,6 +59,8 @@ class Op(ctypes.Structure):
         ("window", c_int32),
         ("is_sampled", c_int32),
         ("table", c_int32),
+        ("rows", c_void_p),
+        ("rows_type", c_int32),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("stride", c_int64),
@@ -82,17 +84,6 @@ class HeadInput(ctypes.Structure):
     ]
 
 
-class PerLayer(ctypes.Structure):
-    _fields_ = [
-        ("table", c_void_p),
-        ("type", c_int32),
-        ("layers", c_int32),
-        ("size", c_int32),
-        ("scale", c_float),
-        ("norm", c_void_p),
-    ]
-
-
 class Model(ctypes.Structure):
     _fields_ = [
         ("hidden", c_int32),
@@ -113,7 +104,6 @@ class Model(ctypes.Structure):
         ("ops", ctypes.POINTER(Op)),
         ("num_ops", c_int32),
         ("head", ctypes.POINTER(HeadInput)),
-        ("per_layer", ctypes.POINTER(PerLayer)),
     ]
 
 
@@ -170,7 +160,7 @@ class NativeOp:
     target: str = "hidden"
     linear: PackedLinear | None = None
     norm: Tensor | None = None
-    """[hidden]: what is read goes through it; it is read as float32."""
+    """[hidden]: what is read goes through it; it is read as float32. Of combine: [width of a part]."""
     is_centered: bool = False
     """Whether the mean is subtracted before the norm."""
     adds: bool = False
@@ -181,7 +171,10 @@ class NativeOp:
     """Of a norm: what it is added to is multiplied by it then."""
     gate: str = "silu"
     part: int | None = None
-    """Of a linear map that reads gates: the layer whose part of the per-layer embeddings they let through."""
+    """Of a linear map that reads gates: the layer whose part of the embeddings for layers they let through. Of combine:
+    the width of a part."""
+    rows: Tensor | None = None
+    """Of combine: [vocab, width of all parts] in floating point; it stays where it is."""
     heads: NativeHeads | None = None
     layer: int = 0
     """Of attention, the layer of the cache; of the others, after how many layers they run."""
@@ -189,19 +182,6 @@ class NativeOp:
     """Of attention: whether no rows are wanted but the sampled ones, which are gathered next."""
     number: int = 0
     """Of a tap: which of the hidden states that a head reads it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativePerLayer:
-    """What each layer has of its own of every token; the map of the embedding is an operation of the program."""
-
-    table: Tensor
-    """[vocab, layers * size] in floating point; it stays where it is, and rows are read as tokens need them."""
-    size: int
-    scale: float
-    """Rows of the table are multiplied by it."""
-    norm: Tensor
-    """[size]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

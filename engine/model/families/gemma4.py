@@ -11,23 +11,16 @@ from engine.model.families.common import FULL, SLIDING, Sizes, check_heads, laye
 from engine.model.spec import Layer, LayerEmbedding, LayerEmbeddings, ModelSpec, Norm
 
 GEMMA4 = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "hidden_activation": "gelu_pytorch_tanh",
-    "vocab_size": 262_144,
-    "max_position_embeddings": 131_072,
     "sliding_window": 512,
     "tie_word_embeddings": True,
-    "rope_parameters": {
-        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    },
+    "hidden_size_per_layer_input": 256,
 }
 """What missing entries stand for."""
+MAX_COUNT = 1 << 16
+"""More layers, or numbers in an embedding for a layer, than any model has."""
 
 
 def gemma4(fields: Fields) -> ModelSpec:
@@ -41,7 +34,7 @@ def gemma4(fields: Fields) -> ModelSpec:
     sizes = Sizes.of(fields)
     kinds = layer_types(fields, sizes.num_layers, lambda layer: (layer + 1) % 6 == 0)
     kinds[-1] = FULL
-    num_own = sizes.num_layers - fields.integer("num_kv_shared_layers", 0)
+    num_own = sizes.num_layers - _count(fields, "num_kv_shared_layers")
     layers = []
     for number, kind in enumerate(kinds):
         found = [other for other in range(min(number, max(0, num_own))) if kinds[other] == kind]
@@ -50,15 +43,12 @@ def gemma4(fields: Fields) -> ModelSpec:
                 f"{fields.source}: num_kv_shared_layers leaves no layer with {kind} and keys and values of its own"
             )
         shares = found[-1] if number >= num_own else None
-        layers.append(_layer(fields, _sizes(fields, sizes, number, kind), kind, shares))
+        own = _sizes(fields, sizes, number if shares is None else shares, kind)
+        layers.append(_layer(fields, own, kind, shares))
+    wide = _sizes(fields, sizes, sizes.num_layers - 1, FULL)
     return sizes.model(
         layers,
-        [
-            read_rope(
-                fields, next(_sizes(fields, sizes, i, k) for i, k in enumerate(kinds) if k == FULL), kind=FULL
-            ),
-            read_rope(fields, sizes, kind=SLIDING),
-        ],
+        [read_rope(fields, wide, kind=FULL), read_rope(fields, sizes, kind=SLIDING)],
         fields,
         embedding_scale=math.sqrt(sizes.hidden),
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
@@ -99,7 +89,7 @@ def _layer(fields: Fields, sizes: Sizes, kind: str, shares: int | None) -> Layer
         o_bias=bias,
     )
     is_wide = shares is not None and fields.flag("use_double_wide_mlp")
-    size = _embedding_size(fields)
+    size = _count(fields, "hidden_size_per_layer_input")
     embedding = LayerEmbedding(
         hidden_size=sizes.hidden,
         size=size,
@@ -118,7 +108,7 @@ def _layer(fields: Fields, sizes: Sizes, kind: str, shares: int | None) -> Layer
 
 
 def _embeddings(fields: Fields, sizes: Sizes) -> LayerEmbeddings | None:
-    size = _embedding_size(fields)
+    size = _count(fields, "hidden_size_per_layer_input")
     if not size:
         return None
     vocab_size = fields.size("vocab_size_per_layer_input", fields.size("vocab_size"))
@@ -137,9 +127,6 @@ def _embeddings(fields: Fields, sizes: Sizes) -> LayerEmbeddings | None:
     )
 
 
-def _embedding_size(fields: Fields) -> int:
-    """The embeddings that a token has for each layer; 0 if it has none."""
-    name = "hidden_size_per_layer_input"
-    if name not in fields:
-        return 256
-    return fields.size(name) if fields.number(name, 0.0) else 0
+def _count(fields: Fields, name: str) -> int:
+    """A number that may be 0 or missing, which is the same."""
+    return int(fields.within(name, 0, MAX_COUNT) or 0)
