@@ -116,19 +116,24 @@ PENSTOCK_INLINE void add_nibbles(IntegerSums (&sums)[Rows][1], const Weights& we
         __m256i pairs[Rows][2] = {};
         for (const int some = std::min(k + 32, end); k < some; k += 8, w += bytes_of<kType>(8)) {
             if (weights.streamed) __builtin_prefetch(w + kStreamAhead);
-            unrolled<2>(PENSTOCK_EACH(part) {
-                const auto half = [&](int i) __attribute__((always_inline)) {
-                    if (kType == Type::nibbles) return (__m256i)load_bytes(w + kQuad * part + 32 * i);
-                    const __m256i both = (__m256i)load_bytes(w + 32 * i);
-                    return _mm256_and_si256(part == 0 ? both : _mm256_srli_epi16(both, 4), low_bits);
-                };
-                const __m256i first = half(0), second = half(1);
+            const auto add = [&](__m256i first, __m256i second, int at) __attribute__((always_inline)) {
                 unrolled<Rows>(PENSTOCK_EACH(r) {
-                    const __m256i four = _mm256_set1_epi32(four_of(x.row<int8_t>(r) + k + 4 * part));
+                    const __m256i four = _mm256_set1_epi32(four_of(x.row<int8_t>(r) + at));
                     pairs[r][0] = _mm256_add_epi16(pairs[r][0], _mm256_maddubs_epi16(first, four));
                     pairs[r][1] = _mm256_add_epi16(pairs[r][1], _mm256_maddubs_epi16(second, four));
+                    asm("" : "+x"(pairs[r][0]), "+x"(pairs[r][1]));  // or GCC adds in an order that spills
                 });
-            });
+            };
+            const auto half = [&](int i) { return (__m256i)load_bytes(w + 32 * i); };
+            if constexpr (kType == Type::nibbles) {
+                add(half(0), half(1), k);
+                add(half(2), half(3), k + 4);
+            } else {
+                const auto high = [&](__m256i bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_bits); };
+                const __m256i first = half(0), second = half(1);
+                add(_mm256_and_si256(first, low_bits), _mm256_and_si256(second, low_bits), k);
+                add(high(first), high(second), k + 4);
+            }
         }
         unrolled<Rows>(PENSTOCK_EACH(r) {
             for (int i = 0; i < 2; i++) sums[r][0].part[i] += (v8i)_mm256_madd_epi16(pairs[r][i], ones);
