@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.decoder import NativeDecoder
-from engine.kernels.cpu.library import Team, check, expect_ints, pointer
+from engine.kernels.cpu.library import Team, check, expect_ints, fields, pointer
 from engine.kernels.cpu.linear import PackedLinear
 from engine.kernels.cpu.program import Step, step_of
 from engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
@@ -24,14 +24,8 @@ class _Draft(ctypes.Structure):
     _fields_ = [
         ("first", Step),
         ("choose", ChooseArguments),
-        ("counts", c_void_p),
-        ("rows", c_void_p),
-        ("hidden", c_void_p),
-        ("logits", c_void_p),
-        ("drafted", c_void_p),
-        ("narrow", c_void_p),
-        ("width", c_int32),
-        ("num_drafted", c_int32),
+        *fields(c_void_p, "counts rows hidden logits drafted narrow"),
+        *fields(c_int32, "width num_drafted"),
     ]
 
 

@@ -8,24 +8,16 @@ from ctypes import c_int32, c_void_p
 import torch
 
 from engine.kernels.batch import Batch
-from engine.kernels.cpu.library import NativeLibrary, check, expect_ints
+from engine.kernels.cpu.library import NativeLibrary, check, expect_ints, fields
 from engine.kernels.sequence_table import SequenceTable, StepInputs, StepTokens
 
 
 class _Gather(ctypes.Structure):
     _fields_ = [
-        ("lengths", c_void_p),
-        ("prompt_lens", c_void_p),
-        ("last_tokens", c_void_p),
-        ("block_tables", c_void_p),
-        ("num_rows", c_int32),
-        ("max_blocks", c_int32),
-        ("slots", c_void_p),
-        ("query_starts", c_void_p),
-        ("token_ids", c_void_p),
-        ("num_sequences", c_int32),
-        ("num_tokens", c_int32),
-        ("num_blocks", c_int32),
+        *fields(c_void_p, "lengths prompt_lens last_tokens block_tables"),
+        *fields(c_int32, "num_rows max_blocks"),
+        *fields(c_void_p, "slots query_starts token_ids"),
+        *fields(c_int32, "num_sequences num_tokens num_blocks"),
         ("out", c_void_p),
     ]
 

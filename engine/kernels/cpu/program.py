@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.cpu.library import expect_ints
+from engine.kernels.cpu.library import expect_ints, fields
 from engine.kernels.cpu.linear import PackedLinear
 
 KINDS = ("embed", "linear", "norm", "attend", "gather", "finish", "combine", "tap", "keep", "join")
@@ -23,46 +23,26 @@ GATES = ("silu", "gelu_tanh")
 
 class Shape(ctypes.Structure):
     _fields_ = [
-        ("num_heads", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("norms_rows", c_int32),
-        ("norms_last", c_int32),
-        ("shares", c_int32),
-        ("eps", c_float),
-        ("divisor", c_float),
-        ("softcap", c_float),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("v_norm", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("q_scales", c_void_p),
+        *fields(c_int32, "num_heads num_kv_heads head_dim norms_rows norms_last shares"),
+        *fields(c_float, "eps divisor softcap"),
+        *fields(c_void_p, "q_norm k_norm v_norm cos sin q_scales"),
     ]
 
 
 class Op(ctypes.Structure):
     _fields_ = [
-        ("kind", c_int32),
-        ("time", c_int32),
-        ("source", c_int32),
-        ("target", c_int32),
-        ("linear", c_void_p),
-        ("norm", c_void_p),
-        ("is_centered", c_int32),
-        ("adds", c_int32),
+        *fields(c_int32, "kind time source target"),
+        *fields(c_void_p, "linear norm"),
+        *fields(c_int32, "is_centered adds"),
         ("scale", c_float),
         ("after", c_float),
         ("gate", c_int32),
         ("part", c_int32),
         ("shape", ctypes.POINTER(Shape)),
-        ("window", c_int32),
-        ("is_sampled", c_int32),
-        ("table", c_int32),
+        *fields(c_int32, "window is_sampled table"),
         ("rows", c_void_p),
         ("rows_type", c_int32),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        *fields(c_void_p, "keys values"),
         ("stride", c_int64),
     ]
 
@@ -71,34 +51,24 @@ class Taps(ctypes.Structure):
     _fields_ = [
         ("after", c_int32 * 3),
         ("width", c_int32),
-        ("fuse", c_void_p),
-        ("features", c_void_p),
+        *fields(c_void_p, "fuse features"),
     ]
 
 
 class HeadInput(ctypes.Structure):
     _fields_ = [
-        ("norm", c_void_p),
-        ("features", c_void_p),
+        *fields(c_void_p, "norm features"),
         ("residual_is_normed", c_int32),
     ]
 
 
 class Model(ctypes.Structure):
     _fields_ = [
-        ("hidden", c_int32),
-        ("qkv", c_int32),
-        ("attended", c_int32),
-        ("inner", c_int32),
-        ("vocab", c_int32),
-        ("max_position", c_int32),
+        *fields(c_int32, "hidden qkv attended inner vocab max_position"),
         ("eps", c_float),
         ("embedding_type", c_int32),
-        ("embedding", c_void_p),
-        ("embedding_linear", c_void_p),
-        ("kv_type", c_int32),
-        ("num_blocks", c_int32),
-        ("num_tables", c_int32),
+        *fields(c_void_p, "embedding embedding_linear"),
+        *fields(c_int32, "kv_type num_blocks num_tables"),
         ("kv", c_void_p),
         ("kv_bytes", c_int64),
         ("ops", ctypes.POINTER(Op)),
@@ -109,16 +79,8 @@ class Model(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = [
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("query_starts", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("sample_rows", c_void_p),
-        ("tokens", c_int32),
-        ("sequences", c_int32),
-        ("max_blocks", c_int32),
-        ("samples", c_int32),
+        *fields(c_void_p, "token_ids positions query_starts context_lens block_tables sample_rows"),
+        *fields(c_int32, "tokens sequences max_blocks samples"),
     ]
 
 
