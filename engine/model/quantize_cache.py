@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from engine.model import safetensors, tensor_writer
 from engine.model.config import ModelConfig
 from engine.model.safetensors import TensorFiles
 from engine.model.tensor_writer import TensorWriter, bytes_of
-from engine.model.tensors import Part, Recipe, check_tensors, head_spec, linear_specs, rounded
+from engine.model.tensors import Recipe, check_tensors, head_spec, linear_specs, rounded
 from engine.model.weights import Progress
 from engine.quant import codebook, float8, integers, kept
 from engine.quant.formats import Rounding
@@ -63,18 +64,16 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A linear map that is quantized: what it is called in the cache, what it is made of, and what it becomes."""
+    """A linear map in floating point that is quantized."""
 
     name: str
-    part: Part
+    """In the cache."""
+    source: str
+    """The tensor of the checkpoint."""
+    rows: int
     in_features: int
     format: Rounding
-
-    @property
-    def sources(self) -> Iterator[tuple[str, str]]:
-        """The tensors of the checkpoint that it is made of: the last part of the name, and the whole name."""
-        for tensor in self.part.storage.tensors(self.part.rows, self.in_features):
-            yield tensor.suffix, f"{self.part.name}.{tensor.suffix}"
+    """What it becomes."""
 
 
 class _Overlaid(TensorFiles):
@@ -115,7 +114,7 @@ def quantized(checkpoint: Checkpoint, say: Callable[[str], None], progress: Prog
         return checkpoint
     linears = list(_linears(checkpoint))
     entries = checkpoint.files.entries
-    total = sum(entries[name].num_bytes for linear in linears for _, name in linear.sources)
+    total = sum(entries[linear.source].num_bytes for linear in linears)
     if total < SMALLEST:
         return checkpoint
     try:
@@ -124,9 +123,7 @@ def quantized(checkpoint: Checkpoint, say: Callable[[str], None], progress: Prog
         if found is not None:
             say(f"weights were quantized to {quantization.name} by an earlier start: {path}")
             return found
-        size = sum(
-            linear.format.num_bytes(linear.part.rows, linear.in_features, torch.float32) for linear in linears
-        )
+        size = sum(one.format.num_bytes(one.rows, one.in_features, torch.float32) for one in linears)
         _make_room(path, size)
         say(f"quantizing to {quantization.name}; the result is kept for the next start")
         start = time.monotonic()
@@ -142,14 +139,13 @@ def quantized(checkpoint: Checkpoint, say: Callable[[str], None], progress: Prog
 
 def _linears(checkpoint: Checkpoint) -> Iterator[_Linear]:
     config, recipe = checkpoint.config, checkpoint.recipe
-    for layer in range(config.num_layers):
-        for spec in linear_specs(config, layer, recipe).values():
-            for part in {part.name: part for part in spec.parts if spec.quantized}.values():
-                assert spec.quantized is not None
-                yield _Linear(part.name, part, spec.in_features, spec.quantized)
+    layers = [linear_specs(config, layer, recipe).values() for layer in range(config.num_layers)]
     head = head_spec(config, recipe)
-    assert head.quantized is not None
-    yield _Linear(LM_HEAD, head.parts[0], head.in_features, head.quantized)
+    for spec in [*chain.from_iterable(layers), head]:
+        if spec.quantized is not None:
+            for part in {part.name: part for part in spec.parts}.values():  # keys may be values, too
+                name = LM_HEAD if spec is head else part.name
+                yield _Linear(name, f"{part.name}.weight", part.rows, spec.in_features, spec.quantized)
 
 
 def _path(files: TensorFiles, quantization: str, linears: list[_Linear]) -> Path:
@@ -176,16 +172,13 @@ def _key(files: TensorFiles, linears: list[_Linear]) -> str:
     for module in (codebook, float8, integers, kept, packing, tensor_writer):
         digest.update(Path(str(module.__file__)).read_bytes())
     digest.update(Path(__file__).read_bytes())
-    for file in sorted({files.entries[name].file for linear in linears for _, name in linear.sources}):
+    for file in sorted({files.entries[linear.source].file for linear in linears}):
         stat = file.stat()
         _tell(digest, file.name, stat.st_size, stat.st_mtime_ns)
     for linear in linears:
-        part = linear.part
-        _tell(digest, linear.name, part.name, part.rows, part.storage.name, linear.in_features, linear.format)
-        for _, name in linear.sources:
-            entry = files.entries[name]
-            _tell(digest, entry.file.name, entry.dtype, entry.shape, entry.start)
-            digest.update(bytes_of(files.read(name).flatten()[:_SAMPLE]))
+        entry = files.entries[linear.source]
+        _tell(digest, linear, entry.file.name, entry.dtype, entry.shape, entry.start)
+        digest.update(bytes_of(files.read(linear.source).flatten()[:_SAMPLE]))
     return digest.hexdigest()
 
 
@@ -295,9 +288,10 @@ def _make(files: TensorFiles, linears: list[_Linear], path: Path, quantized: Cal
         tensors, done = _announced(linears), 0
         with TensorWriter(partial, tensors) as writer:
             for linear in linears:
-                for suffix, tensor in Kept(linear.format).store(_quantize(files, linear)).items():
+                made = rounded(linear.format, files.read(linear.source))
+                for suffix, tensor in Kept(linear.format).store(made).items():
                     writer.write(f"{linear.name}.{suffix}", tensor)
-                done += sum(files.entries[name].num_bytes for _, name in linear.sources)
+                done += files.entries[linear.source].num_bytes
                 quantized(done)
             writer.flush()
             first, end = writer.start(next(iter(tensors))), writer.start(_CHECKSUM)
@@ -313,13 +307,6 @@ def _announced(linears: list[_Linear]) -> dict[str, tuple[tuple[int, ...], torch
     tensors = {
         f"{linear.name}.{tensor.suffix}": (tensor.known_shape, safetensors.DTYPES[tensor.dtypes[0]])
         for linear in linears
-        for tensor in Kept(linear.format).tensors(linear.part.rows, linear.in_features)
+        for tensor in Kept(linear.format).tensors(linear.rows, linear.in_features)
     }
     return {**tensors, _CHECKSUM: ((1,), torch.int64)}
-
-
-def _quantize(files: TensorFiles, linear: _Linear) -> dict[str, Tensor]:
-    part = linear.part
-    stored = part.storage.repack({suffix: files.read(name) for suffix, name in linear.sources})
-    weight = part.storage.format(part.rows, linear.in_features).unpack(stored)
-    return dict(rounded(linear.format, weight))

@@ -16,14 +16,11 @@ from engine.model.dtype import choose_device, choose_quantization
 from engine.model.safetensors import TensorFiles
 from engine.model.spec import HeadOrder, LayerEmbeddings, LinearMap, Rows
 from engine.quant.checkpoints import storages_of
-from engine.quant.formats import DENSE, Format, NamedTensors, Rounding
+from engine.quant.formats import DENSE, Format, NamedTensors, Rounding, by_rows
 from engine.quant.integers import Integers, common_format
 from engine.quant.quantization import Quantization
 from engine.quant.storage import PLAIN, Storage, Storages, StoredTensor
 from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
-
-_ELEMENTS_AT_A_TIME = 1 << 21
-"""Of a weight that is unpacked or rounded by way of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,16 +347,5 @@ def _hint(config: ModelConfig, files: TensorFiles, module: str) -> str:
 
 
 def rounded(format: Rounding, weight: Tensor) -> NamedTensors:
-    """A weight [out, in] in a format whose rows are rounded each by itself, some of them at a time."""
-    tensors: dict[str, Tensor] = {}
-    for rows in _row_slices(*weight.shape):
-        for name, some in format.quantize(weight[rows]).items():
-            if name not in tensors:
-                tensors[name] = some.new_empty(len(weight), some.shape[1])
-            tensors[name][rows] = some
-    return tensors
-
-
-def _row_slices(num_rows: int, row_size: int) -> list[slice]:
-    step = max(1, _ELEMENTS_AT_A_TIME // row_size)
-    return [slice(start, start + step) for start in range(0, num_rows, step)]
+    """A weight [out, in] in a format whose rows are rounded each by itself."""
+    return by_rows(lambda rows: format.quantize(weight[rows]), *weight.shape)

@@ -22,7 +22,6 @@ from engine.model.tensors import (
     LinearSpec,
     Part,
     Recipe,
-    _row_slices,
     check_tensors,
     embedding_spec,
     expected_tensors,
@@ -32,7 +31,7 @@ from engine.model.tensors import (
     norm_in_our_order,
     packs_embedding,
 )
-from engine.quant.formats import DENSE, Format, NamedTensors
+from engine.quant.formats import DENSE, Format, NamedTensors, by_rows
 from engine.quant.integers import Integers, widen
 from engine.quant.storage import BadTensor
 from engine.quant.storages.names import LAYERS
@@ -166,10 +165,11 @@ class Reader:
         device, dtype, format = self.kernels.device, self.kernels.embedding_dtype, spec.stored
         if not isinstance(format, Integers):
             return format.unpack(tensors).to(device=device, dtype=dtype, copy=True)
-        weight = torch.empty(spec.out_features, spec.in_features, device=device, dtype=dtype)
-        for rows in _row_slices(spec.out_features, spec.in_features):
-            weight[rows] = format.unpack(format.rows(tensors, rows))
-        return weight
+
+        def unpacked(rows: slice) -> NamedTensors:
+            return {"weight": format.unpack(format.rows(tensors, rows)).to(device, dtype)}
+
+        return by_rows(unpacked, spec.out_features, spec.in_features)["weight"]
 
     def linear(self, spec: LinearSpec) -> Linear:
         biases = [self._bias(part) for part in spec.parts] if spec.bias else []

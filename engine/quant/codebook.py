@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.quant.formats import NamedTensors
+from engine.quant.formats import NamedTensors, by_rows
 
 NF4 = (
     -1.0,
@@ -33,9 +33,6 @@ NF4 = (
 
 UNIT = 8
 """The kernels take groups of a multiple of so many inputs, or a whole row."""
-
-_ELEMENTS_AT_A_TIME = 1 << 20
-"""Tables are looked up for so many weights at a time, because the places need four times the memory for that."""
 
 _SMALLEST = 1e-30
 """Stands in for a largest magnitude of 0, so that nothing is divided by 0."""
@@ -66,13 +63,12 @@ class Codebook:
         """The weight [out, in] that the places stand for, in float32."""
         places, scale = tensors["weight"], tensors["scale"]
         table = torch.tensor(self.table, device=places.device)
-        weight = torch.empty(places.shape, device=places.device)
-        rows = max(1, _ELEMENTS_AT_A_TIME // places.shape[1])
-        for start in range(0, len(weight), rows):
-            some = slice(start, start + rows)
-            numbers = torch.unflatten(table[places[some].int()], 1, (-1, self.group_size))
-            weight[some] = (numbers * scale[some].unsqueeze(-1)).flatten(1)
-        return weight
+
+        def look_up(rows: slice) -> NamedTensors:
+            numbers = torch.unflatten(table[places[rows].int()], 1, (-1, self.group_size))
+            return {"weight": (numbers * scale[rows].unsqueeze(-1)).flatten(1)}
+
+        return by_rows(look_up, *places.shape)["weight"]
 
     def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:  # noqa: ARG002
         """The bytes of a packed weight: half a byte for each place, and a float32 for each scale."""
@@ -87,9 +83,5 @@ class Codebook:
         middles = (numbers[1:] + numbers[:-1]) / 2
         groups = torch.unflatten(weight.detach().float(), 1, (-1, self.group_size))
         scale = groups.abs().amax(-1).clamp_(min=_SMALLEST) / numbers.abs().max()
-        places = torch.empty(groups.shape, dtype=torch.uint8)
-        rows = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
-        for start in range(0, len(groups), rows):
-            some = slice(start, start + rows)
-            places[some] = order[torch.bucketize(groups[some] / scale[some].unsqueeze(-1), middles)]
+        places = order.to(torch.uint8)[torch.bucketize(groups / scale.unsqueeze(-1), middles)]
         return {"weight": places.flatten(1), "scale": scale}

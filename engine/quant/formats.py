@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +10,22 @@ from torch import Tensor
 
 NamedTensors = Mapping[str, Tensor]
 """The tensors of one linear map by the last part of their names: "weight", "scale", ..."""
+
+
+ELEMENTS_AT_A_TIME = 1 << 21
+"""Of a weight that is unpacked, repacked or rounded, which takes temporaries several times as large."""
+
+
+def by_rows(make: Callable[[slice], NamedTensors], num_rows: int, row_size: int) -> dict[str, Tensor]:
+    """Tensors [num_rows, ...] that are made some rows at a time."""
+    made: dict[str, Tensor] = {}
+    step = max(1, ELEMENTS_AT_A_TIME // row_size)
+    for rows in (slice(start, start + step) for start in range(0, num_rows, step)):
+        for name, some in make(rows).items():
+            if name not in made:
+                made[name] = some.new_empty(num_rows, *some.shape[1:])
+            made[name][rows] = some
+    return made
 
 
 class Format(Protocol):

@@ -10,7 +10,7 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -169,59 +169,44 @@ def _parse(path: Path, cursor: _Cursor) -> Header:
         if key in metadata:
             raise cursor.malformed(f"{key!r:.80} is there twice")
         metadata[key] = cursor.value(key)
-    infos = [_Info.read(cursor) for _ in range(num_tensors)]
+    found = [_read_tensor(path, cursor) for _ in range(num_tensors)]
     alignment = Fields(str(path), metadata).size("general.alignment", _ALIGNMENT, most=1 << 20)
     if alignment % 8:
         raise cursor.malformed(f"general.alignment is {alignment}, which is no multiple of 8")
     first = -(-cursor.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
-    for info in infos:
-        if info.name in tensors:
-            raise cursor.malformed(f"tensor {info.name!r:.80} is there twice")
-        tensors[info.name] = _place(path, info, first, alignment, cursor.size)
+    for tensor in found:
+        if tensor.name in tensors:
+            raise cursor.malformed(f"tensor {tensor.name!r:.80} is there twice")
+        if tensor.start % alignment:
+            raise CheckpointError(
+                f"{path}: {tensor.name} begins at {tensor.start}, which is no multiple of {alignment}"
+            )
+        tensors[tensor.name] = tensor = replace(tensor, start=first + tensor.start)
+        end = tensor.start + tensor.num_bytes
+        if end > cursor.size:
+            raise CheckpointError(
+                f"{path} is truncated: it has {cursor.size} bytes, and {tensor.name} ({tensor.type.name}) ends at {end}"
+            )
     return Header(path, metadata, tensors, cursor.at)
 
 
-def _place(path: Path, info: _Info, first: int, alignment: int, size: int) -> GgufTensor:
-    """Where a tensor lies in a file of `size` bytes, whose data begin at `first`."""
-    tensor = GgufTensor(info.name, path, info.type, info.shape, first + info.offset)
-    if info.offset % alignment:
+def _read_tensor(path: Path, cursor: _Cursor) -> GgufTensor:
+    """What the header says of a tensor; it starts at an offset from where the first tensor does."""
+    name = cursor.text(_MAX_NAME_BYTES)
+    num_dimensions = cursor.number("I")
+    if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+        raise cursor.malformed(f"tensor {name!r:.80} has {num_dimensions} dimensions")
+    shape = tuple(cursor.number("Q") for _ in range(num_dimensions))[::-1]
+    if 0 in shape:
+        raise cursor.malformed(f"tensor {name!r:.80} has shape {list(shape)}")
+    number = cursor.number("I")
+    type = TYPES.get(number, TensorType(f"type {number}"))
+    if shape[-1] % type.block:
         raise CheckpointError(
-            f"{path}: {info.name} begins at {info.offset}, which is no multiple of {alignment}"
+            f"{path}: {name} has rows of {shape[-1]}, and {type.name} comes in blocks of {type.block}"
         )
-    if info.shape[-1] % info.type.block:
-        raise CheckpointError(
-            f"{path}: {info.name} has rows of {info.shape[-1]}, and {info.type.name} comes in blocks of "
-            f"{info.type.block}"
-        )
-    if tensor.start + tensor.num_bytes > size:
-        raise CheckpointError(
-            f"{path} is truncated: it has {size} bytes, and {info.name} ({info.type.name}) ends at "
-            f"{tensor.start + tensor.num_bytes}"
-        )
-    return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Info:
-    """What the header says of a tensor."""
-
-    name: str
-    type: TensorType
-    shape: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def read(cls, cursor: _Cursor) -> _Info:
-        name = cursor.text(_MAX_NAME_BYTES)
-        num_dimensions = cursor.number("I")
-        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-            raise cursor.malformed(f"tensor {name!r:.80} has {num_dimensions} dimensions")
-        shape = tuple(cursor.number("Q") for _ in range(num_dimensions))[::-1]
-        if 0 in shape:
-            raise cursor.malformed(f"tensor {name!r:.80} has shape {list(shape)}")
-        number = cursor.number("I")
-        return cls(name, TYPES.get(number, TensorType(f"type {number}")), shape, cursor.number("Q"))
+    return GgufTensor(name, path, type, shape, cursor.number("Q"))
 
 
 class _Cursor:

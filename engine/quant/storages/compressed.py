@@ -63,66 +63,50 @@ def packed_integers(
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedFloat4:
-    """Floats of 4 bits, two in a byte: the weight is number * scale.
+class GroupedFloats:
+    """Floats in groups of the inputs of a row: the weight is number * scale.
 
-    weight_packed: [out, in / 2], the lower bits first
-    weight_scale: [out, groups]. NVFP4: e4m3, divided by weight_global_scale [1]. MXFP4: E8M0, as bytes.
+    weight_packed: [out, in / 2], two floats of 4 bits in a byte, the lower bits first; or
+    weight: [out, in] e4m3, which no kernel multiplies in groups
+    weight_scale: [out, groups]. NVFP4: e4m3, divided by weight_global_scale [1]. Others: E8M0, as bytes.
     """
 
-    is_nv: bool
+    name: str
+    """NVFP4, MXFP4 or MXFP8."""
 
     @property
-    def name(self) -> str:
-        return "NVFP4" if self.is_nv else "MXFP4"
+    def _is_nv(self) -> bool:
+        return self.name == "NVFP4"
 
     @property
-    def _group_size(self) -> int:
-        return 16 if self.is_nv else 32
+    def _has_4_bits(self) -> bool:
+        return self.name != "MXFP8"
 
-    def format(self, out_features: int, in_features: int) -> Codebook:  # noqa: ARG002
-        return Codebook("fp4", E2M1, check_groups(self._group_size, in_features))
+    def format(self, out_features: int, in_features: int) -> Codebook | Dense:  # noqa: ARG002
+        size = check_groups(16 if self._is_nv else 32, in_features)
+        return Codebook("fp4", E2M1, size) if self._has_4_bits else DENSE
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
-        num_groups = in_features // self.format(out_features, in_features).group_size
-        yield StoredTensor("weight_packed", (out_features, in_features // 2), ("U8",))
-        yield StoredTensor("weight_scale", (out_features, num_groups), ("F8_E4M3" if self.is_nv else "U8",))
-        if self.is_nv:
+        if self._has_4_bits:
+            yield StoredTensor("weight_packed", (out_features, in_features // 2), ("U8",))
+        else:
+            yield StoredTensor("weight", (out_features, in_features), ("F8_E4M3",))
+        num_groups = in_features // (16 if self._is_nv else 32)
+        yield StoredTensor("weight_scale", (out_features, num_groups), ("F8_E4M3" if self._is_nv else "U8",))
+        if self._is_nv:
             yield StoredTensor("weight_global_scale", (1,), FLOATS, loose=True)
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
-        if not self.is_nv:
-            scale = powers_of_two(tensors, "weight_scale")
-        else:
+        if self._is_nv:
             divisor = finite(tensors, "weight_global_scale")
             if not bool(divisor.all()):
                 raise BadTensor("weight_global_scale", "is 0")
             scale = finite(tensors, "weight_scale") / divisor.reshape(1, 1)
-        return {"weight": unpack_nibbles(tensors["weight_packed"]), "scale": scale}
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedMxFloat8:
-    """Floats of 8 bits, e4m3, in groups of 32 inputs that have a power of 2 as their scale; no kernel multiplies these.
-
-    weight: [out, in]
-    weight_scale: [out, in / 32] bytes, E8M0
-    """
-
-    name = "MXFP8"
-    _group_size = 32
-
-    def format(self, out_features: int, in_features: int) -> Dense:  # noqa: ARG002
-        check_groups(self._group_size, in_features)
-        return DENSE
-
-    def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
-        yield StoredTensor("weight", (out_features, in_features), ("F8_E4M3",))
-        yield StoredTensor("weight_scale", (out_features, in_features // self._group_size), ("U8",))
-
-    def repack(self, tensors: NamedTensors) -> NamedTensors:
-        weight, scale = finite(tensors, "weight"), powers_of_two(tensors, "weight_scale")
-        groups = torch.unflatten(weight, 1, (-1, self._group_size))
+        else:
+            scale = powers_of_two(tensors, "weight_scale")
+        if self._has_4_bits:
+            return {"weight": unpack_nibbles(tensors["weight_packed"]), "scale": scale}
+        groups = torch.unflatten(finite(tensors, "weight"), 1, (-1, 32))
         return {"weight": (groups * scale.unsqueeze(-1)).flatten(1)}
 
 
@@ -205,11 +189,11 @@ def _storage(group: Fields, default_format: str) -> Storage:
         case "float", "float-quantized" | "naive-quantized" if bits == 8:
             return StoredFloat8(_scaling(weights))
         case "float", "nvfp4-pack-quantized" if bits == 4:
-            return CompressedFloat4(is_nv=True)
+            return GroupedFloats("NVFP4")
         case "float", "mxfp4-pack-quantized" if bits == 4:
-            return CompressedFloat4(is_nv=False)
+            return GroupedFloats("MXFP4")
         case "float", "mxfp8-quantized" if bits == 8:
-            return CompressedMxFloat8()
+            return GroupedFloats("MXFP8")
     raise CheckpointError(
         f"{group.source}: format {format or 'null'} with weights of type {kind}, {bits} bits, is not supported"
     )

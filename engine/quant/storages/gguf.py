@@ -15,14 +15,12 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.quant.formats import NamedTensors
+from engine.quant.formats import NamedTensors, by_rows
 from engine.quant.integers import Factors, Integers
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 
 _FACTOR_DTYPES = {Factors.FLOAT32: torch.float32, Factors.COUNTS: torch.int8}
 _QUARTERS = (0, 2, 4, 6)
-_ELEMENTS_AT_A_TIME = 1 << 20
-"""Blocks are repacked so many weights at a time: the temporaries are several times as large."""
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """ggml's kvalues_iq4nl."""
@@ -58,19 +56,15 @@ class Blocks:
     def repack(self, tensors: NamedTensors) -> NamedTensors:
         rows = tensors["weight"]
         out_features, in_features = len(rows), rows.shape[1] // self.num_bytes * self.block
-        packed = {
-            name: torch.empty(shape, dtype=self._dtype(name))
-            for name, shape in self.groups.shapes(out_features, in_features)
-        }
-        step = max(1, _ELEMENTS_AT_A_TIME // in_features)
-        for start in range(0, out_features, step):
-            blocks = rows[start : start + step].reshape(-1, self.num_bytes)
-            for name, part in self.unpack(blocks).items():
-                packed[name][start : start + step] = part.reshape(-1, packed[name].shape[1])
+        packed = by_rows(lambda some: self._unpacked(rows[some]), out_features, in_features)
         for name, tensor in packed.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise BadTensor("weight", f"has {name.partition('_')[0]}s that are not finite")
         return packed
+
+    def _unpacked(self, rows: Tensor) -> NamedTensors:
+        tensors = self.unpack(rows.reshape(-1, self.num_bytes)).items()
+        return {name: part.reshape(len(rows), -1).to(self._dtype(name)) for name, part in tensors}
 
     def _dtype(self, name: str) -> torch.dtype:
         if name == "weight":

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.quant import codebook
+from engine.quant import formats
 from engine.quant.codebook import NF4, Codebook
 from engine.quant.storages.bitsandbytes import TABLES
 from tests.few import examples
@@ -34,7 +34,7 @@ def test_rows_are_looked_up_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     format = Codebook("test", TABLE, 16)
     tensors = {"weight": torch.randint(16, (33, 32), dtype=torch.uint8), "scale": torch.rand(33, 2)}
     whole = format.unpack(tensors)
-    monkeypatch.setattr(codebook, "_ELEMENTS_AT_A_TIME", 64)
+    monkeypatch.setattr(formats, "ELEMENTS_AT_A_TIME", 64)
     assert torch.equal(format.unpack(tensors), whole)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.gguf import container
+from engine.quant import formats
 from engine.quant.integers import Factors, Integers, common_format, widen
 from engine.quant.storage import PLAIN, BadTensor
-from engine.quant.storages import gguf as module
 from engine.quant.storages.gguf import TYPES, gguf_storages
 from tests.few import examples
 
@@ -62,7 +62,7 @@ def test_repacked_blocks_stand_for_the_same_weights_to_the_bit(
 def test_rows_are_repacked_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     rows = random_rows(name, 7, 2, 0)
     whole = TYPES[name].repack({"weight": rows})
-    monkeypatch.setattr(module, "_ELEMENTS_AT_A_TIME", 3 * 2 * TYPES[name].block)
+    monkeypatch.setattr(formats, "ELEMENTS_AT_A_TIME", 3 * 2 * TYPES[name].block)
     for key, tensor in TYPES[name].repack({"weight": rows}).items():
         assert torch.equal(tensor, whole[key])
 
