@@ -126,7 +126,7 @@ class Fields:
                 return one
         *most, last = map(str, allowed)
         only = f"{', '.join(most)} and {last} are" if most else f"{last} is"
-        raise CheckpointError(f"{self.source}: {name} {value} is not supported; only {only}")
+        raise CheckpointError(f"{self.source}: {name} {value!s:.40} is not supported; only {only}")
 
     def strings(self, name: str) -> list[str]:
         value = self._typed(name, list, "a list of strings", [])

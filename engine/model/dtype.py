@@ -8,7 +8,6 @@ from engine.errors import CheckpointError
 from engine.kernels.cpu.levels import multiplies_bfloat16
 from engine.kernels.kv_cache import QUANTIZED, is_quantized
 from engine.model.config import ModelConfig
-from engine.quant.quantization import Quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, **QUANTIZED}
@@ -66,8 +65,3 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
 def kv_dtype_name(dtype: torch.dtype) -> str:
     """The name that --kv-dtype has for a type."""
     return next(name for name, each in KV_DTYPES.items() if each == dtype)
-
-
-def choose_quantization(wanted: str | None, group_size: int | None) -> Quantization | None:
-    """The quantization that linear maps are loaded with."""
-    return None if wanted is None else Quantization(wanted, group_size)

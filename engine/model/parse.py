@@ -98,21 +98,13 @@ def _quantization(fields: Fields) -> Fields | None:
     if not fields.has("quantization_config"):
         return None
     quantization = fields.nested("quantization_config")
-    method = quantization.text("quant_method")
-    if method not in QUANT_METHODS:
-        raise CheckpointError(
-            f"{quantization.source}: quant_method {method} is not supported; supported are {', '.join(QUANT_METHODS)}"
-        )
+    quantization.one_of("quant_method", *QUANT_METHODS)
     return quantization
 
 
 def _dtype(fields: Fields) -> str:
     name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise CheckpointError(
-            f"{fields.source}: dtype {name} is not supported; supported are {', '.join(_DTYPES)}"
-        )
-    return name
+    return Fields(fields.source, {"dtype": name}).one_of("dtype", *_DTYPES)
 
 
 def _generation_fields(folder: Path) -> Fields:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.dtype import choose_device, choose_quantization
+from engine.model.dtype import choose_device
 from engine.model.safetensors import TensorFiles
 from engine.model.spec import HeadOrder, LayerEmbeddings, LinearMap, Rows
 from engine.quant.checkpoints import storages_of
@@ -42,7 +42,8 @@ def make_recipe(config: ModelConfig, options: LoadOptions) -> Recipe:
         CheckpointError: what quantization_config says is not supported, or what the options ask for cannot be done.
     """
     storages = storages_of(config.quantization)
-    quantization = choose_quantization(options.quantize, options.quantize_group_size)
+    wanted = options.quantize
+    quantization = None if wanted is None else Quantization(wanted, options.quantize_group_size)
     if quantization is not None and config.quantization is not None:
         method = config.quantization.text("quant_method")
         raise CheckpointError(

@@ -71,7 +71,22 @@ def read_config(path: Path) -> ModelConfig:
     Raises:
         CheckpointError: naming what is missing, malformed or not supported.
     """
-    return config_of(read_header(path))
+    header = read_header(path)
+    fields, kind = header.fields, Kind.of(header.fields)
+    entries, tokens = _entries(header, kind), fields.strings("tokenizer.ggml.tokens")
+    architecture = kind.windowed if kind.windowed and entries["sliding_window"] else kind.architecture
+    if not tokens:
+        raise CheckpointError(f"{fields.source}: tokenizer.ggml.tokens is missing")
+    config = parse_config(Fields(fields.source, {**entries, "vocab_size": len(tokens)}), architecture)
+    return replace(
+        config,
+        architecture=kind.architecture,
+        spec=_as_stored(config.spec, header, kind),
+        bos_token_id=token_id(fields, "bos"),
+        eos_token_ids=_ends(fields, tokens),
+        dtype=_dtype(header),
+        quantization=_quantization(header, Names(kind)),
+    )
 
 
 def read_generation_defaults(path: Path) -> GenerationDefaults:
@@ -87,29 +102,6 @@ def read_generation_defaults(path: Path) -> GenerationDefaults:
         top_k=fields.optional_integer("general.sampling.top_k"),
         min_p=fields.within("general.sampling.min_p", 0, 1),
         repetition_penalty=fields.within("general.sampling.penalty_repeat", 0.01, 100),
-    )
-
-
-def config_of(header: Header) -> ModelConfig:
-    """The config of the model that the header describes.
-
-    Raises:
-        CheckpointError: naming what is missing, malformed or not supported.
-    """
-    fields, kind = header.fields, Kind.of(header.fields)
-    entries, tokens = _entries(header, kind), fields.strings("tokenizer.ggml.tokens")
-    architecture = kind.windowed if kind.windowed and entries["sliding_window"] else kind.architecture
-    if not tokens:
-        raise CheckpointError(f"{fields.source}: tokenizer.ggml.tokens is missing")
-    config = parse_config(Fields(fields.source, {**entries, "vocab_size": len(tokens)}), architecture)
-    return replace(
-        config,
-        architecture=kind.architecture,
-        spec=_as_stored(config.spec, header, kind),
-        bos_token_id=token_id(fields, "bos"),
-        eos_token_ids=_ends(fields, tokens),
-        dtype=_dtype(header),
-        quantization=_quantization(header, Names(kind)),
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.errors import CheckpointError
 from engine.fields import Fields
 
 _POST_NORMS = {
@@ -58,12 +57,7 @@ class Kind:
         Raises:
             CheckpointError: it is not supported.
         """
-        name = fields.text("general.architecture")
-        if name not in KINDS:
-            raise CheckpointError(
-                f"{fields.source}: general.architecture {name!r:.40} is not supported; supported are {', '.join(KINDS)}"
-            )
-        return KINDS[name]
+        return KINDS[fields.one_of("general.architecture", *KINDS)]
 
 
 KINDS = {

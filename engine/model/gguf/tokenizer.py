@@ -104,12 +104,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     fields = read_header(path).fields
     vocabulary = _Vocabulary.read(fields)
-    model = fields.text("tokenizer.ggml.model")
-    if model not in _MODELS:
-        raise CheckpointError(
-            f"{path}: tokenizer.ggml.model {model!r:.40} is not supported; supported are {', '.join(_MODELS)}"
-        )
-    content = _MODELS[model](fields, vocabulary)
+    content = _MODELS[fields.one_of("tokenizer.ggml.model", *_MODELS)](fields, vocabulary)
     template = fields.text("tokenizer.chat_template", "") or None
     try:
         return Tokenizer(json.dumps(content), vocabulary.named, template)
@@ -154,12 +149,7 @@ class _Vocabulary:
 
 def _byte_level(fields: Fields, vocabulary: _Vocabulary) -> Json:
     """BPE over the bytes of a text, as GPT-2 has it."""
-    pre = fields.text("tokenizer.ggml.pre", "default")
-    if pre not in SPLITTINGS:
-        raise CheckpointError(
-            f"{fields.source}: tokenizer.ggml.pre {pre!r:.40} is not supported; supported are {', '.join(SPLITTINGS)}"
-        )
-    splitting = SPLITTINGS[pre]
+    splitting = SPLITTINGS[fields.one_of("tokenizer.ggml.pre", *SPLITTINGS, default="default")]
     bytes_of_a_piece: Json = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -305,14 +295,10 @@ def _around(fields: Fields, vocabulary: _Vocabulary, adds_bos: bool) -> Json:
                 f"{fields.source}: tokenizer.ggml.{name}_id is missing or no token of the vocabulary, and every text "
                 f"is to get a {name}"
             )
-    texts = {name: str(vocabulary.named[name]) for name in wanted}
-    special = {name: {"SpecialToken": {"id": text, "type_id": 0}} for name, text in texts.items()}
-    before, after = (
-        [special[n] for n in wanted if n == "bos_token"],
-        [special[n] for n in wanted if n == "eos_token"],
-    )
+    texts, ids = {name: str(vocabulary.named[name]) for name in wanted}, vocabulary.ids
+    tokens = {name: [{"SpecialToken": {"id": text, "type_id": 0}}] for name, text in texts.items()}
+    before, after = tokens.get("bos_token", []), tokens.get("eos_token", [])
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    ids = vocabulary.ids
     return {
         "type": "TemplateProcessing",
         "single": [*before, first, *after],

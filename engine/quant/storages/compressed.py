@@ -11,10 +11,10 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.codebook import Codebook
-from engine.quant.float8 import BLOCK, Scaling
+from engine.quant.float8 import Scaling
 from engine.quant.formats import DENSE, Dense, NamedTensors
 from engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, StoredTensor
-from engine.quant.storages.float8 import StoredFloat8
+from engine.quant.storages.float8 import StoredFloat8, check_block
 from engine.quant.storages.names import EMBEDDING, IsMeant, called, regular_expression
 from engine.quant.storages.packing import Codes, StoredIntegers, check_groups, finite, unpack_nibbles
 
@@ -215,11 +215,8 @@ def _scaling(weights: Fields) -> Scaling:
     if not weights.flag("symmetric", True):
         raise CheckpointError(f"{weights.source}: symmetric false is not supported with floats")
     strategy = _strategy(weights, "tensor", "channel", "block")
-    block = weights.integers("block_structure")
-    if strategy == "block" and block != (BLOCK, BLOCK):
-        raise CheckpointError(
-            f"{weights.source}: block_structure {list(block)} is not supported; only [{BLOCK}, {BLOCK}] is"
-        )
+    if strategy == "block":
+        check_block(weights, "block_structure")
     return {"tensor": Scaling.TENSOR, "channel": Scaling.ROW, "block": Scaling.BLOCK}[strategy]
 
 

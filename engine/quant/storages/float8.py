@@ -52,6 +52,19 @@ class StoredFloat8:
         return {"weight": weight, "scale": scale.reshape(shapes["scale"])}
 
 
+def check_block(fields: Fields, name: str) -> None:
+    """Checks that the entry is the size of the blocks that share a scale.
+
+    Raises:
+        CheckpointError: it is another size.
+    """
+    block = fields.integers(name)
+    if block != (BLOCK, BLOCK):
+        raise CheckpointError(
+            f"{fields.source}: {name} {list(block)} is not supported; only [{BLOCK}, {BLOCK}] is"
+        )
+
+
 def float8_storages(fields: Fields) -> Storages:
     """The storages of `quant_method` fp8: blocks as DeepSeek and Qwen have them, or a scale for a whole weight.
 
@@ -60,13 +73,11 @@ def float8_storages(fields: Fields) -> Storages:
     Raises:
         CheckpointError: naming the field that is malformed or not supported.
     """
-    block = fields.integers("weight_block_size")
-    if block not in ((), (BLOCK, BLOCK)):
-        raise CheckpointError(
-            f"{fields.source}: weight_block_size {list(block)} is not supported; only [{BLOCK}, {BLOCK}] is"
-        )
+    has_blocks = fields.integers("weight_block_size") != ()
+    if has_blocks:
+        check_block(fields, "weight_block_size")
     is_excluded = excluded(fields, "modules_to_not_convert", "ignored_layers")
-    scaling = Scaling.BLOCK if block else Scaling.TENSOR
+    scaling = Scaling.BLOCK if has_blocks else Scaling.TENSOR
     # transformers, which writes weight_block_size in any case, calls every scale weight_scale_inv; AutoFP8 does not.
     scale = "weight_scale_inv" if "weight_block_size" in fields else "weight_scale"
     return all_but(StoredFloat8(scaling, scale=scale), is_excluded)

@@ -19,7 +19,6 @@ from engine.quant.formats import NamedTensors, by_rows
 from engine.quant.integers import Factors, Integers
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 
-_FACTOR_DTYPES = {Factors.FLOAT32: torch.float32, Factors.COUNTS: torch.int8}
 _QUARTERS = (0, 2, 4, 6)
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -28,7 +27,7 @@ _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """The doubles of floats with two bits of exponent and one of mantissa."""
 
 Unpack = Callable[[Tensor], NamedTensors]
-"""Takes blocks apart, [n, bytes of a block] uint8: the tensors of rows that are a block each."""
+"""Takes blocks apart, [n, bytes of a block] uint8: the tensors of rows that are a block each. A byte may be uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,6 @@ class Blocks:
     groups: Integers
     """What a block becomes."""
     unpack: Unpack
-    half: torch.dtype = torch.float16
-    """The type of scales in 16 bits."""
 
     def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
         return self.groups
@@ -63,13 +60,12 @@ class Blocks:
         return packed
 
     def _unpacked(self, rows: Tensor) -> NamedTensors:
-        tensors = self.unpack(rows.reshape(-1, self.num_bytes)).items()
-        return {name: part.reshape(len(rows), -1).to(self._dtype(name)) for name, part in tensors}
-
-    def _dtype(self, name: str) -> torch.dtype:
-        if name == "weight":
-            return torch.int8
-        return torch.float16 if name.endswith("_unit") else _FACTOR_DTYPES.get(self.groups.factors, self.half)
+        tensors = self.unpack(rows.reshape(-1, self.num_bytes))
+        signed = {
+            name: part.view(torch.int8) if part.dtype == torch.uint8 else part
+            for name, part in tensors.items()
+        }
+        return {name: part.reshape(len(rows), -1) for name, part in signed.items()}
 
 
 def gguf_storages(quantization: Fields) -> Storages:
@@ -92,7 +88,7 @@ def gguf_storages(quantization: Fields) -> Storages:
 
 
 def _q8_0(blocks: Tensor) -> NamedTensors:
-    return {"weight": blocks[:, 2:].view(torch.int8), "scale": _half(blocks, 0)}
+    return {"weight": blocks[:, 2:], "scale": _half(blocks, 0).float()}
 
 
 def _q4_0(blocks: Tensor) -> NamedTensors:
@@ -250,7 +246,7 @@ TYPES = {
         Blocks("Q6_K", 256, 210, Integers(6, 16, factors=Factors.COUNTS), _q6_k),
         Blocks("IQ4_NL", 32, 18, Integers(8, 32, factors=Factors.HALF, table=_IQ4), _iq4_nl),
         Blocks("IQ4_XS", 256, 136, Integers(8, 32, factors=Factors.COUNTS, table=_IQ4), _iq4_xs),
-        Blocks("MXFP4", 32, 17, Integers(8, 32, factors=Factors.HALF, table=_MXFP4), _mxfp4, torch.bfloat16),
+        Blocks("MXFP4", 32, 17, Integers(8, 32, factors=Factors.HALF, table=_MXFP4), _mxfp4),
     )
 }
 """By ggml's names."""

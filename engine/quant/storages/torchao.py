@@ -12,11 +12,11 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.quant.float8 import BLOCK, Scaling
+from engine.quant.float8 import Scaling
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
-from engine.quant.storages.float8 import StoredFloat8
+from engine.quant.storages.float8 import StoredFloat8, check_block
 from engine.quant.storages.names import EMBEDDING, LM_HEAD, all_but, excluded, regular_expression
 from engine.quant.storages.packing import Codes, StoredIntegers, finite, unpack_nibbles
 
@@ -160,15 +160,10 @@ def _groups(granularity: Fields) -> tuple[int | None, bool]:
 
 
 def _scaling(granularity: Fields) -> Scaling:
-    match _kind(granularity, "PerRow", "PerTensor", "PerBlock"):
-        case "PerRow":
-            return Scaling.ROW
-        case "PerTensor":
-            return Scaling.TENSOR
-    sizes = granularity.nested("_data")
-    if sizes.integers("block_size") != (BLOCK, BLOCK):
-        raise CheckpointError(f"{sizes.source}: block_size is not supported; only [{BLOCK}, {BLOCK}] is")
-    return Scaling.BLOCK
+    kind = _kind(granularity, "PerRow", "PerTensor", "PerBlock")
+    if kind == "PerBlock":
+        check_block(granularity.nested("_data"), "block_size")
+    return {"PerRow": Scaling.ROW, "PerTensor": Scaling.TENSOR, "PerBlock": Scaling.BLOCK}[kind]
 
 
 def _kind(granularity: Fields, *allowed: str) -> str:

@@ -22,7 +22,7 @@ from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear
 from engine.kernels.select import only_what_runs, select, trials, triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
+from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.parse import parse_config
 from engine.model.tensors import make_recipe
 from engine.quant.float8 import Float8
@@ -347,5 +347,6 @@ def test_nf4_is_not_made_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_quantizations() -> None:
-    assert choose_quantization(None, None) is None
-    assert choose_quantization("int4", 32) == Quantization("int4", 32)
+    assert make_recipe(CONFIG, LoadOptions(device="cpu")).quantization is None
+    asked = LoadOptions(device="cpu", quantize="int4", quantize_group_size=32)
+    assert make_recipe(CONFIG, asked).quantization == Quantization("int4", 32)

@@ -153,7 +153,7 @@ def test_recommended_sampling_is_read(tmp_path: Path) -> None:
     [
         (
             {"general__architecture": "gemma3n"},
-            "general.architecture 'gemma3n' is not supported; supported are llama",
+            "general.architecture gemma3n is not supported; only llama",
         ),
         ({"llama__expert_count": 8}, "llama.expert_count: mixtures of experts are not supported"),
         ({"llama__block_count": None}, "llama.block_count is missing"),

@@ -297,11 +297,11 @@ def test_tokens_that_users_define_are_found_in_any_text_and_shown() -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported; supported are gpt2, llama"),
+        ({"model": "t5"}, "tokenizer.ggml.model t5 is not supported; only gpt2 and llama are"),
         ({"model": None}, "tokenizer.ggml.model is missing"),
         (
             {"pre": "poro-chat"},
-            "tokenizer.ggml.pre 'poro-chat' is not supported; supported are default, gpt-2",
+            "tokenizer.ggml.pre poro-chat is not supported; only default, gpt-2",
         ),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of strings"),

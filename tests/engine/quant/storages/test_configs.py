@@ -202,7 +202,7 @@ REFUSED: list[tuple[Config, str]] = [
     (ao_config("Int8WeightOnlyConfig", granularity=[]), "granularity must be an object or a list of them"),
     (
         ao_config("Float8WeightOnlyConfig", granularity=kind("PerBlock", block_size=[1, 128])),
-        "block_size is not supported",
+        r"block_size \[1, 128\] is not supported",
     ),
 ]
 
