@@ -27,26 +27,6 @@ class Pace:
     without.
     """
 
-    __slots__ = (
-        "_drafted_rate",
-        "_gain",
-        "_is_first",
-        "_kept",
-        "_left",
-        "_longest_rest",
-        "_lost_s",
-        "_num_behind",
-        "_num_steps",
-        "_num_tokens",
-        "_plain_rate",
-        "_plain_s",
-        "_seconds",
-        "_shortest_rest",
-        "_trial_steps",
-        "drafts",
-        "turn",
-    )
-
     def __init__(self, num_sequences: int = 1) -> None:
         self._trial_steps, rest_factor, self._gain = _TRIAL_STEPS, 1, _GAIN
         if num_sequences >= _MANY:

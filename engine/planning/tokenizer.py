@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -162,18 +161,18 @@ class Tokenizer:
 
     def continuation(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens, none of them special, add to a text that ends in a whole character."""
-        before = self._continued
-        return self.decode([*before.token_ids, *token_ids], skip_special=False)[before.length :]
+        before, length = self._continued
+        return self.decode([*before, *token_ids], skip_special=False)[length:]
 
     @cached_property
-    def _continued(self) -> _Beginning:
-        """Some ordinary token for others to follow."""
+    def _continued(self) -> tuple[list[int], int]:
+        """An ordinary token for others to follow, and the length of its text; no token if none has a text."""
         for token_id in range(self.vocab_size):
             if token_id not in self.special_ids and not self.is_byte(token_id):
                 text = self.decode([token_id], skip_special=False)
                 if text:
-                    return _Beginning((token_id,), len(text))
-        return _Beginning((), 0)
+                    return [token_id], len(text)
+        return [], 0
 
     def _spell(self, token_id: int) -> bytes:
         token = self._parsing.id_to_token(token_id)
@@ -189,15 +188,6 @@ class Tokenizer:
 
 _ALPHABET = _byte_of_character()
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-
-
-@dataclass(frozen=True, slots=True)
-class _Beginning:
-    """Of a text, for tokens to continue."""
-
-    token_ids: tuple[int, ...]
-    length: int
-    """Of its text."""
 
 
 def _is_byte(token: str) -> bool:
