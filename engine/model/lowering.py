@@ -28,16 +28,19 @@ def program(
         dtype: of the embedding.
     """
     ops = [native.NativeOp(kind="embed", time="embed", scale=embedding_scale(spec, dtype))]
-    if (described := spec.layer_embeddings) is not None and (own := weights.layer_embeddings) is not None:
-        map, parts = packed(own.map), {"part": described.size, "scale": described.scale, "norm": own.norm}
-        ops += [
-            native.NativeOp(
-                kind="linear", time="embed", target="per_layer", linear=map, scale=described.map_scale
-            ),
-            native.NativeOp(kind="combine", time="embed", linear=map, rows=own.table, **parts),
-        ]
-    for number, (layer, weight) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-        ops += _layer(number, layer, weight, tables, gathers=number == spec.last_with_keys)
+    parts, of_layers = spec.layer_embeddings, weights.layer_embeddings
+    if parts is not None and of_layers is not None:
+        map = native.NativeOp(
+            kind="linear",
+            time="embed",
+            target="per_layer",
+            linear=packed(of_layers.map),
+            scale=parts.map_scale,
+        )
+        combine = replace(map, kind="combine", scale=parts.scale, part=parts.size, norm=of_layers.norm)
+        ops += [map, replace(combine, rows=of_layers.table)]
+    for number, (layer, own) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        ops += _layer(number, layer, own, tables, gathers=number == spec.last_with_keys)
     return [*ops, _finish(spec, weights.final_norm)]
 
 
@@ -131,17 +134,17 @@ def _parts(
     if gathers:
         yield native.NativeOp(kind="gather", time="gather", layer=number)
     output = adding("o", own.o, "attended", layer.attention_norm, own.attention_norm)
-    norm = (layer.input_norm, own.input_norm) if layer.is_parallel else (layer.post_norm, own.post_norm)
+    read = (layer.input_norm, own.input_norm) if layer.is_parallel else (layer.post_norm, own.post_norm)
     inner = linear(
-        "gate_up", mlp.gate_up, "hidden", "inner", gate=layer.feed_forward.activation, **reading(*norm)
+        "gate_up", mlp.gate_up, "hidden", "inner", gate=layer.feed_forward.activation, **reading(*read)
     )
     yield from (inner, *output) if layer.is_parallel else (*output, inner)
     yield from adding("down", mlp.down, "inner", layer.feed_forward_norm, own.feed_forward_norm)
     if layer.embedding is not None and own.per_layer_gate is not None and own.per_layer_out is not None:
         yield linear("other", own.per_layer_gate, "hidden", "gates")
-        gate, norm = layer.embedding.activation, reading(layer.embedding.norm, own.per_layer_norm)
-        yield linear("other", own.per_layer_out, "gates", "added", gate=gate, part=number)
-        yield native.NativeOp(kind="norm", time="norm", source="added", layer=number, **norm)
+        activation, norm = layer.embedding.activation, own.per_layer_norm
+        yield linear("other", own.per_layer_out, "gates", "added", gate=activation, part=number)
+        yield native.NativeOp(kind="norm", time="norm", source="added", layer=number, norm=norm)
 
 
 def packed(linear: Linear) -> native.PackedLinear:

@@ -151,7 +151,8 @@ class Decoder:
         mapped = (own.map(hidden) * spec.map_scale).view(-1, spec.size)
         normed = self.kernels.rms_norm(mapped, own.norm, self.config.spec.norm_eps)
         rows = F.embedding(token_ids, own.table).to(hidden.dtype) * spec.scale
-        return ((rows + normed.view(rows.shape)) * 0.5**0.5).view(-1, spec.num_layers, spec.size)
+        both: Tensor = (rows + normed.view(rows.shape)) * 0.5**0.5
+        return both.view(-1, spec.num_layers, spec.size)
 
     def _of_embedding(self, spec: LayerEmbedding, own: LayerWeights, hidden: Tensor, part: Tensor) -> Tensor:
         """What a layer adds of the embedding that its tokens have for it, [T, size]."""

@@ -14,7 +14,7 @@ from engine.kernels.cpu.native import NativeUnavailable, load_library
 from engine.kernels.linear import DenseLinear
 from engine.model.checkpoint import read_config
 from engine.model.config import ModelConfig
-from engine.model.dtype import choose_dtype, choose_quantization
+from engine.model.dtype import choose_dtype
 from engine.model.tensors import linear_specs
 from engine.quant.formats import Rounding
 from engine.quant.quantization import Quantization
@@ -33,7 +33,7 @@ def measure(
     torch.set_num_threads(threads)
     config = read_config(Path(model))
     device = torch.device("cpu")
-    quantization = choose_quantization(quantize, None)
+    quantization = None if quantize is None else Quantization(quantize)
     rate = _rate_function(choose_dtype(dtype, config, device), quantization, config, threads)
     return [_mean_rate(linear_sizes(config), n, rate) for n in rows]
 

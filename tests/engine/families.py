@@ -107,6 +107,17 @@ TINY: dict[str, Tiny] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "Gemma 4 12B": Tiny(
+        "Gemma4UnifiedTextConfig",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 24,
+            "global_head_dim": 48,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": GEMMA4_ROPES,
+            "sliding_window": 24,
+        },
+    ),
     "Gemma 4 E": Tiny(
         "Gemma4TextConfig",
         {
@@ -193,6 +204,7 @@ TINY: dict[str, Tiny] = {
 INSIDE: dict[str, tuple[str, str]] = {
     "Gemma3ForConditionalGeneration": ("Gemma 3", "model.language_model."),
     "Gemma4ForConditionalGeneration": ("Gemma 4 E", "model.language_model."),
+    "Gemma4UnifiedForConditionalGeneration": ("Gemma 4 12B", "model.language_model."),
     "Mistral3ForConditionalGeneration": ("Ministral 3", "language_model.model."),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen 2", "model.language_model."),
     "Qwen3VLForConditionalGeneration": ("Qwen 3", "model.language_model."),

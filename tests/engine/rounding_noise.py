@@ -107,17 +107,16 @@ class NoisyReference:
         k_norm: Tensor | None,
         eps: float,
         places: TokenPlaces,
-        layer_kv: Tensor,
+        layer_kv: Tensor | None,
         shape: KVShape,
-        *,
-        norms_last: bool = False,
+        **norms: bool,
     ) -> Tensor:
         heads = qkv.view(len(qkv), -1, shape.head_dim)
-        stored = 2 * shape.num_kv_heads
-        keys_and_values = self.moved(self.stored(heads[:, -stored:], self.kv_dtype), 0)
-        moved = torch.cat((heads[:, :-stored], keys_and_values), 1)
+        asked = heads.shape[1] - (0 if layer_kv is None else 2 * shape.num_kv_heads)
+        keys_and_values = self.moved(self.stored(heads[:, asked:], self.kv_dtype), 0)
+        moved = torch.cat((heads[:, :asked], keys_and_values), 1)
         queries = self.reference.rotate_and_write(
-            moved.flatten(1), q_norm, k_norm, eps, places, layer_kv, shape, norms_last=norms_last
+            moved.flatten(1), q_norm, k_norm, eps, places, layer_kv, shape, **norms
         )
         return self.moved(queries, 4)
 

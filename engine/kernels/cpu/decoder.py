@@ -142,21 +142,20 @@ class NativeDecoder:
         return made
 
     def _op(self, op: NativeOp) -> Op:
+        norm_size = self.hidden_size if op.rows is None else op.part
         made = Op(
             kind=KINDS.index(op.kind),
             time=TIMES.index(op.time),
             source=STREAMS.index(op.source),
             target=STREAMS.index(op.target),
             linear=None if op.linear is None else op.linear.handle,
-            norm=None
-            if op.norm is None
-            else self._address(op.norm, op.part if op.rows is not None else self.hidden_size),
+            norm=None if op.norm is None else self._address(op.norm, norm_size),
             is_centered=op.is_centered,
             adds=op.number if op.kind == "tap" else op.adds,
             scale=op.scale,
             after=op.after,
             gate=GATES.index(op.gate),
-            part=-1 if op.part is None else op.part,
+            part=op.part,
             is_sampled=op.is_sampled,
         )
         self._kept += [op.linear, op.rows]

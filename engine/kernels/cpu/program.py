@@ -132,9 +132,9 @@ class NativeOp:
     after: float = 1.0
     """Of a norm: what it is added to is multiplied by it then."""
     gate: str = "silu"
-    part: int | None = None
-    """Of a linear map that reads gates: the layer whose part of the embeddings for layers they let through. Of combine:
-    the width of a part."""
+    part: int = -1
+    """Of a linear map that reads gates: the layer whose part of the embeddings for layers they let through; -1 is none.
+    Of combine: the width of a part."""
     rows: Tensor | None = None
     """Of combine: [vocab, width of all parts] in floating point; it stays where it is."""
     heads: NativeHeads | None = None

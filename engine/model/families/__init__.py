@@ -35,9 +35,9 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family("Gemma 3 1B", gemma.gemma3, gemma.GEMMA3),
     "Gemma3ForConditionalGeneration": Family("Gemma 3 4B to 27B, text", gemma.gemma3, gemma.GEMMA3),
     "Gemma4ForCausalLM": Family("Gemma 4, dense", gemma4.gemma4, gemma4.GEMMA4),
-    "Gemma4ForConditionalGeneration": Family(
-        "Gemma 4 E2B, E4B, 12B, 31B, text", gemma4.gemma4, gemma4.GEMMA4
-    ),
+    "Gemma4ForConditionalGeneration": Family("Gemma 4 E2B, E4B, 31B, text", gemma4.gemma4, gemma4.GEMMA4),
+    "Gemma4UnifiedForCausalLM": Family("Gemma 4 12B", gemma4.gemma4, gemma4.UNIFIED),
+    "Gemma4UnifiedForConditionalGeneration": Family("Gemma 4 12B, text", gemma4.gemma4, gemma4.UNIFIED),
     "Mistral3ForConditionalGeneration": Family("Mistral Small 3.1, Ministral 3, text", llama.mistral3),
     "Ministral3ForCausalLM": Family("Ministral 3", llama.ministral3),
     "Phi3ForCausalLM": Family("Phi 3, 4, 4 mini", fused.phi3, {"rms_norm_eps": 1e-5}),

@@ -19,6 +19,7 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 256,
 }
 """What missing entries stand for."""
+UNIFIED = {**GEMMA4, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 MAX_COUNT = 1 << 16
 """More layers, or numbers in an embedding for a layer, than any model has."""
 

@@ -58,6 +58,7 @@ def test_a_quantized_block_ends_with_a_scale_for_each_head_of_each_token(dtype: 
 
 @dataclass
 class Heads:
+    num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 8
     window: int = 0

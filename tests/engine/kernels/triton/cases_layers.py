@@ -89,7 +89,9 @@ def norm(size: Size, adds: bool, *, centered: bool = False, weight: str = "") ->
     )
 
 
-def rotate_and_write(size: Size, kv_dtype: str | None = None, *, norms_last: bool = False) -> Case:
+def rotate_and_write(
+    size: Size, kv_dtype: str | None = None, *, norms_last: bool = False, norms_values: bool = False
+) -> Case:
     pointer = f"*{size.dtype}"
     arguments = {"qkv": pointer, "queries": pointer, "cos": "*fp32", "sin": "*fp32"}
     arguments["layer_kv"] = f"*{kv_dtype or size.dtype}"
@@ -97,6 +99,7 @@ def rotate_and_write(size: Size, kv_dtype: str | None = None, *, norms_last: boo
     constants: dict[str, Any] = {
         "NORMS": size.qk_norm,
         "NORMS_LAST": norms_last,
+        "NORMS_VALUES": norms_values,
         "NUM_HEADS": size.num_heads,
         "NUM_KV_HEADS": size.num_kv_heads,
         "HEAD_DIM": size.head_dim,
@@ -117,8 +120,9 @@ def rotate_and_write(size: Size, kv_dtype: str | None = None, *, norms_last: boo
         arguments |= {"q_norm": pointer, "k_norm": pointer}
     else:
         constants |= {"q_norm": None, "k_norm": None}
+    more = f"{f', to {kv_dtype}' if kv_dtype else ''}{', then norms' * norms_last}{', norms of values' * norms_values}"
     return Case(
-        name=f"rotate_and_write, {size.name}{f', to {kv_dtype}' if kv_dtype else ''}{', then norms' * norms_last}",
+        name=f"rotate_and_write, {size.name}{more}",
         kernel=rotary.rotate_and_write_kernel,
         arguments=arguments,
         constexprs=constants,
@@ -164,7 +168,13 @@ def gather(entries: int) -> Case:
         name=f"gather, {entries} at a time",
         kernel=inputs.gather_kernel,
         arguments=dict.fromkeys(tensors, "*i32") | numbers,
-        constexprs={"LAST_ROW": 256, "MAX_BLOCKS": 2560, "BLOCK_SIZE": 16, "ENTRIES": entries},
+        constexprs={
+            "LAST_ROW": 256,
+            "MAX_BLOCKS": 2560,
+            "BLOCK_SIZE": 16,
+            "NUM_TABLES": 3,
+            "ENTRIES": entries,
+        },
         num_warps=1 if entries == inputs.FEW else 4,
     )
 
@@ -178,6 +188,7 @@ CASES = [
     *(norm(size, False, centered=True) for size in SIZES[:2]),
     *(rotate_and_write(size) for size in SIZES),
     *(rotate_and_write(size, norms_last=True) for size in SIZES if size.qk_norm),
+    *(rotate_and_write(size, norms_values=True) for size in SIZES if size.qk_norm),
     *(rotate_and_write(size, kv_dtype) for size in SIZES[:2] for kv_dtype in ("i8", "u8")),
     *(glu(size, gelu=False) for size in SIZES),
     *(glu(size, gelu=True) for size in SIZES[:2]),

@@ -52,6 +52,24 @@ def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
         step.check(function, torch.float16)
 
 
+def test_values_may_be_normed_and_queries_may_be_alone(device: torch.device) -> None:
+    layer = Layer(4, 2, 24, 4, norms=True)
+    step = RotationInput(layer, 7, torch.float32, device, seed=2)
+    stored, found = step.places.in_cache >= 0, []
+    for function in (rotate_and_write, reference.rotate_and_write):
+        kv, rest = step.kv(torch.float32), (EPS, step.places)
+        queries = function(step.qkv, step.q_norm, step.k_norm, *rest, kv, layer.shape, norms_values=True)
+        alone = step.qkv[:, : layer.num_heads * layer.head_dim].contiguous()
+        again = function(alone, step.q_norm, None, *rest, None, layer.shape)
+        assert torch.equal(queries[stored], again[stored])
+        found.append((queries[stored], kv))
+    torch.testing.assert_close(found[0], found[1])
+    plain = step.kv(torch.float32)
+    step.run(rotate_and_write, plain)
+    assert torch.equal(found[0][1][0], plain[0])
+    assert not torch.equal(found[0][1][1], plain[1]), "values"
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is infinite or no number
 @pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("dtype", DTYPES)
