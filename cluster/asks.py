@@ -20,13 +20,22 @@ from gateway.sessions.responses.schemas import ResponseBody
 from gateway.sessions.responses.threads import Thread, extend
 from gateway.wire.anthropic.bodies import MessagesBody, as_chat
 from gateway.wire.conversation import as_dict, chat_tools
-from gateway.wire.ollama.bodies import OllamaChatBody, OllamaGenerateBody, understand_chat, understand_prompt
+from gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody
+from gateway.wire.ollama.bodies import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingBody,
+    OllamaGenerateBody,
+    understand_chat,
+    understand_prompt,
+)
 from gateway.wire.prompts import Prompts
 from gateway.wire.sampling import lane_of
 from gateway.wire.schemas import ChatBody, CompletionBody, read
 from priority.lanes import Tenant
 from priority.routing.router import Ask
 
+_EMBEDDED = (EmbeddingsBody, RerankBody, ScoreBody, OllamaEmbedBody, OllamaEmbeddingBody)
 _CHARS_PER_TOKEN = 4
 """Where only the length of a body is known."""
 
@@ -40,34 +49,31 @@ class Asks:
         self._prompts = prompts
         self._block_size = block_size
         self._limits = limits
-        self._readers: dict[str, Callable[[Body], tuple[Any, Sequence[int]]]] = {
-            "/v1/chat/completions": lambda body: self._chat(read(ChatBody, body, limits)),
-            "/v1/completions": self._completion,
-            "/v1/responses": self._response,
-            "/v1/messages": lambda body: self._chat(as_chat(read(MessagesBody, body, limits), limits)),
-            "/api/chat": lambda body: self._ollama(
+        self._readers: dict[object, Callable[[Body], tuple[Any, Sequence[int]]]] = {
+            ChatBody: lambda body: self._chat(read(ChatBody, body, limits)),
+            CompletionBody: self._completion,
+            ResponseBody: self._response,
+            MessagesBody: lambda body: self._chat(as_chat(read(MessagesBody, body, limits), limits)),
+            OllamaChatBody: lambda body: self._ollama(
                 understand_chat(read(OllamaChatBody, body, limits), limits)
             ),
-            "/api/generate": lambda body: self._ollama(
+            OllamaGenerateBody: lambda body: self._ollama(
                 understand_prompt(read(OllamaGenerateBody, body, limits), limits)
             ),
-            "/v1/embeddings": lambda _: (None, ()),
+            **dict.fromkeys(_EMBEDDED, lambda _: (None, ())),
         }
 
-    def takes(self, path: str) -> bool:
-        """Whether what is asked there is work for a model."""
-        return path in self._readers
-
-    def read(self, path: str, body: Body, num_bytes: int, tenant: Tenant) -> Ask:
+    def read(self, kind: object, body: Body, num_bytes: int, tenant: Tenant) -> Ask:
         """
         Args:
+            kind: the body's type, that of an operation that is passed on by its prompt.
             num_bytes: of the body.
 
         Raises:
             ApiError: 403, for a lane that the tenant may not use.
         """
         try:
-            asked, token_ids = self._readers[path](body)
+            asked, token_ids = self._readers[kind](body)
         except (ApiError, RecursionError):
             asked, token_ids = None, ()
         lane = tenant.default_lane if asked is None else lane_of(asked.service_tier, tenant)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.asks import Asks, owner_tag
@@ -26,6 +26,8 @@ from cluster.relay import Message, Place, Relay, none_ready
 from cluster.upstream import Address, Headers, end_to_end
 from gateway.access.keys import Access, Client
 from gateway.endpoints.attached import position_asked
+from gateway.endpoints.operation import Operation, Passing
+from gateway.endpoints.operations import OPERATIONS
 from gateway.endpoints.state import SECRET_HEADER
 from gateway.http.background import every, meanwhile
 from gateway.http.connections import Connection, ServerSendMiddleware, Timeouts
@@ -46,10 +48,10 @@ STALL_S = 30.0
 """A replica that says nothing for so long, not even that it is there, is given up."""
 LOST_S = 10.0
 """So is one that says nothing to a request, if its stream of state ended, too."""
-_BY_ID = re.compile(r"(/v1/(?:chat/completions|responses|conversations|files|batches))/([^/]+)(?:/.*)?")
+_UNKNOWN = Operation(Passing.ANY, summary="A replica will say what is wrong")
+_WITH_PARAMETERS = [(compile_path(path)[0], of) for path, of in OPERATIONS.items() if "{" in path]
 _CHOOSE = "/choose"
 """Before the path of a request that somebody else passes on."""
-_FOLLOWED = ("/v1/chat/completions", "/v1/responses")
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER, SECRET_HEADER.encode())
 )
@@ -151,21 +153,16 @@ class Switch:
             return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
         if path.startswith(_CHOOSE + "/"):
             return await self._choose(http, path.removeprefix(_CHOOSE))
-        if path.startswith("/internal/"):
-            raise not_found(f"Unknown request URL: {path}.")
         return None
 
     async def _choose(self, http: HttpRequest, path: str) -> Response:
         """Tells a proxy of somebody else's where a request is to go; its place there is reserved."""
         self._check_open()
         self._client(http)
-        if (by_id := _BY_ID.fullmatch(path)) is not None:
-            place = next(_Guide(self, None, None).owners(by_id[2]), None)
-            if place is None:
-                raise none_ready()
-        else:
-            ask, owner, _ = await self._understood(http, path)
-            place = _Guide(self, ask, owner).choose(frozenset())
+        guide, id, _ = await self._understood(http, path)
+        place = next(guide.owners(id), None) if id else guide.choose(frozenset())
+        if place is None:
+            raise none_ready()
         passed = {name.decode(): value.decode() for name, value in place.headers}
         told = {"replica": place.replica, "address": str(place.address)}
         named = {f"x-penstock-{name}": value.encode().decode("latin-1") for name, value in told.items()}
@@ -174,18 +171,12 @@ class Switch:
     async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:
         self._check_open()
         message = _message(http, await http.body())
-        by_id = _BY_ID.fullmatch(message.path)
-        ask, owner, position = None, None, None
-        if by_id is None:
-            ask, owner, position = await self._understood(http, message.path)
-        elif http.method == "GET" and by_id[1] in _FOLLOWED:
-            position = Position(by_id[1], by_id[2], position_asked(http))
-        guide = _Guide(self, ask, owner)
+        guide, id, position = await self._understood(http, message.path)
         relay = Relay(message, guide, connection, self.metrics, position)
         with self._on_its_way(relay):
             async with meanwhile(connection.watch(receive, relay.end)):
-                if by_id is not None:
-                    await relay.run_by_id(by_id[2])
+                if id:
+                    await relay.run_by_id(id)
                 else:
                     await relay.run()
 
@@ -196,30 +187,38 @@ class Switch:
     def _client(self, http: HttpRequest) -> Client:
         return self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
 
-    async def _understood(
-        self, http: HttpRequest, path: str
-    ) -> tuple[Ask | None, str | None, Position | None]:
-        """What `_read` finds; nothing in what any replica can answer as well as any other."""
-        if http.method != "POST" or not self._asks.takes(path):
-            return None, None, None
+    async def _understood(self, http: HttpRequest, path: str) -> tuple[_Guide, str, Position | None]:
+        """Who chooses the replica of a request, the id that it names ("" if none), and its position if it is recorded.
+
+        Raises:
+            ApiError: 404 for what a replica says to its switches alone; what reading a prompt raises.
+        """
+        operation, id = _operation(http.method, path)
+        if Passing.OWN in operation.passing:
+            raise not_found(f"Unknown request URL: {path}.")
+        is_recorded = Passing.RECORDED in operation.passing
+        if Passing.BY_ID in operation.passing:
+            kind = path.removesuffix(f"/{id}")
+            return _Guide(self), id, Position(kind, id, position_asked(http)) if is_recorded else None
+        if Passing.BY_PROMPT not in operation.passing:
+            return _Guide(self), "", None
         began_s = perf_counter()
         client, body = self._client(http), await http.body()
-        read = partial(self._read, path, body, client.tenant, "idempotency-key" in http.headers)
-        found = await off_loop(len(body), read, threads=TOKENIZING)
+        asked, ask = await off_loop(
+            len(body), self._read, operation.body, body, client.tenant, threads=TOKENIZING
+        )
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
-        return found
+        is_recorded = is_recorded and asked.get("stream") is True
+        is_recorded = is_recorded and ("idempotency-key" in http.headers or _outlives(asked))
+        return _Guide(self, ask, owner_tag(asked)), "", Position(path) if is_recorded else None
 
-    def _read(
-        self, path: str, body: bytes, tenant: Tenant, has_key: bool
-    ) -> tuple[Ask, str | None, Position | None]:
-        """What is to be known of a request, who has what it goes on from, and its position if it is recorded."""
+    def _read(self, kind: object, body: bytes, tenant: Tenant) -> tuple[dict[str, Any], Ask]:
+        """A body of this type, and what is to be known of it to choose a replica."""
         try:
             asked = parse_object(body, self.options.limits)
         except ApiError:  # the replica will say so
             asked = {}
-        ask = self._asks.read(path, asked, len(body), tenant)
-        is_recorded = path in _FOLLOWED and asked.get("stream") is True and (has_key or _outlives(asked))
-        return ask, owner_tag(asked), Position(path) if is_recorded else None
+        return asked, self._asks.read(kind, asked, len(body), tenant)
 
     @contextlib.contextmanager
     def _on_its_way(self, relay: Relay) -> Iterator[None]:
@@ -242,7 +241,7 @@ class Switch:
 class _Guide:
     """A `cluster.relay.Guide` for one request."""
 
-    def __init__(self, switch: Switch, ask: Ask | None, owner: str | None) -> None:
+    def __init__(self, switch: Switch, ask: Ask | None = None, owner: str | None = None) -> None:
         """
         Args:
             ask: what the model is asked; None for what any replica can answer as well as any other.
@@ -296,6 +295,17 @@ class _Guide:
 
     def _beside(self, excluded: frozenset[str]) -> list[Member]:
         return [member for name, member in self._switch.members.known.items() if name not in excluded]
+
+
+def _operation(method: str, path: str) -> tuple[Operation, str]:
+    """What is asked, by the gateway's table, and the first parameter of the path, or ""."""
+    method = "GET" if method == "HEAD" else method
+    if path in OPERATIONS:
+        return OPERATIONS[path].get(method, _UNKNOWN), ""
+    for pattern, operations in _WITH_PARAMETERS:
+        if found := pattern.match(path):
+            return operations.get(method, _UNKNOWN), found[1]
+    return _UNKNOWN, ""
 
 
 def _place(member: Member) -> Place:

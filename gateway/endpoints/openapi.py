@@ -19,7 +19,8 @@ from starlette.routing import Route
 
 from gateway.endpoints import answers
 from gateway.endpoints.completions import CHAT_ID, TEXT_ID
-from gateway.endpoints.operations import OPERATIONS, Operation
+from gateway.endpoints.operation import Operation
+from gateway.endpoints.operations import OPERATIONS
 from gateway.http.limits import Limits
 from gateway.http.refusals import OVERLOADED
 from gateway.sessions.batches.batch import BATCH_ID

@@ -1,20 +1,23 @@
-"""What every route takes and answers, as the types that its handler checks with or makes."""
+"""What every route takes and answers, as the types that its handler checks with or makes, and who gets its requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from pydantic import Field
-from typing_extensions import TypedDict
-
-from gateway.access.idempotency import MAX_KEY_CHARS
 from gateway.endpoints import answers
 from gateway.endpoints.batches import BatchBody
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
-from gateway.endpoints.events import DETAILS
 from gateway.endpoints.files import FilesQuery, UploadForm
+from gateway.endpoints.operation import (
+    EventsQuery,
+    FollowHeaders,
+    FollowQuery,
+    IdempotencyHeaders,
+    LocateQuery,
+    Operation,
+    Passing,
+    StateQuery,
+)
 from gateway.http.refusals import OVERLOADED
 from gateway.sessions.responses.objects import Item
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
@@ -32,87 +35,13 @@ from gateway.wire.schemas import (
     CompletionBody,
     DetokenizeBody,
     LocateBody,
-    StrictBody,
     TokenizeBody,
 )
 
-_ANY = (400, 408, 413, 421, 431, 500, 501)
-"""Statuses that every request may get: what comes is no HTTP, too slow, too large, or for another host."""
+ANY, OWN = Passing.ANY, Passing.OWN
+BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED
 _WORK = (403, 404, 429, 503)
-"""No such tier or model, no room now."""
-
-
-class IdempotencyHeaders(TypedDict, total=False):
-    idempotency_key: Annotated[
-        str, Field(alias="Idempotency-Key", min_length=1, max_length=MAX_KEY_CHARS, pattern="^[ -~]+$")
-    ]
-
-
-class FollowQuery(TypedDict, total=False):
-    starting_after: Annotated[int, Field(ge=-1, lt=10**9)]
-
-
-class FollowHeaders(TypedDict, total=False):
-    last_event_id: Annotated[int, Field(alias="Last-Event-ID", ge=-1, lt=10**9)]
-
-
-class EventsQuery(TypedDict, total=False):
-    request_id: str
-    detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
-
-
-class StateQuery(TypedDict):
-    switch: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
-
-
-class LocateQuery(TypedDict, total=False):
-    """One of them."""
-
-    tokens: Annotated[str, Field(pattern="^[0-9]+(,[0-9]+)*$")]
-    messages: Annotated[str, Field(json_schema_extra={"contentMediaType": "application/json"})]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """What one method of one path takes and answers, each as a type."""
-
-    summary: str
-    body: type[StrictBody] | None = None
-    is_form: bool = False
-    """The body is a form, and no JSON."""
-    query: Any = None
-    headers: Any = None
-    answer: Any = None
-    """The JSON of a 200."""
-    media_type: str | None = None
-    """Of a 200 that is no JSON."""
-    events: dict[str, Any] = field(default_factory=dict)
-    """The JSON of each event of a stream, by its name. Those without a name end with a `[DONE]`."""
-    lines: Any = None
-    """The JSON of each line of a stream."""
-    unavailable: Any = None
-    """The JSON of a 503 that is no error."""
-    statuses: tuple[int, ...] = ()
-    """Of refusals, beside those that all have."""
-    is_open: bool = False
-    """It asks for no key."""
-    cached: bool = False
-    """A client that has it already is told so."""
-    error: Any = answers.Error
-    """The JSON of a refusal."""
-
-    @property
-    def refusals(self) -> set[int]:
-        """Statuses that are answered with an error."""
-        with_body = () if self.body is None else (415,)
-        with_key = () if self.is_open else (401,)
-        return {*_ANY, *self.statuses, *with_body, *with_key}
-
-    @property
-    def types(self) -> Iterator[Any]:
-        one = (self.body, self.query, self.headers, self.answer, self.lines, self.unavailable, self.error)
-        yield from (kind for kind in (*one, *self.events.values()) if kind is not None)
-
+"""Statuses of refused work: no such tier or model, no room now."""
 
 _CHAT_EVENTS = {"": answers.ChatChunk | answers.Error}
 _TEXT_EVENTS = {"": answers.TextChunk | answers.Error}
@@ -126,16 +55,20 @@ def _by_type(*kinds: Any) -> dict[str, Any]:
 _RESPONSE_EVENTS = _by_type(*answers.RESPONSE_EVENTS)
 
 _RERANK = Operation(
+    BY_PROMPT,
     summary="Order documents by how like a query they are",
     body=RerankBody,
     answer=answers.Reranked,
     statuses=_WORK,
 )
-_SCORE = Operation(summary="How alike texts are", body=ScoreBody, answer=answers.Scores, statuses=_WORK)
+_SCORE = Operation(
+    BY_PROMPT, summary="How alike texts are", body=ScoreBody, answer=answers.Scores, statuses=_WORK
+)
 
 OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/chat/completions": {
         "POST": Operation(
+            BY_PROMPT | RECORDED,
             summary="Answer a conversation, streamed or whole",
             body=ChatBody,
             headers=IdempotencyHeaders,
@@ -146,6 +79,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/chat/completions/{id}": {
         "GET": Operation(
+            BY_ID | RECORDED,
             summary="Follow a resumable answer, after the event that was seen last",
             query=FollowQuery,
             headers=FollowHeaders,
@@ -154,11 +88,15 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             statuses=(404, 410, 429, 503),
         ),
         "DELETE": Operation(
-            summary="Stop and forget a resumable answer", answer=answers.ChatDeleted, statuses=(404, 503)
+            BY_ID,
+            summary="Stop and forget a resumable answer",
+            answer=answers.ChatDeleted,
+            statuses=(404, 503),
         ),
     },
     "/v1/completions": {
         "POST": Operation(
+            BY_PROMPT | RECORDED,
             summary="Continue texts, streamed or whole",
             body=CompletionBody,
             headers=IdempotencyHeaders,
@@ -169,6 +107,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/completions/{id}": {
         "GET": Operation(
+            BY_ID | RECORDED,
             summary="Follow a resumable continuation, after the event that was seen last",
             query=FollowQuery,
             headers=FollowHeaders,
@@ -177,6 +116,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             statuses=(404, 410, 429, 503),
         ),
         "DELETE": Operation(
+            BY_ID,
             summary="Stop and forget a resumable continuation",
             answer=answers.TextDeleted,
             statuses=(404, 503),
@@ -184,6 +124,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/embeddings": {
         "POST": Operation(
+            BY_PROMPT,
             summary="Turn texts into vectors",
             body=EmbeddingsBody,
             answer=answers.Embeddings,
@@ -194,12 +135,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     **{path: {"POST": _SCORE} for path in ("/score", "/v1/score")},
     "/v1/files": {
         "GET": Operation(
+            ANY,
             summary="Files that were uploaded, and those that batches made",
             query=FilesQuery,
             answer=answers.FilePage,
             statuses=(503,),
         ),
         "POST": Operation(
+            ANY,
             summary="Upload the input of a batch",
             body=UploadForm,
             is_form=True,
@@ -208,17 +151,18 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         ),
     },
     "/v1/files/{file_id}": {
-        "GET": Operation(summary="One of them", answer=answers.File, statuses=(404, 503)),
-        "DELETE": Operation(summary="Forget a file", answer=answers.FileDeleted, statuses=(404, 503)),
+        "GET": Operation(BY_ID, summary="One of them", answer=answers.File, statuses=(404, 503)),
+        "DELETE": Operation(BY_ID, summary="Forget a file", answer=answers.FileDeleted, statuses=(404, 503)),
     },
     "/v1/files/{file_id}/content": {
         "GET": Operation(
-            summary="What is in it", media_type="application/octet-stream", statuses=(404, 410, 503)
+            BY_ID, summary="What is in it", media_type="application/octet-stream", statuses=(404, 410, 503)
         )
     },
     "/v1/batches": {
-        "GET": Operation(summary="Batches", query=PageQuery, answer=answers.BatchPage, statuses=(503,)),
+        "GET": Operation(ANY, summary="Batches", query=PageQuery, answer=answers.BatchPage, statuses=(503,)),
         "POST": Operation(
+            ANY,
             summary="Run the requests in a file",
             body=BatchBody,
             answer=answers.Batch,
@@ -226,13 +170,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         ),
     },
     "/v1/batches/{batch_id}": {
-        "GET": Operation(summary="One of them", answer=answers.Batch, statuses=(404, 503))
+        "GET": Operation(BY_ID, summary="One of them", answer=answers.Batch, statuses=(404, 503))
     },
     "/v1/batches/{batch_id}/cancel": {
-        "POST": Operation(summary="Stop a batch", answer=answers.Batch, statuses=(404, 503))
+        "POST": Operation(BY_ID, summary="Stop a batch", answer=answers.Batch, statuses=(404, 503))
     },
     "/v1/messages": {
         "POST": Operation(
+            BY_PROMPT,
             summary="Answer a conversation in Anthropic's format, streamed or whole",
             body=MessagesBody,
             answer=answers.AnthropicMessage,
@@ -243,6 +188,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/messages/count_tokens": {
         "POST": Operation(
+            ANY,
             summary="How many tokens such a conversation has",
             body=CountTokensBody,
             answer=answers.InputTokens,
@@ -252,6 +198,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/responses": {
         "POST": Operation(
+            BY_PROMPT | RECORDED,
             summary="A turn of a conversation, waited for or in the background",
             body=ResponseBody,
             headers=IdempotencyHeaders,
@@ -262,6 +209,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/responses/{id}": {
         "GET": Operation(
+            BY_ID | RECORDED,
             summary="A response as it is now, or its events",
             query=StreamQuery,
             answer=answers.Response,
@@ -269,54 +217,65 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             statuses=(404, 410, 503),
         ),
         "DELETE": Operation(
-            summary="End and forget a response", answer=answers.ResponseDeleted, statuses=(404, 503)
+            BY_ID, summary="End and forget a response", answer=answers.ResponseDeleted, statuses=(404, 503)
         ),
     },
     "/v1/responses/{id}/cancel": {
         "POST": Operation(
-            summary="End a response in the background", answer=answers.Response, statuses=(404, 503)
+            BY_ID, summary="End a response in the background", answer=answers.Response, statuses=(404, 503)
         )
     },
     "/v1/responses/{id}/input_items": {
         "GET": Operation(
-            summary="What a response was given", query=PageQuery, answer=answers.ItemPage, statuses=(404, 503)
+            BY_ID,
+            summary="What a response was given",
+            query=PageQuery,
+            answer=answers.ItemPage,
+            statuses=(404, 503),
         )
     },
     "/v1/conversations": {
         "GET": Operation(
+            ANY,
             summary="The caller's conversations",
             query=PageQuery,
             answer=answers.ConversationPage,
             statuses=(503,),
         ),
         "POST": Operation(
-            summary="A new conversation", body=CreateBody, answer=answers.Conversation, statuses=(503,)
+            ANY, summary="A new conversation", body=CreateBody, answer=answers.Conversation, statuses=(503,)
         ),
     },
     "/v1/conversations/{conversation_id}": {
-        "GET": Operation(summary="One conversation", answer=answers.Conversation, statuses=(404, 503)),
+        "GET": Operation(BY_ID, summary="One conversation", answer=answers.Conversation, statuses=(404, 503)),
         "POST": Operation(
+            BY_ID,
             summary="Replace the metadata",
             body=UpdateBody,
             answer=answers.Conversation,
             statuses=(404, 503),
         ),
         "DELETE": Operation(
-            summary="Forget a conversation", answer=answers.ConversationDeleted, statuses=(404, 503)
+            BY_ID, summary="Forget a conversation", answer=answers.ConversationDeleted, statuses=(404, 503)
         ),
     },
     "/v1/conversations/{conversation_id}/items": {
         "GET": Operation(
-            summary="Its messages", query=PageQuery, answer=answers.ItemPage, statuses=(404, 503)
+            BY_ID, summary="Its messages", query=PageQuery, answer=answers.ItemPage, statuses=(404, 503)
         ),
-        "POST": Operation(summary="Add messages", body=AddBody, answer=answers.ItemPage, statuses=(404, 503)),
+        "POST": Operation(
+            BY_ID, summary="Add messages", body=AddBody, answer=answers.ItemPage, statuses=(404, 503)
+        ),
     },
     "/v1/conversations/{conversation_id}/items/{item_id}": {
-        "GET": Operation(summary="One message", answer=Item, statuses=(404, 503)),
-        "DELETE": Operation(summary="Forget a message", answer=answers.Conversation, statuses=(404, 503)),
+        "GET": Operation(BY_ID, summary="One message", answer=Item, statuses=(404, 503)),
+        "DELETE": Operation(
+            BY_ID, summary="Forget a message", answer=answers.Conversation, statuses=(404, 503)
+        ),
     },
     "/api/chat": {
         "POST": Operation(
+            BY_PROMPT,
             summary="Answer a conversation in Ollama's format, streamed or whole",
             body=OllamaChatBody,
             answer=answers.OllamaChat,
@@ -327,6 +286,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/api/generate": {
         "POST": Operation(
+            BY_PROMPT,
             summary="Answer a prompt in Ollama's format, streamed or whole",
             body=OllamaGenerateBody,
             answer=answers.OllamaText,
@@ -337,6 +297,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/api/embed": {
         "POST": Operation(
+            BY_PROMPT,
             summary="Turn texts into vectors, for Ollama's clients",
             body=OllamaEmbedBody,
             answer=answers.OllamaEmbeddings,
@@ -346,6 +307,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/api/embeddings": {
         "POST": Operation(
+            BY_PROMPT,
             summary="Turn a text into a vector, for Ollama's older clients",
             body=OllamaEmbeddingBody,
             answer=answers.OllamaEmbedding,
@@ -355,6 +317,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/api/tags": {
         "GET": Operation(
+            ANY,
             summary="The names of the model, for Ollama's clients",
             answer=answers.OllamaModels,
             error=answers.OllamaError,
@@ -362,6 +325,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/api/ps": {
         "GET": Operation(
+            ANY,
             summary="The same: it is always loaded",
             answer=answers.OllamaLoadedModels,
             error=answers.OllamaError,
@@ -369,6 +333,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/api/show": {
         "POST": Operation(
+            ANY,
             summary="One of them",
             body=OllamaShowBody,
             answer=answers.OllamaShown,
@@ -378,16 +343,20 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/api/version": {
         "GET": Operation(
+            ANY,
             summary="The version of Ollama whose API this is",
             answer=answers.Version,
             error=answers.OllamaError,
             is_open=True,
         )
     },
-    "/v1/models": {"GET": Operation(summary="The names of the model", answer=answers.Models)},
-    "/v1/models/{name}": {"GET": Operation(summary="One of them", answer=answers.Model, statuses=(404,))},
+    "/v1/models": {"GET": Operation(ANY, summary="The names of the model", answer=answers.Models)},
+    "/v1/models/{name}": {
+        "GET": Operation(ANY, summary="One of them", answer=answers.Model, statuses=(404,))
+    },
     "/tokenize": {
         "POST": Operation(
+            ANY,
             summary="The tokens of a text or of messages",
             body=TokenizeBody,
             answer=answers.Tokens,
@@ -396,26 +365,28 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/detokenize": {
         "POST": Operation(
-            summary="The text of tokens", body=DetokenizeBody, answer=answers.Text, statuses=(404,)
+            ANY, summary="The text of tokens", body=DetokenizeBody, answer=answers.Text, statuses=(404,)
         )
     },
-    "/v1/prefixes": {"GET": Operation(summary="Prefixes that are cached", answer=answers.Prefixes)},
+    "/v1/prefixes": {"GET": Operation(ANY, summary="Prefixes that are cached", answer=answers.Prefixes)},
     "/v1/prefixes/locate": {
         "GET": Operation(
-            summary="Which replica is warm for a prompt", query=LocateQuery, answer=answers.Location
+            ANY, summary="Which replica is warm for a prompt", query=LocateQuery, answer=answers.Location
         ),
         "POST": Operation(
-            summary="Which replica is warm for a prompt", body=LocateBody, answer=answers.Location
+            ANY, summary="Which replica is warm for a prompt", body=LocateBody, answer=answers.Location
         ),
     },
     "/v1/prefixes/events": {
         "GET": Operation(
+            ANY,
             summary="Blocks as they are stored and removed",
             events={"stored": answers.Blocks, "removed": answers.Blocks},
         )
     },
     "/internal/state": {
         "GET": Operation(
+            OWN,
             summary="What a replica says of itself to its switches",
             query=StateQuery,
             lines=dict[str, Any],
@@ -424,6 +395,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/events": {
         "GET": Operation(
+            ANY,
             summary="The state of the server; of a request that waits; in detail, of its steps and KV blocks",
             query=EventsQuery,
             events={
@@ -436,6 +408,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/health": {
         "GET": Operation(
+            OWN,
             summary="Red means: restart this process",
             answer=answers.Health,
             unavailable=answers.Health,
@@ -445,6 +418,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/ready": {
         "GET": Operation(
+            OWN,
             summary="Red means: send requests elsewhere",
             answer=answers.Readiness,
             unavailable=answers.Readiness,
@@ -452,12 +426,16 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             is_open=True,
         )
     },
-    "/load": {"GET": Operation(summary="How many requests wait or run", answer=answers.Load, is_open=True)},
-    "/version": {"GET": Operation(summary="Penstock's version", answer=answers.Version, is_open=True)},
-    "/metrics": {"GET": Operation(summary="For Prometheus", media_type="text/plain", is_open=True)},
-    "/openapi.json": {"GET": Operation(summary="This document", answer=dict[str, Any], is_open=True)},
-    "/": {"GET": Operation(summary="The chat page", media_type="text/html", is_open=True, cached=True)},
+    "/load": {
+        "GET": Operation(ANY, summary="How many requests wait or run", answer=answers.Load, is_open=True)
+    },
+    "/version": {"GET": Operation(ANY, summary="Penstock's version", answer=answers.Version, is_open=True)},
+    "/metrics": {"GET": Operation(OWN, summary="For Prometheus", media_type="text/plain", is_open=True)},
+    "/openapi.json": {"GET": Operation(ANY, summary="This document", answer=dict[str, Any], is_open=True)},
+    "/": {"GET": Operation(ANY, summary="The chat page", media_type="text/html", is_open=True, cached=True)},
     "/static/{path}": {
-        "GET": Operation(summary="Its files", media_type="*/*", statuses=(404,), cached=True, is_open=True)
+        "GET": Operation(
+            ANY, summary="Its files", media_type="*/*", statuses=(404,), cached=True, is_open=True
+        )
     },
 }

@@ -7,7 +7,7 @@ import secrets
 from hashlib import blake2b
 
 TAG_CHARS = 8
-_OWNED = re.compile(rf"(?:chatcmpl-|cmpl-|resp_|conv_)([0-9a-f]{{{TAG_CHARS}}})[0-9a-f]+")
+_OWNED = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{TAG_CHARS}}})[0-9a-f]+")
 
 
 def tag_of(replica: str) -> str:
@@ -21,6 +21,6 @@ def owned_id(prefix: str, tag: str, num_chars: int) -> str:
 
 
 def tag_in(id: str) -> str | None:
-    """The tag of the replica that made this id; None if it is none of these ids."""
+    """The tag of the replica that made this id, if it was made by `owned_id`; None if it cannot be such an id."""
     found = _OWNED.fullmatch(id)
     return found and found[1]

@@ -28,7 +28,11 @@ Script = Callable[["Call"], Awaitable[None]]
 class Call:
     """One request that a scripted replica got."""
 
-    def __init__(self, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, name: str, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.name = name
+        """Of the replica."""
         self.head = head
         self.target = head.split(" ")[1]
         self.reader = reader
@@ -62,7 +66,9 @@ class Call:
 
 
 @contextlib.asynccontextmanager
-async def replica(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[Address]:
+async def replica(
+    script: Script, tls: ssl.SSLContext | None = None, name: str = ""
+) -> AsyncIterator[Address]:
     """A server whose every request is answered by the script."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -72,7 +78,7 @@ async def replica(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIte
                 (line for line in head.lower().split("\r\n") if line.startswith("content-length")), ""
             )
             await reader.readexactly(int(length.partition(":")[2] or 0))
-            await script(Call(head, reader, writer))
+            await script(Call(name, head, reader, writer))
         finally:
             writer.close()
 

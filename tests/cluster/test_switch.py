@@ -19,6 +19,7 @@ from engine.planning.prefix_events import Stored
 from engine.planning.prefix_index import extend_hashes
 from engine.planning.request import Request
 from gateway.access.keys import Client, digest_of
+from gateway.endpoints.operations import OPERATIONS
 from gateway.endpoints.state import PATH, SECRET_HEADER
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
@@ -260,6 +261,25 @@ async def test_ids_lead_to_who_has_what_they_name() -> None:
         assert (await found.http.get("/v1/conversations/conv_0123")).status_code == 404
 
 
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat_body()), ("/v1/completions", completion_body("Hi"))])
+async def test_a_recorded_reply_is_followed_and_forgotten_wherever_it_was_made(
+    path: str, body: dict[str, Any]
+) -> None:
+    async with cluster(make_gateway("a"), make_gateway("b")) as found:
+        asked = {**body, "max_tokens": 4, "stream": True, "stream_options": {"resumable": True}}
+        asking = asyncio.create_task(found.http.post(path, json=asked))
+        taking = [asyncio.create_task(gateway.taken()) for gateway in found.gateways.values()]
+        (taken,), (left,) = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
+        left.cancel()
+        list(found.gateways.values())[taking.index(taken)].answer(taken.result(), "a", "b")
+        reply = await asking
+        id = json.loads(reply.text.partition("data: ")[2].partition("\n")[0])["id"]
+        for _ in range(2):
+            assert (await found.http.get(f"{path}/{id}")).text == reply.text
+        assert (await found.http.delete(f"{path}/{id}")).json()["deleted"]
+        assert (await found.http.get(f"{path}/{id}")).status_code == 404
+
+
 async def test_the_rest_is_answered_by_any_replica_or_by_the_switch() -> None:
     async with cluster(make_gateway("a"), make_gateway("b")) as found:
         models = [await found.http.get("/v1/models") for _ in range(4)]
@@ -369,7 +389,9 @@ async def test_a_prompt_has_the_blocks_that_a_replica_makes_of_it(path: str, bod
         asking = asyncio.create_task(http.post(path, json=body))
         request: Request = await gateway.taken()
         asking.cancel()
-    ask = Asks(Prompts(make_tokenizer()), 16, Limits()).read(path, body, 1, Tenant(name="default"))
+    ask = Asks(Prompts(make_tokenizer()), 16, Limits()).read(
+        OPERATIONS[path]["POST"].body, body, 1, Tenant(name="default")
+    )
     hashes: list[bytes] = []
     num_blocks = (len(request.prompt_token_ids) - 1) // 16
     extend_hashes(hashes, request.prompt_token_ids, num_blocks, 16, request.salt)

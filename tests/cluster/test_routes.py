@@ -1,0 +1,158 @@
+"""What a switch does with each operation is said in the gateway's table of operations, and read from there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from time import monotonic
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.asks import Asks
+from cluster.members import Member
+from cluster.relay import last_words
+from cluster.switch import Switch, SwitchOptions
+from gateway.endpoints.operation import (
+    FollowQuery,
+    IdempotencyHeaders,
+    Operation,
+    Passing,
+)
+from gateway.endpoints.operations import OPERATIONS
+from gateway.http.limits import Limits
+from gateway.sessions.owners import tag_of
+from gateway.sessions.responses.schemas import StreamQuery
+from gateway.wire.frames import DONE
+from gateway.wire.prompts import Prompts
+from priority.lanes import Tenant
+from priority.routing.router import Router
+from tests.cluster.scripted_replicas import PATIENCE_S, Call, Script, replica, serving
+from tests.gateway.harness import make_tokenizer
+from tests.priority.routing.messages import snapshot
+
+pytestmark = pytest.mark.anyio
+
+NAMES = ("r0", "r1")
+ALL = [(path, method) for path, operations in OPERATIONS.items() for method in operations]
+RECORDED = [
+    (path, f"{prefix}{tag_of('r0')}{'0' * num_chars}")
+    for path, prefix, num_chars in [
+        ("/v1/chat/completions", "chatcmpl-", 24),
+        ("/v1/completions", "cmpl-", 24),
+        ("/v1/responses", "resp_", 40),
+    ]
+]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@contextlib.asynccontextmanager
+async def switched(script: Script) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a switch before two replicas that follow the script, which tells them apart by `Call.name`."""
+    options = SwitchOptions(secret="a secret", identity="demo", block_size=16)
+    switch = Switch(options, Prompts(make_tokenizer()), Router(stale_s=PATIENCE_S))
+    async with contextlib.AsyncExitStack() as stack:
+        for name in NAMES:
+            address = await stack.enter_async_context(replica(script, name=name))
+            switch.router.on_snapshot(snapshot(name), monotonic())
+            switch.members.known[name] = Member(name, tag_of(name), address, is_draining=False)
+        address = await stack.enter_async_context(serving(switch.app()))
+        http = httpx.AsyncClient(base_url=str(address), timeout=PATIENCE_S)
+        yield await stack.enter_async_context(http)
+
+
+def of(path: str, method: str) -> Passing:
+    return OPERATIONS[path][method].passing
+
+
+def event(kind: str, id: str, number: int) -> bytes:
+    if kind == "/v1/responses":
+        data = f'{{"type":"x","response":{{"id":"{id}"}},"sequence_number":{number}}}'
+        return f"event: x\ndata: {data}\n\n".encode()
+    return f'id: {number}\ndata: {{"id":"{id}"}}\n\n'.encode()
+
+
+# The table
+
+
+def test_an_operation_cannot_be_added_without_saying_who_gets_it() -> None:
+    with pytest.raises(TypeError, match="passing"):
+        Operation(summary="New")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("path", "method"), ALL)
+def test_what_is_said_of_an_operation_fits_its_path_and_its_types(path: str, method: str) -> None:
+    operation, passing = OPERATIONS[path][method], of(path, method)
+    names_a_thing = re.search(r"{(id|\w+_id)}", path) is not None
+    assert (Passing.BY_ID in passing) == names_a_thing
+    may_be_recorded = operation.headers is IdempotencyHeaders
+    is_followed = operation.query in (FollowQuery, StreamQuery)
+    assert (Passing.RECORDED in passing) == (may_be_recorded or is_followed)
+    if may_be_recorded:
+        assert Passing.RECORDED | Passing.BY_ID in of(f"{path}/{{id}}", "GET")
+    # Admission answers these statuses.
+    assert (Passing.BY_PROMPT in passing) == ({403, 429} <= set(operation.statuses))
+    if Passing.BY_PROMPT in passing and (operation.events or operation.lines):
+        assert last_words(path)
+
+
+@pytest.mark.parametrize(("path", "method"), [one for one in ALL if Passing.BY_PROMPT in of(*one)])
+def test_every_prompt_can_be_read(path: str, method: str) -> None:
+    asks = Asks(Prompts(make_tokenizer()), 16, Limits())
+    assert asks.read(OPERATIONS[path][method].body, {}, 400, Tenant(name="a")).num_prompt == 100
+
+
+# What comes of it
+
+
+@pytest.mark.parametrize(("path", "method"), [one for one in ALL if Passing.BY_ID in of(*one)])
+async def test_what_a_path_names_is_asked_of_its_owner_first(path: str, method: str) -> None:
+    asked: list[str] = []
+
+    async def script(call: Call) -> None:
+        asked.append(call.name)
+        call.reply(200, "application/json")
+        call.end(b"{}")
+
+    async with switched(script) as http:
+        for name in (*NAMES, *NAMES[:1]):
+            found = path.replace("{id}", "{some_id}", 1)
+            await http.request(method, re.sub(r"{\w+}", f"x_{tag_of(name)}00", found))
+    assert asked == ["r0", "r1", "r0"]
+
+
+@pytest.mark.parametrize(("path", "method"), [one for one in ALL if Passing.OWN in of(*one)])
+async def test_what_tells_of_one_process_is_not_passed_on(path: str, method: str) -> None:
+    async def script(call: Call) -> None:
+        raise AssertionError(call.target)
+
+    async with switched(script) as http:
+        reply = await http.request(method, path, headers={"x-penstock-secret": "a secret"})
+        chosen = await http.request(method, f"/choose{path}")
+    assert "x-penstock-replica" not in reply.headers
+    assert chosen.status_code == 404
+
+
+@pytest.mark.parametrize(("path", "id"), RECORDED)
+async def test_a_recorded_stream_goes_on_when_its_replica_dies(path: str, id: str) -> None:
+    async def script(call: Call) -> None:
+        if call.target.startswith(f"{path}/{id}?stream=true&starting_after=") and call.name == "r1":
+            call.reply()
+            call.end(event(path, id, int(call.target.rpartition("=")[2]) + 1), DONE)
+            return
+        if call.target == path or call.target == f"{path}/{id}?stream=true":
+            call.reply()
+            call.send(event(path, id, 0))
+        await call.cut()
+
+    body: dict[str, Any] = {"model": "demo", "stream": True, "stream_options": {"resumable": True}}
+    expected = event(path, id, 0) + event(path, id, 1) + DONE
+    async with switched(script) as http:
+        for reply in (await http.post(path, json=body), await http.get(f"{path}/{id}?stream=true")):
+            assert reply.content == expected
