@@ -43,6 +43,8 @@ class Message:
     """With the query."""
     headers: Headers
     body: bytes
+    once: bool = False
+    """It is not sent again once a replica may have carried it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Relay:
         self._position = position
         self._upstream: Upstream | None = None
         self._replica = ""
+        self._was_sent = False
         self._status = 0
         self._headers: Headers = ()
         self._waiting = b""
@@ -115,7 +118,7 @@ class Relay:
         """
         excluded: frozenset[str] = frozenset()
         was_refused = False
-        while not (self.connection.gone or self._has_begun):
+        while self._may_ask:
             place = self._next_place(excluded, was_refused=was_refused)
             if place is None:
                 break
@@ -140,7 +143,7 @@ class Relay:
             passed_over = () if i == len(places) - 1 else (HTTPStatus.NOT_FOUND, *_REFUSALS)
             if await self._ask(place, self._message, passed_over):
                 return
-            if self._has_begun or self.connection.gone:
+            if not self._may_ask:
                 break
         await self._rescue()
 
@@ -199,6 +202,13 @@ class Relay:
 
     # One replica
 
+    @property
+    def _may_ask(self) -> bool:
+        """Whether a replica may be asked, or another one after that which was asked last."""
+        was_refused = self._status in (HTTPStatus.NOT_FOUND, *_REFUSALS)
+        may_be_done = self._message.once and self._was_sent and not was_refused
+        return not (may_be_done or self._has_begun or self.connection.gone)
+
     def _next_place(self, excluded: frozenset[str], *, was_refused: bool) -> Place | None:
         """None if a reply that was begun cannot be refused any more."""
         try:
@@ -216,7 +226,7 @@ class Relay:
         Args:
             passed_over: statuses of replies of which nothing is passed on.
         """
-        self._status, self._waiting = 0, b""
+        self._status, self._waiting, self._was_sent = 0, b"", False
         self._is_over = self._is_whole = self._is_stream = False
         self._replica = place.replica
         if self._position is not None:
@@ -226,6 +236,7 @@ class Relay:
         self._metrics.requests.labels(place.replica).inc()
         try:
             self._upstream = await connect(place.address, request, self, is_head=message.method == "HEAD")
+            self._was_sent = True
             if not await self._head() or self._status in passed_over:
                 return False
             if not self.connection.committed:
@@ -286,7 +297,7 @@ class Relay:
         """The replica is gone, and the client has the beginning of its reply, or nothing."""
         connection = self.connection
         if not (connection.committed or connection.gone):
-            raise _lost()
+            raise _unsure() if self._message.once and self._was_sent else _lost()
         position = self._position if self._streams else None
         if position is not None and position.id and await self._mend(position):
             self._metrics.mended.inc()
@@ -338,3 +349,10 @@ def none_ready() -> ApiError:
 
 def _lost() -> ApiError:
     return unavailable("The replica that answered this request was lost.", "replica_lost")
+
+
+def _unsure() -> ApiError:
+    message = (
+        "The replica that was sent this request was lost. Whether it carried the request out is not known."
+    )
+    return ApiError(HTTPStatus.BAD_GATEWAY, message, type="server_error", code="replica_lost")

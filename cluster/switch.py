@@ -159,8 +159,8 @@ class Switch:
         """Tells a proxy of somebody else's where a request is to go; its place there is reserved."""
         self._check_open()
         self._client(http)
-        guide, id, _ = await self._understood(http, path)
-        place = next(guide.owners(id), None) if id else guide.choose(frozenset())
+        way = await self._way(http, path)
+        place = next(way.guide.owners(way.id), None) if way.id else way.guide.choose(frozenset())
         if place is None:
             raise none_ready()
         passed = {name.decode(): value.decode() for name, value in place.headers}
@@ -170,13 +170,14 @@ class Switch:
 
     async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:
         self._check_open()
-        message = _message(http, await http.body())
-        guide, id, position = await self._understood(http, message.path)
-        relay = Relay(message, guide, connection, self.metrics, position)
+        body = await http.body()
+        way = await self._way(http, http.scope["path"])
+        message = _message(http, body, once=way.once)
+        relay = Relay(message, way.guide, connection, self.metrics, way.position)
         with self._on_its_way(relay):
             async with meanwhile(connection.watch(receive, relay.end)):
-                if id:
-                    await relay.run_by_id(id)
+                if way.id:
+                    await relay.run_by_id(way.id)
                 else:
                     await relay.run()
 
@@ -187,30 +188,34 @@ class Switch:
     def _client(self, http: HttpRequest) -> Client:
         return self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
 
-    async def _understood(self, http: HttpRequest, path: str) -> tuple[_Guide, str, Position | None]:
-        """Who chooses the replica of a request, the id that it names ("" if none), and its position if it is recorded.
-
+    async def _way(self, http: HttpRequest, path: str) -> _Way:
+        """
         Raises:
-            ApiError: 404 for what a replica says to its switches alone; what reading a prompt raises.
+            ApiError: 404 for what a replica says to its switches alone; 403 for a lane that the client may not use.
         """
         operation, id = _operation(http.method, path)
-        if Passing.OWN in operation.passing:
+        passing = operation.passing
+        if Passing.OWN in passing:
             raise not_found(f"Unknown request URL: {path}.")
-        is_recorded = Passing.RECORDED in operation.passing
-        if Passing.BY_ID in operation.passing:
+        is_recorded, once = Passing.RECORDED in passing, Passing.ONCE in passing
+        if Passing.BY_ID in passing:
             kind = path.removesuffix(f"/{id}")
-            return _Guide(self), id, Position(kind, id, position_asked(http)) if is_recorded else None
-        if Passing.BY_PROMPT not in operation.passing:
-            return _Guide(self), "", None
+            position = Position(kind, id, position_asked(http)) if is_recorded else None
+            return _Way(_Guide(self), id, position, once)
+        if Passing.BY_PROMPT not in passing:
+            return _Way(_Guide(self), once=once)
         began_s = perf_counter()
         client, body = self._client(http), await http.body()
         asked, ask = await off_loop(
             len(body), self._read, operation.body, body, client.tenant, threads=TOKENIZING
         )
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
-        is_recorded = is_recorded and asked.get("stream") is True
-        is_recorded = is_recorded and ("idempotency-key" in http.headers or _outlives(asked))
-        return _Guide(self, ask, owner_tag(asked)), "", Position(path) if is_recorded else None
+        has_key = "idempotency-key" in http.headers
+        is_recorded = is_recorded and asked.get("stream") is True and (has_key or _outlives(asked))
+        # The turn would be in the conversation twice.
+        once = asked.get("conversation") is not None and not has_key
+        guide = _Guide(self, ask, owner_tag(asked))
+        return _Way(guide, position=Position(path) if is_recorded else None, once=once)
 
     def _read(self, kind: object, body: bytes, tenant: Tenant) -> tuple[dict[str, Any], Ask]:
         """A body of this type, and what is to be known of it to choose a replica."""
@@ -297,6 +302,19 @@ class _Guide:
         return [member for name, member in self._switch.members.known.items() if name not in excluded]
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How one request is passed on."""
+
+    guide: _Guide
+    id: str = ""
+    """It goes to the owner of this, if it names one."""
+    position: Position | None = None
+    """Where its client is in a stream that is recorded."""
+    once: bool = False
+    """See `Message`."""
+
+
 def _operation(method: str, path: str) -> tuple[Operation, str]:
     """What is asked, by the gateway's table, and the first parameter of the path, or ""."""
     method = "GET" if method == "HEAD" else method
@@ -312,7 +330,7 @@ def _place(member: Member) -> Place:
     return Place(member.name, member.address)
 
 
-def _message(http: HttpRequest, body: bytes) -> Message:
+def _message(http: HttpRequest, body: bytes, *, once: bool) -> Message:
     target = http.scope["raw_path"]
     if query := http.scope["query_string"]:
         target += b"?" + query
@@ -321,7 +339,7 @@ def _message(http: HttpRequest, body: bytes) -> Message:
         *(header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON),
         (b"x-request-id", b"" if asked is None else asked.request_id.encode()),
     ]
-    return Message(http.method, http.scope["path"], target, headers, body)
+    return Message(http.method, http.scope["path"], target, headers, body, once)
 
 
 def _outlives(body: Mapping[str, Any]) -> bool:

@@ -53,12 +53,11 @@ class Listener(Protocol):
 class Upstream(asyncio.Protocol):
     """The connection to a replica, from the request to the end of its reply."""
 
-    def __init__(self, request: bytes, listener: Listener, *, is_head: bool = False) -> None:
+    def __init__(self, listener: Listener, *, is_head: bool = False) -> None:
         """`is_head`: the reply has no body, whatever its headers say."""
         self._clock = asyncio.get_running_loop().time
         self.heard_s = self._clock()
         """When something came last."""
-        self._request = request
         self._listener = listener
         self._is_head = is_head
         self._transport: asyncio.Transport | None = None
@@ -87,7 +86,6 @@ class Upstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # that of uvloop is no subclass
-        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self.heard_s = self._clock()
@@ -144,19 +142,20 @@ async def connect(address: Address, request: bytes, listener: Listener, *, is_he
     """Sends a request.
 
     Raises:
-        OSError: nobody listens there, it took too long, or its certificate is not to be trusted.
+        OSError: nobody listens there, it took too long, or its certificate is not to be trusted; nothing was sent.
     """
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_S):
-            _, upstream = await loop.create_connection(
-                lambda: Upstream(request, listener, is_head=is_head),
+            transport, upstream = await loop.create_connection(
+                lambda: Upstream(listener, is_head=is_head),
                 address.host,
                 address.port,
                 ssl=tls_context() if address.is_tls else None,
             )
     except TimeoutError:
         raise OSError(f"{address} did not answer within {CONNECT_S:g} s") from None
+    transport.write(request)
     return upstream
 
 

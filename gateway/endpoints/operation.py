@@ -62,6 +62,8 @@ class Passing(Flag):
     """They go to the replica that has what the first parameter of the path names."""
     RECORDED = auto()
     """Another replica can go on with a stream whose replica dies, if the client asked for one that is recorded."""
+    ONCE = auto()
+    """They make something that stays: none is sent to another replica once the first one may have carried it out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from gateway.wire.schemas import (
     TokenizeBody,
 )
 
-ANY, OWN = Passing.ANY, Passing.OWN
+ANY, OWN, ONCE = Passing.ANY, Passing.OWN, Passing.ONCE
 BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED
 _WORK = (403, 404, 429, 503)
 """Statuses of refused work: no such tier or model, no room now."""
@@ -142,7 +142,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             statuses=(503,),
         ),
         "POST": Operation(
-            ANY,
+            ONCE,
             summary="Upload the input of a batch",
             body=UploadForm,
             is_form=True,
@@ -162,7 +162,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/batches": {
         "GET": Operation(ANY, summary="Batches", query=PageQuery, answer=answers.BatchPage, statuses=(503,)),
         "POST": Operation(
-            ANY,
+            ONCE,
             summary="Run the requests in a file",
             body=BatchBody,
             answer=answers.Batch,
@@ -243,7 +243,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             statuses=(503,),
         ),
         "POST": Operation(
-            ANY, summary="A new conversation", body=CreateBody, answer=answers.Conversation, statuses=(503,)
+            ONCE, summary="A new conversation", body=CreateBody, answer=answers.Conversation, statuses=(503,)
         ),
     },
     "/v1/conversations/{conversation_id}": {
@@ -264,7 +264,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             BY_ID, summary="Its messages", query=PageQuery, answer=answers.ItemPage, statuses=(404, 503)
         ),
         "POST": Operation(
-            BY_ID, summary="Add messages", body=AddBody, answer=answers.ItemPage, statuses=(404, 503)
+            BY_ID | ONCE, summary="Add messages", body=AddBody, answer=answers.ItemPage, statuses=(404, 503)
         ),
     },
     "/v1/conversations/{conversation_id}/items/{item_id}": {

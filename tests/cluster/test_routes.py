@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from time import monotonic
 from typing import Any
 
@@ -15,6 +15,7 @@ from cluster.asks import Asks
 from cluster.members import Member
 from cluster.relay import last_words
 from cluster.switch import Switch, SwitchOptions
+from cluster.upstream import Address
 from gateway.endpoints.operation import (
     FollowQuery,
     IdempotencyHeaders,
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.anyio
 
 NAMES = ("r0", "r1")
 ALL = [(path, method) for path, operations in OPERATIONS.items() for method in operations]
+ONCE_OR_PROMPT = Passing.ONCE | Passing.BY_PROMPT
 RECORDED = [
     (path, f"{prefix}{tag_of('r0')}{'0' * num_chars}")
     for path, prefix, num_chars in [
@@ -53,13 +55,18 @@ def anyio_backend() -> str:
 
 
 @contextlib.asynccontextmanager
-async def switched(script: Script) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a switch before two replicas that follow the script, which tells them apart by `Call.name`."""
+async def switched(script: Script, gone: Sequence[str] = ()) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a switch before two replicas that follow the script, which tells them apart by `Call.name`.
+
+    Args:
+        gone: those that nobody listens for any more.
+    """
     options = SwitchOptions(secret="a secret", identity="demo", block_size=16)
     switch = Switch(options, Prompts(make_tokenizer()), Router(stale_s=PATIENCE_S))
     async with contextlib.AsyncExitStack() as stack:
         for name in NAMES:
             address = await stack.enter_async_context(replica(script, name=name))
+            address = Address("127.0.0.1", 1) if name in gone else address
             switch.router.on_snapshot(snapshot(name), monotonic())
             switch.members.known[name] = Member(name, tag_of(name), address, is_draining=False)
         address = await stack.enter_async_context(serving(switch.app()))
@@ -156,3 +163,60 @@ async def test_a_recorded_stream_goes_on_when_its_replica_dies(path: str, id: st
     async with switched(script) as http:
         for reply in (await http.post(path, json=body), await http.get(f"{path}/{id}?stream=true")):
             assert reply.content == expected
+
+
+async def asked_of(
+    path: str, method: str, body: dict[str, Any] | None = None, *, gone: Sequence[str] = (), key: str = ""
+) -> tuple[list[str], httpx.Response]:
+    """The replicas that are asked, where each dies when it has the request, and the reply."""
+    asked: list[str] = []
+
+    async def script(call: Call) -> None:
+        asked.append(call.name)
+        await call.cut()
+
+    target = re.sub(r"{\w+}", f"x_{tag_of('r1')}00", path)
+    async with switched(script, gone) as http:
+        return asked, await http.request(
+            method, target, json=body, headers={"idempotency-key": key} if key else {}
+        )
+
+
+@pytest.mark.parametrize(("path", "method"), [one for one in ALL if Passing.OWN not in of(*one)])
+async def test_what_makes_something_that_stays_is_not_sent_again(path: str, method: str) -> None:
+    asked, reply = await asked_of(path, method)
+    once = Passing.ONCE in of(path, method)
+    assert len(asked) == (1 if once else 2)
+    assert reply.status_code == (502 if once else 529 if path.startswith("/v1/messages") else 503)
+    assert ("retry-after" in reply.headers) != once
+    assert "was lost" in reply.text
+
+
+@pytest.mark.parametrize(("path", "method"), [one for one in ALL if Passing.ONCE in of(*one)])
+async def test_it_is_sent_to_another_where_nobody_listens(path: str, method: str) -> None:
+    asked, _ = await asked_of(path, method, gone=["r1"])
+    assert asked == ["r0"]
+
+
+def test_whatever_makes_something_says_that_it_does() -> None:
+    """A POST that is not said to be done once computes an answer, or does the same when it is done twice."""
+    repeated = {path for path, method in ALL if method == "POST" and not of(path, method) & ONCE_OR_PROMPT}
+    assert repeated == {
+        *(
+            "/v1/batches/{batch_id}/cancel",
+            "/v1/responses/{id}/cancel",
+            "/v1/conversations/{conversation_id}",
+        ),
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/prefixes/locate", "/api/show"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("conversation", "key", "num_asked"), [("conv_1", "", 1), ("conv_1", "k", 2), (None, "", 2)]
+)
+async def test_a_turn_is_not_in_a_conversation_twice(
+    conversation: str | None, key: str, num_asked: int
+) -> None:
+    body = {"model": "demo", "input": "Hi", "conversation": conversation}
+    asked, _ = await asked_of("/v1/responses", "POST", body, key=key)
+    assert len(asked) == num_asked
