@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -52,6 +53,8 @@ _UNKNOWN = Operation(Passing.ANY, summary="A replica will say what is wrong")
 _WITH_PARAMETERS = [(compile_path(path)[0], of) for path, of in OPERATIONS.items() if "{" in path]
 _CHOOSE = "/choose"
 """Before the path of a request that somebody else passes on."""
+MOST_CHOSEN = 32
+"""Places of one tenant that are kept for requests that somebody else passes on: nobody says that they were not sent."""
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER, SECRET_HEADER.encode())
 )
@@ -88,6 +91,8 @@ class Switch:
         self.name = name
         self._asks = Asks(prompts, options.block_size, options.limits)
         self._relays: dict[Relay, None] = {}
+        self._chosen: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
+        """What gives each of a tenant's last places up that others were told of."""
         self._empty = asyncio.Event()
         self._empty.set()
         self._num_any = 0
@@ -158,12 +163,16 @@ class Switch:
     async def _choose(self, http: HttpRequest, path: str) -> Response:
         """Tells a proxy of somebody else's where a request is to go; its place there is reserved."""
         self._check_open()
-        self._client(http)
+        chosen = self._chosen[self._client(http).tenant.name]
         way = await self._way(http, path)
         place = next(way.guide.owners(way.id), None) if way.id else way.guide.choose(frozenset())
         if place is None:
             raise none_ready()
         passed = {name.decode(): value.decode() for name, value in place.headers}
+        if passed:
+            chosen.append(place.leave)
+        if len(chosen) > MOST_CHOSEN:
+            chosen.popleft()()
         told = {"replica": place.replica, "address": str(place.address)}
         named = {f"x-penstock-{name}": value.encode().decode("latin-1") for name, value in told.items()}
         return Json({**told, "headers": passed}, headers={**named, **passed})

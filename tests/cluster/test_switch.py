@@ -13,7 +13,7 @@ import pytest
 
 from cluster import members
 from cluster.asks import Asks
-from cluster.switch import Switch, SwitchOptions
+from cluster.switch import MOST_CHOSEN, Switch, SwitchOptions
 from cluster.upstream import Address
 from engine.planning.prefix_events import Stored
 from engine.planning.prefix_index import extend_hashes
@@ -354,6 +354,20 @@ async def test_who_asks_where_is_asked_for_a_key_and_refused_like_a_request() ->
         assert "retry-after" in refused.headers
         found.switch.draining = True
         assert (await found.http.get("/choose/v1/models")).json()["error"]["code"] == "server_shutting_down"
+
+
+async def test_a_tenant_that_asks_where_again_and_again_has_only_its_last_places() -> None:
+    async with cluster(make_gateway("a"), make_gateway("b")) as found:
+        clients = {name: Client(Tenant(name=name)) for name in ("alice", "bob")}
+        found.switch.access.replace({digest_of(f"sk-{name}"): client for name, client in clients.items()})
+        tickets: dict[str, list[int]] = {"alice": [], "bob": []}
+        for name in ("bob", *["alice"] * (MOST_CHOSEN + 3)):
+            headers = {"authorization": f"Bearer sk-{name}"}
+            reply = await found.http.post(f"/choose{CHAT}", json=chat_body(), headers=headers)
+            tickets[name].append(int(reply.headers["x-penstock-ticket"].partition("/")[2]))
+        kept = {ticket for one in found.switch.router.replicas.values() for ticket in one.open}
+        assert kept == {*tickets["bob"], *tickets["alice"][-MOST_CHOSEN:]}
+        assert found.switch.router.num_reserved == len(kept)
 
 
 # What is read of a request
