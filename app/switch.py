@@ -26,6 +26,7 @@ from cluster.upstream import Address
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_tokenizer
 from engine.model.config import LoadOptions
+from engine.planning.embedding import read_embedding
 from gateway.http.background import meanwhile
 from gateway.wire.prompts import Prompts
 from priority.routing.router import Router
@@ -126,7 +127,7 @@ def make_switch(
         )
     folder = find_checkpoint(settings.model, settings.revision)
     try:
-        prompts = Prompts(read_tokenizer(folder))
+        prompts, pooling = Prompts(read_tokenizer(folder)), read_embedding(folder, 0).pooling
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
     except TemplateSyntaxError as error:
@@ -135,6 +136,7 @@ def make_switch(
         secret=settings.cluster_secret,
         identity=identity(model_name(settings.model, settings.served_model_name), folder),
         block_size=LoadOptions().block_size,
+        pooling=pooling,
         clients=keys.read() if keys else {},
         allowed_hosts=allowed_hosts(settings, is_open),
     )

@@ -1,69 +1,91 @@
 """What the choice of a replica has to know of a request: lane, tenant, and the hashes of its prompt's blocks.
 
-The prompt is made as a replica makes it. Where that cannot be done, since a body is wrong or a thread is known to its
-owner alone, the request has no hashes; a replica will say what is wrong with it.
+The prompt is made by the code that makes it in a replica. Where that cannot be done, since a body is wrong or a thread
+is known to its owner alone, the request has no hashes; a replica will say what is wrong with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.planning.prefix_index import extend_hashes
+from engine.planning.request import Pooling
 from gateway.endpoints.intake import salt_of
-from gateway.endpoints.prompting import truncated
+from gateway.endpoints.prompting import Prompting
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
+from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.service import ServiceOptions
 from gateway.sessions.owners import tag_in
 from gateway.sessions.responses.objects import as_messages, input_items, response_tools
 from gateway.sessions.responses.schemas import ResponseBody
-from gateway.sessions.responses.threads import Thread, extend
+from gateway.sessions.responses.threads import Thread, extend, num_chars
 from gateway.wire.anthropic.bodies import MessagesBody, as_chat
-from gateway.wire.conversation import as_dict, chat_tools
-from gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody
+from gateway.wire.embeddings import Embedded, EmbeddingsBody, RerankBody, ScoreBody
 from gateway.wire.ollama.bodies import (
+    EmbeddingAsked,
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingBody,
     OllamaGenerateBody,
+    Understood,
     understand_chat,
+    understand_embed,
+    understand_embedding,
     understand_prompt,
 )
 from gateway.wire.prompts import Prompts
 from gateway.wire.sampling import lane_of
-from gateway.wire.schemas import ChatBody, CompletionBody, read
+from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, StrictBody, read
 from priority.lanes import Tenant
 from priority.routing.router import Ask
 
-_EMBEDDED = (EmbeddingsBody, RerankBody, ScoreBody, OllamaEmbedBody, OllamaEmbeddingBody)
 _CHARS_PER_TOKEN = 4
 """Where only the length of a body is known."""
 
+_UNDERSTAND: dict[type[StrictBody], Callable[[Any, Limits], object]] = {
+    MessagesBody: as_chat,
+    OllamaChatBody: understand_chat,
+    OllamaGenerateBody: understand_prompt,
+    OllamaEmbedBody: understand_embed,
+    OllamaEmbeddingBody: understand_embedding,
+}
+"""What bodies of other APIs come to."""
+
 Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A `gateway.endpoints.prompting.Prompted`. How long a prompt may be is left for the replicas to say."""
+
+    prompts: Prompts
+    options: ServiceOptions
+    vocab_size: int
+    context_length: int = sys.maxsize
+
+    @property
+    def dispatch(self) -> _Model:
+        return self
 
 
 class Asks:
     """For one model."""
 
-    def __init__(self, prompts: Prompts, block_size: int, limits: Limits) -> None:
+    def __init__(self, prompts: Prompts, block_size: int, limits: Limits, pooling: Pooling) -> None:
+        """`pooling` is how the model's embeddings are made."""
         self._prompts = prompts
         self._block_size = block_size
         self._limits = limits
-        self._readers: dict[object, Callable[[Body], tuple[Any, Sequence[int]]]] = {
-            ChatBody: lambda body: self._chat(read(ChatBody, body, limits)),
-            CompletionBody: self._completion,
-            ResponseBody: self._response,
-            MessagesBody: lambda body: self._chat(as_chat(read(MessagesBody, body, limits), limits)),
-            OllamaChatBody: lambda body: self._ollama(
-                understand_chat(read(OllamaChatBody, body, limits), limits)
-            ),
-            OllamaGenerateBody: lambda body: self._ollama(
-                understand_prompt(read(OllamaGenerateBody, body, limits), limits)
-            ),
-            **dict.fromkeys(_EMBEDDED, lambda _: (None, ())),
-        }
+        self._pooling = pooling
+        model = _Model(prompts, ServiceOptions(models=(), limits=limits), prompts.tokenizer.vocab_size)
+        self._prompting = Prompting(model, lambda _: None)
 
-    def read(self, kind: object, body: Body, num_bytes: int, tenant: Tenant) -> Ask:
+    async def read(self, kind: type[StrictBody], body: Body, num_bytes: int, tenant: Tenant) -> Ask:
         """
         Args:
             kind: the body's type, that of an operation that is passed on by its prompt.
@@ -72,65 +94,65 @@ class Asks:
         Raises:
             ApiError: 403, for a lane that the tenant may not use.
         """
+        asked: object = None
+        prompts: list[list[int]] = []
         try:
-            asked, token_ids = self._readers[kind](body)
-        except (ApiError, RecursionError):
-            asked, token_ids = None, ()
-        lane = tenant.default_lane if asked is None else lane_of(asked.service_tier, tenant)
-        if not token_ids:
-            num_prompt = max(1, num_bytes // _CHARS_PER_TOKEN)
-            return Ask(lane=lane, tenant=tenant.name, num_prompt=num_prompt)
-        salt = salt_of(tenant, is_private=asked.store is False, asked=asked.cache_salt)
+            understood = await off_loop(num_bytes, self._understood, kind, body)
+            asked = understood.chat if isinstance(understood, Understood) else understood
+            prompts = await self._encode(understood)
+        except (ApiError, RecursionError):  # the replica will say so
+            pass
+        lane = lane_of(asked.service_tier if isinstance(asked, Sampled | Embedded) else None, tenant)
+        num_prompt = sum(map(len, prompts)) or max(1, num_bytes // _CHARS_PER_TOKEN)
         hashes: list[bytes] = []
-        # The block of the last token is computed in any case.
-        num_blocks = (len(token_ids) - 1) // self._block_size
-        extend_hashes(hashes, token_ids, num_blocks, self._block_size, salt)
-        return Ask(lane=lane, tenant=tenant.name, num_prompt=len(token_ids), hashes=hashes)
+        if prompts and (isinstance(asked, Sampled) or self._pooling is Pooling.LAST):
+            salt, longest = self._salt(asked, tenant), max(prompts, key=len)
+            # The block of the last token is computed in any case.
+            num_blocks = (len(longest) - 1) // self._block_size
+            size = _CHARS_PER_TOKEN * len(longest)
+            await off_loop(size, extend_hashes, hashes, longest, num_blocks, self._block_size, salt)
+        return Ask(lane=lane, tenant=tenant.name, num_prompt=num_prompt, hashes=hashes)
 
-    def _chat(self, body: ChatBody) -> tuple[ChatBody, list[int]]:
-        continues = bool(body.continue_final_message)
-        prompt = self._prompts.chat(
-            [as_dict(message) for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt is not False and not continues,
-            continues=continues,
-            tools=chat_tools(body).tools,
-            variables=body.chat_template_kwargs,
-        )
-        return body, truncated(prompt, body)
+    def _understood(self, kind: type[StrictBody], body: Body) -> object:
+        asked = read(kind, body, self._limits)
+        return _UNDERSTAND[kind](asked, self._limits) if kind in _UNDERSTAND else asked
 
-    def _completion(self, given: Body) -> tuple[CompletionBody, list[int]]:
-        """By the first of its prompts."""
-        body = read(CompletionBody, given, self._limits)
-        first = body.prompt if isinstance(body.prompt, str) else body.prompt[0] if body.prompt else ""
-        if isinstance(first, int):
-            return body, truncated([token_id for token_id in body.prompt if isinstance(token_id, int)], body)
-        if isinstance(first, list):
-            return body, truncated(first, body)
-        if body.suffix:
-            return body, self._prompts.around(first, body.suffix)
-        prompt = self._prompts.text(first, add_special=body.add_special_tokens is not False)
-        return body, truncated(prompt, body)
+    async def _encode(self, asked: object) -> list[list[int]]:
+        """The prompts of a request; none if it asks for nothing, or goes on from what its owner alone knows."""
+        prompting = self._prompting
+        match asked:
+            case (ChatBody() as chat) | Understood(chat=ChatBody() as chat, raw=None):
+                return [(await prompting.conversation(chat))[0]]
+            case Understood(chat=ChatBody(), raw=str() as text):
+                return [await prompting.encode_text(text, "prompt")]
+            case CompletionBody():
+                return await prompting.encode_prompts(asked)
+            case ResponseBody(previous_response_id=None, conversation=None):
+                return [await self._thread(asked)]
+            case EmbeddingsBody():
+                return await prompting.encode_inputs(asked)
+            case RerankBody():
+                return await prompting.encode_texts([asked.query, *asked.texts], "documents", asked)
+            case ScoreBody():
+                first, second = asked.sides()
+                return await prompting.encode_texts([*first, *second], "text_1", asked)
+            case EmbeddingAsked():
+                return await prompting.encode_texts(asked.texts, "input", Embedded(model=asked.model))
+        return []
 
-    def _response(self, given: Body) -> tuple[ResponseBody, list[int]]:
-        body = read(ResponseBody, given, self._limits)
-        if body.previous_response_id is not None or body.conversation is not None:
-            return body, []
+    async def _thread(self, body: ResponseBody) -> list[int]:
+        """The prompt of a response that goes on from nothing."""
+        effort = None if body.reasoning is None else body.reasoning.effort
+        variables = self._prompting.variables(body.chat_template_kwargs, effort)
         messages = as_messages(input_items(body.input))
-        return body, extend(
-            self._prompts,
-            Thread(),
-            messages,
-            instructions=body.instructions,
-            tools=response_tools(body).tools,
-            variables=body.chat_template_kwargs,
-        )
+        encode = partial(extend, self._prompts, Thread(), messages, instructions=body.instructions)
+        encode = partial(encode, tools=response_tools(body).tools, variables=variables)
+        return await off_loop(sum(map(num_chars, messages)), encode, threads=TOKENIZING)
 
-    def _ollama(self, asked: Any) -> tuple[ChatBody | None, list[int]]:
-        if asked.chat is None:
-            return None, []
-        if asked.raw is not None:
-            return asked.chat, self._prompts.text(asked.raw)
-        return self._chat(asked.chat)
+    def _salt(self, asked: object, tenant: Tenant) -> bytes:
+        if isinstance(asked, Sampled):
+            return salt_of(tenant, is_private=asked.store is False, asked=asked.cache_salt)
+        return salt_of(tenant)
 
 
 def owner_tag(body: Body) -> str | None:

@@ -25,6 +25,7 @@ from cluster.metrics import Metrics
 from cluster.position import Position
 from cluster.relay import Message, Place, Relay, none_ready
 from cluster.upstream import Address, Headers, end_to_end
+from engine.planning.request import Pooling
 from gateway.access.keys import Access, Client
 from gateway.endpoints.attached import position_asked
 from gateway.endpoints.operation import Operation, Passing
@@ -36,12 +37,11 @@ from gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddle
 from gateway.http.errors import ApiError, not_found, refused, unavailable
 from gateway.http.hosts import HostMiddleware
 from gateway.http.limits import Limits, LimitsMiddleware, parse_object
-from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.http.off_loop import off_loop
 from gateway.http.refusals import answer_fault, refusal
 from gateway.sessions.owners import tag_in
 from gateway.wire.frames import Json
 from gateway.wire.prompts import Prompts
-from priority.lanes import Tenant
 from priority.queue import Refusal
 from priority.routing.router import Ask, Router
 
@@ -68,6 +68,8 @@ class SwitchOptions:
     identity: str
     """What every replica has to serve."""
     block_size: int
+    pooling: Pooling = Pooling.LAST
+    """How embeddings are made of a prompt."""
     clients: Mapping[bytes, Client] = field(default_factory=dict)
     """As the replicas have them."""
     allowed_hosts: tuple[str, ...] = ()
@@ -89,7 +91,7 @@ class Switch:
         name = secrets.token_hex(8)
         self.members = Members(self.router, name, options.secret, options.identity, options.block_size)
         self.name = name
-        self._asks = Asks(prompts, options.block_size, options.limits)
+        self._asks = Asks(prompts, options.block_size, options.limits, options.pooling)
         self._relays: dict[Relay, None] = {}
         self._chosen: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
         """What gives each of a tenant's last places up that others were told of."""
@@ -215,9 +217,12 @@ class Switch:
             return _Way(_Guide(self), once=once)
         began_s = perf_counter()
         client, body = self._client(http), await http.body()
-        asked, ask = await off_loop(
-            len(body), self._read, operation.body, body, client.tenant, threads=TOKENIZING
-        )
+        try:
+            asked = await off_loop(len(body), parse_object, body, self.options.limits)
+        except ApiError:  # the replica will say so
+            asked = {}
+        assert operation.body is not None
+        ask = await self._asks.read(operation.body, asked, len(body), client.tenant)
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
         has_key = "idempotency-key" in http.headers
         is_recorded = is_recorded and asked.get("stream") is True and (has_key or _outlives(asked))
@@ -225,14 +230,6 @@ class Switch:
         once = asked.get("conversation") is not None and not has_key
         guide = _Guide(self, ask, owner_tag(asked))
         return _Way(guide, position=Position(path) if is_recorded else None, once=once)
-
-    def _read(self, kind: object, body: bytes, tenant: Tenant) -> tuple[dict[str, Any], Ask]:
-        """A body of this type, and what is to be known of it to choose a replica."""
-        try:
-            asked = parse_object(body, self.options.limits)
-        except ApiError:  # the replica will say so
-            asked = {}
-        return asked, self._asks.read(kind, asked, len(body), tenant)
 
     @contextlib.contextmanager
     def _on_its_way(self, relay: Relay) -> Iterator[None]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from gateway.http.errors import invalid
 from gateway.http.off_loop import TOKENIZING, off_loop
-from gateway.service import Service
+from gateway.service import ServiceOptions
 from gateway.wire.beams import width_field
 from gateway.wire.conversation import as_dict, chat_tools, check_messages, num_chars_of
 from gateway.wire.embeddings import Embedded, EmbeddingsBody
-from gateway.wire.prompts import check_token_ids
+from gateway.wire.prompts import Prompts, check_token_ids
 from gateway.wire.sampling import context_exceeded
 from gateway.wire.schemas import ChatBody, CompletionBody, Message, Sampled
 from gateway.wire.tools.use import NO_TOOLS, ToolUse
@@ -21,10 +21,31 @@ MESSAGE_CHARS = 100
 """The work that a template has with one message, beside its text."""
 
 
+class Bounded(Protocol):
+    @property
+    def context_length(self) -> int: ...
+
+
+class Prompted(Protocol):
+    """What prompts are made and bounded by: a Service, or what a switch has in place of one."""
+
+    @property
+    def prompts(self) -> Prompts: ...
+
+    @property
+    def options(self) -> ServiceOptions: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def dispatch(self) -> Bounded: ...
+
+
 class Prompting:
     """For one service."""
 
-    def __init__(self, service: Service, ignore: Callable[[str], None]) -> None:
+    def __init__(self, service: Prompted, ignore: Callable[[str], None]) -> None:
         """`ignore` is told of each field of which nothing comes."""
         self._service = service
         self._ignore = ignore

@@ -17,7 +17,7 @@ from cluster.switch import MOST_CHOSEN, Switch, SwitchOptions
 from cluster.upstream import Address
 from engine.planning.prefix_events import Stored
 from engine.planning.prefix_index import extend_hashes
-from engine.planning.request import Request
+from engine.planning.request import Pooling, Request
 from gateway.access.keys import Client, digest_of
 from gateway.endpoints.operations import OPERATIONS
 from gateway.endpoints.state import PATH, SECRET_HEADER
@@ -26,10 +26,10 @@ from gateway.service import ServiceOptions
 from gateway.sessions.owners import tag_in, tag_of
 from gateway.wire.prompts import Prompts
 from priority.lanes import Lane, Tenant
-from priority.routing.router import Router
+from priority.routing.router import Ask, Router
 from priority.routing.state import parse_change, parse_snapshot
 from tests.cluster.scripted_replicas import PATIENCE_S, serving
-from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, make_tokenizer
+from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, completion_body, make_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -372,6 +372,8 @@ async def test_a_tenant_that_asks_where_again_and_again_has_only_its_last_places
 
 # What is read of a request
 
+RERANK = ("/rerank", "/v1/rerank", "/v2/rerank")
+THINKING = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}Say it at once.{% endif %}"
 READ = [
     (CHAT, chat_body(LONG)),
     (CHAT, chat_body(LONG, service_tier="priority", cache_salt="own", store=False)),
@@ -393,29 +395,49 @@ READ = [
     ),
     ("/api/chat", {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "stream": False}),
     ("/api/generate", {"model": MODEL, "prompt": LONG, "raw": True, "stream": False}),
+    (CHAT, chat_body(LONG, reasoning_effort="none")),
+    ("/v1/responses", {"model": MODEL, "input": LONG, "reasoning": {"effort": "none"}}),
+    ("/v1/embeddings", {"model": MODEL, "input": ["x", LONG], "service_tier": "flex"}),
+    *((path, {"model": MODEL, "query": "x", "documents": [LONG, "y"]}) for path in RERANK),
+    *((path, {"model": MODEL, "text_1": "x", "text_2": [LONG, "y"]}) for path in ("/score", "/v1/score")),
+    ("/api/embed", {"model": MODEL, "input": [LONG, "x"]}),
+    ("/api/embeddings", {"model": MODEL, "prompt": LONG}),
 ]
 
 
 @pytest.mark.parametrize(("path", "body"), READ)
 async def test_a_prompt_has_the_blocks_that_a_replica_makes_of_it(path: str, body: dict[str, Any]) -> None:
-    gateway = make_gateway("a")
+    ask, requests = await read_in_both(path, body)
+    longest = max(requests, key=lambda request: len(request.prompt_token_ids))
+    hashes: list[bytes] = []
+    num_blocks = (len(longest.prompt_token_ids) - 1) // 16
+    extend_hashes(hashes, longest.prompt_token_ids, num_blocks, 16, longest.salt)
+    assert num_blocks > 1
+    assert ask.hashes == hashes
+    assert ask.num_prompt == sum(len(request.prompt_token_ids) for request in requests)
+    assert {(ask.lane, ask.tenant)} == {(request.lane, request.tenant) for request in requests}
+
+
+async def read_in_both(
+    path: str, body: dict[str, Any], pooling: Pooling = Pooling.LAST
+) -> tuple[Ask, list[Request]]:
+    """What a switch finds in a body, and the requests that a replica makes of it."""
+    gateway, tokenizer = make_gateway("a"), make_tokenizer(THINKING)
+    gateway.service.prompts = Prompts(tokenizer)
     async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post(path, json=body))
-        request: Request = await gateway.taken()
+        requests = [await gateway.taken()]
+        while sum(gateway.queue.depths().values()):
+            requests.append(await gateway.taken())
         asking.cancel()
-    ask = Asks(Prompts(make_tokenizer()), 16, Limits()).read(
-        OPERATIONS[path]["POST"].body, body, 1, Tenant(name="default")
-    )
-    hashes: list[bytes] = []
-    num_blocks = (len(request.prompt_token_ids) - 1) // 16
-    extend_hashes(hashes, request.prompt_token_ids, num_blocks, 16, request.salt)
-    assert num_blocks > 1
-    assert (ask.num_prompt, ask.lane, ask.tenant) == (
-        len(request.prompt_token_ids),
-        request.lane,
-        request.tenant,
-    )
-    assert ask.hashes == hashes
+    asks, kind = Asks(Prompts(tokenizer), 16, Limits(), pooling), OPERATIONS[path]["POST"].body
+    assert kind is not None
+    return await asks.read(kind, body, 1, Tenant(name="default")), requests
+
+
+async def test_nothing_is_found_in_a_cache_where_all_of_a_prompt_is_wanted() -> None:
+    ask, requests = await read_in_both("/v1/embeddings", {"model": MODEL, "input": LONG}, Pooling.MEAN)
+    assert (ask.num_prompt, ask.hashes) == (len(requests[0].prompt_token_ids), [])
 
 
 async def test_keys_are_read_as_the_replicas_read_them() -> None:
