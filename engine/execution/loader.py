@@ -40,7 +40,7 @@ from engine.kernels.select import check_native, native_kernels, select
 from engine.kernels.sequence_table import SequenceTable
 from engine.model.checkpoint import read_config
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.drafts import DraftSource, SharedTokens, Translation, check_draft
+from engine.model.drafts import DraftSource, SharedTokens, check_draft
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.eagle import EagleConfig, check_eagle, is_eagle, read_eagle
 from engine.model.eagle_weights import (
@@ -58,6 +58,7 @@ from engine.model.split import split_config
 from engine.model.split_files import SplitFiles
 from engine.model.tensors import Recipe, check_tensors, make_recipe
 from engine.model.transformer import ForwardPass, make_decoder, make_head
+from engine.model.translation import Translation
 from engine.model.weights import Progress, load_weights
 from engine.sampling.sampler import Sampler
 

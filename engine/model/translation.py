@@ -1,0 +1,62 @@
+"""A draft model of another vocabulary as one of its target's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.cpu.native import VERY_UNLIKELY
+from engine.kernels.linear import Linear
+from engine.model.drafts import SharedTokens
+from engine.model.transformer import ForwardPass
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Makes a draft model of another vocabulary, or of logits of another number, one of its target's tokens."""
+
+    context: Tensor
+    """[vocab] int32: by token of the target, the one that the draft model reads."""
+    columns: Tensor
+    """[vocab] int64: by token of the target, its logit among the draft model's; one past the last if there is none."""
+
+    @classmethod
+    def of(cls, tokens: SharedTokens | None, vocab: int, num_logits: int) -> Translation:
+        """Without shared tokens, all are the same; what one of the two has more are rows of padding."""
+        same = torch.arange(vocab)
+        context = same
+        if tokens is not None:
+            num = min(vocab, len(tokens.same))
+            same, context = torch.full((vocab,), num_logits), torch.zeros(vocab, dtype=torch.int64)
+            same[:num] = torch.tensor(tokens.same)[:num]
+            context[:num] = torch.tensor(tokens.context)[:num]
+        is_there = (same >= 0) & (same < num_logits)
+        is_known = context < num_logits  # a row of padding is never read
+        return cls(torch.where(is_known, context, 0).int(), torch.where(is_there, same, num_logits))
+
+    def to(self, device: torch.device) -> Translation:
+        return Translation(self.context.to(device), self.columns.to(device))
+
+    def decoder(self, decoder: ForwardPass) -> ForwardPass:
+        """The decoder over batches of the target's tokens."""
+        return lambda batch: decoder(replace(batch, token_ids=self.context[batch.token_ids.long()]))
+
+    def head(self, head: Linear) -> Linear:
+        """The output head with a logit for each of the target's tokens."""
+        return _TranslatedHead(head, self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _TranslatedHead:
+    head: Linear
+    columns: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.head.num_bytes
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return F.pad(self.head(x), (0, 1), value=VERY_UNLIKELY).index_select(1, self.columns)
