@@ -12,7 +12,7 @@ NamedTensors = Mapping[str, Tensor]
 """The tensors of one linear map by the last part of their names: "weight", "scale", ..."""
 
 
-ELEMENTS_AT_A_TIME = 1 << 21
+ELEMENTS_AT_A_TIME = 1 << 18
 """Of a weight that is unpacked, repacked or rounded, which takes temporaries several times as large."""
 
 
