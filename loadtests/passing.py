@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
 from typing import ClassVar, cast
 
-import orjson
-
 from app.bench.client import exchange
 from app.checkpoint import find_checkpoint
 from app.listen import bind, port_of
@@ -25,6 +23,7 @@ from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
 from cluster.switch import Switch, SwitchOptions
 from cluster.upstream import Address
 from engine.model.checkpoint import read_tokenizer
+from gateway.endpoints.state import state_line
 from gateway.wire.frames import DONE
 from gateway.wire.prompts import Prompts
 from lab.bench.routing import fake_snapshot
@@ -76,7 +75,7 @@ class _Replica(asyncio.Protocol):
         snapshot = fake_snapshot("fake", self._identity)
         change = Change(epoch=snapshot.epoch, number=self._number, load=snapshot.load)
         message = snapshot if self._number == 0 else change
-        self._transport.write(_chunk(orjson.dumps(message.as_wire()) + b"\n"))
+        self._transport.write(_chunk(state_line(message)))
         self._number += 1
         asyncio.get_running_loop().call_later(_PUSH_S, self._push)
 

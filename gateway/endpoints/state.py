@@ -58,7 +58,7 @@ class StateApi:
         self._service.dispatch.check_open()
         if not switch:
             with self._service.prefixes.listening(None) as blocks:
-                return Response(_line(self._snapshot(blocks).as_wire()), media_type="application/x-ndjson")
+                return Response(state_line(self._snapshot(blocks)), media_type="application/x-ndjson")
         return StreamingResponse(self._lines(switch), media_type="application/x-ndjson")
 
     async def _lines(self, switch: str) -> AsyncIterator[bytes]:
@@ -70,7 +70,7 @@ class StateApi:
         ):
             snapshot = self._snapshot(blocks)
             told = snapshot.load
-            yield _line(snapshot.as_wire())
+            yield state_line(snapshot)
             while not (service.dispatch.draining and not len(service.dispatch)):
                 await self._news(told, let_in)
                 number += 1
@@ -86,7 +86,7 @@ class StateApi:
                 told = load
                 blocks.clear()
                 let_in.clear()
-                yield _line(change.as_wire())
+                yield state_line(change)
 
     async def _news(self, told: Load, let_in: Sequence[int]) -> None:
         """Returns when there is something to tell."""
@@ -132,5 +132,8 @@ def _requests(load: Load) -> list[object]:
     ]
 
 
-def _line(message: dict[str, object]) -> bytes:
-    return orjson.dumps(message) + b"\n"
+def state_line(message: Snapshot | Change) -> bytes:
+    """Returns a message as `priority.routing.state` reads it."""
+    return orjson.dumps(
+        message, default=bytes.hex, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+    )

@@ -9,11 +9,14 @@ from typing import Any
 import orjson
 import pytest
 
-from priority.lanes import Lane
+from gateway.endpoints.state import state_line
+from priority.lanes import Lane, LanePolicy
 from priority.routing.state import (
     MAX_TENANTS,
     OTHERS,
+    Change,
     LaneWork,
+    Snapshot,
     StateError,
     parse_change,
     parse_snapshot,
@@ -42,24 +45,35 @@ BUSY = replace(
 )
 SNAPSHOT = snapshot("a", BUSY, blocks=chain("x", 3))
 CHANGE = change("a", 7, BUSY, stored=chain("y", 2), removed=chain("x", 1), counted=[5])
+BATCH = str(Lane.BATCH.value)
 Wire = dict[str, Any]
 
 
-def sent(message: Wire) -> Wire:
-    """As it comes out at the other end."""
-    received: Wire = orjson.loads(orjson.dumps(message))
+def sent(message: Snapshot | Change) -> Wire:
+    """Returns the message as it comes out at the other end, before it is read."""
+    received: Wire = orjson.loads(state_line(message))
     return received
 
 
 def test_what_is_sent_is_what_is_received() -> None:
-    received = parse_snapshot(sent(SNAPSHOT.as_wire()))
-    assert replace(received, policies={}) == replace(SNAPSHOT, policies={})
-    for lane, policy in SNAPSHOT.policies.items():
-        other = received.policies[lane]
-        assert (other.ttft_s, other.tpot_s, other.weight) == (policy.ttft_s, policy.tpot_s, policy.weight)
-    assert parse_change(sent(CHANGE.as_wire())) == CHANGE
+    assert parse_snapshot(sent(SNAPSHOT)) == SNAPSHOT
+    assert parse_change(sent(CHANGE)) == CHANGE
     alive = change("a", 8, stored=[], removed=[], counted=[])
-    assert parse_change(sent(alive.as_wire())) == alive
+    assert parse_change(sent(alive)) == alive
+
+
+def test_a_lane_that_the_other_side_does_not_have_is_idle_and_one_that_is_not_known_here_is_named() -> None:
+    batch = str(Lane.BATCH.value)
+    message = sent(SNAPSHOT)
+    del message["load"]["lanes"][batch], message["policies"][batch]
+    read = parse_snapshot(message)
+    assert (read.load.lanes[Lane.BATCH], read.policies[Lane.BATCH]) == (LaneWork(), LanePolicy())
+    message["load"]["lanes"]["3"] = message["load"]["lanes"]["0"]
+    with pytest.raises(StateError, match=r"snapshot\.load\.lanes\.3 is no lane here"):
+        parse_snapshot(message)
+
+
+WRONG_QUEUES: list[object] = [[], {"t": -1}, {"t" * 300: 1}, {str(i): 1 for i in range(MAX_TENANTS + 2)}]
 
 
 def put(*path: str, value: object) -> Callable[[Wire], object]:
@@ -81,44 +95,46 @@ def put(*path: str, value: object) -> Callable[[Wire], object]:
         (put("num_kv_tokens", value=2.0), "snapshot.num_kv_tokens must be a whole number"),
         (put("max_num_seqs", value=True), "snapshot.max_num_seqs must be a whole number"),
         (put("blocks", value="ab"), "snapshot.blocks must be up to"),
-        (put("blocks", value="zz" * 16), "snapshot.blocks must be hexadecimal"),
-        (put("blocks", value=" " * 32), "snapshot.blocks must be hexadecimal"),
-        (put("policies", value={}), "snapshot.policies must have all lanes and no other"),
-        (
-            put("policies", "batch", value={"ttft_s": 1}),
-            "snapshot.policies.batch must be an object of ttft_s",
+        *(
+            (put("blocks", value=[wrong]), "snapshot.blocks must be up to")
+            for wrong in ("ab", "zz" * 16, " " * 32, 7)
         ),
+        (put("policies", value={"batch": {}}), "snapshot.policies.batch is no lane here"),
+        (lambda m: m["policies"][BATCH].pop("ageing_s"), "snapshot.policies.batch.ageing_s is missing"),
         (
-            put("policies", "batch", "ttft_s", value=0),
+            put("policies", BATCH, "ttft_s", value=0),
             "snapshot.policies.batch: ttft_s must be greater than 0",
         ),
         (
-            put("policies", "batch", "weight", value="1"),
+            put("policies", BATCH, "weight", value="1"),
             "snapshot.policies.batch.weight must be a whole number",
         ),
-        (put("load", value=None), "load must be an object"),
-        (put("load", "step_s", value=-1), "load.step_s must be a number of at least 0"),
-        (put("load", "is_draining", value=1), "load.is_draining must be true or false"),
-        (put("load", "coefficients", value=[1, 2, 3]), "load.coefficients must be 4 numbers"),
-        (put("load", "coefficients", value=[1, 2, 3, None]), "load.coefficients must be a number"),
-        (put("load", "held", "num_tokens", value=2**60), "load.held.num_tokens must be a whole number"),
-        (put("load", "lanes", "batch", "queued", value=[]), "load.lanes.batch.queued must be an object"),
+        (put("load", value=None), "snapshot.load must be an object"),
+        (put("load", "step_s", value=-1), "snapshot.load.step_s must be a number of at least 0"),
+        (put("load", "is_draining", value=1), "snapshot.load.is_draining must be true or false"),
         (
-            put("load", "lanes", "batch", "queued", value={"t": -1}),
-            "load.lanes.batch.queued['t'] must be a whole number of at least 0",
+            put("load", "coefficients", value=[1, 2, 3]),
+            "snapshot.load.coefficients must be a list of 4 numbers",
         ),
         (
-            put("load", "lanes", "batch", "queued", value={str(i): 1 for i in range(MAX_TENANTS + 2)}),
-            "load.lanes.batch.queued must be an object of at most 65 tenants",
+            put("load", "coefficients", value=[1, 2, 3, None]),
+            "snapshot.load.coefficients must be a list of 4 numbers",
         ),
         (
-            put("load", "lanes", "batch", "queued", value={"t" * 300: 1}),
-            "load.lanes.batch.queued has a name of more than 256 characters",
+            put("load", "held", "num_tokens", value=2**60),
+            "snapshot.load.held.num_tokens must be a whole number",
+        ),
+        *(
+            (
+                put("load", "lanes", BATCH, "queued", value=queued),
+                "snapshot.load.lanes.batch.queued must be an object of whole numbers by at most 65 names",
+            )
+            for queued in WRONG_QUEUES
         ),
     ],
 )
 def test_a_malformed_message_is_refused_by_field(edit: Callable[[Wire], object], complaint: str) -> None:
-    message = sent(SNAPSHOT.as_wire())
+    message = sent(SNAPSHOT)
     edit(message)
     with pytest.raises(StateError) as raised:
         parse_snapshot(message)
@@ -127,7 +143,7 @@ def test_a_malformed_message_is_refused_by_field(edit: Callable[[Wire], object],
 
 @pytest.mark.parametrize("counted", [[-1], [1.5], ["1"], [True], 7, {}])
 def test_tickets_are_whole_numbers(counted: object) -> None:
-    message = CHANGE.as_wire() | {"counted": counted}
+    message = sent(CHANGE) | {"counted": counted}
     with pytest.raises(StateError, match=r"change\.counted must be"):
         parse_change(message)
 
@@ -140,9 +156,9 @@ def test_what_is_no_message_is_refused(message: object) -> None:
 
 
 def test_numbers_that_json_can_hold_and_arithmetic_cannot_are_refused() -> None:
-    message = SNAPSHOT.as_wire()
+    message = sent(SNAPSHOT)
     put("load", "step_s", value=float("nan"))(message)
-    with pytest.raises(StateError, match=r"load\.step_s"):
+    with pytest.raises(StateError, match=r"snapshot\.load\.step_s"):
         parse_snapshot(message)
 
 
