@@ -1,6 +1,6 @@
-"""`/openapi.json`: what the routes take and answer, made from the types in OPERATIONS and from the limits.
+"""`/openapi.json`: the routes of OPERATIONS, with the fields of the types that check requests, and the limits.
 
-A route that is missing there is a fault, of which a test tells.
+A route that is missing in OPERATIONS is a fault, of which a test tells.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints import answers
 from gateway.endpoints.completions import CHAT_ID, TEXT_ID
-from gateway.endpoints.operation import Operation
+from gateway.endpoints.operation import JSON, Operation
 from gateway.endpoints.operations import OPERATIONS
+from gateway.http.correlation import ANTHROPIC_PATH
 from gateway.http.limits import Limits
-from gateway.http.refusals import OVERLOADED
+from gateway.http.refusals import OLLAMA_PATH, OVERLOADED
 from gateway.sessions.batches.batch import BATCH_ID
 from gateway.sessions.batches.files import FILE_ID
 from gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
@@ -70,15 +70,7 @@ class OpenApi:
         paths: dict[str, JsonSchema] = {}
         for path, method, operation in found:
             paths.setdefault(path, {})[method.lower()] = _describe(path, method, operation, schemas)
-        refusals = {
-            _refusal(status, operation): {
-                "description": _phrase(status),
-                "content": _json(schemas.of(operation.error)),
-            }
-            for _, _, operation in found
-            for status in sorted(operation.refusals)
-        }
-        components: JsonSchema = {"schemas": schemas.components, "responses": refusals}
+        components: JsonSchema = {"schemas": schemas.components | _ERRORS}
         document: JsonSchema = {
             "openapi": "3.2.0",
             "info": {"title": "Penstock", "version": "1"},
@@ -95,12 +87,12 @@ class _Schemas:
     """The JSON schemas of types, by their `repr`; those with names are components."""
 
     def __init__(self, operations: Iterable[Operation], limits: Limits) -> None:
-        types = {repr(kind): kind for operation in operations for kind in (answers.Error, *operation.types)}
+        types = {repr(kind): kind for operation in operations for kind in operation.types}
         self._schemas, definitions = TypeAdapter.json_schemas(
             [(name, "validation", TypeAdapter(kind)) for name, kind in types.items()],
             ref_template=f"{_SCHEMAS}{{model}}",
         )
-        self.components: dict[str, JsonSchema] = definitions["$defs"]
+        self.components: dict[str, JsonSchema] = definitions.get("$defs", {})
         for kind in types.values():
             for place, most in getattr(kind, "MOST", {}).items():
                 number = getattr(limits, most) if isinstance(most, str) else most
@@ -136,11 +128,11 @@ def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -
         "operationId": f"{method.lower()} {path}",
         "summary": operation.summary,
         "parameters": [*_identifiers(path), *_parameters("query", operation.query, schemas)],
-        "responses": _responses(operation, schemas),
+        "responses": _responses(path, operation),
     }
     found["parameters"] += _parameters("header", operation.headers, schemas)
     if operation.body is not None:
-        media_type = "multipart/form-data" if operation.is_form else "application/json"
+        media_type = "multipart/form-data" if operation.is_form else JSON
         content = {media_type: {"schema": schemas.of(operation.body)}}
         found["requestBody"] = {"required": True, "content": content}
     if operation.is_open:
@@ -172,49 +164,42 @@ def _parameters(place: str, kind: Any, schemas: _Schemas) -> Iterator[JsonSchema
         yield {"name": name, "in": place, "required": required, "schema": of_one}
 
 
-def _responses(operation: Operation, schemas: _Schemas) -> JsonSchema:
-    content: JsonSchema = {}
-    if operation.answer is not None:
-        content |= _json(schemas.of(operation.answer))
-    if operation.media_type is not None:
-        content[operation.media_type] = {}
-    if operation.lines is not None:
-        content["application/x-ndjson"] = {"itemSchema": schemas.of(operation.lines)}
-    if operation.events:
-        content["text/event-stream"] = {"itemSchema": _event(operation.events, schemas)}
-    responses: JsonSchema = {
-        str(status): {"$ref": f"#/components/responses/{_refusal(status, operation)}"}
-        for status in sorted(operation.refusals)
-    }
-    if operation.unavailable is not None:
-        responses["503"] = {"description": "Red", "content": _json(schemas.of(operation.unavailable))}
-    if operation.cached:
-        responses["304"] = {"description": HTTPStatus.NOT_MODIFIED.phrase}
-    return {"200": {"description": "OK", "content": content}, **responses}
+def _responses(path: str, operation: Operation) -> JsonSchema:
+    whole = {media_type: _ANY_OBJECT if media_type == JSON else {} for media_type in operation.answers}
+    found = {200: {"description": "OK", "content": whole}}
+    for status in operation.refusals:
+        if status == HTTPStatus.SERVICE_UNAVAILABLE and path.startswith(ANTHROPIC_PATH):
+            status = OVERLOADED
+        found[status] = {"description": _phrase(status), "content": {JSON: {"schema": _error(path)}}}
+    if operation.is_probe:
+        found[503] = {"description": "Red", "content": whole}
+    if operation.is_cached:
+        found[304] = {"description": _phrase(304)}
+    return {str(status): found[status] for status in sorted(found)}
 
 
-def _refusal(status: int, operation: Operation) -> str:
-    """The name of the component that describes it."""
-    name = _phrase(status).upper().replace(" ", "_").replace("-", "_")
-    return name if operation.error is answers.Error else f"{operation.error.__name__}.{name}"
+def _error(path: str) -> JsonSchema:
+    """The error object of the API that a path belongs to."""
+    names = {ANTHROPIC_PATH: "AnthropicError", OLLAMA_PATH: "OllamaError"}
+    name = next((name for start, name in names.items() if path.startswith(start)), "Error")
+    return {"$ref": _SCHEMAS + name}
 
 
 def _phrase(status: int) -> str:
     return "Overloaded" if status == OVERLOADED else HTTPStatus(status).phrase
 
 
-def _event(events: dict[str, Any], schemas: _Schemas) -> JsonSchema:
-    """Any event of a stream."""
-    forms = []
-    for name, kind in events.items():
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schemas.of(kind)}
-        forms.append(_members(data=data, **({"event": {"const": name}} if name else {})))
-    return {"anyOf": [*forms, _members(data={"const": "[DONE]"})] if "" in events else forms}
-
-
-def _members(**properties: JsonSchema) -> JsonSchema:
+def _object(**properties: JsonSchema) -> JsonSchema:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-def _json(schema: JsonSchema) -> JsonSchema:
-    return {"application/json": {"schema": schema}}
+_ANY_OBJECT: JsonSchema = {"schema": {"type": "object"}}
+_TEXT: JsonSchema = {"type": "string"}
+_TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
+_ERRORS = {
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "AnthropicError": _object(
+        type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT_OR_NULL
+    ),
+    "OllamaError": _object(error=_TEXT),
+}

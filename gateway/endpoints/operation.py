@@ -1,9 +1,9 @@
-"""What is said of one operation, a method of a path: its types, and how a switch passes it on."""
+"""One operation, a method of a path: what it takes and answers with, and how a switch passes it on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from enum import Flag, auto
 from typing import Annotated, Any
 
@@ -11,12 +11,10 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gateway.access.idempotency import MAX_KEY_CHARS
-from gateway.endpoints import answers
 from gateway.endpoints.events import DETAILS
 from gateway.wire.schemas import StrictBody
 
-_ANY = (400, 408, 413, 421, 431, 500, 501)
-"""Statuses that every request may get: what comes is no HTTP, too slow, too large, or for another host."""
+JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
 
 
 class IdempotencyHeaders(TypedDict, total=False):
@@ -43,7 +41,7 @@ class StateQuery(TypedDict):
 
 
 class LocateQuery(TypedDict, total=False):
-    """One of them."""
+    """A prompt, in one of two forms."""
 
     tokens: Annotated[str, Field(pattern="^[0-9]+(,[0-9]+)*$")]
     messages: Annotated[str, Field(json_schema_extra={"contentMediaType": "application/json"})]
@@ -66,45 +64,42 @@ class Passing(Flag):
     """They make something that stays: none is sent to another replica once the first one may have carried it out."""
 
 
+_ALWAYS = (400, 408, 413, 421, 431, 500, 501)
+"""Any request may be answered with these: it is no HTTP, too slow, too large, or for another host."""
+_PASSED = {Passing.BY_PROMPT: (403, 404, 429, 503), Passing.BY_ID: (404, 503)}
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What one method of one path takes and answers, each as a type, and which replica gets it."""
+    """What one method of one path takes and answers with, and which replica gets it."""
 
     passing: Passing
-    _: KW_ONLY
     summary: str
     body: type[StrictBody] | None = None
-    is_form: bool = False
-    """The body is a form, and no JSON."""
+    _: KW_ONLY
     query: Any = None
     headers: Any = None
-    answer: Any = None
-    """The JSON of a 200."""
-    media_type: str | None = None
-    """Of a 200 that is no JSON."""
-    events: dict[str, Any] = field(default_factory=dict)
-    """The JSON of each event of a stream, by its name. Those without a name end with a `[DONE]`."""
-    lines: Any = None
-    """The JSON of each line of a stream."""
-    unavailable: Any = None
-    """The JSON of a 503 that is no error."""
+    answers: tuple[str, ...] = (JSON,)
+    """The media types that a 200 may have."""
     statuses: tuple[int, ...] = ()
-    """Of refusals, beside those that all have."""
+    """The refusals that do not follow from `passing` and the types."""
+    is_form: bool = False
+    """The body is a form, and no JSON."""
     is_open: bool = False
     """It asks for no key."""
-    cached: bool = False
-    """A client that has it already is told so."""
-    error: Any = answers.Error
-    """The JSON of a refusal."""
+    is_probe: bool = False
+    """A supervisor asks it: a 503 has the JSON of a 200."""
+    is_cached: bool = False
+    """A client that has the answer already is told so."""
 
     @property
     def refusals(self) -> set[int]:
-        """Statuses that are answered with an error."""
-        with_body = () if self.body is None else (415,)
-        with_key = () if self.is_open else (401,)
-        return {*_ANY, *self.statuses, *with_body, *with_key}
+        """The statuses that are answered with an error object."""
+        passed = (status for one in self.passing for status in _PASSED.get(one, ()))
+        typed = [(self.body, 415), (self.headers is IdempotencyHeaders, 409), (not self.is_open, 401)]
+        return {*_ALWAYS, *self.statuses, *passed, *(status for holds, status in typed if holds)}
 
     @property
     def types(self) -> Iterator[Any]:
-        one = (self.body, self.query, self.headers, self.answer, self.lines, self.unavailable, self.error)
-        yield from (kind for kind in (*one, *self.events.values()) if kind is not None)
+        """The types that requests are checked with."""
+        yield from (kind for kind in (self.body, self.query, self.headers) if kind is not None)

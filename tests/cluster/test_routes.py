@@ -16,6 +16,7 @@ from cluster.relay import last_words
 from cluster.switch import Switch, SwitchOptions
 from cluster.upstream import Address
 from gateway.endpoints.operation import (
+    JSON,
     FollowQuery,
     IdempotencyHeaders,
     Operation,
@@ -102,8 +103,8 @@ def test_what_is_said_of_an_operation_fits_its_path_and_its_types(path: str, met
     if may_be_recorded:
         assert Passing.RECORDED | Passing.BY_ID in of(f"{path}/{{id}}", "GET")
     # Admission answers these statuses.
-    assert (Passing.BY_PROMPT in passing) == ({403, 429} <= set(operation.statuses))
-    if Passing.BY_PROMPT in passing and (operation.events or operation.lines):
+    assert (Passing.BY_PROMPT in passing) == ({403, 429} <= operation.refusals)
+    if Passing.BY_PROMPT in passing and operation.answers != (JSON,):
         assert last_words(path)
 
 

@@ -74,14 +74,14 @@ async def _two_ticks(_: EventsApi) -> AsyncIterator[None]:
 
 
 def _narrowed(document: dict[str, Any]) -> None:
-    """Bodies name this model, and their lists are short, for the test's sake. Answers have no other members."""
+    """Makes bodies name this model and have short lists, for the test's sake, and errors have no other members."""
     for schema in document["components"]["schemas"].values():
         is_asked = schema.get("additionalProperties") is False
         if is_asked:
             _shorten(schema)
             if "model" in schema["properties"]:
                 schema["properties"]["model"] = {"const": MODEL}
-        elif schema["type"] == "object":
+        elif "error" in schema["properties"]:
             schema["additionalProperties"] = False
 
 
