@@ -24,6 +24,7 @@ from app.settings import ENV_PREFIX, Settings, default_text, flag
 from engine.kernels.cpu import levels, prebuilt
 from engine.model.families import FAMILIES, NOT_YET
 from gateway.endpoints.openapi import OpenApi
+from gateway.endpoints.operation import ALWAYS
 from gateway.endpoints.operations import OPERATIONS
 from gateway.http.limits import Limits
 from gateway.store.interface import StoreStats
@@ -192,9 +193,13 @@ def _http() -> Iterator[str]:
     ]
     document = OpenApi(routes, Limits(), with_keys=False).document()
     schemas = document["components"]["schemas"]
-    yield """\
-A server says all of this, and what it answers, at `/openapi.json`. [Clients](../guide/clients.md) says which programs
-use which routes, and what becomes of their fields."""
+    yield f"""\
+A server says all of this at `/openapi.json`. [Clients](../guide/clients.md) says which programs use which routes, and
+what becomes of their fields. Replies are those of OpenAI's, Anthropic's and Ollama's APIs, as their packages read them;
+`tests/gateway/test_reply_types.py` lists what is added to them.
+
+Any request may be answered with an error object and {_codes(ALWAYS)}, one with a body with `415`, and one without a key
+with `401` where keys are configured. Other errors are listed with the endpoints."""
     bodies: dict[str, list[str]] = {}
     rows = []
     for path, operations in document["paths"].items():
@@ -206,6 +211,8 @@ use which routes, and what becomes of their fields."""
             if body := _body(operation):
                 bodies.setdefault(body, []).append(endpoint)
                 about.append(f"Body: [{body}](#{body.lower()})")
+            if errors := _errors(operation):
+                about.append(f"Errors: {_codes(errors)}")
             rows.append((endpoint, "<br>".join(about)))
     yield _table("endpoint | what it does", rows)
     for body, endpoints in bodies.items():
@@ -220,6 +227,11 @@ use which routes, and what becomes of their fields."""
 def _body(operation: dict[str, Any]) -> str:
     content = operation.get("requestBody", {}).get("content", {}).values()
     return "".join(media["schema"]["$ref"].rpartition("/")[2] for media in content)
+
+
+def _errors(operation: dict[str, Any]) -> list[int]:
+    statuses = map(int, operation["responses"])
+    return [status for status in statuses if status >= 400 and status not in (*ALWAYS, 401, 415)]
 
 
 def _parameter(parameter: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ class Passing(Flag):
     """They make something that stays: none is sent to another replica once the first one may have carried it out."""
 
 
-_ALWAYS = (400, 408, 413, 421, 431, 500, 501)
+ALWAYS = (400, 408, 413, 421, 431, 500, 501)
 """Any request may be answered with these: it is no HTTP, too slow, too large, or for another host."""
 _PASSED = {Passing.BY_PROMPT: (403, 404, 429, 503), Passing.BY_ID: (404, 503)}
 
@@ -97,7 +97,7 @@ class Operation:
         """The statuses that are answered with an error object."""
         passed = (status for one in self.passing for status in _PASSED.get(one, ()))
         typed = [(self.body, 415), (self.headers is IdempotencyHeaders, 409), (not self.is_open, 401)]
-        return {*_ALWAYS, *self.statuses, *passed, *(status for holds, status in typed if holds)}
+        return {*ALWAYS, *self.statuses, *passed, *(status for holds, status in typed if holds)}
 
     @property
     def types(self) -> Iterator[Any]:
