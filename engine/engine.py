@@ -191,10 +191,14 @@ class Engine:
         tables = scheduler.tables
         return block_map(tables.pool.ref_counts, tables.findable)
 
-    def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:
-        """The prompt tokens whose KV is likely to be cached: a guess from outside the step thread, never a promise."""
+    def find_cached(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """Guesses from outside the step thread how many tokens of a prompt are cached, and how many of these in use.
+
+        Args:
+            hashes: those of the prompt's blocks.
+        """
         scheduler = self._scheduler
-        return scheduler.tables.num_cached_tokens(token_ids, salt) if scheduler else 0
+        return scheduler.tables.find_cached(hashes) if scheduler else (0, 0)
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -43,7 +43,7 @@ class Engine(Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
-    def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int: ...
+    def find_cached(self, hashes: Sequence[bytes]) -> tuple[int, int]: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -210,7 +210,7 @@ class Dispatch:
         lane = Lane(request.lane)
         num_cached = 0
         if not request.reads_prompt:
-            num_cached = self._engine.num_cached_tokens(request.prompt_token_ids, request.salt)
+            num_cached, _ = self._engine.find_cached(request.block_hashes)
         with self._refusing(lane):
             forecast = self._queue.put(request, self._clock(), num_cached)
         self._metrics.note_admitted(lane, len(request.prompt_token_ids))

@@ -122,9 +122,7 @@ class Service:
         self.metrics.registry.register(StoreMetrics(store.stats))
         self._watches = Watches()
         self.prefixes = PrefixTracker()
-        self.locator = PrefixLocator(
-            store.durable, options.replica, options.block_size, engine.num_cached_tokens
-        )
+        self.locator = PrefixLocator(store.durable, options.replica, options.block_size, engine.find_cached)
         self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces)
         self.quotas = Quotas(store)
         self.idempotency = Idempotency(store)

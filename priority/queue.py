@@ -236,15 +236,20 @@ class LaneQueue:
             return self.admission.allowance(by_lane, num_context, lively)
 
     def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
-        with self._lock:
-            if above is None and (aged := self._aged()) is not None and fits(aged.request):
-                self._aged_tokens -= aged.num_uncached
-                return self._dispatch(aged)
-            for line in self._lines_in_turn(above):
-                ticket = self._choose(line)
-                if fits(ticket.request):
-                    return self._dispatch(ticket)
-            return None
+        """Whether a request fits can take milliseconds to say, and is asked without the lock."""
+        while True:
+            with self._lock:
+                aged = self._aged() if above is None else None
+                candidates = [self._choose(line) for line in self._lines_in_turn(above)]
+            if aged is not None:
+                candidates.insert(0, aged)
+            chosen = next((ticket for ticket in candidates if fits(ticket.request)), None)
+            if chosen is None:
+                return None
+            with self._lock:
+                if self._tickets.get(chosen.request.request_id) is chosen:  # else it was cancelled meanwhile
+                    self._aged_tokens -= chosen.num_uncached if chosen is aged else 0
+                    return self._dispatch(chosen)
 
     def passed_over(self) -> Request | None:
         with self._lock:

@@ -139,23 +139,24 @@ class BlockTables:
         if not self.prefix_cache:
             return []
         num_full = sequence.num_reusable // self.block_size
-        salt = sequence.request.salt
-        extend_hashes(sequence.block_hashes, sequence.token_ids, num_full, self.block_size, salt)
+        self._extend_hashes(sequence, num_full)
         return self.index.match(sequence.block_hashes[:num_full], self._num_seen)
 
-    def num_cached_tokens(self, token_ids: TokenIds[int], salt: bytes) -> int:
-        """Returns how many first tokens of a prompt are cached, without regard to windows.
+    def find_cached(self, hashes: TokenIds[bytes]) -> tuple[int, int]:
+        """Returns how many first tokens of a prompt are cached, without regard to windows, and how many are in use.
 
         It reads single entries only, so that another thread may call it.
         """
-        if not self.prefix_cache or not len(self.index):
-            return 0
-        hashes: list[bytes] = []
-        for number in range(1, (len(token_ids) - 1) // self.block_size + 1):
-            extend_hashes(hashes, token_ids, number, self.block_size, salt)
-            if not self.index.knows_hash(hashes[-1]):
-                return (number - 1) * self.block_size
-        return len(hashes) * self.block_size
+        if not self.prefix_cache:
+            return 0, 0
+        num_cached = num_in_use = 0
+        for block_hash in hashes:
+            block = self.index.block_of(block_hash)
+            if block is None:
+                break
+            num_cached += self.block_size
+            num_in_use += self.block_size * (self.pool.ref_counts[block] > 0)
+        return num_cached, num_in_use
 
     def awaited_hash(self, sequence: Sequence, prefix: list[int]) -> bytes:
         """Returns the hash of the block after the cached ones if it is worth waiting for, else b"".
@@ -258,7 +259,7 @@ class BlockTables:
         if first == last or not self.prefix_cache:
             return
         hashes, table = sequence.block_hashes, sequence.block_table
-        extend_hashes(hashes, sequence.token_ids, last, self.block_size, sequence.request.salt)
+        self._extend_hashes(sequence, last)
         for i in range(first, last):
             self.index.end(hashes[i], sequence)
             for number, block in enumerate(table[i * self.num_tables : (i + 1) * self.num_tables]):
@@ -320,6 +321,13 @@ class BlockTables:
             table[i] = 0
         if blocks:
             self._release(blocks)
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        """Makes the hashes of the sequence's first full blocks known."""
+        hashes, request = sequence.block_hashes, sequence.request
+        if len(hashes) < num_blocks:
+            hashes += request.block_hashes[len(hashes) : num_blocks]
+            extend_hashes(hashes, sequence.token_ids, num_blocks, self.block_size, request.salt)
 
     def _num_alone(self, blocks: list[int]) -> int:
         return sum(1 for block in blocks if self.pool.ref_counts[block] == 1)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as TokenIds
+from dataclasses import replace
 from hashlib import blake2b
+
+from engine.planning.request import Request
 
 
 def chain_start(salt: bytes) -> bytes:
@@ -24,9 +27,26 @@ def extend_hashes(
     hashes: list[bytes], token_ids: TokenIds[int], num_blocks: int, block_size: int, salt: bytes
 ) -> None:
     """Grows `hashes` to the hashes of the first `num_blocks` full blocks of `token_ids`."""
-    for i in range(len(hashes), num_blocks):
-        parent = hashes[-1] if hashes else chain_start(salt)
-        hashes.append(block_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))
+    first = len(hashes)
+    if first >= num_blocks:
+        return
+    parent = hashes[-1] if hashes else chain_start(salt)
+    missing = memoryview(array("q", token_ids[first * block_size : num_blocks * block_size]))
+    for start in range(0, len(missing), block_size):
+        parent = blake2b(missing[start : start + block_size], digest_size=16, key=parent).digest()
+        hashes.append(parent)
+
+
+def prompt_hashes(token_ids: TokenIds[int], block_size: int, salt: bytes) -> tuple[bytes, ...]:
+    """Returns the hashes of the blocks that a prompt may find, which never are those of its last token."""
+    hashes: list[bytes] = []
+    extend_hashes(hashes, token_ids, max(0, len(token_ids) - 1) // block_size, block_size, salt)
+    return tuple(hashes)
+
+
+def with_hashes(request: Request, block_size: int) -> Request:
+    """Returns the request with the hashes of its prompt."""
+    return replace(request, block_hashes=prompt_hashes(request.prompt_token_ids, block_size, request.salt))
 
 
 class PrefixIndex:
@@ -108,9 +128,9 @@ class PrefixIndex:
     def knows_block(self, block: int) -> bool:
         return block in self._hash_of
 
-    def knows_hash(self, block_hash_: bytes) -> bool:
-        """Says whether the first table has a block of this hash."""
-        return block_hash_ in self._block_of[0]
+    def block_of(self, block_hash_: bytes) -> int | None:
+        """Returns the first table's block of this hash, if there is one."""
+        return self._block_of[0].get(block_hash_)
 
     def begin(self, block_hash_: bytes, owner: object, lane: int = 0) -> None:
         """Notes that `owner` computes the block of this hash.

@@ -107,6 +107,8 @@ class Request:
     tenant: str = ""
     salt: bytes = b""
     """Starts the hash chain of the prompt's blocks: requests with different salts never share a block."""
+    block_hashes: tuple[bytes, ...] = field(default=(), repr=False)
+    """The hashes of the prompt's first blocks, as far as they are known; planning computes the others."""
     output_token_ids: tuple[int, ...] = ()
     """Output tokens that are known already: the one choice continues after them, as it does after a preemption."""
     pooling: Pooling | None = None

@@ -167,7 +167,7 @@ class CompletionsApi:
         self, client: Client, batch: Batch, kind: str, prompt: list[int], recording_id: str
     ) -> Recording:
         head = _head(batch, recording_id)
-        request = self._intake.request(batch, prompt, recording_id)
+        [request] = await self._intake.requests(batch, {recording_id: prompt})
         return await self._service.recordings.start(
             request,
             kind=kind,

@@ -123,6 +123,7 @@ class EmbeddingsApi:
             )
             for number, prompt in enumerate(prompts)
         ]
+        requests = await self._intake.hashed(requests)
         job = Job(
             writer=writer,
             requests=requests,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TypeVar, cast
@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from engine.planning.bans import Words
 from engine.planning.grammar import CompiledGrammar
+from engine.planning.prefix_index import with_hashes
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
@@ -20,7 +21,7 @@ from gateway.endpoints.prompting import Prompting
 from gateway.http.correlation import CORRELATION
 from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable, unsupported
 from gateway.http.limits import Limits, parse_object
-from gateway.http.off_loop import off_loop
+from gateway.http.off_loop import TOKEN_BYTES, off_loop
 from gateway.http.refusals import OLLAMA_PATH
 from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
@@ -184,7 +185,7 @@ class Intake:
         Raises:
             ApiError: 400, if a prompt does not fit; 429, if it is more than the client's quota has left.
         """
-        requests = [self.request(batch, prompt, f"{id}-{number}") for number, prompt in enumerate(prompts)]
+        requests = await self.requests(batch, {f"{id}-{i}": prompt for i, prompt in enumerate(prompts)})
         return Job(
             writer=writer,
             requests=requests,
@@ -195,7 +196,19 @@ class Intake:
             thoughts=self._service.formats.thoughts(batch.reading),
         )
 
-    def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
+    async def requests(self, batch: Batch, prompts: Mapping[str, list[int]]) -> list[Request]:
+        """Makes a request of each prompt, by request id."""
+        salt = salt_of(batch.tenant, is_private=batch.body.store is False, asked=batch.body.cache_salt)
+        made = [self._request(batch, prompt, request_id, salt) for request_id, prompt in prompts.items()]
+        return await self.hashed(made)
+
+    async def hashed(self, requests: list[Request]) -> list[Request]:
+        """Hashes the prompts, once for all who ask what of them is cached."""
+        size = TOKEN_BYTES * sum(len(request.prompt_token_ids) for request in requests)
+        block_size = self._service.options.block_size
+        return await off_loop(size, lambda: [with_hashes(request, block_size) for request in requests])
+
+    def _request(self, batch: Batch, prompt: list[int], request_id: str, salt: bytes) -> Request:
         # A tokenizer can know tokens that the model does not.
         if max(prompt, default=0) >= self._service.vocab_size:
             raise invalid("The prompt has tokens that the model does not know.", batch.prompt_field)
@@ -208,7 +221,7 @@ class Intake:
             arrival_s=batch.arrival_s,
             lane=batch.lane,
             tenant=batch.tenant.name,
-            salt=salt_of(batch.tenant, is_private=batch.body.store is False, asked=batch.body.cache_salt),
+            salt=salt,
         )
 
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:

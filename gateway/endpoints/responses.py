@@ -150,7 +150,7 @@ class ResponsesApi:
         else:
             prompt = await encode(thread, new)
         batch = await self._intake.with_tools(turn.batch, prompt, use)
-        request = self._intake.request(batch, prompt, turn.id)
+        [request] = await self._intake.requests(batch, {turn.id: prompt})
         outlives = bool(body.background) or turn.resumable
         return await self._service.recordings.start(
             request,

@@ -11,6 +11,9 @@ import anyio.to_thread
 OFF_LOOP_BYTES = 32 * 1024
 """JSON, text or other work of this size takes about a millisecond."""
 
+TOKEN_BYTES = 4
+"""Hashing a token of a prompt takes about as long as other work on so many bytes."""
+
 # Threads take turns with the event loop on one interpreter: the more of them, the less is left for it.
 _SHORT = anyio.CapacityLimiter(2)
 TOKENIZING = anyio.CapacityLimiter(2)

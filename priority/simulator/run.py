@@ -10,6 +10,7 @@ from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.prefix_events import PrefixLog
+from engine.planning.prefix_index import with_hashes
 from engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
@@ -56,6 +57,8 @@ class Served:
     retry_after_s: float = 0.0
     num_preemptions: int = 0
     num_cached: int = 0
+    num_ended: int = 0
+    """Choices that have all their tokens."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -149,7 +152,7 @@ def simulate(
         for server in servers:
             server.advance(arrival.at_s)
         server, request = dealer.server_for(arrival), request_of(number, arrival)
-        cached = server.tables.num_cached_tokens(request.prompt_token_ids, b"") if arrival.hash_ids else 0
+        cached, _ = server.tables.find_cached(request.block_hashes)
         try:
             server.offer(served, request, cached)
         except Refusal as refusal:
@@ -205,7 +208,7 @@ class Server:
             max_model_len=machine.max_model_len,
             kv_shares=shares,
         )
-        self.scheduler = Scheduler(queue, self.tables, NoText(), self.limits)
+        self.scheduler = Scheduler(queue, self.tables, self, self.limits)
         self.patient = [lane for lane in Lane if not isfinite(lanes[lane].tpot_s)]
         self.patience_s = _PATIENCE * min(policy.tpot_s for policy in lanes.values())
         self.now = 0.0
@@ -249,6 +252,14 @@ class Server:
         if until_s < inf:
             self.now = max(self.now, until_s)
 
+    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
+        """Ends a sequence that has all its tokens; there is no text."""
+        return "", FinishReason.LENGTH if is_last or not self._num_left(sequence) else None
+
+    def _num_left(self, sequence: Sequence) -> int:
+        """Steps until its last token."""
+        return self.open[sequence.request.request_id].arrival.num_output - sequence.num_output_tokens
+
     @property
     def is_calm(self) -> bool:
         """Nobody waits, and all streams decode."""
@@ -291,7 +302,7 @@ class Server:
         most_steps = self._num_alike(running)
         if not most_steps:
             return
-        running.sort(key=_num_left, reverse=True)
+        running.sort(key=self._num_left, reverse=True)
         num_context = sum(len(sequence.token_ids) for sequence in running)
         run = _Run(self.now)
         while running and run.num_steps < most_steps and self.now < until_s:
@@ -300,7 +311,7 @@ class Server:
             load = (len(running), num_context)
             self._spend(0, *load)
             run.add(self.now)
-            ending = _pop_ending(running, run.num_steps)
+            ending = self._pop_ending(running, run.num_steps)
             num_context += len(running) - sum(
                 len(sequence.token_ids) + run.num_steps - 1 for sequence in ending
             )
@@ -336,6 +347,13 @@ class Server:
         sampled = [Sampled(_TOKEN)] * len(ending)
         for output in self.scheduler.commit(plan, StepResult(sampled), self.now):
             self._note(output)
+
+    def _pop_ending(self, running: list[Sequence], num_steps: int) -> list[Sequence]:
+        """Takes those from the end of `running` that get their last token in that step; in order of arrival."""
+        ending = []
+        while running and self._num_left(running[-1]) == num_steps:
+            ending.append(running.pop())
+        return sorted(ending, key=lambda sequence: sequence.order)
 
     def _extend(self, sequences: list[Sequence], num_tokens: int, run: _Run) -> None:
         """So many tokens more for each of these, which took part in all steps of the run."""
@@ -388,6 +406,9 @@ class Server:
             self._finish(served, output)
 
     def _finish(self, served: Served, output: Output) -> None:
+        served.num_ended += 1
+        if served.num_ended < served.arrival.n:
+            return
         served.finished_s = self.now
         if output.timings is not None:
             served.num_preemptions = output.timings.num_preemptions
@@ -435,28 +456,17 @@ class _Dealer:
         return min(self._servers, key=lambda server: (server.num_prompt_open, len(server.open)))
 
 
-def _num_left(sequence: Sequence) -> int:
-    """Steps until its last token."""
-    return sequence.request.sampling.max_tokens - sequence.num_output_tokens
-
-
-def _pop_ending(running: list[Sequence], num_steps: int) -> list[Sequence]:
-    """Takes those from the end of `running` that get their last token in that step; in order of arrival."""
-    ending = []
-    while running and _num_left(running[-1]) == num_steps:
-        ending.append(running.pop())
-    return sorted(ending, key=lambda sequence: sequence.order)
-
-
 def request_of(number: int, arrival: Arrival) -> Request:
-    return Request(
+    request = Request(
         request_id=str(number),
         prompt_token_ids=_prompt(number, arrival),
-        sampling=SamplingParams(max_tokens=arrival.num_output),
+        sampling=SamplingParams(max_tokens=arrival.max_tokens or arrival.num_output),
+        n=arrival.n,
         arrival_s=arrival.at_s,
         lane=arrival.lane,
         tenant=arrival.tenant,
     )
+    return with_hashes(request, BLOCK_SIZE) if arrival.hash_ids else request
 
 
 def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:

@@ -37,6 +37,10 @@ class Arrival:
     tenant: str = "default"
     hash_ids: tuple[int, ...] = ()
     """What each 512 tokens of the prompt are: equal ids from the start on mean an equal prefix. Empty: none."""
+    n: int = 1
+    """Choices, each of `num_output` tokens."""
+    max_tokens: int = 0
+    """The output tokens that the request allows itself, if these are more than come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,8 @@ class FakeEngine:
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
-    def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:  # noqa: ARG002
-        return 0
+    def find_cached(self, hashes: Sequence[bytes]) -> tuple[int, int]:  # noqa: ARG002
+        return 0, 0
 
     def stats(self) -> EngineStats:
         return EngineStats(

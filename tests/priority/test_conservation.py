@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.planning.prefix_index import with_hashes
 from engine.planning.request import FinishReason, Request
 from priority.lanes import Lane, LanePolicy
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
@@ -121,7 +122,7 @@ class Conservation(RuleBasedStateMachine):
             first=first,
             at_s=engine.now - late_s,
         )
-        cached = engine.tables.num_cached_tokens(request.prompt_token_ids, b"")
+        cached = engine.tables.find_cached(with_hashes(request, 4).block_hashes)[0]
         depth = self.queue.depths()[lane]
         refusal = refusal_of(partial(engine.put, request, cached))
         if refusal is not None:

@@ -49,6 +49,27 @@ def test_a_head_that_does_not_fit_stays_the_head() -> None:
     assert take_all(queue) == ["a", "b"]
 
 
+def test_whether_a_request_fits_is_asked_without_the_lock_and_what_is_cancelled_meanwhile_is_not_taken() -> (
+    None
+):
+    """The answer may take the hashes of a long prompt, and nobody who comes or goes waits for it."""
+    lock = Lock()
+    queue = LaneQueue(lock, permissive())
+    queue.put(ask("gone", 1), 0.0)
+    queue.put(ask("stays", 1), 0.0)
+    asked = []
+
+    def fits(request: Request) -> bool:
+        assert not lock.locked()
+        asked.append(request.request_id)
+        return request.request_id == "stays" or queue.cancel("gone")
+
+    taken = queue.take(fits)
+    assert taken is not None
+    assert (taken.request_id, asked) == ("stays", ["gone", "stays"])
+    check_books(queue)
+
+
 def test_a_more_urgent_head_may_try_if_the_one_whose_turn_it_is_does_not_fit() -> None:
     """Never the other way round: what is too large must not be overtaken by what is less urgent."""
     queue = make_permissive_queue()

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
-from engine.planning.prefix_index import extend_hashes
+from engine.planning.prefix_index import prompt_hashes
 from gateway.http.background import every, meanwhile
 from gateway.http.errors import invalid
+from gateway.http.off_loop import TOKEN_BYTES, off_loop
 from gateway.sessions.prefixes.tracker import PrefixTracker
 from gateway.store.interface import Durable, PrefixChange, StoreUnavailable
 
@@ -70,25 +71,25 @@ class PrefixLocator:
         store: Durable | None,
         replica: str,
         block_size: int,
-        num_cached_tokens: Callable[[Sequence[int], bytes], int],
+        find_cached: Callable[[Sequence[bytes]], tuple[int, int]],
     ) -> None:
-        """`num_cached_tokens` is the engine's: about itself it knows better than the store."""
+        """`find_cached` is the engine's: about itself it knows better than the store."""
         self._store = store
         self._replica = replica
         self._block_size = block_size
-        self._num_cached_tokens = num_cached_tokens
+        self._find_cached = find_cached
 
     async def locate(self, salt: bytes, token_ids: Sequence[int]) -> dict[str, object]:
         """What of this prompt each replica would find, the best one first; this one is always among them.
 
         A prompt never finds the block of its last token: its logits are needed.
         """
-        num_blocks = max(0, len(token_ids) - 1) // self._block_size
-        hashes: list[bytes] = []
-        extend_hashes(hashes, token_ids, num_blocks, self._block_size, salt)
+        hashes = await off_loop(
+            TOKEN_BYTES * len(token_ids), prompt_hashes, token_ids, self._block_size, salt
+        )
         held = await self._held_elsewhere(hashes)
         cached = {replica: count * self._block_size for replica, count in held.items()}
-        cached[self._replica] = self._num_cached_tokens(token_ids, salt)
+        cached[self._replica] = self._find_cached(hashes)[0]
         best_first = sorted(cached, key=lambda name: (-cached[name], name != self._replica, name))
         return {
             "object": "prefix.location",

@@ -74,7 +74,7 @@ def logged(workload: Workload) -> tuple[Run, PrefixLog]:
 
 def hashes_of(tables: BlockTables, replay: Replay) -> set[bytes]:
     """Returns the hashes in the index that a replay can know of, and checks that there are no others."""
-    known = {block_hash for block_hash in replay.ever if tables.index.knows_hash(block_hash)}
+    known = {block_hash for block_hash in replay.ever if tables.index.block_of(block_hash) is not None}
     assert len(known) == len(tables.index)
     return known
 

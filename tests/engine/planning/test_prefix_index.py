@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.prefix_index import PrefixIndex, block_hash, chain_start, extend_hashes
+from engine.planning.prefix_index import PrefixIndex, block_hash, chain_start, extend_hashes, prompt_hashes
 
 token_lists = st.lists(st.integers(0, 5), max_size=16)
 
@@ -27,6 +27,16 @@ def test_growing_a_chain_is_the_same_as_making_it_at_once(token_ids: list[int], 
     extend_hashes(grown, token_ids, min(first, num_full), 4, b"s")
     extend_hashes(grown, token_ids, num_full, 4, b"s")
     assert grown == hashes_of(token_ids, b"s")
+
+
+@given(token_lists)
+def test_a_chain_is_that_of_its_blocks_one_by_one(token_ids: list[int]) -> None:
+    parent, chain = chain_start(b"s"), list[bytes]()
+    for start in range(0, len(token_ids) - 3, 4):
+        parent = block_hash(parent, token_ids[start : start + 4])
+        chain.append(parent)
+    assert hashes_of(token_ids, b"s") == chain
+    assert list(prompt_hashes(token_ids, 4, b"s")) == chain[: max(0, len(token_ids) - 1) // 4]
 
 
 def test_another_salt_is_another_chain() -> None:

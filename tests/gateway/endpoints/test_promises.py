@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.planning.prefix_index import prompt_hashes
 from engine.planning.step import StepLoad
 from gateway.service import ServiceOptions
 from priority.lanes import DEFAULT_POLICIES, Lane
@@ -16,6 +17,7 @@ from tests.gateway.harness import MODEL, Gateway, chat_body, client
 pytestmark = pytest.mark.anyio
 
 PROMISE_S = 1.0
+LONG = "a prompt of many letters " * 3
 
 
 def slow_gateway(seconds_per_token: float) -> Gateway:
@@ -37,6 +39,27 @@ def slow_gateway(seconds_per_token: float) -> Gateway:
             )
         )
     return gateway
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/completions", {"model": MODEL, "prompt": LONG}),
+        ("/v1/responses", {"model": MODEL, "input": LONG}),
+        ("/v1/embeddings", {"model": MODEL, "input": LONG}),
+    ],
+)
+async def test_a_prompt_is_hashed_before_it_is_queued(path: str, body: dict[str, object]) -> None:
+    """The event loop and the step thread only compare the hashes, which a long prompt has in a thread."""
+    gateway = Gateway()
+    async with client(gateway.app) as http:
+        reply = asyncio.create_task(http.post(path, json=body))
+        request = await gateway.taken()
+        gateway.service.dispatch.fail_all()
+        await reply
+    assert len(request.block_hashes) == (len(request.prompt_token_ids) - 1) // 16 > 0
+    assert request.block_hashes == prompt_hashes(request.prompt_token_ids, 16, request.salt)
 
 
 def urgent(text: str) -> dict[str, object]:
