@@ -554,10 +554,14 @@ def test_an_open_block_grows_under_a_selection(call: Call) -> None:
 
 
 def _expect_linear_time(call: Call, short: str, long: str) -> None:
-    """The long text is eight times the short one."""
-    long_ms = _render_ms(call, long, enough=150)
-    if long_ms >= 150:
-        assert long_ms < 20 * _render_ms(call, short)
+    """The long text is eight times the short one. On a busy machine one measurement of three may be wrong, but not all."""
+    measured = []
+    for _ in range(3):
+        measured.append((_render_ms(call, long, enough=150), _render_ms(call, short)))
+        long_ms, short_ms = measured[-1]
+        if long_ms < max(150, 20 * short_ms):
+            return
+    pytest.fail(f"milliseconds of the long text and of the short one: {measured}")
 
 
 def _render_ms(call: Call, text: str, enough: float = 0) -> float:
