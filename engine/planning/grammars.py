@@ -76,11 +76,13 @@ class Grammars:
         """The grammar, compiled, for this tenant's requests to have.
 
         Raises:
-            GrammarError: it is not a grammar, or too large a one.
+            GrammarError: it is not a grammar, or too large a one; or the model has no token to end an answer with.
             TooManyGrammars: it may be compiled when requests have ended.
         """
         if (found := self.find(tenant, grammar)) is not None:
             return found
+        if not self._eos_token_ids:
+            raise GrammarError("the model's configuration names no token that ends an answer")
         key = tenant, grammar.plain
         with self._lock:
             while self._latest and len(self._compiled) >= _MOST_IN_USE:
@@ -222,7 +224,7 @@ class Grammars:
         from llguidance import LLTokenizer
 
         vocabulary = cast("TokenizerWrapper", _Vocabulary(self._tokenizer, self._eos_token_ids))
-        return LLTokenizer(vocabulary, eos_token=list(self._eos_token_ids))
+        return LLTokenizer(vocabulary, eos_token=list(self._eos_token_ids) or None)
 
     @cached_property
     def _all(self) -> int:
@@ -263,7 +265,7 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
-        self.eos_token_id = eos_token_ids[0]
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else 0
         self.special_token_ids = sorted(tokenizer.special_ids.union(eos_token_ids))
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
         self._tokenizer = tokenizer

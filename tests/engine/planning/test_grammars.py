@@ -220,3 +220,12 @@ def test_a_compiled_grammar_is_sent_elsewhere_as_its_texts(grammars: Grammars) -
     for copy in (pickled, TypeAdapter(Request).validate_json(as_json)):
         assert copy == request_of(plain)
         assert type(copy.sampling.grammar) is Grammar
+
+
+def test_a_model_without_an_end_token_is_served_and_follows_no_grammar() -> None:
+    grammars = Grammars(TOKENIZER, ())
+    grammars.prepare()
+    with pytest.raises(GrammarError, match="names no token that ends an answer"):
+        grammars.compile("tenant", Grammar(REGEX, "a"))
+    params = SamplingParams(allowed_token_ids=frozenset((5,)))
+    assert grammars.start(Request(request_id="r", prompt_token_ids=(1,), sampling=params)).error == ""
