@@ -554,7 +554,7 @@ def test_an_open_block_grows_under_a_selection(call: Call) -> None:
 
 
 def _expect_linear_time(call: Call, short: str, long: str) -> None:
-    """The long text is eight times the short one. On a busy machine one measurement of three may be wrong, but not all."""
+    """The long text is eight times the short one. Of three measurements on a busy machine, one at least is right."""
     measured = []
     for _ in range(3):
         measured.append((_render_ms(call, long, enough=150), _render_ms(call, short)))

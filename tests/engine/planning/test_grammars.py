@@ -227,5 +227,5 @@ def test_a_model_without_an_end_token_is_served_and_follows_no_grammar() -> None
     grammars.prepare()
     with pytest.raises(GrammarError, match="names no token that ends an answer"):
         grammars.compile("tenant", Grammar(REGEX, "a"))
-    params = SamplingParams(allowed_token_ids=frozenset((5,)))
+    params = SamplingParams(allowed_token_ids=(5,))
     assert grammars.start(Request(request_id="r", prompt_token_ids=(1,), sampling=params)).error == ""
