@@ -213,7 +213,7 @@ class Dispatch:
             num_cached, _ = self._engine.find_cached(request.block_hashes)
         with self._refusing(lane):
             forecast = self._queue.put(request, self._clock(), num_cached)
-        self._metrics.note_admitted(lane, len(request.prompt_token_ids))
+        self._metrics.note_admitted(lane, request.num_prompt_tokens)
         if forecast is not None and isfinite(forecast.allowed_s):
             self._metrics.note_forecast(lane, forecast.seconds, forecast.allowed_s)
         return forecast

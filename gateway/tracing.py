@@ -76,7 +76,7 @@ class Traces:
                 "gen_ai.response.model": self._model,
                 "gen_ai.request.max_tokens": request.sampling.max_tokens,
                 "gen_ai.request.choice.count": sum(each.n for each in stream.requests),
-                "gen_ai.usage.input_tokens": sum(len(each.prompt_token_ids) for each in stream.requests),
+                "gen_ai.usage.input_tokens": stream.num_prompt_tokens,
                 "penstock.lane": Lane(request.lane).label,
                 "penstock.tenant": request.tenant,
                 "penstock.request_id": asked.request_id,

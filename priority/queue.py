@@ -97,9 +97,8 @@ class LaneQueue:
         with self._lock:
             line, ticket = self._ticket(request, now, num_cached)
             self._check_bounds(line, ticket, now)
-            num_prompt = len(request.prompt_token_ids)
             forecast = self.admission.forecast(
-                self._lanes, ticket.account, ticket.num_uncached, num_prompt, now
+                self._lanes, ticket.account, ticket.num_uncached, ticket.num_prompt, now
             )
             waited_s = max(0.0, now - request.arrival_s)
             if forecast is not None:
@@ -291,6 +290,8 @@ class LaneQueue:
                 return
             del self._tickets[request.request_id]
             line, account = ticket.account.lane, ticket.account
+            if request.branches and not ticket.num_prefill_left:  # it is answered with its last branch
+                self._note_prefill(ticket, 0, 1, now)
             if ticket.stage is Stage.PREFILLING:
                 line.num_prefill_left -= ticket.num_prefill_left
                 # What was not computed is given back.
@@ -456,7 +457,7 @@ class LaneQueue:
         line.last_clock = ticket.account.share.clock
         ticket.account.served_us = self._now_us
         ticket.stage = Stage.PREFILLING
-        ticket.num_charged = len(ticket.request.prompt_token_ids)
+        ticket.num_charged = ticket.num_prompt
         line.num_prefill_left += ticket.num_prefill_left
         self._aged_tokens = min(_AGED_MOST_TOKENS, self._aged_tokens + ticket.num_uncached // AGED_PART)
         _bill(ticket.account, COST_PREFILL * ticket.num_charged)
@@ -488,4 +489,4 @@ def _lane_turn(line: LaneLine) -> tuple[int, int]:
 def _tenant_turn(account: Account) -> tuple[float, int, tuple[int, int]]:
     """The larger part of its prompt is cached, the sooner; then by what the tenant has had, then by deadline."""
     head = account.head
-    return -head.num_cached / len(head.request.prompt_token_ids), account.share.clock, head.key
+    return -head.num_cached / head.num_prompt, account.share.clock, head.key

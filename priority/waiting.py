@@ -52,9 +52,10 @@ class Ticket:
         self.deadline_us = deadline_us
         self.num_cached = num_cached
         """Prompt tokens that were in the prefix cache when it was let in."""
-        self.num_uncached = max(1, len(request.prompt_token_ids) - num_cached)
+        num_prompt = request.num_prompt_tokens
+        self.num_uncached = max(1, num_prompt - num_cached)
         """What it counts as, in prompt tokens."""
-        self.num_bytes = _BYTES_PER_TOKEN * len(request.prompt_token_ids)
+        self.num_bytes = _BYTES_PER_TOKEN * num_prompt
         self.key = (deadline_us, order)
         self.stage = Stage.WAITING
         self.num_charged = 0
@@ -62,6 +63,10 @@ class Ticket:
         self.num_computed = 0
         self.choices_left = request.n
         self.forecast_s: float | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return self.num_uncached + self.num_cached
 
     @property
     def num_prefill_left(self) -> int:

@@ -27,6 +27,8 @@ class Wanted:
     drafts: ListLike[int] = ()
     num_logprobs: int | None = None
     """The log probabilities that are wanted, as in SamplingParams."""
+    candidates: ListLike[int] = ()
+    """The tokens whose log probabilities are wanted in the place of the one that it brings."""
     refusal: str | None = None
     """Why the chunk's sequence cannot be sampled."""
 
@@ -42,6 +44,8 @@ class Chosen:
     told: ListLike[Tensor] = ()
     """[T] float32 log probabilities of their tokens; [T, k] int32 ids and float32 log probabilities of the most likely
     ones, best first. Empty if T is 0."""
+    scores: ListLike[Tensor] = ()
+    """[N] float32 log probabilities of the N candidates of all rows, one row's after another's. Empty if N is 0."""
 
 
 class Landing:
@@ -58,6 +62,7 @@ class Landing:
         self._places = {row: place for place, row in enumerate(chosen.asking)}
         tensors = [chosen.token_ids, *chosen.told] if wanted else []
         self._tensors = [_to_host(tensor) for tensor in tensors]
+        self._scores = [_to_host(tensor) for tensor in chosen.scores]
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -75,6 +80,8 @@ class Landing:
         if self._wanted:
             token_ids, *told = (tensor.tolist() for tensor in self._tensors)
             result.sampled = [_sampled(wanted, token_ids, told, self._places) for wanted in self._wanted]
+        for tensor in self._scores:
+            _add_scores(result, self._wanted, tensor.tolist())
         return result
 
 
@@ -82,6 +89,13 @@ def _add_found(result: StepResult, found: PromptFindings) -> None:
     told = zip(*(tensor.tolist() for tensor in found.scores), strict=True)
     result.scored = [[_logprobs(num_top, *one) for one in islice(told, num)] for num, num_top in found.scored]
     result.pooled = [] if found.pooled is None else found.pooled.tolist()
+
+
+def _add_scores(result: StepResult, wanted: list[Wanted], scores: list[float]) -> None:
+    rest = iter(scores)
+    for one, sampled in zip(wanted, result.sampled, strict=True):
+        if one.candidates:
+            sampled.scores = list(islice(rest, len(one.candidates)))
 
 
 def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any], places: Mapping[int, int]) -> Sampled:

@@ -197,6 +197,7 @@ class Steps:
                 (place,) if verification is None else verification.rows_of[place],
                 chunk.drafts,
                 chunk.num_logprobs,
+                chunk.candidates,
                 self._refused.get(chunk.sequence),
             )
             for place, chunk in enumerate(plan.chunks)
@@ -369,6 +370,18 @@ class LaunchedStep:
         norms, *top = self.steps.model.kernels.most_likely(self.logits, rows, num)
         return lambda ids: (logprobs_of(self.logits, rows, ids.index_select(0, rows), norms), *top)
 
+    def _scores(self, wanted: list[Wanted]) -> list[Tensor]:
+        """Makes `Chosen.scores` of the rows that have candidates."""
+        scored = [one for one in wanted if one.candidates]
+        if not scored:
+            return []
+        places = [place for place, one in enumerate(scored) for _ in one.candidates]
+        candidates = [token_id for one in scored for token_id in one.candidates]
+        rows = [one.rows[0] for one in scored]
+        rows_, places_, candidates_ = send_apart([rows, places, candidates], self.logits.device)
+        norms, *_ = self.steps.model.kernels.most_likely(self.logits, rows_, 0)
+        return [logprobs_of(self.logits, rows_[places_], candidates_, norms[places_])]
+
     def _masks(self, order: ListLike[tuple[int, int]]) -> Tensor | None:
         """[R, words] on the device: the masks of rows, each given by its chunk and how many drafts come before."""
         masks, sampler = self.plan.masks, self.steps.model.sampler
@@ -386,6 +399,7 @@ class LaunchedStep:
         # The most likely tokens first: that may find no memory, and what is chosen is counted once.
         asking = [row for one in wanted if one.num_logprobs is not None for row in one.rows]
         tell = self._look_through(asking, wanted) if asking else lambda _: ()
+        scores = self._scores(wanted)
         filters, masks = self._filters(), self._masks(order)
         if self.captured is not None and masks is None and not filters.sifted:
             choose = partial(self._choose_by_graph, self.captured.num_rows, filters)
@@ -394,7 +408,7 @@ class LaunchedStep:
         else:
             return Chosen(self.numbers)
         token_ids = choose(self.placed.sample_slots) if verification is None else verification.run(choose)
-        return Chosen(token_ids, asking, tell(token_ids))
+        return Chosen(token_ids, asking, tell(token_ids), scores)
 
     def _choose_by_kernels(
         self, num_rows: int, filters: Filters, masks: Tensor | None, slots: Tensor

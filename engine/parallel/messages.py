@@ -79,7 +79,7 @@ class Narrator:
             told = self._told.get(sequence)
             if told is None:
                 request, key = sequence.request, next(self._keys)
-                known = len(request.prompt_token_ids) + len(request.output_token_ids)
+                known = sequence.num_prompt_tokens + len(request.output_token_ids)
                 told = self._told[sequence] = _Told(key, known)
                 new.append((key, request, sequence.index))
             words += (

@@ -5,11 +5,11 @@ Plain data: no torch, no clock, no text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Literal
 
 from engine.planning.grammar import Grammar, Guide
@@ -78,6 +78,28 @@ class BeamParams:
     """Tokens that end an answer: those of the model, unless they are ignored, and the request's own."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Tokens that go on from a prompt, or from another branch of it, and after which log probabilities are told.
+
+    The branches of a request are numbered level by level, those that go on from the same one side by side. Branch 0 is
+    the prompt itself.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    candidates: tuple[int, ...] = ()
+    """The tokens that may come next, whose log probabilities are told."""
+    parent: int = 0
+    """The number of the branch that it goes on from."""
+    first_child: int = 0
+    num_children: int = 0
+
+    @property
+    def children(self) -> range:
+        """The numbers of the branches that go on from it."""
+        return range(self.first_child, self.first_child + self.num_children)
+
+
 class Pooling(StrEnum):
     """Which hidden states, after the final norm, become the embedding of a prompt."""
 
@@ -113,6 +135,21 @@ class Request:
     """Output tokens that are known already: the one choice continues after them, as it does after a preemption."""
     pooling: Pooling | None = None
     """The way in which the embedding of the prompt is made; None if no embedding is wanted."""
+    branches: tuple[Branch, ...] = ()
+    """The texts that are scored after the prompt, none of which is chosen. Each is one of the `n` choices."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens that are given, those of branches included."""
+        return len(self.prompt_token_ids) + sum(len(branch.token_ids) for branch in self.branches)
+
+    def token_ids_of(self, index: int) -> list[int]:
+        """The tokens that one choice begins with."""
+        parts: list[tuple[int, ...]] = []
+        while self.branches and index:
+            parts.append(self.branches[index].token_ids)
+            index = self.branches[index].parent
+        return [*self.prompt_token_ids, *self.output_token_ids, *chain.from_iterable(reversed(parts))]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -244,6 +281,8 @@ class Output:  # one for every token: keyword arguments would double the cost of
     """The log probabilities of the prompt tokens from the second one on, with the first output of choice 0."""
     embedding: list[float] | None = None
     """The embedding of the prompt, with the first output, if it is wanted."""
+    scores: list[float] | None = None
+    """The log probabilities of the candidates of a branch."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """The text for the client, set with FinishReason.FAILED."""
@@ -300,12 +339,14 @@ class Sequence:
     """The state of the masks of a guided sequence, from its first choice on; it has taken all output tokens."""
     stop: str | None = field(init=False, default=None)
     """The stop string that ended it, if one did."""
+    followers: range = field(init=False, default=range(0))
+    """The branches that begin after this one, which go on from the same branch."""
     finish_reason: FinishReason | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         request = self.request
-        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        self.num_prompt_tokens = num_prompt = len(request.prompt_token_ids)
+        self.token_ids = request.token_ids_of(self.index)
+        self.num_prompt_tokens = num_prompt = len(self.token_ids) - len(request.output_token_ids)
         longest = min(num_prompt + request.sampling.max_tokens, self.max_len)
         self.max_len = max(longest, len(self.token_ids) + 1)
         self.timings = Timings(arrival_s=request.arrival_s, num_prompt_tokens=num_prompt)
@@ -332,6 +373,23 @@ class Sequence:
     @property
     def key(self) -> tuple[str, int]:
         return self.request.request_id, self.index
+
+    @property
+    def branch(self) -> Branch | None:
+        """The branch of its request that it computes, if there are branches."""
+        return self.request.branches[self.index] if self.request.branches else None
+
+    @property
+    def unbegun(self) -> Iterator[int]:
+        """The choices that would begin when this one has come further, or has ended."""
+        branch, branches = self.branch, self.request.branches
+        if branch is None:
+            yield from range(1, self.request.n if self.index == self.num_output_tokens == 0 else 1)
+            return
+        pending = [*branch.children, *self.followers]
+        for index in pending:
+            yield index
+            pending += branches[index].children
 
     @property
     def num_output_tokens(self) -> int:

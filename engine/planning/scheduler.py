@@ -13,6 +13,7 @@ The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's 
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import groupby
 
 from engine.planning.beams import Beams, BeamSequence
@@ -231,7 +232,9 @@ class Scheduler(StepResults):
         """
         if self.counters.num_preemptions != self._num_preemptions_before:
             return
-        for sequence in sorted(self.waiting, key=_urgency):
+        waiting = deque(sorted(self.waiting, key=_urgency))
+        while waiting:
+            sequence = waiting.popleft()
             if sequence.request.lane >= above or self._tokens_left <= 0:
                 return
             if self._is_deferred(sequence):
@@ -244,6 +247,8 @@ class Scheduler(StepResults):
             if max(self._shortage(sequence, prefix)) > 0:
                 return
             self.waiting.remove(sequence)
+            if sequence.followers:
+                waiting.appendleft(self._follow(sequence))
             self._start(plan, sequence, prefix, now)
 
     def _admit_queued(self, plan: Plan, now: float, above: int | None = None) -> None:

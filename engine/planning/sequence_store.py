@@ -109,9 +109,9 @@ class SequenceStore:
         if isinstance(sequence, BeamSequence):
             yield from self._abort_search(sequence.beams, reason, error, now)
             return
-        num_choices = sequence.request.n if sequence.index == 0 and sequence.num_output_tokens == 0 else 0
+        unbegun = list(sequence.unbegun)
         yield self._finish(sequence, reason, error, now)
-        for index in range(1, num_choices):
+        for index in unbegun:
             yield self._finish(Sequence(sequence.request, index, sequence.order), reason, error, now)
 
     def _abort_search(

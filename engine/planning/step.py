@@ -47,6 +47,12 @@ class Chunk:
         return self.sequence.request.num_logprobs
 
     @property
+    def candidates(self) -> ListLike[int]:
+        """The tokens whose log probabilities are wanted after its last one."""
+        branch = self.sequence.branch
+        return branch.candidates if branch is not None and self.samples else ()
+
+    @property
     def scored(self) -> range:
         """Positions of the prompt tokens whose wanted log probabilities follow from the chunk's logits.
 
@@ -124,6 +130,8 @@ class Sampled:
     token_ids: list[int]
     """One token; with drafts, also those after the drafts that turned out right, in order."""
     logprobs: list[TokenLogprobs] | None = None
+    scores: list[float] | None = None
+    """The log probabilities of the chunk's candidates."""
     error: str | None = None
     """This sequence alone failed (its logits were not finite, say)."""
 

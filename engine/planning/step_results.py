@@ -11,6 +11,7 @@ from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, note_drafts
 from engine.planning.request import (
     NO_LIMIT,
+    Branch,
     FinishReason,
     Output,
     Pooling,
@@ -100,6 +101,8 @@ class StepResults(SequenceStore):
             if brought is not None:
                 brought_outputs = self._apply(chunk, brought, now)
                 num_output = 1 if isinstance(sequence, BeamSequence) else len(brought_outputs)
+                if sequence.branch is not None:  # the request is answered with its last branch
+                    num_output = 0
                 outputs += brought_outputs
             work.append((sequence.request, num_prompt, num_output))
         self.queue.charge(work, now)
@@ -120,6 +123,8 @@ class StepResults(SequenceStore):
         sequence.num_pending -= 1
         if isinstance(sequence, BeamSequence):
             return self._apply_beam(sequence, sampled, now)
+        if sequence.branch is not None:
+            return self._apply_branch(sequence, sequence.branch, sampled, now)
         if sequence.request.n > 1:
             self._fork_if_due(sequence)
         error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
@@ -180,14 +185,51 @@ class StepResults(SequenceStore):
         if parent.index > 0 or parent.num_output_tokens > 0:
             return
         for index in range(1, parent.request.n):
-            child = Sequence(parent.request, index, parent.order, self.max_len)
-            child.timings.scheduled_s = parent.timings.scheduled_s
-            child.timings.num_cached_tokens = parent.timings.num_cached_tokens
-            if self._has_seat() and parent.block_table:  # else it gave way while this step was in flight
-                self.tables.fork(parent, child)
-                self.running.append(child)
-            else:
-                self._enqueue_waiting(child)
+            self._fork(parent, index)
+
+    def _fork(self, parent: Sequence, index: int) -> Sequence:
+        """Starts another choice of a request, which shares blocks with its parent; without a seat, it waits."""
+        child = self._choice_after(parent, index)
+        if self._has_seat() and parent.block_table:  # else it gave way while this step was in flight
+            self.tables.fork(parent, child)
+            self.running.append(child)
+        else:
+            self._enqueue_waiting(child)
+        return child
+
+    def _choice_after(self, other: Sequence, index: int) -> Sequence:
+        """Another choice of a request, some of whose tokens were found in the cache when `other` began."""
+        choice = Sequence(other.request, index, other.order, self.max_len)
+        choice.timings.scheduled_s = other.timings.scheduled_s
+        choice.timings.num_cached_tokens = other.timings.num_cached_tokens
+        return choice
+
+    # Branches
+
+    def _apply_branch(self, sequence: Sequence, branch: Branch, sampled: Sampled, now: float) -> list[Output]:
+        """Ends a branch with what is told of it; those that go on from it begin, as many as there are seats for."""
+        if sampled.error is not None:
+            return list(self._abort(sequence, FinishReason.FAILED, sampled.error, now))
+        sequence.timings.note_first_token(now)
+        if sequence in self.running:  # else it gave way while this step was in flight
+            self.running.remove(sequence)  # one of them has its seat
+        for index in branch.children:
+            child = self._fork(sequence, index)
+            if not child.block_table:
+                child.followers = range(index + 1, branch.children.stop)
+                break
+        output = Output(sequence.request.request_id, sequence.index, scores=sampled.scores)
+        return [self._finish(sequence, FinishReason.LENGTH, None, now, output)]
+
+    def _follow(self, sequence: Sequence) -> Sequence:
+        """Returns the branch that waits now that this one, which goes on from the same, has begun."""
+        first, *_ = followers = sequence.followers
+        follower = self._choice_after(sequence, first)
+        sequence.followers, follower.followers = range(0), followers[1:]
+        num_shared = sequence.num_prompt_tokens - len(sequence.request.branches[sequence.index].token_ids)
+        follower.block_hashes = sequence.block_hashes[: num_shared // self.tables.block_size]
+        self._enqueue_waiting(follower)
+        return follower
 
     def _has_seat(self) -> bool:
         return self.num_seats_taken < self.limits.max_num_seqs

@@ -311,7 +311,7 @@ class Intake:
         try:
             return await self._service.quotas.reserve(
                 client,
-                sum(len(request.prompt_token_ids) for request in requests),
+                sum(request.num_prompt_tokens for request in requests),
                 sum(request.n * request.sampling.max_tokens for request in requests),
                 requests[0].request_id,
             )

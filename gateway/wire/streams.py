@@ -37,6 +37,8 @@ class Delta:
     """With it, if they were asked for: those of the prompt tokens from the second one on."""
     embedding: list[float] | None = None
     """Of its prompt, if it was asked for."""
+    scores: list[float] | None = None
+    """The log probabilities of its candidates, if it is a branch."""
     finish_reason: FinishReason | None = None
     stop: str | None = None
     """The stop string that ended it, if one did."""
@@ -45,7 +47,7 @@ class Delta:
         self.text += output.text
         self.finish_reason, self.stop = output.finish_reason, output.stop
         self.token_ids += output.token_ids
-        self.embedding = output.embedding
+        self.embedding, self.scores = output.embedding, output.scores
         if output.logprobs:
             self.logprobs += output.logprobs
 
@@ -109,7 +111,7 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request in self.requests)
+        return sum(request.num_prompt_tokens for request in self.requests)
 
     @property
     def num_used_tokens(self) -> int:
