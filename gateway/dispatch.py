@@ -238,7 +238,13 @@ class Dispatch:
             stream = self._by_request.get(output.request_id)
             # One that was released is counted as cancelled already.
             if stream is not None:
-                self._push(stream, output)
+                try:
+                    stream.push(output)
+                except Exception:
+                    log.exception("passing on the output of %s failed", output.request_id)
+                    stream.fail(internal("The server could not send the output."))
+                if output.finish_reason is not None:
+                    self._note_finished(output, stream)
 
     def _joined(self, reports: Iterable[StepReport]) -> list[Output]:
         outputs = [output for report in reports for output in report.outputs]
@@ -248,15 +254,6 @@ class Dispatch:
             *joined(output for output in outputs if output.request_id not in apart),
             *(output for output in outputs if output.request_id in apart),
         ]
-
-    def _push(self, stream: Generation, output: Output) -> None:
-        try:
-            stream.push(output)
-        except Exception:
-            log.exception("passing on the output of %s failed", output.request_id)
-            stream.fail(internal("The server could not send the output."))
-        if output.finish_reason is not None:
-            self._note_finished(output, stream)
 
     def _note_finished(self, output: Output, stream: Generation) -> None:
         assert output.finish_reason is not None

@@ -70,7 +70,7 @@ class Reply(Response):
 
     async def _send_stream(self, stream: Stream, writer: Writer) -> None:
         connection = stream.connection
-        stream.pass_on = partial(self._pass_on, connection, writer)
+        stream.text = writer.text
         while True:
             await stream.news()
             if connection.gone:
@@ -82,14 +82,6 @@ class Reply(Response):
                 await connection.send(body, more=not ended)
             if ended:
                 return
-
-    def _pass_on(self, connection: Connection, writer: Writer, index: int, text: str) -> bool:
-        """Sends a token from within the step's delivery: nothing waits, no task wakes up. False: not now."""
-        if not connection.is_writable():
-            return False
-        if body := writer.text(index, text):
-            connection.send_now(body)
-        return True
 
     async def _commit(self, stream: Stream, writer: Writer) -> None:
         """There is something to show: from here on the status is 200. An error before this is a plain one."""

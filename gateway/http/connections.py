@@ -89,18 +89,22 @@ class Connection:
     # Waiting
 
     @property
-    def waits(self) -> bool:
-        """It has been sent everything, and waits for more."""
-        return self._news is not None and not self._news.done()
+    def is_ready(self) -> bool:
+        """Whether its task sleeps, having sent everything, and `send_now` would work."""
+        return self._news is not None and self.committed and self._writable()
 
     def wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        news, self._news = self._news, None
+        if news is not None and not news.done():
+            news.set_result(None)
 
     async def sleep(self) -> None:
-        """Until somebody calls `wake`."""
+        """Returns when somebody calls `wake`."""
         self._news = self._loop.create_future()
-        await self._news
+        try:
+            await self._news
+        finally:
+            self._news = None
 
     # Sending
 
@@ -140,22 +144,17 @@ class Connection:
         self.last_sent_s = self.sending_since_s
         self.sending_since_s = None
 
-    def is_writable(self) -> bool:
-        """`send_now` would work."""
-        return self.committed and self._writable()
-
     def send_now(self, body: bytes) -> None:
-        """Sends without waiting; only while `is_writable`."""
+        """Sends without waiting; only while `is_ready`."""
         self._write(body)
         self.last_sent_s = self._clock()
 
     def offer(self, body: bytes) -> bool:
         """Sends at once what comes while its task sleeps; False if something else is to go first, or it must wait."""
-        news = self._news
-        if news is None or news.done() or not self.is_writable():
-            return False
-        self.send_now(body)
-        return True
+        is_ready = self.is_ready
+        if is_ready:
+            self.send_now(body)
+        return is_ready
 
     # Ending
 

@@ -8,7 +8,7 @@ no character is ever cut in two.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Timings
 from gateway.http.connections import EVENT_STREAM
 from gateway.http.errors import ApiError
-from gateway.wire.parsing import CallBegun, Piece, ReplyParser, TextDelta
+from gateway.wire.parsing import CallBegun, Piece, ReplyParser
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.shapes import Head, Shape, finish_reason
 from gateway.wire.streams import Delta, Generation
@@ -155,6 +155,20 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
+@dataclass(slots=True)
+class _Choice:
+    """One choice of a stream."""
+
+    parser: ReplyParser
+    start: str
+    """What each of its chunks begins with."""
+    around: Mapping[type[Piece], tuple[str, str]]
+    """What stands before and after the text of a piece in a chunk, by the piece's type."""
+    has_begun: bool = False
+    has_called: bool = False
+    """Whether it has called a tool."""
+
+
 class StreamWriter:
     """One reply of chat or text completions; a `gateway.wire.writers.Writer`."""
 
@@ -173,16 +187,12 @@ class StreamWriter:
         self._shape = shape
         self._head = head
         self._reading = reading
-        self._parsers: dict[int, ReplyParser] = {}
-        self._callers: set[int] = set()
-        """Choices that have called a tool."""
         self._include_usage = include_usage
         self._usage_so_far = usage_so_far
         self._opening = _head_json(head, shape.chunk_object)
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
-        self._starts: dict[int, str] = {}
-        """What the chunks of each choice begin with."""
+        self._choices: dict[int, _Choice] = {}
 
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
         frames, endings = [], []
@@ -196,7 +206,8 @@ class StreamWriter:
         for number, (index, reason) in enumerate(endings, start=1):
             is_last = generation.finished and number == len(endings)
             timings = timings_of(generation) if is_last else None
-            frames.append(self.finish(index, reason, timings, has_calls=index in self._callers))
+            has_calls = self._choice(index).has_called
+            frames.append(self.finish(index, reason, timings, has_calls=has_calls))
         if generation.finished and generation.error is None:
             if self._include_usage:
                 frames.append(self.usage(usage_of(generation)))
@@ -217,52 +228,61 @@ class StreamWriter:
         """The chunks that show what is new for one choice, without its end."""
         in_choice, beside = self._shape.token_ids(delta)
         known = (self._shape.logprobs(index, delta) if delta.logprobs else "null") + in_choice
-        if not self._reading.is_plain:
-            pieces = self._parser(index).feed(delta.text)
-            if delta.finish_reason is not None:
-                pieces += self._parser(index).finish()
-            return self._pieces(index, pieces, known, beside)
-        if known == "null":
-            return self.text(index, delta.text)
-        return self._chunk(index, self._text_delta(delta.text), known, beside)
+        parser = self._choice(index).parser
+        pieces = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            pieces += parser.finish()
+        return self._pieces(index, pieces, known, beside)
 
     def text(self, index: int, text: str) -> bytes:
-        """The same for text alone; empty if there is nothing to show."""
-        if not self._reading.is_plain:
-            return self._pieces(index, self._parser(index).feed(text))
-        return self._chunk(index, self._text_delta(text)) if text else self._opened(index)
+        """The chunks that show new text of a choice and nothing else; empty if there is nothing to show."""
+        choice = self._choice(index)
+        pieces = choice.parser.feed(text)
+        if len(pieces) == 1 and choice.has_begun:
+            (piece,) = pieces
+            if not isinstance(piece, CallBegun) and (around := choice.around.get(type(piece))):
+                return f"{around[0]}{encode_basestring_ascii(piece.text)}{around[1]}".encode("ascii")
+        return self._pieces(index, pieces)
 
     def piece(self, index: int, piece: Piece | None, delta: Delta | None = None) -> bytes:
-        """A piece of a choice that was understood elsewhere, with what is known of its tokens; or that alone."""
+        """The chunk of a piece that was found elsewhere, with what is known of its tokens; or of that alone."""
         known = self._shape.logprobs(index, delta) if delta is not None else "null"
-        if isinstance(piece, TextDelta):
-            return self._chunk(index, self._text_delta(piece.text), known)
         return self._pieces(index, [] if piece is None else [piece], known)
 
     def _pieces(self, index: int, pieces: Sequence[Piece], known: str = "null", beside: str = "") -> bytes:
-        """A chunk for each; what is known of the tokens goes with the first, or alone."""
-        if not pieces:
-            bare = known == "null"
-            return self._opened(index) if bare else self._chunk(index, self._shape.empty_delta, known, beside)
-        if any(isinstance(piece, CallBegun) for piece in pieces):
-            self._callers.add(index)
-        first, *rest = [self._shape.piece(piece) for piece in pieces]
-        chunks = [self._chunk(index, first, known, beside), *(self._chunk(index, delta) for delta in rest)]
-        return b"".join(chunks)
+        """A chunk for each piece.
 
-    def _text_delta(self, text: str) -> str:
-        return f"{self._shape.before_text}{encode_basestring_ascii(text)}{self._shape.after_text}"
+        Args:
+            known: the log probabilities of their tokens, and what else the choice says of them; they go with the
+                first piece, or alone.
+            beside: what is said of these tokens beside the choices.
+        """
+        choice = self._choice(index)
+        opened, choice.has_begun = "" if choice.has_begun else self._first_chunk(choice), True
+        deltas = [self._shape.piece(piece) for piece in pieces]
+        if not deltas and known != "null":
+            deltas = [self._shape.empty_delta]
+        choice.has_called |= any(isinstance(piece, CallBegun) for piece in pieces)
+        chunks = [f'{choice.start}{delta},"logprobs":null{self._tail}' for delta in deltas]
+        if deltas and (known != "null" or beside):
+            chunks[:1] = [f'{choice.start}{deltas[0]},"logprobs":{known}{self._tail_of("null", beside)}']
+        return "".join([opened, *chunks]).encode("ascii")
 
-    def _chunk(self, index: int, delta: str, known: str = "null", beside: str = "") -> bytes:
-        """`known`: the log probabilities of its tokens, and what else its choice says of them."""
-        opening = self._open(index)
-        tail = self._tail_of("null", beside) if beside else self._tail
-        return f'{opening}{self._starts[index]}{delta},"logprobs":{known}{tail}'.encode("ascii")
+    def _choice(self, index: int) -> _Choice:
+        found = self._choices.get(index)
+        if found is None:
+            start, tail = f'{self._opening},"choices":[{{"index":{index},', f',"logprobs":null{self._tail}'
+            around = {
+                kind: (start + before, after + tail) for kind, (before, after) in self._shape.texts.items()
+            }
+            parser = self._reading.parser(self._head.id, index)
+            found = self._choices[index] = _Choice(parser, start, around)
+        return found
 
-    def _parser(self, index: int) -> ReplyParser:
-        if index not in self._parsers:
-            self._parsers[index] = self._reading.parser(self._head.id, index)
-        return self._parsers[index]
+    def _first_chunk(self, choice: _Choice) -> str:
+        """The chunk that opens a choice; empty if none does."""
+        first = self._shape.first_delta
+        return first and f'{choice.start}{first},"logprobs":null{self._tail}'
 
     def finish(
         self, index: int, reason: FinishReason, timings: dict[str, object] | None, *, has_calls: bool = False
@@ -276,18 +296,6 @@ class StreamWriter:
     def usage(self, usage: Usage) -> bytes:
         body = f'{self._opening},"choices":[],"usage":{json.dumps(usage.as_json())}}}\n\n'
         return body.encode("ascii")
-
-    def _opened(self, index: int) -> bytes:
-        return self._open(index).encode("ascii")
-
-    def _open(self, index: int) -> str:
-        """What comes before a choice's first chunk; empty if there was one."""
-        if index in self._starts:
-            return ""
-        start = self._starts[index] = f'{self._opening},"choices":[{{"index":{index},'
-        if not self._shape.first_delta:
-            return ""
-        return f'{start}{self._shape.first_delta},"logprobs":null{self._tail}'
 
     def _tail_of(self, finish_reason: str, extra: str) -> str:
         return f',"finish_reason":{finish_reason}}}]{self._usage}{extra}}}\n\n'

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+@dataclass(slots=True)
+class TextDelta:  # one for every token: frozen, it would take twice the time to make
     """More of what is said to the user."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReasoningDelta:
     """More of what the model says to itself first."""
 
@@ -34,7 +34,7 @@ class CallBegun:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ArgumentsDelta:
     """More of the arguments of the call that was begun last: all of them, joined, are the text of a JSON object."""
 

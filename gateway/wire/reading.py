@@ -18,7 +18,7 @@ from gateway.wire.tools.gemma import Gemma
 from gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
 from gateway.wire.tools.json_calls import JsonCalls
 from gateway.wire.tools.pythonic import Pythonic
-from gateway.wire.tools.scanning import FormatParser, Malformed, Scanner, Steps, Tools, num_held
+from gateway.wire.tools.scanning import NO_MARKER, FormatParser, Malformed, Scanner, Steps, Tools, num_held
 from gateway.wire.tools.tagged import Tagged
 from gateway.wire.tools.use import ToolUse
 
@@ -201,7 +201,7 @@ class Formats:
         """Counts the reasoning of one reply; None if none is told from its text."""
         if reading.reasoning is None:
             return None
-        return Thoughts(REASONING_FORMATS[reading.reasoning], reading.is_open, self._tokenizer.token_bytes)
+        return Thoughts(reading.reasoning, reading.is_open, self._tokenizer.token_bytes)
 
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends within reasoning that it has begun."""
@@ -223,46 +223,33 @@ class Formats:
 class Thoughts:
     """Counts the tokens of a reply's choices that are reasoning, its markers included: in each they come first."""
 
-    def __init__(self, thinking: Thinking, is_open: bool, token_bytes: Callable[[int], bytes]) -> None:
-        self._opening, self._closing = thinking.opening.encode(), thinking.closing.encode()
+    def __init__(self, format: str, is_open: bool, token_bytes: Callable[[int], bytes]) -> None:
+        self._format = format
         self._is_open = is_open
         self._token_bytes = token_bytes
-        self._choices: dict[Hashable, _Begun | None] = {}
-        """None for a choice that reasons no more."""
+        self._choices: dict[Hashable, _Reasoned] = {}
+        self.num_over = 0
+        """The choices that reason no more."""
 
     def count(self, choice: Hashable, token_ids: Iterable[int]) -> int:
         """How many more reasoning tokens a choice has with its next tokens."""
-        begun = self._choices.setdefault(choice, _Begun(self._is_open))
-        if begun is None:
+        read = self._choices.get(choice)
+        if read is None:
+            read = self._choices[choice] = _Reasoned(self._format, self._is_open, _Plain())
+        if read.is_over:
             return 0
         number = 0
         for token_id in token_ids:
-            begun.text += self._token_bytes(token_id)
-            begun.num_undecided += 1
-            if not begun.is_open:
-                said = begun.text.lstrip()
-                if said and not (said.startswith(self._opening) or self._opening.startswith(said)):
-                    self._choices[choice] = None
-                    return number
-                begun.is_open, begun.text = said.startswith(self._opening), said
-            if begun.is_open:
-                number += begun.num_undecided
-                begun.num_undecided = 0
-                if self._closing in begun.text:
-                    self._choices[choice] = None
-                    return number
-                begun.text = begun.text[1 - len(self._closing) :]
+            read.num_undecided += 1
+            # A byte a character: a token may end within one.
+            read.feed(self._token_bytes(token_id).decode("latin-1"))
+            if read.has_reasoned:
+                number += read.num_undecided
+                read.num_undecided = 0
+            if read.is_over:
+                self.num_over += 1
+                break
         return number
-
-
-@dataclass(slots=True)
-class _Begun:
-    """A choice that reasons, or may be about to."""
-
-    is_open: bool
-    text: bytes = b""
-    """As much of its end as may have to do with a marker."""
-    num_undecided: int = 0
 
 
 class _Plain:
@@ -284,22 +271,29 @@ class _Reasoned(Scanner):
         self._around = _ANSWERS.get(format)
         self._is_open = is_open
         self._answer = answer
+        self.has_reasoned = is_open
+        self.is_over = False
+        """Whether all reasoning was read, or there is none."""
+        self.num_undecided = 0
+        """The tokens so far of which nobody knows whether they are reasoning; see Thoughts."""
 
     def parse(self) -> Steps:
-        if self._is_open or (yield from self._begins(self._thinking.opening)):
+        self.has_reasoned = self._is_open or (yield from self._begins(self._thinking.opening))
+        if self.has_reasoned:
             yield from self.skip(self._thinking.opening)
             yield from self.skip_space()
             yield from self.said_until(self._thinking.closing, ReasoningDelta)
+        self.is_over = True
+        if self.has_reasoned:
             yield from self.skip_space()
         if self._around and (yield from self._begins(self._around[0])):
             yield from self.skip(self._around[0])
             yield from self.skip_space()
             yield from self._answered_until(self._around[1])
-        while True:
+        while not self._ended:
             self._pieces += self._answer.feed(self.consume(len(self._text)))
-            if self._ended:
-                break
-            yield
+            yield from self.pass_on(NO_MARKER, say=self._answer.feed)
+        self._pieces += self._answer.feed(self.consume(len(self._text)))
         self._pieces += self._answer.finish()
 
     def _begins(self, marker: str) -> Generator[None, None, bool]:
@@ -314,7 +308,7 @@ class _Reasoned(Scanner):
         while marker not in self._text and not self._ended:
             held = num_held(self._text, marker)
             self._pieces += self._answer.feed(self.consume(len(self._text) - held))
-            yield
+            yield from self.pass_on(marker, say=self._answer.feed)
         before, found, self._text = self._text.partition(marker)
         self._pieces += self._answer.feed(before.rstrip() if found else before)
         yield from self.skip_space()

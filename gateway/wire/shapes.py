@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii
 from math import fsum
@@ -108,12 +108,12 @@ class Shape(Protocol):
     chunk_object: str
     first_delta: str
     """The delta that opens a choice, "" if none does."""
-    before_text: str
-    after_text: str
+    texts: Mapping[type[Piece], tuple[str, str]]
+    """What stands before and after the text in the delta of a piece that is text, by the piece's type."""
     empty_delta: str
 
     def piece(self, piece: Piece) -> str:
-        """The delta that brings a piece of a reply that is more than text."""
+        """The delta that brings a piece of a reply."""
 
     def logprobs(self, index: int, delta: Delta) -> str: ...
 
@@ -129,8 +129,10 @@ class ChatShape:
 
     chunk_object = "chat.completion.chunk"
     first_delta = '"delta":{"role":"assistant","content":""}'
-    before_text = '"delta":{"content":'
-    after_text = "}"
+    texts: Mapping[type[Piece], tuple[str, str]] = {
+        TextDelta: ('"delta":{"content":', "}"),
+        ReasoningDelta: ('"delta":{"reasoning_content":', "}"),
+    }
     empty_delta = '"delta":{}'
 
     def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
@@ -138,10 +140,8 @@ class ChatShape:
         self._told = told
 
     def piece(self, piece: Piece) -> str:
-        if isinstance(piece, TextDelta):
-            return f'"delta":{{"content":{encode_basestring_ascii(piece.text)}}}'
-        if isinstance(piece, ReasoningDelta):
-            return f'"delta":{{"reasoning_content":{encode_basestring_ascii(piece.text)}}}'
+        if isinstance(piece, TextDelta | ReasoningDelta):
+            return _text_delta(self.texts, piece)
         if isinstance(piece, ArgumentsDelta):
             arguments = encode_basestring_ascii(piece.text)
             call = f'{{"index":{piece.index},"function":{{"arguments":{arguments}}}}}'
@@ -201,8 +201,7 @@ class CompletionShape:
 
     chunk_object = "text_completion"
     first_delta = ""
-    before_text = '"text":'
-    after_text = ""
+    texts: Mapping[type[Piece], tuple[str, str]] = {TextDelta: ('"text":', "")}
     empty_delta = '"text":""'
 
     def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
@@ -212,7 +211,8 @@ class CompletionShape:
         """Characters already spelt out, by choice."""
 
     def piece(self, piece: Piece) -> str:
-        raise NotImplementedError("a text completion is text")
+        assert isinstance(piece, TextDelta)
+        return _text_delta(self.texts, piece)
 
     def logprobs(self, index: int, delta: Delta) -> str:
         return json.dumps(self._logprobs(index, delta), default=list)
@@ -279,6 +279,11 @@ class CompletionShape:
             offset += len(token)
         self._offsets[index] = offset
         return offsets
+
+
+def _text_delta(texts: Mapping[type[Piece], tuple[str, str]], piece: TextDelta | ReasoningDelta) -> str:
+    before, after = texts[type(piece)]
+    return f"{before}{encode_basestring_ascii(piece.text)}{after}"
 
 
 def chosen_logprob(tokens: TokenText, token_id: int, logprobs: TokenLogprobs, num_top: int) -> ChosenLogprob:

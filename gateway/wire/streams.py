@@ -89,7 +89,7 @@ class Generation:
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.thoughts: Thoughts | None = None
-        """Counts the reasoning among the output tokens; None if there is none to tell from them."""
+        """Counts the reasoning among the output tokens; None if there is none, or no more of it comes."""
         self.num_reasoning_tokens = 0
         self.predicted_ttft_s: float | None = None
         """From arrival, as it was forecast at admission; the last of several requests'."""
@@ -99,7 +99,7 @@ class Generation:
         self.was_begun = False
         """The engine had one of its requests when it was cancelled: its prompt may have been computed."""
         self._unfinished = {request.request_id: request.n for request in requests}
-        self._num_unfinished = sum(self._unfinished.values())
+        self._num_choices = self._num_unfinished = sum(self._unfinished.values())
 
     @property
     def finished(self) -> bool:
@@ -136,11 +136,16 @@ class Generation:
         if not self.left and self.error is None:
             self.num_output_tokens += len(output.token_ids)
             if self.thoughts is not None:
-                self.num_reasoning_tokens += self.thoughts.count(self.choice_of(output), output.token_ids)
+                self._count_reasoning(self.thoughts, output)
             self.receive(output)
 
+    def _count_reasoning(self, thoughts: Thoughts, output: Output) -> None:
+        self.num_reasoning_tokens += thoughts.count(self.choice_of(output), output.token_ids)
+        if thoughts.num_over == self._num_choices:
+            self.thoughts = None
+
     def choice_of(self, output: Output) -> Hashable:
-        """What tells its choice from the reply's others."""
+        """What tells the choice of an output from the reply's others."""
         return output.request_id, output.index
 
     def receive(self, output: Output) -> None:
@@ -200,8 +205,8 @@ class Stream(Generation):
         super().__init__(requests)
         self.streamed = streamed
         self.connection = connection
-        self.pass_on: Callable[[int, str], bool] = _keep_back
-        """Sends the new text of a choice at once, if it can, so that the reader need not wake up for it."""
+        self.text: Callable[[int, str], bytes] = _nothing
+        """What is sent of new text of a choice at once, so that the reader need not wake up for it."""
         self._first_choice = _first_choices(requests)
         self._echoes = {request.request_id: text for request, text in zip(requests, echoes, strict=False)}
         self._unbegun = {
@@ -220,13 +225,10 @@ class Stream(Generation):
         index = self._first_choice[output.request_id] + output.index
         if index in self._unbegun:
             self._begin(index, output)
-        is_plain = (
-            output.finish_reason is None
-            and not output.logprobs
-            and not self._in_full
-            and index not in self._pending
-        )
-        if is_plain and self.connection.waits and self.pass_on(index, output.text):
+        is_plain = output.finish_reason is None and not (output.logprobs or self._pending or self._in_full)
+        if is_plain and self.connection.is_ready:
+            if body := self.text(index, output.text):
+                self.connection.send_now(body)
             return
         self._keep(index, output)
         if self.streamed and self._pending_bytes > MAX_PENDING_BYTES:
@@ -278,8 +280,8 @@ class Stream(Generation):
             self._pending_bytes += LOGPROB_BYTES * sum(1 + len(found.top) for found in output.logprobs)
 
 
-def _keep_back(_index: int, _text: str) -> bool:
-    return False
+def _nothing(_index: int, _text: str) -> bytes:
+    return b""
 
 
 def _first_choices(requests: list[Request]) -> dict[str, int]:

@@ -1,11 +1,12 @@
 """CPU microseconds of the event loop per streamed token, from `deliver` to the socket.
 
-    .venv/bin/python -m tests.gateway.stream_cost [STREAMS] [TOKENS] [MICROSECONDS OF A STEP] [LISTENERS]
+    .venv/bin/python -m tests.gateway.stream_cost [STREAMS] [TOKENS] [MICROSECONDS OF A STEP] [LISTENERS] [READS]
 
 A thread stands in for the step thread: one report per step, one token per stream in it. With steps that are shorter
 than the loop needs for their tokens (0, say), it says what a token costs that comes together with others. Listeners
-look at the window: every detail of /v1/events, with as many KV blocks as the demo model has. Readers and listeners are
-other processes, so that their CPU does not count.
+look at the window: every detail of /v1/events, with as many KV blocks as the demo model has. With READS 1 the model is
+one that reasons and calls tools, and the requests have a tool; the tokens are those of an answer all the same. Readers
+and listeners are other processes, so that their CPU does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from app.build import Outbox
 from engine.engine import EngineState
 from engine.planning.request import FinishReason, Output, Request
 from gateway.http.protocol import GatewayProtocol
-from tests.gateway.harness import Gateway, chat_body, make_timings, step_report
+from gateway.service import ServiceOptions
+from tests.gateway.endpoints.test_tools import TEMPLATE, TOOL
+from tests.gateway.harness import MODEL, Gateway, chat_body, make_timings, make_tokenizer, step_report
 
 STEP_US = 4000
 
@@ -45,18 +48,25 @@ while selector.get_map():
 
 
 def main(
-    num_streams: int = 64, num_tokens: int = 500, step_us: int = STEP_US, num_listeners: int = 0
+    num_streams: int = 64,
+    num_tokens: int = 500,
+    step_us: int = STEP_US,
+    num_listeners: int = 0,
+    reads: int = 0,
 ) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        cost_s = runner.run(_measure(num_streams, num_tokens, step_us / 1e6, num_listeners))
+        measured = _measure(num_streams, num_tokens, step_us / 1e6, num_listeners, reads=bool(reads))
+        cost_s = runner.run(measured)
     tokens = num_streams * num_tokens
     print(
         f"{num_streams} streams: {cost_s / tokens * 1e6:.1f} microseconds of CPU per token ({tokens} tokens)"
     )
 
 
-async def _measure(num_streams: int, num_tokens: int, step_s: float, num_listeners: int) -> float:
-    gateway = Gateway(clock=time.monotonic)
+async def _measure(
+    num_streams: int, num_tokens: int, step_s: float, num_listeners: int, *, reads: bool
+) -> float:
+    gateway = _reading_gateway() if reads else Gateway(clock=time.monotonic)
     gateway.engine.ref_counts = [0, *[0, 0, 1, 0, 2, 0, 0, 0] * 4096]
     gateway.engine.findable = bytearray(b"\0" + b"\0\1" * 16384)
     with socket.socket() as listener:
@@ -71,7 +81,7 @@ async def _measure(num_streams: int, num_tokens: int, step_s: float, num_listene
         listeners = _reading(
             port, num_listeners, "GET /v1/events?detail=steps,kv HTTP/1.1\r\nhost: x\r\n\r\n"
         )
-        readers = _reading(port, num_streams, _http_request())
+        readers = _reading(port, num_streams, _http_request(tools=[TOOL] if reads else []))
         requests = [await gateway.taken() for _ in range(num_streams)]
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
@@ -89,6 +99,11 @@ async def _measure(num_streams: int, num_tokens: int, step_s: float, num_listene
         server.should_exit = True
         await serving
     return cost_s
+
+
+def _reading_gateway() -> Gateway:
+    options = ServiceOptions(models=(MODEL,), tool_parser="hermes", reasoning_parser="think")
+    return Gateway(options, clock=time.monotonic, tokenizer=make_tokenizer(TEMPLATE))
 
 
 def _reading(port: int, number: int, request: str) -> subprocess.Popen[bytes]:
@@ -113,8 +128,8 @@ def _output(request: Request, is_last: bool) -> Output:
     return output
 
 
-def _http_request() -> str:
-    body = json.dumps(chat_body(stream=True))
+def _http_request(tools: list[object]) -> str:
+    body = json.dumps(chat_body(stream=True, tools=tools))
     return (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"

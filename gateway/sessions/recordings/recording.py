@@ -422,8 +422,7 @@ class Reader:
     def tell(self, event: object) -> None:
         """There is one more event; it is the recording's last."""
         number = self._format.num_opening + self.recording.num_events - 1
-        is_next = self.position == number - 1 and self.connection.waits
-        if is_next and self.connection.is_writable():
+        if self.position == number - 1 and self.connection.is_ready:
             self.connection.send_now(self._format.event(number, event))
             self.position = number
         else:

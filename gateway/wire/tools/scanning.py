@@ -16,6 +16,11 @@ from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelt
 from gateway.wire.tools.formats import Format
 
 Steps = Generator[None, None, None]
+Said = type[TextDelta | ReasoningDelta]
+Say = Callable[[str], list[Piece]]
+
+NO_MARKER = "\uffff"
+"""No character of Unicode's: text that has it is not passed on quickly, and no less correctly."""
 
 _PLAIN = re.compile(r'[^"{}\[\]<]*')
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -48,24 +53,35 @@ class Scanner:
         self._ended = False
         self._pieces: list[Piece] = []
         self._steps = self.parse()
+        self._quick: tuple[str, Said, Say | None] | None = None
+        """While text is said until a marker: how that begins, and what text is in which it does not begin."""
 
     def parse(self) -> Steps:
         """Reads the whole reply."""
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Piece]:
+        if self._quick is not None:
+            marker, kind, say = self._quick
+            said = self._text + text
+            if said and marker not in said and not said[-1].isspace():
+                self._text = ""
+                return [kind(said)] if say is None else say(said)
+        return self._go_on(text)
+
+    def finish(self) -> list[Piece]:
+        self._ended = True
+        return self._go_on("")
+
+    def _go_on(self, text: str) -> list[Piece]:
         self._text += text
         next(self._steps, None)
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def finish(self) -> list[Piece]:
-        self._ended = True
-        return self.feed("")
-
     # What comes out
 
-    def say(self, text: str, kind: type[TextDelta | ReasoningDelta] = TextDelta) -> None:
+    def say(self, text: str, kind: Said = TextDelta) -> None:
         if text:
             self._pieces.append(kind(text))
 
@@ -84,6 +100,16 @@ class Scanner:
         if self._ended:
             raise Malformed
         yield
+
+    def pass_on(self, marker: str, kind: Said = TextDelta, say: Say | None = None) -> Steps:
+        """Waits for more text; meanwhile text in which no marker begins and no space ends is a piece of this kind.
+
+        Args:
+            say: it makes other pieces of such text.
+        """
+        self._quick = marker[0], kind, say
+        yield
+        self._quick = None
 
     def consume(self, length: int) -> str:
         taken, self._text = self._text[:length], self._text[length:]
@@ -116,9 +142,7 @@ class Scanner:
         if (yield from self.ahead(text)) or text.startswith(self._text):
             self.consume(len(text))
 
-    def said_until(
-        self, marker: str, kind: type[TextDelta | ReasoningDelta] = TextDelta
-    ) -> Generator[None, None, bool]:
+    def said_until(self, marker: str, kind: Said = TextDelta) -> Generator[None, None, bool]:
         """Says what comes before a marker, which is consumed. False: all was said, and there is none.
 
         Space before a marker is not said: it is the format's.
@@ -135,13 +159,13 @@ class Scanner:
                 self.say(self.consume(len(self._text)), kind)
                 return False
             self.say(self.consume(len(self._text) - num_held(self._text, marker)), kind)
-            yield
+            yield from self.pass_on(marker, kind)
 
     def said(self) -> Steps:
         """Says all that comes."""
         while not self._ended:
             self.say(self.consume(len(self._text)))
-            yield
+            yield from self.pass_on(NO_MARKER)
         self.say(self.consume(len(self._text)))
 
     def match(self, pattern: re.Pattern[str], start: int = 0) -> Generator[None, None, int]:

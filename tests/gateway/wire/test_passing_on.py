@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from typing import Any
 
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 from engine.planning.request import Output, Request
 from engine.planning.step import StepReport
 from gateway.http.connections import WRITABLE
+from gateway.service import ServiceOptions
 from gateway.wire import streams
+from tests.gateway.endpoints.test_tools import TEMPLATE, TOOL
 from tests.gateway.harness import (
+    MODEL,
     Gateway,
     chat_body,
     completion_body,
@@ -84,7 +88,7 @@ async def begun(gateway: Gateway, **fields: Any) -> tuple[FakeClient, Request]:
     """A stream whose first token is out."""
     client = FakeClient(gateway, chat_body(stream=True, **fields))
     request = await gateway.taken()
-    gateway.bring(request, "<")
+    gateway.bring(request, "<", token_ids=TOKENIZER.encode("<"))
     await settled()
     return client, request
 
@@ -101,6 +105,29 @@ async def test_a_token_is_out_when_the_delivery_returns() -> None:
     assert b'"now"' in client.sent[-1]
     gateway.finish(request)
     assert contents(await client.answered()) == ["<", "now"]
+
+
+async def calls_for_a_token(gateway: Gateway, *texts: str, **fields: Any) -> int:
+    """Calls of Python functions that a token takes to its client, after these texts."""
+    client, request = await begun(gateway, **fields)
+    for text in texts:
+        gateway.bring(request, text, token_ids=TOKENIZER.encode(text))
+    report, events = step_report(gateway.output(request, " token")), []
+    sys.setprofile(lambda _frame, event, _arg: events.append(event))
+    gateway.service.deliver(report)
+    sys.setprofile(None)
+    gateway.finish(request)
+    assert contents(await client.answered())[-1:] == [" token"] or texts[-1:] == ("Hm,",)
+    return events.count("call")
+
+
+async def test_reasoning_and_tools_cost_a_token_a_few_calls_more_than_plain_text() -> None:
+    plain = await calls_for_a_token(Gateway(ServiceOptions(models=(MODEL,))))
+    tools = {"tools": [TOOL]}
+    for texts in (("think>", "Hm,"), ("think>", "Hm.</think>", "So"), ("So",), ("So \n", "on")):
+        options = ServiceOptions(models=(MODEL,), tool_parser="hermes", reasoning_parser="think")
+        reading = Gateway(options, tokenizer=make_tokenizer(TEMPLATE))
+        assert await calls_for_a_token(reading, *texts, **tools) <= plain + 8
 
 
 async def test_a_delivery_waits_for_no_reader() -> None:

@@ -51,7 +51,7 @@ def end(recording: Recording) -> None:
 
 
 class FakeConnection:
-    """Takes frames at once while `writable`."""
+    """Takes frames at once while it `waits` and is `writable`."""
 
     def __init__(self) -> None:
         self.committed = True
@@ -61,8 +61,9 @@ class FakeConnection:
         self.writable = True
         self.sent: list[bytes] = []
 
-    def is_writable(self) -> bool:
-        return self.writable
+    @property
+    def is_ready(self) -> bool:
+        return self.waits and self.writable
 
     def send_now(self, body: bytes) -> None:
         self.sent.append(body)
