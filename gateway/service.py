@@ -131,6 +131,7 @@ class Service:
         self.recordings = Recordings(self.dispatch, store, sink, clock)
         self.recordings.thoughts = self.formats.thoughts
         self.recordings.on_resume = self.metrics.resumes.inc
+        self.recordings.on_abandoned = self.idempotency.forget
         self.recordings.compile = self.compiling.compile
         self._descriptors = Descriptors()
         self._warm_up: asyncio.Task[None] | None = None

@@ -35,6 +35,9 @@ class Claim:
 
 
 _CLAIMS = Records("idempotency", Claim, KEPT_S, lambda claim: len(claim.digest))
+"""By digest of the key."""
+_USED = Records("idempotency_used", str, KEPT_S, len)
+"""The digest of the key that a reply was made for, by the reply's id."""
 
 
 def idempotency_key(http: HttpRequest) -> str | None:
@@ -91,6 +94,12 @@ class Idempotency:
         finally:
             self._starting.pop(place).set()
 
+    async def forget(self, tenant: str, reply_id: str) -> None:
+        """The reply came to nothing: the key that it was made for, if there was one, is as good as new."""
+        with contextlib.suppress(StoreUnavailable):
+            if (place := await _USED.get(self._store, tenant, reply_id)) is not None:
+                await self._store.delete(Key(_CLAIMS.kind, tenant, place))
+
     async def _make(self, place: Key, make: Callable[[], Awaitable[Made]]) -> Made:
         try:
             return await make()
@@ -104,7 +113,10 @@ class Idempotency:
             found = await _CLAIMS.add(self._store, place.tenant, place.id, Claim(digest, reply_id))
         except StoreUnavailable:
             return None
-        if found is not None and found.digest != digest:
+        if found is None:
+            await _USED.put(self._store, place.tenant, reply_id, place.id)
+            return None
+        if found.digest != digest:
             message = f"The '{HEADER}' was used before, for another request."
             raise invalid(message, HEADER, "idempotency_key_reused")
-        return None if found is None else found.id
+        return found.id

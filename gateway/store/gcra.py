@@ -7,6 +7,7 @@ A minute's worth may be used at once; what is used comes back evenly over a minu
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -79,8 +80,17 @@ def granted(quota: Quota, requests_us: int, tokens_us: int) -> Grant:
 class _Account:
     requests_us: int = 0
     tokens_us: int = 0
-    leases: dict[str, int] = field(default_factory=dict)
-    """When each ends."""
+    leases: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """When each lease ends, the one that ends first in front."""
+
+    def lend(self, lease_id: str, now_us: int) -> None:
+        """The lease begins, or begins again."""
+        self.leases[lease_id] = now_us + int(LEASE_S * SECOND_US)
+        self.leases.move_to_end(lease_id)
+
+    def forget_ended(self, now_us: int) -> None:
+        while self.leases and next(iter(self.leases.values())) <= now_us:
+            self.leases.popitem(last=False)
 
 
 class LocalQuotas:
@@ -98,7 +108,7 @@ class LocalQuotas:
         grant = judge(
             quota,
             num_tokens,
-            len(account.leases.keys() - {lease_id}),
+            len(account.leases) - (lease_id in account.leases),
             account.requests_us - now_us,
             account.tokens_us - now_us,
         )
@@ -116,7 +126,7 @@ class LocalQuotas:
             account.requests_us += cost_us(1, quota.requests_per_minute)
         if quota.tokens_per_minute is not None:
             account.tokens_us += cost_us(num_tokens, quota.tokens_per_minute)
-        account.leases[lease_id] = now_us + int(LEASE_S * SECOND_US)
+        account.lend(lease_id, now_us)
 
     def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
         if quota.tokens_per_minute is None:
@@ -129,7 +139,7 @@ class LocalQuotas:
     def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         for tenant, lease_id in leases:
             account, now_us = self._account(tenant)
-            account.leases[lease_id] = now_us + int(LEASE_S * SECOND_US)
+            account.lend(lease_id, now_us)
         for tenant in list(self._accounts):
             _, now_us = self._account(tenant)
             self._forget_idle(tenant, now_us)
@@ -145,8 +155,7 @@ class LocalQuotas:
         account = self._accounts.setdefault(tenant, _Account())
         account.requests_us = max(account.requests_us, now_us)
         account.tokens_us = max(account.tokens_us, now_us)
-        if account.leases:
-            account.leases = {lease_id: end for lease_id, end in account.leases.items() if end > now_us}
+        account.forget_ended(now_us)
         return account, now_us
 
     def _forget_idle(self, tenant: str, now_us: int) -> None:

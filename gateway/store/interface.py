@@ -50,6 +50,10 @@ class JournalChange:
     """How it ended; after this nothing follows."""
 
 
+JournalOutcome = Literal["written", "ended", "missing", "gap", "foreign"]
+"""A change is left out if its stream has ended, has no header, lacks tokens before it, or is another process's now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Journal:
     """A stream as it was recorded."""
@@ -154,11 +158,11 @@ class Durable(Protocol):
 
     # Journals of streams
 
-    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
-        """Raises StoreUnavailable if some may not be written; the caller writes them again.
+    async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
+        """What became of each change, in order.
 
-        What does not follow what is there is left out: its header or tokens before it are missing, the stream has
-        ended, or it has become another process's.
+        Raises:
+            StoreUnavailable: some may not be written; the caller writes them again.
         """
 
     async def read_journal(self, stream_id: str) -> Journal | None: ...

@@ -21,6 +21,7 @@ from gateway.store.interface import (
     Grant,
     Journal,
     JournalChange,
+    JournalOutcome,
     Key,
     PrefixChange,
     Quota,
@@ -81,7 +82,6 @@ class RedisStore:
         self._since = b""
         """When Redis first heard of any replica; another time, if it was emptied."""
         self._num_forgotten = 0
-        self._num_losses_at_beat = 0
 
     @property
     def durable(self) -> RedisStore:
@@ -177,10 +177,11 @@ class RedisStore:
 
     # Journals of streams
 
-    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+    async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
         await self._ensure_beat()
         size = sum(len(change.header or b"") + TOKEN_BYTES * len(change.token_ids) for change in changes)
-        await self.link.all(await off_loop(size, lambda: [self._write_journal(change) for change in changes]))
+        commands = await off_loop(size, lambda: [self._write_journal(change) for change in changes])
+        return [answer.decode() for answer in await self.link.all(commands)]
 
     def _write_journal(self, change: JournalChange) -> Command:
         return self._call(
@@ -338,9 +339,10 @@ class RedisStore:
             return
         # Who was heard of again may have been so by a beat whose answer was lost: then `since` gives it away.
         is_forgotten = standing == b"new" or since != self._since
-        if is_forgotten and not first and self.link.num_losses == self._num_losses_at_beat:
+        # A restart may be counted twice, by the connection and here: Redis may have been emptied since.
+        if is_forgotten and not first:
             self._num_forgotten += 1
-        self._since, self._num_losses_at_beat = since, self.link.num_losses
+        self._since = since
 
     def _warn_of_its_namesake(self) -> None:
         if not self._is_replaced:

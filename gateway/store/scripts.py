@@ -77,13 +77,14 @@ WRITE_JOURNAL = Script(
     _NOW
     + """
 -- KEYS journal, tokens, unfinished  ARGV now, owner, header, offset, tokens, ttl_ms, end, stream
-local known = redis.call('HMGET', KEYS[1], 'end', 'owner', 'count')
-local count, offset = tonumber(known[3] or '') or 0, tonumber(ARGV[4])
+local known = redis.call('HMGET', KEYS[1], 'end', 'owner')
+local offset = tonumber(ARGV[4])
 if known[1] then return 'ended' end
 if not known[2] and ARGV[3] == '' then return 'missing' end
 if known[2] and known[2] ~= ARGV[2] then return 'foreign' end
-if offset > count then return 'gap' end
 if not known[2] then redis.call('UNLINK', KEYS[1], KEYS[2]) end
+local count = math.floor(redis.call('STRLEN', KEYS[2]) / 4)
+if offset > count then return 'gap' end
 if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'header', ARGV[3], 'owner', ARGV[2]) end
 if #ARGV[5] > 0 then redis.call('SETRANGE', KEYS[2], offset * 4, ARGV[5]) end
 redis.call('HSET', KEYS[1], 'count', math.max(count, offset + #ARGV[5] / 4))

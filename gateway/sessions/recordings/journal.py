@@ -20,9 +20,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from gateway.http.errors import ApiError
+from gateway.http.off_loop import off_loop
 from gateway.sessions.recordings.recording import Recording, Script, Turns
-from gateway.store.interface import Journal
+from gateway.store.interface import Journal, JournalChange
 
+_HEADER_BYTES = 12
+"""A token of the prompt and its text take about so many bytes in a journal's header."""
+_WORD_BYTES = 2
+"""Making a word of a journal is as much work as reading so many bytes."""
 _ENDS = 1 << 31
 """The bit of a token with which its choice ends."""
 
@@ -75,6 +80,30 @@ def end_of(recording: Recording) -> bytes:
         num_cached_tokens=recording.num_cached_tokens,
     )
     return end.model_dump_json().encode()
+
+
+async def change_of(
+    recording: Recording, written: int | None, ttl_s: float, ended_ttl_s: float
+) -> JournalChange:
+    """What the journal lacks of a recording.
+
+    Args:
+        written: words that it has; None, if it has not even the header.
+        ttl_s: how long it is kept from now on, or `ended_ttl_s` once the recording has ended.
+    """
+    header = None
+    if written is None:
+        header = await off_loop(_HEADER_BYTES * recording.num_prompt_tokens, header_of, recording)
+    num_words, words = words_of(recording, written or 0)
+    is_over = recording.settled and not recording.is_interrupted
+    return JournalChange(
+        stream_id=recording.id,
+        header=header,
+        offset=written or 0,
+        token_ids=await off_loop(_WORD_BYTES * num_words, words),
+        ttl_s=ended_ttl_s if is_over else ttl_s,
+        end=end_of(recording) if is_over else None,
+    )
 
 
 class Token(NamedTuple):

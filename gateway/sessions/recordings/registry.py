@@ -18,18 +18,17 @@ from gateway.dispatch import Dispatch
 from gateway.http.background import Rounds, every, meanwhile
 from gateway.http.errors import ApiError, internal
 from gateway.http.off_loop import off_loop
+from gateway.sessions.recordings.ended import EndedRecordings
 from gateway.sessions.recordings.journal import (
     CorruptJournal,
     Replayer,
     ScriptMaker,
-    end_of,
-    header_of,
+    change_of,
     rebuild,
     replay,
-    words_of,
 )
 from gateway.sessions.recordings.recording import Recording
-from gateway.store.interface import Durable, Journal, JournalChange, Store, StoreUnavailable
+from gateway.store.interface import Durable, Journal, JournalChange, JournalOutcome, Store, StoreUnavailable
 from gateway.store.patience import insist
 from gateway.wire.frames import timings_of
 from gateway.wire.reading import Reading, Thoughts
@@ -37,14 +36,12 @@ from gateway.wire.structured import Form
 
 log = logging.getLogger("penstock.gateway")
 
-_HEADER_BYTES = 12
-"""A token of the prompt and what it says take about so many in a journal's header."""
-_WORD_BYTES = 2
-"""The same of a word of what is written down."""
 _REPLAYED_BYTES = 64
 """Making a token's text again is as much work as reading so many bytes."""
 _WRITES = 2
 """So often is it tried to write down a reply before it begins: a store that has much to do may be late once."""
+ABANDONED = "abandoned"
+"""The error code of a reply that was cancelled since nobody read it."""
 MAX_ATTEMPTS = 3
 """Processes that may die over one request; then it fails."""
 
@@ -94,7 +91,11 @@ class Recordings:
         self.on_resume: Callable[[], None] = _nothing
         self.compile: Callable[[str, Form], Awaitable[Grammar]] = _as_it_is
         """Compiles the grammars of requests that another process took in."""
+        self.on_abandoned: Callable[[str, str], Awaitable[None]] = _tell_nobody
+        """Called with the tenant and the id of a reply that was cancelled since nobody came back for it."""
         self._all: dict[str, Recording] = {}
+        self._unsettled: dict[str, Recording] = {}
+        self._ended = EndedRecordings()
         self._written: dict[str, int] = {}
         """Words that are in the journal; missing, if not even the header is."""
         self._dirty: dict[str, None] = {}
@@ -175,18 +176,18 @@ class Recordings:
     @property
     def num_bytes(self) -> int:
         """Memory that all of them take, about."""
-        return sum(recording.num_bytes for recording in self._all.values())
+        return self._ended.num_bytes + sum(recording.num_bytes for recording in self._unsettled.values())
 
     def here(self, tenant: str, recording_id: str) -> Recording | None:
         """One of the tenant's own that this process has, whatever state the store is in."""
         found = self._all.get(recording_id)
         return found if found is not None and found.tenant == tenant else None
 
-    def cancel(self, recording: Recording) -> None:
+    def cancel(self, recording: Recording, code: str = "cancelled") -> None:
         """Ends it; who reads it is told. What it brought so far is kept."""
         if not recording.ended:
             recording.cancelled = True
-            recording.fail(ApiError(409, "The reply was cancelled.", code="cancelled"))
+            recording.fail(ApiError(409, "The reply was cancelled.", code=code))
 
     async def discard(self, recording: Recording) -> None:
         """Ends and forgets it; if the store is there, for good."""
@@ -216,18 +217,18 @@ class Recordings:
 
     def tick(self, now: float) -> None:
         """Ends what nobody reads or what is too old, and forgets what has ended long ago."""
-        for recording in list(self._all.values()):
-            if recording.ended_s is not None:
-                if now - recording.ended_s > self.keeping.keep_s and not recording.is_read:
-                    self._forget(recording, keep_journal=True)
-            elif recording.is_abandoned(now) or now - recording.request.arrival_s > self.keeping.max_age_s:
+        for recording in list(self._unsettled.values()):
+            if recording.is_abandoned(now):
+                self.cancel(recording, ABANDONED)
+            elif now - recording.request.arrival_s > self.keeping.max_age_s:
                 self.cancel(recording)
-        self._bound_bytes()
+        for recording in self._ended.surplus(now - self.keeping.keep_s, self.keeping.max_bytes):
+            self._forget(recording, keep_journal=True)
 
     # Life of a recording
 
     def _enter(self, recording: Recording) -> None:
-        self._all[recording.id] = recording
+        self._all[recording.id] = self._unsettled[recording.id] = recording
         recording.on_news = self._note_news
         self._dirty[recording.id] = None
 
@@ -254,27 +255,24 @@ class Recordings:
             except Exception:
                 log.exception("keeping the reply %s failed", recording.id)
                 recording.error = recording.error or internal("The server could not keep the reply.")
+        if recording.error is not None and recording.error.code == ABANDONED:
+            await self.on_abandoned(recording.tenant, recording.id)
         if recording.error is not None and recording.error.is_fault and not recording.is_read:
             log.error("the reply %s failed, and nobody reads it: %s", recording.id, recording.error.message)
         recording.settled = True
+        if self._unsettled.pop(recording.id, None) is not None:
+            self._ended.add(recording)
         self._dirty[recording.id] = None
         recording.wake()
 
     def _forget(self, recording: Recording, *, keep_journal: bool = False) -> None:
         self._all.pop(recording.id, None)
+        self._unsettled.pop(recording.id, None)
+        self._ended.discard(recording.id)
         self._dirty.pop(recording.id, None)
         self._written.pop(recording.id, None)
         if recording.journalled and not keep_journal:
             self._doomed[recording.id] = None
-
-    def _bound_bytes(self) -> None:
-        ended = [r for r in self._all.values() if r.settled and not r.is_read]
-        excess = sum(recording.num_bytes for recording in ended) - self.keeping.max_bytes
-        for recording in sorted(ended, key=lambda r: r.ended_s or 0.0):
-            if excess <= 0:
-                return
-            excess -= recording.num_bytes
-            self._forget(recording, keep_journal=True)
 
     # The journal
 
@@ -311,31 +309,33 @@ class Recordings:
         wanted = [recording for recording in recordings if recording.journalled]
         if self._journals is None or not wanted:
             return True
-        changes = [await self._change(recording) for recording in wanted]
+        changes = [
+            await change_of(
+                recording, self._written.get(recording.id), self.keeping.max_age_s, self.keeping.keep_s
+            )
+            for recording in wanted
+        ]
         try:
-            await self._journals.write_journals(changes)
+            outcomes = await self._journals.write_journals(changes)
         except StoreUnavailable:
             self._dirty.update(dict.fromkeys(change.stream_id for change in changes))
             return False
-        for change in changes:
-            if change.stream_id in self._all:
-                self._written[change.stream_id] = change.offset + len(change.token_ids)
+        for change, outcome in zip(changes, outcomes, strict=True):
+            if (known := self._all.get(change.stream_id)) is not None:
+                self._note_outcome(known, change, outcome)
         return True
 
-    async def _change(self, recording: Recording) -> JournalChange:
-        header, written = None, self._written.get(recording.id)
-        if written is None:
-            header = await off_loop(_HEADER_BYTES * recording.num_prompt_tokens, header_of, recording)
-        num_words, words = words_of(recording, written or 0)
-        is_over = recording.settled and not recording.is_interrupted
-        return JournalChange(
-            stream_id=recording.id,
-            header=header,
-            offset=written or 0,
-            token_ids=await off_loop(_WORD_BYTES * num_words, words),
-            ttl_s=self.keeping.keep_s if is_over else self.keeping.max_age_s,
-            end=end_of(recording) if is_over else None,
-        )
+    def _note_outcome(self, recording: Recording, change: JournalChange, outcome: JournalOutcome) -> None:
+        if outcome in ("missing", "gap"):  # Redis evicted a part of the journal: all of it is written anew
+            self._written.pop(recording.id, None)
+            self._dirty[recording.id] = None
+            return
+        self._written[recording.id] = change.offset + len(change.token_ids)
+        if outcome == "foreign":
+            recording.journalled = False
+            log.warning(
+                "another server has taken over the reply %s: it is no longer written down here", recording.id
+            )
 
     async def _delete_doomed(self) -> None:
         doomed = list(self._doomed)[: self.keeping.batch]
@@ -414,6 +414,7 @@ class Recordings:
             recording.settled = True
             recording.close()
             self._all[recording.id] = recording
+            self._ended.add(recording)
 
     async def _load(self, journal: Journal) -> Recording | None:
         """The recording as far as it came."""
@@ -437,6 +438,10 @@ def _none(_: Reading) -> None:
 
 
 def _nothing() -> None:
+    pass
+
+
+async def _tell_nobody(_tenant: str, _id: str) -> None:
     pass
 
 

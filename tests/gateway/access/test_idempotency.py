@@ -99,6 +99,23 @@ async def test_a_reply_that_is_not_here_is_a_conflict() -> None:
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "idempotency_reply_not_here")
 
 
+async def test_a_key_whose_reply_was_abandoned_is_as_good_as_new() -> None:
+    gateway = Gateway()
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url) as http:
+        first = asyncio.create_task(http.post(CHAT, json=chat_body(), headers=KEY))
+        recording = await gateway.service.recordings.find("default", (await gateway.taken()).request_id)
+        assert recording is not None
+        while recording.is_read:
+            first.cancel()
+            await settled()
+        gateway.clock.now += 61
+        gateway.service.tick(gateway.clock.now)
+        await settled()
+        again = asyncio.create_task(http.post(CHAT, json=chat_body(), headers=KEY))
+        gateway.answer(await gateway.taken(), "a")
+        assert (await again).status_code == 200
+
+
 async def test_other_keys_are_other_requests() -> None:
     gateway = Gateway()
     async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url) as http:

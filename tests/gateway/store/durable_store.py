@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gateway.store.interface import Durable, Journal, JournalChange, PrefixChange
+from gateway.store.interface import Durable, Journal, JournalChange, JournalOutcome, PrefixChange
 from gateway.store.memory import MemoryStore
 
 
@@ -34,21 +34,28 @@ class DurableStore(MemoryStore):
         journal, expires_s = self._journals.get(stream_id, (None, 0.0))
         return journal if expires_s > self.clock() else None
 
-    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
-        for change in changes:
-            known = self._journal(change.stream_id)
-            if known is None and change.header is not None:
-                known = Journal(change.stream_id, change.header, (), None)
-            if known is None or known.end is not None or change.offset > len(known.token_ids):
-                continue
-            after = known.token_ids[change.offset + len(change.token_ids) :]
-            journal = replace(
-                known,
-                header=known.header if change.header is None else change.header,
-                token_ids=known.token_ids[: change.offset] + change.token_ids + after,
-                end=change.end,
-            )
-            self._journals[change.stream_id] = (journal, self.clock() + change.ttl_s)
+    async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
+        return [self._write(change) for change in changes]
+
+    def _write(self, change: JournalChange) -> JournalOutcome:
+        known = self._journal(change.stream_id)
+        if known is None and change.header is not None:
+            known = Journal(change.stream_id, change.header, (), None)
+        if known is None:
+            return "missing"
+        if known.end is not None:
+            return "ended"
+        if change.offset > len(known.token_ids):
+            return "gap"
+        after = known.token_ids[change.offset + len(change.token_ids) :]
+        journal = replace(
+            known,
+            header=known.header if change.header is None else change.header,
+            token_ids=known.token_ids[: change.offset] + change.token_ids + after,
+            end=change.end,
+        )
+        self._journals[change.stream_id] = (journal, self.clock() + change.ttl_s)
+        return "written"
 
     async def read_journal(self, stream_id: str) -> Journal | None:
         return self._journal(stream_id)

@@ -250,16 +250,17 @@ async def test_writing_twice_changes_nothing(durable: Durable) -> None:
 
 async def test_nothing_follows_the_end(durable: Durable) -> None:
     await durable.write_journals([change(0, (1,), header=b"h", end=b"stop")])
-    await durable.write_journals([change(1, (2,))])
+    assert await durable.write_journals([change(1, (2,))]) == ["ended"]
     journal = await durable.read_journal("s")
     assert journal is not None
     assert (journal.token_ids, journal.end) == ((1,), b"stop")
 
 
 async def test_a_journal_has_no_gaps(durable: Durable) -> None:
-    await durable.write_journals([change(0, (1,))])
+    assert await durable.write_journals([change(0, (1,))]) == ["missing"]
     assert await durable.read_journal("s") is None
-    await durable.write_journals([change(0, (1,), header=b"h"), change(2, (3,))])
+    outcomes = await durable.write_journals([change(0, (1,), header=b"h"), change(2, (3,))])
+    assert outcomes == ["written", "gap"]
     journal = await durable.read_journal("s")
     assert journal is not None
     assert journal.token_ids == (1,)

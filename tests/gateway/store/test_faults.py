@@ -277,6 +277,25 @@ async def test_a_redis_that_was_emptied_is_found_out_by_the_heartbeat(server: Re
     assert store.remote.num_losses == 1
 
 
+async def test_a_redis_that_is_emptied_soon_after_it_was_restarted_is_found_out(server: RedisServer) -> None:
+    clock = Clock()
+    store = shared_store(server, clock)
+    await store.beat()
+    await store.put(record(), b"x", 60)
+    await store.flush()
+    server.restart()
+    clock.now += 2
+    with suppress(StoreUnavailable):
+        await store.get(record("unknown"))  # its connection is gone
+    clock.now += 2
+    await store.get(record("unknown"))
+    await store.flush()
+    server.call("FLUSHALL")
+    assert await store.get(record()) == b"x"
+    await store.flush()
+    assert await store.remote.get(record()) == b"x"
+
+
 async def test_it_is_found_out_although_the_answer_that_told_it_was_lost(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

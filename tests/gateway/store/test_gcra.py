@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from fractions import Fraction
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.store.gcra import LocalQuotas, cost_us
-from gateway.store.interface import Quota
+from gateway.store.interface import LEASE_S, Quota
 from gateway.store.memory import MemoryStore
 from tests.clock import Clock
 from tests.few import examples
@@ -116,3 +117,28 @@ def test_who_used_nothing_lately_is_forgotten() -> None:
     clock.now += 60
     quotas.renew([])
     assert len(quotas) == 0
+
+
+def test_many_streams_of_a_tenant_are_renewed_in_time_that_grows_with_their_number() -> None:
+    def renewed_s(number: int) -> float:
+        quotas, leases = LocalQuotas(Clock()), [("t", f"{i}") for i in range(number)]
+        quotas.renew(leases)
+        start_s = time.thread_time()
+        quotas.renew(leases)
+        return time.thread_time() - start_s
+
+    few_s, many_s = (min(renewed_s(number) for _ in range(3)) for number in (500, 4_000))
+    assert many_s < 24 * few_s
+
+
+def test_leases_end_in_the_order_of_their_renewal() -> None:
+    clock, quota = Clock(), Quota(max_streams=2)
+    quotas = LocalQuotas(clock)
+    for lease_id in "ab":
+        assert quotas.reserve("t", quota, 0, lease_id).refused is None
+        clock.now += 10
+    quotas.renew([("t", "a")])
+    assert quotas.reserve("t", quota, 0, "c").refused == "streams"
+    clock.now += LEASE_S - 9
+    assert quotas.reserve("t", quota, 0, "c").refused is None  # b's has ended, and a's has not
+    assert quotas.reserve("t", quota, 0, "d").refused == "streams"

@@ -89,7 +89,7 @@ async def test_who_lost_a_stream_no_longer_writes_to_it(server: RedisServer, clo
     old, new = redis_store(server, clock=clock), redis_store(server, clock=clock)
     await old.write_journals([BEGUN])
     await new.claim()
-    await old.write_journals([JournalChange("s", None, 1, (7, 8), 60, b"late")])
+    assert await old.write_journals([JournalChange("s", None, 1, (7, 8), 60, b"late")]) == ["foreign"]
     await new.write_journals([JournalChange("s", None, 1, (2,), 60)])
     journal = await new.read_journal("s")
     assert journal is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gateway.store.interface import Journal, JournalChange, Key, StoreUnavailable
+from gateway.store.interface import Journal, JournalChange, JournalOutcome, Key, StoreUnavailable
 from tests.gateway.store.durable_store import DurableStore
 
 
@@ -24,10 +24,10 @@ class OrphaningStore(DurableStore):
         self._orphaned.update(self._own)
         self._own.clear()
 
-    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+    async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
         self._check()
         self._own.update(dict.fromkeys(change.stream_id for change in changes))
-        await super().write_journals(changes)
+        return await super().write_journals(changes)
 
     async def read_journal(self, stream_id: str) -> Journal | None:
         self._check()

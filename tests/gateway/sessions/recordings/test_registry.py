@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.planning.request import FinishReason, Output
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.recordings.registry import Keeping
-from gateway.store.interface import Journal, JournalChange, StoreUnavailable
+from gateway.store.interface import Journal, JournalChange, JournalOutcome, StoreUnavailable
 from gateway.store.patience import PATIENCE, Patience
 from tests.clock import Clock
-from tests.gateway.harness import Gateway
-from tests.gateway.sessions.recordings.fakes import bring, end, make_recording, make_request
+from tests.gateway.harness import Gateway, make_timings, settled
+from tests.gateway.sessions.recordings.fakes import FakeReader, bring, make_recording, make_request
 from tests.gateway.sessions.recordings.orphaning_store import OrphaningStore
 
 pytestmark = pytest.mark.anyio
@@ -27,11 +28,12 @@ class Counting(OrphaningStore):
         self.asked: list[str] = []
         self.busy: Recording | None = None
 
-    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
-        await super().write_journals(changes)
+    async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
+        outcomes = await super().write_journals(changes)
         self.asked.append("write")
         if self.busy is not None:
             bring(self.busy, "x")
+        return outcomes
 
     async def read_journal(self, stream_id: str) -> Journal | None:
         self.asked.append("read")
@@ -40,6 +42,11 @@ class Counting(OrphaningStore):
     async def claim(self) -> Sequence[str]:
         self.asked.append("claim")
         return await super().claim()
+
+
+def end(recording: Recording) -> None:
+    timings = make_timings(recording.request)
+    recording.push(Output(request_id=recording.id, index=0, finish_reason=FinishReason.STOP, timings=timings))
 
 
 def entered(gateway: Gateway, number: int = 1) -> Recording:
@@ -73,15 +80,51 @@ async def test_those_that_ended_first_go_when_there_are_too_many_bytes() -> None
     gateway = Gateway(store=OrphaningStore(Clock()))
     recordings = gateway.service.recordings
     kept = [entered(gateway, number) for number in range(4)]
-    for number, recording in enumerate(kept):
+    for recording in kept:
         bring(recording, "x" * 1000)
-        recording.ended_s = gateway.clock.now + (number + 1) % 4
-        if number != 2:
-            end(recording)
+    for number in (3, 0, 1):
+        end(kept[number])
+        await settled()
     recordings.keeping = Keeping(max_bytes=2 * kept[0].num_bytes + 1000)
     recordings.tick(gateway.clock.now)
     here = [number for number, one in enumerate(kept) if recordings.here("", one.id) is one]
     assert here == [0, 1, 2]  # 3 ended first, and 2 has not ended
+    assert recordings.num_bytes == sum(kept[number].num_bytes for number in here)
+
+
+async def test_what_is_read_stays_and_does_not_keep_what_ended_later() -> None:
+    gateway = Gateway(store=OrphaningStore(Clock()))
+    recordings = gateway.service.recordings
+    kept = [entered(gateway, number) for number in range(3)]
+    for recording in kept:
+        end(recording)
+        await settled()
+    reader = FakeReader(kept[0])
+    recordings.tick(gateway.clock.now + recordings.keeping.keep_s + 1)
+    assert [one for one in kept if recordings.here("", one.id)] == [kept[0]]
+    kept[0].detach(reader.reader, gateway.clock.now)
+    recordings.tick(gateway.clock.now + recordings.keeping.keep_s + 1)
+    assert (len(recordings), recordings.num_bytes) == (0, 0)
+
+
+async def test_what_ended_costs_a_tick_nothing() -> None:
+    gateway = Gateway(store=OrphaningStore(Clock()))
+    recordings = gateway.service.recordings
+    for number in range(200):
+        end(entered(gateway, number))
+    await settled()
+    looked_at = [0]
+
+    def is_read(_: Recording) -> bool:
+        looked_at[0] += 1
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recording, "is_read", property(is_read))
+        recordings.tick(gateway.clock.now)
+        assert looked_at == [0]
+        recordings.tick(gateway.clock.now + recordings.keeping.keep_s + 1)
+    assert (looked_at, len(recordings)) == ([200], 0)
 
 
 async def test_for_an_id_that_nobody_knows_the_store_is_asked_once() -> None:
@@ -113,14 +156,14 @@ class SerialStore(OrphaningStore):
         self.num_writes = 0
         self._connection = asyncio.Lock()
 
-    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+    async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
         self.num_writes += 1
         if self.num_writes <= self.num_refused or self._connection.locked():
             raise StoreUnavailable("Redis: pool")
         async with self._connection:
             for _ in range(10):
                 await asyncio.sleep(0)
-            await super().write_journals(changes)
+            return await super().write_journals(changes)
 
 
 async def begin(gateway: Gateway, number: int) -> None:
@@ -156,9 +199,9 @@ async def test_a_reply_is_written_down_although_its_request_has_waited_for_redis
     seen: list[Patience | None] = []
 
     class SlowStore(OrphaningStore):
-        async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+        async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
             seen.append(PATIENCE.get())
-            await super().write_journals(changes)
+            return await super().write_journals(changes)
 
     before = PATIENCE.set(Patience(num_glances=0))
     try:

@@ -1,0 +1,226 @@
+"""kill -9 under streams that can be resumed: `python -m loadtests.survival`.
+
+Clients ask for seeded replies, half of them chat completions, half responses in the background. The server is killed at
+a random moment and started again while other processes keep the machine busy. When it is ready all clients come back at
+once, each with one request that is not repeated: it counts as whole if its text is that of an undisturbed run, with no
+event lost and none told twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from app.bench.server_process import ServerProcess
+from lab.bench.redis_process import RedisProcess
+from loadtests.forked import ForkedServer
+
+NUM_STREAMS = 50
+MAX_TOKENS = 32
+ARGUMENTS = ("--replica", "the-one", "--warm-up-tokens", "0")
+
+
+@dataclass
+class Follower:
+    """A client that keeps its reply's id and the number of its last event, and what it was told."""
+
+    seed: int
+    id: str = ""
+    position: int = -1
+    text: str = ""
+    done: bool = False
+    numbers: list[int] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """Those with an even seed ask for chat completions, the others for responses in the background."""
+        return "/v1/responses" if self.seed % 2 else "/v1/chat/completions"
+
+    def body(self) -> dict[str, Any]:
+        words = f"Tell me a story about knight number {self.seed}."
+        common = {
+            "model": "penstock-demo",
+            "seed": self.seed,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        if self.seed % 2:
+            return {**common, "input": words, "max_output_tokens": MAX_TOKENS, "background": True}
+        messages = [{"role": "user", "content": words}]
+        options = {"resumable": True}
+        return {**common, "messages": messages, "max_tokens": MAX_TOKENS, "stream_options": options}
+
+    def is_whole(self, text: str) -> bool:
+        """Whether it was told this text, every event once."""
+        return self.done and self.text == text and self.numbers == list(range(len(self.numbers)))
+
+    async def ask(self, http: httpx.AsyncClient, on_event: Callable[[], None] = lambda: None) -> None:
+        async with http.stream("POST", self.path, json=self.body()) as reply:
+            await self._read(reply, on_event)
+
+    async def go_on(self, http: httpx.AsyncClient, *, is_patient: bool = False) -> None:
+        """Follows the reply again; one that `is_patient` as often as the server says that it cannot tell yet."""
+        while True:
+            path = f"{self.path}/{self.id}?stream=true&starting_after={self.position}"
+            async with http.stream("GET", path) as reply:
+                if not is_patient or reply.status_code != 503:
+                    return await self._read(reply, lambda: None)
+            await asyncio.sleep(int(reply.headers["retry-after-ms"]) / 1000)
+
+    async def _read(self, reply: httpx.Response, on_event: Callable[[], None]) -> None:
+        if reply.status_code != 200:
+            raise AssertionError(f"HTTP {reply.status_code}: {(await reply.aread()).decode()}")
+        number = -1
+        async for line in reply.aiter_lines():
+            if line.startswith("id: "):
+                number = int(line.removeprefix("id: "))
+            elif line == "data: [DONE]":
+                self.done = True
+            elif line.startswith("data: "):
+                self._take(number, json.loads(line.removeprefix("data: ")))
+                on_event()
+
+    def _take(self, number: int, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        if self.seed % 2:
+            number = event["sequence_number"]
+            self.id = self.id or event["response"]["id"]
+            self.text += event["delta"] if event["type"] == "response.output_text.delta" else ""
+            self.done = event["type"] in ("response.completed", "response.incomplete")
+        else:
+            self.id = event["id"]
+            self.text += event["choices"][0]["delta"].get("content", "")
+        self.numbers.append(number)
+        self.position = number
+
+
+class Interrupted:
+    """Kills a server when all clients know their ids, and have had so many more events together."""
+
+    def __init__(
+        self,
+        server: ServerProcess,
+        followers: list[Follower],
+        after: int,
+        may_kill: Callable[[list[Follower]], bool],
+    ) -> None:
+        self._server = server
+        self._followers = followers
+        self._left = after
+        self._may_kill = may_kill
+        self._is_over = False
+
+    def count(self) -> None:
+        if not self._is_over and all(follower.id for follower in self._followers):
+            self._left -= 1
+            if self._left < 0 and self._may_kill(self._followers):
+                self._is_over = True
+                self._server.process.kill()
+
+
+def client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=NUM_STREAMS + 10))
+
+
+async def undisturbed(url: str) -> list[str]:
+    """The texts of all clients, by seed."""
+    followers = [Follower(seed) for seed in range(NUM_STREAMS)]
+    async with client(url) as http:
+        await asyncio.gather(*(follower.ask(http) for follower in followers))
+    assert all(follower.done for follower in followers)
+    return [follower.text for follower in followers]
+
+
+async def asked_and_killed(
+    server: ServerProcess,
+    source: random.Random,
+    may_kill: Callable[[list[Follower]], bool] = lambda _: True,
+) -> list[Follower]:
+    """All clients, after the server was killed at a random moment of their first three quarters."""
+    followers = [Follower(seed) for seed in range(NUM_STREAMS)]
+    after = source.randint(0, NUM_STREAMS * MAX_TOKENS * 3 // 4)
+    interrupted = Interrupted(server, followers, after, may_kill)
+    async with client(server.url) as http:
+        asking = (follower.ask(http, interrupted.count) for follower in followers)
+        results = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(result is None or isinstance(result, httpx.HTTPError) for result in results), results
+    assert server.wait() != 0
+    return followers
+
+
+@contextmanager
+def busy(num_processes: int) -> Iterator[None]:
+    """While this is entered, so many processes take all the time that they are given."""
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+
+async def come_back(
+    url: str, followers: Sequence[Follower], *, is_patient: bool = False
+) -> list[BaseException | None]:
+    """What became of the clients whose replies were cut, who come back at once."""
+    async with client(url) as http:
+        going_on = [
+            follower.go_on(http, is_patient=is_patient) for follower in followers if not follower.done
+        ]
+        return await asyncio.gather(*going_on, return_exceptions=True)
+
+
+async def trial(redis_url: str, num_rounds: int, num_busy: int) -> bool:
+    """Whether every text was whole in every round; each round is a line."""
+    arguments = ["--redis-url", redis_url, *ARGUMENTS]
+    server: ServerProcess = ForkedServer(arguments)
+    num_good = 0
+    try:
+        server.wait_ready()
+        expected = await undisturbed(server.url)
+        for number in range(num_rounds):
+            followers = await asked_and_killed(server, random.Random(number))
+            with busy(num_busy):
+                start_s = time.monotonic()
+                server = ForkedServer(arguments)
+                server.wait_ready()
+                ready_s = time.monotonic() - start_s
+                results = await come_back(server.url, followers)
+            num_whole = sum(f.is_whole(text) for f, text in zip(followers, expected, strict=True))
+            print(
+                f"round {number + 1}: {num_whole} of {NUM_STREAMS} whole, ready in {ready_s:.1f} s",
+                flush=True,
+            )
+            for failure in filter(None, results):
+                print(f"  {type(failure).__name__}: {failure}", flush=True)
+            num_good += num_whole == NUM_STREAMS
+    finally:
+        server.stop()
+    print(f"{num_good} of {num_rounds} rounds whole")
+    return num_good == num_rounds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--busy", type=int, default=4, help="processes that keep the machine busy meanwhile")
+    options = parser.parse_args()
+    with RedisProcess() as redis:
+        return 0 if asyncio.run(trial(redis.url, options.rounds, options.busy)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
