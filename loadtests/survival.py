@@ -111,23 +111,23 @@ class Interrupted:
 
     def __init__(
         self,
-        server: ServerProcess,
+        victim: Callable[[], ServerProcess],
         followers: list[Follower],
         after: int,
         may_kill: Callable[[list[Follower]], bool],
     ) -> None:
-        self._server = server
+        self._victim = victim
         self._followers = followers
         self._left = after
         self._may_kill = may_kill
-        self._is_over = False
+        self.is_over = False
 
     def count(self) -> None:
-        if not self._is_over and all(follower.id for follower in self._followers):
+        if not self.is_over and all(follower.id for follower in self._followers):
             self._left -= 1
             if self._left < 0 and self._may_kill(self._followers):
-                self._is_over = True
-                self._server.process.kill()
+                self.is_over = True
+                self._victim().process.kill()
 
 
 def client(url: str) -> httpx.AsyncClient:
@@ -151,7 +151,7 @@ async def asked_and_killed(
     """All clients, after the server was killed at a random moment of their first three quarters."""
     followers = [Follower(seed) for seed in range(NUM_STREAMS)]
     after = source.randint(0, NUM_STREAMS * MAX_TOKENS * 3 // 4)
-    interrupted = Interrupted(server, followers, after, may_kill)
+    interrupted = Interrupted(lambda: server, followers, after, may_kill)
     async with client(server.url) as http:
         asking = (follower.ask(http, interrupted.count) for follower in followers)
         results = await asyncio.gather(*asking, return_exceptions=True)

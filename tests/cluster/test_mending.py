@@ -16,8 +16,9 @@ from app.switch import make_switch
 from cluster.upstream import Address
 from gateway.sessions.owners import tag_in, tag_of
 from loadtests.forked import ForkedServer
+from loadtests.survival import NUM_STREAMS, Follower, Interrupted, client, undisturbed
 from priority.routing.router import Router
-from tests.app.test_survival import NUM_STREAMS, Follower, Interrupted, client, undisturbed
+from tests.app.test_survival import are_written
 from tests.cluster.scripted_replicas import serving
 from tests.redis_server import RedisServer
 
@@ -56,7 +57,7 @@ async def test_no_client_notices_that_a_replica_was_killed(redis_url: str) -> No
             expected = await undisturbed(str(address))
             followers = [Follower(seed) for seed in range(NUM_STREAMS)]
             busiest = partial(_busiest, replicas, followers)
-            interrupted = Interrupted(busiest, followers, 0, journals)
+            interrupted = Interrupted(busiest, followers, 0, partial(are_written, journals))
             await asyncio.gather(*(follower.ask(http, interrupted.count) for follower in followers))
         assert interrupted.is_over
         assert switch.metrics.mended._value.get() > 0
