@@ -18,7 +18,7 @@ from gateway.endpoints.intake import salt_of
 from gateway.endpoints.prompting import Prompting
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
-from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.http.off_loop import FairThreads, off_loop
 from gateway.service import ServiceOptions
 from gateway.sessions.owners import tag_in
 from gateway.sessions.responses.objects import as_messages, input_items, response_tools
@@ -46,6 +46,9 @@ from priority.routing.router import Ask
 
 _CHARS_PER_TOKEN = 4
 """Where only the length of a body is known."""
+
+_WAITING_BYTES = 64 * 1024 * 1024
+"""Of one tenant's texts, what may wait to be tokenised; a request beyond it goes on without hashes."""
 
 _UNDERSTAND: dict[type[StrictBody], Callable[[Any, Limits], object]] = {
     MessagesBody: as_chat,
@@ -82,8 +85,8 @@ class Asks:
         self._block_size = block_size
         self._limits = limits
         self._pooling = pooling
-        model = _Model(prompts, ServiceOptions(models=(), limits=limits), prompts.tokenizer.vocab_size)
-        self._prompting = Prompting(model, lambda _: None)
+        self._model = _Model(prompts, ServiceOptions(models=(), limits=limits), prompts.tokenizer.vocab_size)
+        self._threads = FairThreads(2, _WAITING_BYTES)
 
     async def read(self, kind: type[StrictBody], body: Body, num_bytes: int, tenant: Tenant) -> Ask:
         """
@@ -99,7 +102,8 @@ class Asks:
         try:
             understood = await off_loop(num_bytes, self._understood, kind, body)
             asked = understood.chat if isinstance(understood, Understood) else understood
-            prompts = await self._encode(understood)
+            prompting = Prompting(self._model, lambda _: None, self._threads, tenant.name)
+            prompts = await self._encode(understood, prompting)
         except (ApiError, RecursionError):  # the replica will say so
             pass
         lane = lane_of(asked.service_tier if isinstance(asked, Sampled | Embedded) else None, tenant)
@@ -117,9 +121,8 @@ class Asks:
         asked = read(kind, body, self._limits)
         return _UNDERSTAND[kind](asked, self._limits) if kind in _UNDERSTAND else asked
 
-    async def _encode(self, asked: object) -> list[list[int]]:
+    async def _encode(self, asked: object, prompting: Prompting) -> list[list[int]]:
         """The prompts of a request; none if it asks for nothing, or goes on from what its owner alone knows."""
-        prompting = self._prompting
         match asked:
             case (ChatBody() as chat) | Understood(chat=ChatBody() as chat, raw=None):
                 return [(await prompting.conversation(chat))[0]]
@@ -128,7 +131,7 @@ class Asks:
             case CompletionBody():
                 return await prompting.encode_prompts(asked)
             case ResponseBody(previous_response_id=None, conversation=None):
-                return [await self._thread(asked)]
+                return [await self._thread(asked, prompting)]
             case EmbeddingsBody():
                 return await prompting.encode_inputs(asked)
             case RerankBody():
@@ -140,14 +143,14 @@ class Asks:
                 return await prompting.encode_texts(asked.texts, "input", Embedded(model=asked.model))
         return []
 
-    async def _thread(self, body: ResponseBody) -> list[int]:
+    async def _thread(self, body: ResponseBody, prompting: Prompting) -> list[int]:
         """The prompt of a response that goes on from nothing."""
         effort = None if body.reasoning is None else body.reasoning.effort
-        variables = self._prompting.variables(body.chat_template_kwargs, effort)
+        variables = prompting.variables(body.chat_template_kwargs, effort)
         messages = as_messages(input_items(body.input))
         encode = partial(extend, self._prompts, Thread(), messages, instructions=body.instructions)
         encode = partial(encode, tools=response_tools(body).tools, variables=variables)
-        return await off_loop(sum(map(num_chars, messages)), encode, threads=TOKENIZING)
+        return await prompting.run(sum(map(num_chars, messages)), encode)
 
     def _salt(self, asked: object, tenant: Tenant) -> bytes:
         if isinstance(asked, Sampled):

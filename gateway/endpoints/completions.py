@@ -19,6 +19,7 @@ from gateway.endpoints.attached import Attached, position_asked
 from gateway.endpoints.intake import Batch, Intake, is_compared, route
 from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
+from gateway.http.off_loop import off_loop
 from gateway.service import Service
 from gateway.sessions.owners import owned_id
 from gateway.sessions.recordings.completions import CHAT, TEXT, CompletionFormat, about, script
@@ -79,7 +80,7 @@ class CompletionsApi:
         self._intake.check_model(body.model)
         lane = lane_of(body.service_tier, client.tenant)
         self._service.dispatch.check_room(lane, client.tenant.name, arrival_s, len(await http.body()))
-        prompts = await self._intake.prompting.encode_prompts(body)
+        prompts = await self._intake.prompting(client.tenant).encode_prompts(body)
         batch = Batch(
             body=body,
             prompt_field="prompt",
@@ -102,7 +103,8 @@ class CompletionsApi:
             start = partial(self._start, client, batch, TEXT, prompts[0])
             return await self._record(client, TEXT, asked, body, start)
         shape = CompletionShape(self._service.tokenizer, _told(body, body.logprobs))
-        echoes = self._texts(body, prompts) if body.echo else ()
+        echoed = 4 * sum(map(len, prompts)) if body.echo else 0
+        echoes = await off_loop(echoed, self._texts, body, prompts) if body.echo else ()
         return await self._reply(client, batch, prompts, shape, "cmpl", echoes)
 
     def _texts(self, body: CompletionBody, prompts: list[list[int]]) -> list[str]:

@@ -10,11 +10,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.planning.prefix_index import with_hashes
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
-from gateway.endpoints.intake import Intake, Job, route, salt_of
+from gateway.endpoints.intake import REQUEST_BYTES, Intake, Job, route, salt_of
 from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
+from gateway.http.off_loop import TOKEN_BYTES, off_loop
 from gateway.service import Service
 from gateway.wire.embeddings import (
     Embedded,
@@ -49,7 +51,7 @@ class EmbeddingsApi:
         body = await self._intake.read(http, EmbeddingsBody)
         lane = await self.admit(http, client, body, arrival_s)
         self.check_dimensions(body.dimensions)
-        prompts = await self._intake.prompting.encode_inputs(body)
+        prompts = await self._intake.prompting(client.tenant).encode_inputs(body)
         is_normalised = self._service.options.embedding.is_normalised
         writer = EmbeddingWriter(body, is_normalised=is_normalised)
         return await self.reply(client, lane, prompts, arrival_s, f"embd-{secrets.token_hex(16)}", writer)
@@ -58,7 +60,7 @@ class EmbeddingsApi:
         arrival_s, client = self.begin(http)
         body = await self._intake.read(http, RerankBody)
         lane = await self.admit(http, client, body, arrival_s)
-        encode, id = self._intake.prompting.encode_texts, f"rerank-{secrets.token_hex(16)}"
+        encode, id = self._intake.prompting(client.tenant).encode_texts, f"rerank-{secrets.token_hex(16)}"
         prompts = [
             *await encode([body.query], "query", body),
             *await encode(body.texts, "documents", body),
@@ -70,7 +72,7 @@ class EmbeddingsApi:
         body = await self._intake.read(http, ScoreBody)
         first, second = body.sides()
         lane = await self.admit(http, client, body, arrival_s)
-        encode, id = self._intake.prompting.encode_texts, f"score-{secrets.token_hex(16)}"
+        encode, id = self._intake.prompting(client.tenant).encode_texts, f"score-{secrets.token_hex(16)}"
         prompts = [*await encode(first, "text_1", body), *await encode(second, "text_2", body)]
         writer = ScoreWriter(id, int(time.time()), body.model, len(first))
         return await self.reply(client, lane, prompts, arrival_s, id, writer)
@@ -110,20 +112,23 @@ class EmbeddingsApi:
         Raises:
             ApiError: 429, if they are more than the client's quota has left.
         """
-        requests = [
-            Request(
+        sampling, options = SamplingParams(temperature=0.0, max_tokens=0), self._service.options
+
+        def make(number: int, prompt: Sequence[int]) -> Request:
+            request = Request(
                 request_id=f"{id}-{number}",
                 prompt_token_ids=tuple(prompt),
-                sampling=SamplingParams(temperature=0.0, max_tokens=0),
+                sampling=sampling,
                 arrival_s=arrival_s,
                 lane=lane,
                 tenant=client.tenant.name,
                 salt=salt_of(client.tenant),
-                pooling=self._service.options.embedding.pooling,
+                pooling=options.embedding.pooling,
             )
-            for number, prompt in enumerate(prompts)
-        ]
-        requests = await self._intake.hashed(requests)
+            return with_hashes(request, options.block_size)
+
+        size = REQUEST_BYTES * len(prompts) + TOKEN_BYTES * sum(map(len, prompts))
+        requests = await off_loop(size, lambda: [make(i, prompt) for i, prompt in enumerate(prompts)])
         job = Job(
             writer=writer,
             requests=requests,

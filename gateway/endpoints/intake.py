@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TypeVar, cast
@@ -21,7 +23,7 @@ from gateway.endpoints.prompting import Prompting
 from gateway.http.correlation import CORRELATION
 from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable, unsupported
 from gateway.http.limits import Limits, parse_object
-from gateway.http.off_loop import TOKEN_BYTES, off_loop
+from gateway.http.off_loop import TOKEN_BYTES, FairThreads, off_loop
 from gateway.http.refusals import OLLAMA_PATH
 from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
@@ -49,6 +51,12 @@ from priority.lanes import Lane, Tenant
 
 Read = TypeVar("Read", bound=StrictBody)
 Understood = TypeVar("Understood")
+
+REQUEST_BYTES, _BAD_WORD_BYTES = 1024, 4096
+"""Making a request, or tokenising a bad word, is as much work as reading so many bytes is."""
+_PROMPT_BYTES = 64 * 1024 * 1024
+_COUNTED_BYTES = 16 * 1024 * 1024
+"""Of one tenant's texts, what may wait to be tokenised: some seconds' work."""
 
 CLIENT = "penstock.client"
 """In the scope of a request that the server itself sends for a client."""
@@ -98,7 +106,15 @@ class Intake:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.prompting = Prompting(service, self.ignore)
+        self._prompts = FairThreads(2, _PROMPT_BYTES)
+        self._counts = FairThreads(1, _COUNTED_BYTES)
+
+    def prompting(self, tenant: Tenant) -> Prompting:
+        return Prompting(self._service, self.ignore, self._prompts, tenant.name)
+
+    def counting(self, tenant: Tenant) -> Prompting:
+        """Tokens for their own sake: they are made in a thread apart, so that no prompt stands behind them."""
+        return Prompting(self._service, self.ignore, self._counts, tenant.name)
 
     def client(self, http: HttpRequest) -> Client:
         """Raises 401 if keys are configured and the request has none of them."""
@@ -197,34 +213,38 @@ class Intake:
         )
 
     async def requests(self, batch: Batch, prompts: Mapping[str, list[int]]) -> list[Request]:
-        """Makes a request of each prompt, by request id."""
-        salt = salt_of(batch.tenant, is_private=batch.body.store is False, asked=batch.body.cache_salt)
-        made = [self._request(batch, prompt, request_id, salt) for request_id, prompt in prompts.items()]
-        return await self.hashed(made)
+        """Makes a request of each prompt, by request id, and hashes it for all who ask what of it is cached.
 
-    async def hashed(self, requests: list[Request]) -> list[Request]:
-        """Hashes the prompts, once for all who ask what of them is cached."""
-        size = TOKEN_BYTES * sum(len(request.prompt_token_ids) for request in requests)
-        block_size = self._service.options.block_size
-        return await off_loop(size, lambda: [with_hashes(request, block_size) for request in requests])
+        Raises:
+            ApiError: 400, if a prompt does not fit, or what is said of its answer.
+        """
+        words, allowed = batch.body.bad_words or (), batch.body.allowed_token_ids or ()
+        num_tokens = sum(map(len, prompts.values())) + len(prompts) * len(allowed)
+        size = TOKEN_BYTES * num_tokens + REQUEST_BYTES * len(prompts) + _BAD_WORD_BYTES * len(words)
+        return await off_loop(size, self._requests, batch, prompts)
 
-    def _request(self, batch: Batch, prompt: list[int], request_id: str, salt: bytes) -> Request:
+    def _requests(self, batch: Batch, prompts: Mapping[str, list[int]]) -> list[Request]:
+        words = bad_words_of(self._service.tokenizer, batch.body.bad_words or ())
+        made = (self._request(batch, prompt, id, words) for id, prompt in prompts.items())
+        return [with_hashes(request, self._service.options.block_size) for request in made]
+
+    def _request(self, batch: Batch, prompt: list[int], request_id: str, bad_words: Words) -> Request:
         # A tokenizer can know tokens that the model does not.
         if max(prompt, default=0) >= self._service.vocab_size:
             raise invalid("The prompt has tokens that the model does not know.", batch.prompt_field)
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
-            sampling=self._sampling(batch, len(prompt)),
+            sampling=self._sampling(batch, len(prompt), bad_words),
             n=batch.body.num_generated,
             beams=beams_of(batch.body, self._service.options.eos_token_ids),
             arrival_s=batch.arrival_s,
             lane=batch.lane,
             tenant=batch.tenant.name,
-            salt=salt,
+            salt=salt_of(batch.tenant, is_private=batch.body.store is False, asked=batch.body.cache_salt),
         )
 
-    def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
+    def _sampling(self, batch: Batch, num_prompt_tokens: int, bad_words: Words) -> SamplingParams:
         room = Room(self._service.dispatch.context_length, num_prompt_tokens)
         max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
         if batch.body.use_beam_search:
@@ -237,7 +257,7 @@ class Intake:
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
             num_prompt_logprobs=batch.num_prompt_logprobs,
-            bad_words=bad_words_of(self._service.tokenizer, batch.body.bad_words or ()),
+            bad_words=bad_words,
             shown_special=self._service.tokenizer.special_ids
             if shows_all
             else self._service.formats.shown(batch.reading),
@@ -319,6 +339,23 @@ class Intake:
             self._service.metrics.note_refused(Lane(requests[0].lane), error.code or "quota")
             raise
 
+    @contextlib.asynccontextmanager
+    async def counted(self, client: Client) -> AsyncIterator[Mapping[str, str]]:
+        """A request that is answered without the model, within its client's quota; gives the headers that say so.
+
+        It counts as a request and, while it is answered, as one at work; it costs no tokens.
+
+        Raises:
+            ApiError: 429, if the quota has no room for it.
+        """
+        requests_only = Client(client.tenant, replace(client.quota, tokens_per_minute=None))
+        lease_id = f"count-{secrets.token_hex(16)}"
+        reservation = await self._service.quotas.reserve(requests_only, 0, 0, lease_id)
+        try:
+            yield reservation.headers
+        finally:
+            reservation.end(0)
+
     async def recording(self, tenant: str, recording_id: str) -> Recording:
         """
         Raises:
@@ -341,7 +378,7 @@ class Intake:
 
     async def prompt(self, batch: Batch, body: ChatBody) -> tuple[list[int], Batch]:
         """The tokens of a conversation, and the batch with what its tools come to."""
-        prompt, use = await self.prompting.conversation(body)
+        prompt, use = await self.prompting(batch.tenant).conversation(body)
         shows_reasoning = body.include_reasoning is not False
         return prompt, await self.with_tools(batch, prompt, use, shows_reasoning=shows_reasoning)
 

@@ -52,8 +52,9 @@ class MessagesApi:
 
     async def count(self, http: HttpRequest) -> Response:
         """How many tokens the prompt of such a message has."""
-        self._intake.client(http)
-        body = await self._intake.read_as(http, CountTokensBody, as_chat)
-        self._intake.check_model(body.model)
-        prompt, _ = await self._intake.prompting.conversation(body)
-        return Json({"input_tokens": len(prompt)})
+        client = self._intake.client(http)
+        async with self._intake.counted(client) as headers:
+            body = await self._intake.read_as(http, CountTokensBody, as_chat)
+            self._intake.check_model(body.model)
+            prompt, _ = await self._intake.counting(client.tenant).conversation(body)
+            return Json({"input_tokens": len(prompt)}, headers=headers)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.endpoints.intake import Intake, salt_of, salts_of
+from gateway.endpoints.prompting import Prompting
 from gateway.http.errors import invalid
 from gateway.http.limits import parse_messages
-from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.http.off_loop import off_loop
 from gateway.service import Service
 from gateway.sessions.prefixes.sharing import parse_token_ids
 from gateway.wire.frames import Json
@@ -64,44 +66,45 @@ class Api:
         }
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        self._intake.client(http)
-        body = await self._intake.read(http, TokenizeBody)
-        self._intake.check_model(body.model or self._service.options.models[0])
-        token_ids = await self._encode_either(body)
-        reply: dict[str, object] = {
-            "count": len(token_ids),
-            "max_model_len": self._service.dispatch.context_length,
-            "tokens": token_ids,
-        }
-        if body.return_token_strs:
-            reply["token_strs"] = await off_loop(8 * len(token_ids), self._spell, token_ids)
-        return Json(reply)
+        client = self._intake.client(http)
+        async with self._intake.counted(client) as headers:
+            body = await self._intake.read(http, TokenizeBody)
+            self._intake.check_model(body.model or self._service.options.models[0])
+            token_ids = await self._encode_either(body, self._intake.counting(client.tenant))
+            reply: dict[str, object] = {
+                "count": len(token_ids),
+                "max_model_len": self._service.dispatch.context_length,
+                "tokens": token_ids,
+            }
+            if body.return_token_strs:
+                reply["token_strs"] = await off_loop(8 * len(token_ids), self._spell, token_ids)
+            return Json(reply, headers=headers)
 
     def _spell(self, token_ids: list[int]) -> list[str]:
         spell = self._service.tokenizer.token_bytes
         return [spell(token_id).decode(errors="replace") for token_id in token_ids]
 
-    async def _encode_either(self, body: TokenizeBody) -> list[int]:
+    async def _encode_either(self, body: TokenizeBody, counting: Prompting) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.messages is not None:
             use = tool_use([dict(tool) for tool in body.tools or ()])
-            variables = self._intake.prompting.variables(body.chat_template_kwargs, None)
-            return await self._intake.prompting.encode_chat(
+            variables = counting.variables(body.chat_template_kwargs, None)
+            return await counting.encode_chat(
                 body.messages, use, variables, add_generation_prompt=body.add_generation_prompt
             )
         if not body.prompt:
             return []
-        return await self._intake.prompting.encode_text(
-            body.prompt, "prompt", add_special=body.add_special_tokens
-        )
+        return await counting.encode_text(body.prompt, "prompt", add_special=body.add_special_tokens)
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        self._intake.client(http)
-        body = await self._intake.read(http, DetokenizeBody)
-        self._intake.check_model(body.model or self._service.options.models[0])
-        text = await off_loop(4 * len(body.tokens), self._decode, body.tokens, threads=TOKENIZING)
-        return Json({"prompt": text})
+        client = self._intake.client(http)
+        async with self._intake.counted(client) as headers:
+            body = await self._intake.read(http, DetokenizeBody)
+            self._intake.check_model(body.model or self._service.options.models[0])
+            decode = partial(self._decode, body.tokens)
+            text = await self._intake.counting(client.tenant).run(4 * len(body.tokens), decode)
+            return Json({"prompt": text}, headers=headers)
 
     def _decode(self, token_ids: list[int]) -> str:
         tokenizer = self._service.tokenizer
@@ -126,15 +129,18 @@ class Api:
     async def locate(self, http: HttpRequest) -> Response:
         """Which replica is warm for a prompt of the caller's."""
         client = self._intake.client(http)
-        body = await self._locate_body(http)
-        if (body.tokens is None) == (body.messages is None):
-            raise invalid("Give either 'tokens' or 'messages'.", "tokens")
-        if body.messages is not None:
-            token_ids = await self._intake.prompting.encode_chat(body.messages)
-        else:
-            token_ids = body.tokens or []
-            self._intake.prompting.check_prompt_ids(token_ids, "tokens")
-        return Json(await self._service.locator.locate(salt_of(client.tenant), token_ids))
+        async with self._intake.counted(client) as headers:
+            body = await self._locate_body(http)
+            if (body.tokens is None) == (body.messages is None):
+                raise invalid("Give either 'tokens' or 'messages'.", "tokens")
+            counting, token_ids = self._intake.counting(client.tenant), body.tokens or []
+            if body.messages is None:
+                counting.check_prompt_ids(token_ids, "tokens")
+            else:
+                token_ids = await counting.encode_chat(body.messages)
+            return Json(
+                await self._service.locator.locate(salt_of(client.tenant), token_ids), headers=headers
+            )
 
     async def _locate_body(self, http: HttpRequest) -> LocateBody:
         if http.method == "POST":

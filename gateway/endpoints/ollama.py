@@ -90,7 +90,7 @@ class OllamaApi:
         if asked.raw is None:
             prompt, batch = await self._intake.prompt(batch, asked.chat)
         else:
-            prompt = await self._intake.prompting.encode_text(asked.raw, "prompt")
+            prompt = await self._intake.prompting(client.tenant).encode_text(asked.raw, "prompt")
         id, tier = secrets.token_hex(16), tier_of(batch.lane)
         head = Head(id=id, created=int(time.time()), model=asked.model, service_tier=tier)
         writer = LineWriter(head, is_chat=is_chat, parser=batch.reading.parser_of(id))
@@ -125,7 +125,9 @@ class OllamaApi:
         body = Embedded(model=asked.model)
         lane = await self._embeddings.admit(http, client, body, arrival_s)
         longest = self._service.dispatch.context_length - 1 if asked.truncates else None
-        prompts = await self._intake.prompting.encode_texts(asked.texts, field, body, longest=longest)
+        prompts = await self._intake.prompting(client.tenant).encode_texts(
+            asked.texts, field, body, longest=longest
+        )
         id = f"embd-{secrets.token_hex(16)}"
         return await self._embeddings.reply(client, lane, prompts, arrival_s, id, writer)
 

@@ -103,7 +103,9 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         )
     },
     "/v1/messages/count_tokens": {
-        "POST": Operation(ANY, "Count the tokens of such a conversation", CountTokensBody, statuses=(404,))
+        "POST": Operation(
+            ANY, "Count the tokens of such a conversation", CountTokensBody, statuses=(404, 429)
+        )
     },
     "/v1/responses": {
         "POST": _recorded("Take a turn of a conversation, waited for or in the background", ResponseBody)
@@ -172,13 +174,13 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/models": {"GET": Operation(ANY, "List the names of the model")},
     "/v1/models/{name}": {"GET": Operation(ANY, "Show the model under one of its names", statuses=(404,))},
     "/tokenize": {
-        "POST": Operation(ANY, "Give the tokens of a text or of messages", TokenizeBody, statuses=(404,))
+        "POST": Operation(ANY, "Give the tokens of a text or of messages", TokenizeBody, statuses=(404, 429))
     },
-    "/detokenize": {"POST": Operation(ANY, "Give the text of tokens", DetokenizeBody, statuses=(404,))},
+    "/detokenize": {"POST": Operation(ANY, "Give the text of tokens", DetokenizeBody, statuses=(404, 429))},
     "/v1/prefixes": {"GET": Operation(ANY, "List the prefixes that are cached")},
     "/v1/prefixes/locate": {
-        "GET": Operation(ANY, "Say which replica is warm for a prompt", query=LocateQuery),
-        "POST": Operation(ANY, "Say which replica is warm for a prompt", LocateBody),
+        "GET": Operation(ANY, "Say which replica is warm for a prompt", query=LocateQuery, statuses=(429,)),
+        "POST": Operation(ANY, "Say which replica is warm for a prompt", LocateBody, statuses=(429,)),
     },
     "/v1/prefixes/events": {
         "GET": Operation(ANY, "Tell of blocks as they are stored and removed", answers=(EVENTS,))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from gateway.http.errors import invalid
-from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.http.off_loop import FairThreads, off_loop
 from gateway.service import ServiceOptions
 from gateway.wire.beams import width_field
 from gateway.wire.conversation import as_dict, chat_tools, check_messages, num_chars_of
@@ -19,6 +19,10 @@ from gateway.wire.tools.use import NO_TOOLS, ToolUse
 
 MESSAGE_CHARS = 100
 """The work that a template has with one message, beside its text."""
+TEXT_CHARS = 80
+"""The work that the tokenizer has with one text, however short it is."""
+
+_Result = TypeVar("_Result")
 
 
 class Bounded(Protocol):
@@ -43,12 +47,24 @@ class Prompted(Protocol):
 
 
 class Prompting:
-    """For one service."""
+    """Makes the prompts of one tenant's requests."""
 
-    def __init__(self, service: Prompted, ignore: Callable[[str], None]) -> None:
-        """`ignore` is told of each field of which nothing comes."""
+    def __init__(
+        self, service: Prompted, ignore: Callable[[str], None], threads: FairThreads, tenant: str
+    ) -> None:
+        """`ignore` is told of each field of which nothing comes; long texts are tokenised in `threads`."""
         self._service = service
         self._ignore = ignore
+        self._threads = threads
+        self._tenant = tenant
+
+    async def run(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """The result of work with the tokenizer on texts of `size` characters, about.
+
+        Raises:
+            ApiError: 429, if too much of the tenant's work waits already.
+        """
+        return await self._threads.run(self._tenant, size, work)
 
     async def encode_chat(
         self,
@@ -73,7 +89,7 @@ class Prompting:
                 variables=variables,
             )
 
-        return await off_loop(num_chars + MESSAGE_CHARS * len(messages), encode, threads=TOKENIZING)
+        return await self.run(num_chars + MESSAGE_CHARS * len(messages), encode)
 
     async def conversation(self, body: ChatBody) -> tuple[list[int], ToolUse]:
         """The tokens of a conversation, and the tools that are in it."""
@@ -115,21 +131,12 @@ class Prompting:
             raise invalid(f"'{name}' times the prompts must be at most {limits.max_choices}.", name)
         if body.suffix is not None and token_ids:
             raise invalid("'suffix' needs a 'prompt' of text.", "suffix")
-        token_ids = [truncated(prompt, body) for prompt in token_ids]
-        for prompt in token_ids:
-            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt)
+        if token_ids:
+            return await self._checked(token_ids, "prompt", body)
         if body.suffix:
-            return [await self._encode_around(text, body.suffix) for text in texts]
-        add_special = body.add_special_tokens is not False
-        encoded = [await self.encode_text(text, "prompt", add_special=add_special) for text in texts]
-        return token_ids or [truncated(prompt, body) for prompt in encoded]
-
-    async def _encode_around(self, text: str, suffix: str) -> list[int]:
-        """The tokens that ask for what is between two texts."""
-        self.check_length(len(text) + len(suffix), "prompt")
-        return await off_loop(
-            len(text) + len(suffix), self._service.prompts.around, text, suffix, threads=TOKENIZING
-        )
+            return await self._encoded(texts, "prompt", self._service.prompts.around, body.suffix)
+        encode = partial(self._service.prompts.text, add_special=body.add_special_tokens is not False)
+        return [truncated(prompt, body) for prompt in await self._encoded(texts, "prompt", encode)]
 
     async def encode_inputs(self, body: EmbeddingsBody) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.input), _split_prompt, body.input)
@@ -152,22 +159,45 @@ class Prompting:
         """The tokens of texts that are to be embedded; of each at most the first `longest`, or else all."""
         if longest is not None:
             texts = [text[: longest * self._service.options.limits.max_bytes_per_token] for text in texts]
-        prompts = [(await self.encode_text(text, field, add_special=add_special))[:longest] for text in texts]
-        return await self._checked(prompts, field, body)
+        encode = partial(self._service.prompts.text, add_special=add_special)
+        prompts = await self._encoded(texts, field, encode)
+        return await self._checked([prompt[:longest] for prompt in prompts], field, body)
 
-    async def _checked(self, prompts: list[list[int]], field: str, body: Embedded) -> list[list[int]]:
-        prompts = [truncated(prompt, body) for prompt in prompts]
-        for prompt in prompts:
-            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt, field)
-        return prompts
+    async def _checked(
+        self, prompts: list[list[int]], field: str, body: Sampled | Embedded
+    ) -> list[list[int]]:
+        def check() -> list[list[int]]:
+            cut = [truncated(prompt, body) for prompt in prompts]
+            for prompt in cut:
+                self.check_prompt_ids(prompt, field)
+            return cut
+
+        return await off_loop(4 * sum(map(len, prompts)), check)
 
     async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
-        self.check_length(len(text), field)
         encode = partial(self._service.prompts.text, add_special=add_special)
-        token_ids = await off_loop(len(text), encode, text, threads=TOKENIZING)
-        if not token_ids:
-            raise invalid(f"'{field}' must not be empty.", field)
+        (token_ids,) = await self._encoded([text], field, encode)
         return token_ids
+
+    async def _encoded(
+        self, texts: Sequence[str], field: str, encode: Callable[..., list[int]], suffix: str = ""
+    ) -> list[list[int]]:
+        """The tokens of each text, with its suffix if there is one: all of them are one piece of work.
+
+        Raises:
+            ApiError: 400, if a text is empty or too long.
+        """
+        for text in texts:
+            self.check_length(len(text) + len(suffix), field)
+
+        def encode_all() -> list[list[int]]:
+            return [encode(text, *([suffix] if suffix else ())) for text in texts]
+
+        size = sum(map(len, texts)) + len(texts) * (len(suffix) + TEXT_CHARS)
+        prompts = await self.run(size, encode_all)
+        if not all(prompts):
+            raise invalid(f"'{field}' must not be empty.", field)
+        return prompts
 
     def check_prompt_ids(self, prompt: Sequence[int], field: str = "prompt") -> None:
         if not prompt:

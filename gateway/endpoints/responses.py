@@ -16,9 +16,8 @@ from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached
 from gateway.endpoints.intake import Batch, Intake, route
-from gateway.endpoints.prompting import MESSAGE_CHARS
+from gateway.endpoints.prompting import MESSAGE_CHARS, Prompting
 from gateway.http.errors import ApiError, gone, invalid, unavailable
-from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
 from gateway.sessions import conversations
 from gateway.sessions.conversations import ConversationLocks
@@ -142,9 +141,12 @@ class ResponsesApi:
     async def _submit(self, turn: _Turn, items: list[Item], thread: Thread) -> Recording:
         body, use = turn.body, response_tools(turn.body)
         effort = None if body.reasoning is None else body.reasoning.effort
-        variables = self._intake.prompting.variables(body.chat_template_kwargs, effort)
+        prompting = self._intake.prompting(turn.client.tenant)
+        variables = prompting.variables(body.chat_template_kwargs, effort)
         new = as_messages(items)
-        encode = partial(self._prompt, instructions=body.instructions, use=use, variables=variables)
+        encode = partial(
+            self._prompt, prompting, instructions=body.instructions, use=use, variables=variables
+        )
         if body.truncation == "auto":
             prompt = await self._shortened(thread, new, body.max_output_tokens, encode)
         else:
@@ -219,6 +221,7 @@ class ResponsesApi:
 
     async def _prompt(
         self,
+        prompting: Prompting,
         thread: Thread,
         new_messages: Sequence[Message],
         *,
@@ -228,7 +231,7 @@ class ResponsesApi:
     ) -> list[int]:
         messages = (*thread.messages, *new_messages)
         num_said = sum(map(num_chars, messages)) + len(instructions or "") + use.num_chars
-        self._intake.prompting.check_length(num_said, "input")
+        prompting.check_length(num_said, "input")
 
         def encode() -> list[int]:
             return extend(
@@ -242,7 +245,7 @@ class ResponsesApi:
 
         try:
             size = num_said + MESSAGE_CHARS * len(messages) + len(thread.token_ids)
-            return await off_loop(size, encode, threads=TOKENIZING)
+            return await prompting.run(size, encode)
         except ApiError as error:
             param = "input" if error.param == "messages" else error.param
             raise invalid(error.message, param, error.code) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from weakref import WeakValueDictionary
 
 import anyio
 import anyio.to_thread
@@ -12,6 +11,7 @@ from engine.planning.grammar import CompiledGrammar
 from engine.planning.grammar_check import MOST_AT_ONCE
 from engine.planning.grammars import GrammarError, Grammars, TooManyGrammars
 from gateway.http.errors import invalid, refused
+from gateway.http.off_loop import Turns
 from gateway.wire.structured import Form
 
 _PATIENCE_S = 10.0
@@ -25,9 +25,7 @@ class Compiling:
         """No grammar waits for its turn for longer than `patience_s`."""
         self._grammars = grammars
         self._patience_s = patience_s
-        self._turns: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
-        """By tenant, as long as one of its grammars is compiled or waits."""
-        self._places = anyio.Semaphore(MOST_AT_ONCE)
+        self._turns = Turns(MOST_AT_ONCE, num_each=1)
         self._threads = anyio.CapacityLimiter(MOST_AT_ONCE)
 
     async def compile(self, tenant: str, form: Form) -> CompiledGrammar:
@@ -39,10 +37,9 @@ class Compiling:
         """
         if (found := self._grammars.find(tenant, form.grammar)) is not None:
             return found
-        turn = self._turns.setdefault(tenant, anyio.Lock())
         try:
             with anyio.fail_after(self._patience_s) as waiting:
-                async with turn, self._places:
+                async with self._turns.of(tenant):
                     waiting.deadline = math.inf
                     return await anyio.to_thread.run_sync(
                         self._grammars.compile, tenant, form.grammar, limiter=self._threads

@@ -1,0 +1,116 @@
+"""What is answered with the tokenizer alone keeps to its tenant's quota, and stands in no prompt's way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.planning.tokenizer import Tokenizer
+from gateway.access.keys import Client, digest_of
+from gateway.service import ServiceOptions
+from gateway.store.interface import Quota
+from priority.lanes import Tenant
+from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, tokenizer_json
+
+pytestmark = pytest.mark.anyio
+
+LONG = "All work and no play. " * 100
+MESSAGES: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+COUNTED: dict[str, dict[str, Any]] = {
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [9]},
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/prefixes/locate": {"tokens": [9]},
+}
+
+
+class HeldTokenizer(Tokenizer):
+    """Holds on to texts of `held` until `go_on` is set."""
+
+    def __init__(self) -> None:
+        config = {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
+        super().__init__(tokenizer_json(), config, TEMPLATE)
+        self.go_on, self.holds = threading.Event(), threading.Event()
+
+    def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
+        if text.startswith("held"):
+            self.holds.set()
+            assert self.go_on.wait(30)
+        return super().encode(text, parse_special=parse_special, add_special=add_special)
+
+
+def gateway_of(quota: Quota, tokenizer: Tokenizer | None = None) -> Gateway:
+    clients = {
+        digest_of("ann"): Client(Tenant(name="ann"), quota),
+        digest_of("bob"): Client(Tenant(name="bob")),
+    }
+    return Gateway(ServiceOptions(models=(MODEL,), clients=clients), tokenizer=tokenizer)
+
+
+async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any], key: str = "ann") -> httpx.Response:
+    return await http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+
+
+@pytest.mark.parametrize("path", COUNTED)
+async def test_it_counts_as_a_request(path: str) -> None:
+    gateway = gateway_of(Quota(requests_per_minute=2, tokens_per_minute=100))
+    async with client(gateway.app) as http:
+        for left in ("1", "0"):
+            reply = await post(http, path, COUNTED[path])
+            assert (reply.status_code, reply.headers["x-ratelimit-remaining-requests"]) == (200, left)
+        refused = await post(http, path, COUNTED[path])
+        others = await post(http, path, COUNTED[path], "bob")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert others.status_code == 200
+    assert gateway.engine.cancelled == []
+
+
+@pytest.mark.parametrize("path", COUNTED)
+async def test_it_costs_no_tokens(path: str) -> None:
+    gateway = gateway_of(Quota(requests_per_minute=100, tokens_per_minute=10))
+    async with client(gateway.app) as http:
+        for _ in range(20):
+            assert (await post(http, path, COUNTED[path])).status_code == 200
+
+
+@contextlib.asynccontextmanager
+async def holding(
+    tokenizer: HeldTokenizer, asking: list[asyncio.Task[httpx.Response]]
+) -> AsyncIterator[None]:
+    """While the tokenizer works for these."""
+    assert await asyncio.to_thread(tokenizer.holds.wait, 30)
+    try:
+        yield
+    finally:
+        tokenizer.go_on.set()
+        assert [reply.status_code for reply in await asyncio.gather(*asking)] == [200] * len(asking)
+
+
+async def test_prompts_are_not_behind_what_is_counted() -> None:
+    tokenizer = HeldTokenizer()
+    gateway = gateway_of(Quota(), tokenizer)
+    gateway.engine.max_sequence_tokens = 10_000
+    async with client(gateway.app) as http:
+        counts = [asyncio.create_task(post(http, "/tokenize", {"prompt": f"held {LONG}"})) for _ in range(20)]
+        async with holding(tokenizer, counts):
+            asking = asyncio.create_task(post(http, "/v1/chat/completions", chat_body(LONG)))
+            gateway.answer(await gateway.taken(), "Hello.")
+            assert (await asking).status_code == 200
+
+
+async def test_one_at_work_is_a_stream() -> None:
+    tokenizer = HeldTokenizer()
+    gateway = gateway_of(Quota(max_streams=1), tokenizer)
+    gateway.engine.max_sequence_tokens = 10_000
+    async with client(gateway.app) as http:
+        counting = asyncio.create_task(post(http, "/tokenize", {"prompt": f"held {LONG}"}))
+        async with holding(tokenizer, [counting]):
+            assert (await post(http, "/tokenize", {"prompt": "Hi"})).status_code == 429
+            assert (await post(http, "/tokenize", {"prompt": "Hi"}, "bob")).status_code == 200
