@@ -94,7 +94,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         routes=openapi.routes,
         middleware=[
             Middleware(HostMiddleware, hosts=options.allowed_hosts),
-            Middleware(LimitsMiddleware, limits=options.limits),
+            Middleware(LimitsMiddleware, limits=options.limits, uploads=frozenset({"/v1/files"})),
             Middleware(PatienceMiddleware),
         ],
         exception_handlers={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from io import BytesIO
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,15 +15,18 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.endpoints.intake import Intake, check_media_type, route
+from gateway.http.connections import BODY_WITHIN
 from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits
 from gateway.service import Service
-from gateway.sessions.batches.files import Files
+from gateway.sessions.batches.files import Files, Upload
 from gateway.sessions.responses.objects import page
 from gateway.sessions.responses.schemas import PageQuery, WholeNumber
 from gateway.wire.frames import Json
 from gateway.wire.schemas import StrictBody, read, validated
 
+UPLOAD_S = 600.0
+"""An upload may take so long to arrive, once it is known whose it is."""
 _MAX_FIELDS = 4
 _MAX_FIELD_BYTES = 1024
 
@@ -61,8 +65,14 @@ class FilesApi:
     async def upload(self, http: HttpRequest) -> Response:
         tenant = self._tenant(http)
         self._check_origin(http)
-        filename, form = await _read_form(http, self._service.options.limits)
-        file = await self._files.add(tenant, filename, form.purpose, form.file)
+        check_media_type(http, "multipart/form-data")
+        if "charset" in http.headers["content-type"].lower():
+            raise invalid("The text of a form is UTF-8; it takes no charset.", None, "invalid_form")
+        http.scope.get("extensions", {}).get(BODY_WITHIN, lambda _: None)(UPLOAD_S)
+        about = int(http.headers.get("content-length", 0)) - _MAX_FIELDS * _MAX_FIELD_BYTES
+        async with self._files.uploading(tenant, about) as upload:
+            filename, form = await _read_form(http, upload, self._service.options.limits)
+            file = await upload.finish(filename, form.purpose)
         return Json(file.as_json())
 
     def _check_origin(self, http: HttpRequest) -> None:
@@ -111,27 +121,44 @@ class FilesApi:
         return self._intake.client(http).tenant.name
 
 
-async def _read_form(http: HttpRequest, limits: Limits) -> tuple[str, UploadForm]:
-    """The name of the uploaded file, and the form.
+class _StoredFile(UploadFile):
+    """The file in a form, which is written to the store as it arrives."""
+
+    def __init__(self, upload: Upload, filename: str | None) -> None:
+        super().__init__(BytesIO(), filename=filename)
+        self._upload = upload
+
+    async def write(self, data: bytes) -> None:
+        await self._upload.write(data)
+
+
+class _FormParser(MultiPartParser):
+    """A parser of forms that keeps nothing of the file."""
+
+    def __init__(self, http: HttpRequest, upload: Upload) -> None:
+        bounds = {"max_files": 1, "max_fields": _MAX_FIELDS, "max_part_size": _MAX_FIELD_BYTES}
+        super().__init__(http.headers, http.stream(), **bounds)
+        self._upload = upload
+
+    def on_headers_finished(self) -> None:
+        super().on_headers_finished()
+        if (file := self._current_part.file) is not None:
+            file.file.close()
+            self._current_part.file = _StoredFile(self._upload, file.filename)
+
+
+async def _read_form(http: HttpRequest, upload: Upload, limits: Limits) -> tuple[str, UploadForm]:
+    """The name of the uploaded file, and the form without it.
 
     Raises:
-        ApiError: 400 that names the field that is wrong; 415 for what is no form.
+        ApiError: 400 that names the field that is wrong.
     """
-    check_media_type(http, "multipart/form-data")
-    if "charset" in http.headers["content-type"].lower():
-        raise invalid("The text of a form is UTF-8; it takes no charset.", None, "invalid_form")
-    parser = MultiPartParser(
-        http.headers, http.stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES
-    )
     try:
-        form = await parser.parse()
+        form = await _FormParser(http, upload).parse()
     except MultiPartException as error:
         raise invalid(f"The form could not be read: {error.message}", None, "invalid_form") from None
     filename, values = "", dict[str, object](form)
-    try:
-        for name, value in form.items():
-            if isinstance(value, UploadFile):
-                filename, values[name] = value.filename or "upload.jsonl", await value.read()
-    finally:
-        await form.close()
+    for name, value in form.items():
+        if isinstance(value, UploadFile):
+            filename, values[name] = value.filename or "upload.jsonl", b""
     return filename, read(UploadForm, values, limits)

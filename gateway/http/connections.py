@@ -18,6 +18,9 @@ WRITABLE = "penstock.writable"
 WRITE = "penstock.write"
 """ASGI extension of gateway.http.protocol: a callable that sends a piece of a body, while that need not wait."""
 
+BODY_WITHIN = "penstock.body_within"
+"""ASGI extension of gateway.http.protocol: a callable that gives the rest of the request's body so many seconds."""
+
 _SERVER_SEND = "penstock.server_send"
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"

@@ -23,6 +23,8 @@ class Limits:
     """Bounds on one request. Beyond them it is refused with a 4xx that names the field."""
 
     max_body_bytes: int = 4 * 1024 * 1024
+    max_upload_bytes: int = 100 * 1024 * 1024
+    """The body of an upload, which is not kept in memory."""
     max_header_bytes: int = 32 * 1024
     max_headers: int = 100
     max_json_depth: int = 32
@@ -65,27 +67,31 @@ class Limits:
 class LimitsMiddleware:
     """Refuses too many headers, too long ones, and bodies that are too long, declared or not."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, uploads: frozenset[str] = frozenset()) -> None:
+        """`uploads` are the paths whose bodies are uploads."""
         self.app = app
         self.limits = limits
+        self.uploads = uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        error = self._check_headers(scope["headers"])
+        is_upload = scope["path"] in self.uploads
+        max_bytes = self.limits.max_upload_bytes if is_upload else self.limits.max_body_bytes
+        error = self._check_headers(scope["headers"], max_bytes)
         if error is not None:
             await refusal(error, scope["path"])(scope, receive, send)
             return
-        await self.app(scope, _Counted(receive, self.limits.max_body_bytes), send)
+        await self.app(scope, _Counted(receive, max_bytes), send)
 
-    def _check_headers(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+    def _check_headers(self, headers: list[tuple[bytes, bytes]], max_bytes: int) -> ApiError | None:
         size = sum(len(name) + len(value) for name, value in headers)
         if len(headers) > self.limits.max_headers or size > self.limits.max_header_bytes:
             return headers_too_large()
         declared = next((value for name, value in headers if name == b"content-length"), b"0")
-        if not declared.isdigit() or int(declared[:20]) > self.limits.max_body_bytes:
-            return _body_too_large(self.limits.max_body_bytes)
+        if not declared.isdigit() or int(declared[:20]) > max_bytes:
+            return _body_too_large(max_bytes)
         return None
 
 

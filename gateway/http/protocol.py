@@ -15,7 +15,7 @@ import httptools
 from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from gateway.http.connections import ABORT, WRITABLE, WRITE, send_at_once
+from gateway.http.connections import ABORT, BODY_WITHIN, WRITABLE, WRITE, send_at_once
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits, headers_too_large
 
@@ -117,7 +117,11 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._extensions: dict[str, Any] = {ABORT: self.transport.abort, WRITABLE: self._is_writable}
+        self._extensions: dict[str, Any] = {
+            ABORT: self.transport.abort,
+            BODY_WITHIN: self._expect_body_within,
+            WRITABLE: self._is_writable,
+        }
         self.scope["extensions"] = self._extensions
         self._parsed_bytes = 0
         self._expect_within(self.header_deadline_s)
@@ -226,6 +230,10 @@ class GatewayProtocol(HttpToolsProtocol):
     def _expect_within(self, seconds: float) -> None:
         self._clear_deadline()
         self._deadline = self.loop.call_later(seconds, self._on_deadline)
+
+    def _expect_body_within(self, seconds: float) -> None:
+        if self.cycle is not None and self.cycle.more_body:
+            self._expect_within(seconds)
 
     def _clear_deadline(self) -> None:
         if self._deadline is not None:

@@ -89,8 +89,10 @@ CLAIMS: dict[str, list[str]] = {
     "docs/guide/clients.md": [
         f"`xtc_threshold` ({sampling._XTC_THRESHOLD:g} unless it says)",
         f"{running.LINES_AT_ONCE} lines of all batches at a time",
-        f"as long as a body may be, {LIMITS.max_body_bytes // MIB} MiB",
-        f"{files.MAX_FILES} files with {files.MAX_BYTES // MIB} MiB together",
+        f"a line is as long as a body may be, {LIMITS.max_body_bytes // MIB} MiB",
+        f"an upload of at most {LIMITS.max_upload_bytes // MIB} MiB",
+        f"{files.MAX_FILES} files with {files.MAX_BYTES // MIB} MiB together, "
+        f"without Redis {files.MAX_BYTES_IN_MEMORY // MIB} MiB",
         f"{running.MAX_AT_WORK} batches at work",
         f"{batch.MAX_LINES:,} lines; results of {batch.MAX_RESULT_BYTES // MIB} MiB",
         f"{batch.WINDOW_S // HOUR} hours, then the other lines are `batch_expired`",

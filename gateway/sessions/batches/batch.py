@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -135,29 +135,55 @@ class Line:
         return body
 
 
-def read_lines(content: bytes, endpoint: str, limits: Limits) -> tuple[list[Line], list[LineError]]:
-    """The requests of an input file, and what is wrong with it; with anything wrong, none of them is run."""
-    lines: dict[str, Line] = {}
-    errors: list[LineError] = []
-    for number, text in enumerate(content.splitlines(), start=1):
-        if not text.strip():
-            continue
-        try:
-            line = _read_line(text, endpoint, limits, lines)
-            lines[line.custom_id] = line
-        except ApiError as error:
-            errors.append(LineError(error.code or "invalid_line", error.message, error.param, number))
-        if len(lines) > MAX_LINES:
-            return [], [LineError("too_many_lines", f"A batch may have at most {MAX_LINES} lines.")]
-        if len(errors) == MAX_ERRORS:
-            break
-    if not lines and not errors:
-        errors.append(LineError("empty_file", "The input file has no requests."))
-    return list(lines.values()), errors
+class InputCheck:
+    """What is wrong with an input file, whose lines are given one list after another."""
+
+    def __init__(self, endpoint: str, limits: Limits) -> None:
+        self._endpoint = endpoint
+        self._limits = limits
+        self._number = 0
+        self._known: set[str] = set()
+        self._errors: list[LineError] = []
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._known)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the lines that follow change nothing."""
+        return len(self._known) > MAX_LINES or len(self._errors) == MAX_ERRORS
+
+    @property
+    def errors(self) -> list[LineError]:
+        """With any of them, no request is run."""
+        if len(self._known) > MAX_LINES:
+            return [LineError("too_many_lines", f"A batch may have at most {MAX_LINES} lines.")]
+        if not self._known and not self._errors:
+            return [LineError("empty_file", "The input file has no requests.")]
+        return self._errors
+
+    def read(self, lines: Iterable[bytes]) -> None:
+        for text in lines:
+            self._number += 1
+            if self.is_over:
+                return
+            try:
+                if text.strip():
+                    self._known.add(_read_line(text, self._endpoint, self._limits, self._known))
+            except ApiError as error:
+                code = error.code or "invalid_line"
+                self._errors.append(LineError(code, error.message, error.param, self._number))
 
 
-def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]) -> Line:
-    """
+def requests_in(lines: Iterable[bytes]) -> list[Line]:
+    """The requests of lines that were checked."""
+    return [Line(orjson.loads(text)["custom_id"], text) for text in lines if text.strip()]
+
+
+def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]) -> str:
+    """The `custom_id` of a line.
+
     Args:
         known: the `custom_id` of each line before.
 
@@ -181,7 +207,7 @@ def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]
     for name in ("stream", "background"):
         if body.get(name):
             raise invalid(f"'{name}' cannot be asked for in a batch.", f"body.{name}", "invalid_body")
-    return Line(custom_id, text)
+    return custom_id
 
 
 # Results

@@ -1,4 +1,7 @@
-"""Files: what clients upload for batches and what comes of those, kept in parts that a store takes easily."""
+"""Files that clients upload for batches and that batches write, kept in parts that a store takes easily.
+
+No file is ever in memory as a whole: a part of it is, or one of its lines.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import contextlib
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -18,11 +22,13 @@ from gateway.store.records import Records
 
 KIND, _PART_KIND = "file", "file_part"
 KEPT_S = 3 * 24 * 3600.0
-"""Since it was made."""
+"""A file is kept for so long after it was made."""
 MAX_FILES = 100
-"""Of one tenant, those that its batches made included."""
-MAX_BYTES = 32 * 1024 * 1024
-"""Of all of a tenant's files together."""
+"""A tenant may have so many files, those that its batches made included."""
+MAX_BYTES = 256 * 1024 * 1024
+"""A tenant's files may have so many bytes together."""
+MAX_BYTES_IN_MEMORY = 32 * 1024 * 1024
+"""A tenant's files may have so many bytes together where the store is this process's memory."""
 PART_BYTES = 256 * 1024
 MAX_NAME_CHARS = 256
 
@@ -31,7 +37,7 @@ FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """One record; the content is in its parts."""
+    """The record of a file, whose content is in its parts."""
 
     id: str
     purpose: str
@@ -61,46 +67,112 @@ def new_file_id() -> str:
     return f"file-{secrets.token_hex(16)}"
 
 
+class Upload:
+    """A file that arrives piece by piece and cannot be found yet."""
+
+    def __init__(self, files: Files, tenant: str, most_bytes: int) -> None:
+        """`most_bytes` is the room that the tenant has, beside other uploads."""
+        self._files = files
+        self._tenant = tenant
+        self.most_bytes = most_bytes
+        self._tail = bytearray()
+        self.id = new_file_id()
+        self.num_bytes = 0
+        self.num_parts = 0
+
+    async def write(self, data: bytes) -> None:
+        """
+        Raises:
+            ApiError: 400, if the tenant has no room for it; 503, while the store does not answer.
+        """
+        self.num_bytes += len(data)
+        self._files.arriving[self._tenant] += len(data)
+        if self._files.arriving[self._tenant] > self.most_bytes:
+            raise self._files.full()
+        self._tail += data
+        while len(self._tail) >= PART_BYTES:
+            await self._put(PART_BYTES)
+
+    async def finish(self, filename: str, purpose: str) -> File:
+        """The file, which can be found from now on."""
+        if self._tail:
+            await self._put(len(self._tail))
+        file = File(
+            id=self.id,
+            purpose=purpose,
+            filename=filename[:MAX_NAME_CHARS],
+            created_at=int(time.time()),
+            num_bytes=self.num_bytes,
+            num_parts=self.num_parts,
+        )
+        with answering_unavailable():
+            await self._files.enter(self._tenant, file)
+        return file
+
+    async def _put(self, num_bytes: int) -> None:
+        part = bytes(self._tail[:num_bytes])
+        with answering_unavailable():
+            await self._files.put_part(self._tenant, self.id, self.num_parts, part)
+        self.num_parts += 1
+        del self._tail[:num_bytes]
+
+
 class Files:
-    """Those of one store. What asks it raises 503 while it does not answer, unless it says otherwise."""
+    """The files of one store. Methods raise 503 while the store does not answer, unless they say otherwise."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._adding = asyncio.Lock()
+        self._max_bytes = MAX_BYTES if store.durable is not None else MAX_BYTES_IN_MEMORY
+        self.arriving: Counter[str] = Counter()
+        """The bytes of uploads that are under way, by tenant."""
+
+    @contextlib.asynccontextmanager
+    async def uploading(self, tenant: str, expected_bytes: int = 0) -> AsyncIterator[Upload]:
+        """An upload, of which nothing is left unless it is finished inside.
+
+        Args:
+            expected_bytes: how large it will be, about; a hopeless one is refused before it is read.
+
+        Raises:
+            ApiError: 400, if the tenant has no room for it.
+        """
+        upload = Upload(self, tenant, await self._room(tenant))
+        if self.arriving[tenant] + expected_bytes > upload.most_bytes:
+            raise self.full()
+        try:
+            yield upload
+        except BaseException:
+            await self._forget_parts(tenant, upload.id, upload.num_parts)
+            raise
+        finally:
+            self.arriving[tenant] -= upload.num_bytes
+            self.arriving += Counter()  # without those that have none
 
     async def add(self, tenant: str, filename: str, purpose: str, content: bytes) -> File:
         """
         Raises:
             ApiError: 400, if the tenant has no room for it.
         """
-        parts = [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
-        file = File(
-            id=new_file_id(),
-            purpose=purpose,
-            filename=filename[:MAX_NAME_CHARS],
-            created_at=int(time.time()),
-            num_bytes=len(content),
-            num_parts=len(parts),
-        )
-        async with self._adding:
-            with answering_unavailable():
-                self._check_room(await self.all(tenant), len(content))
-                for number, part in enumerate(parts):
-                    await self.put_part(tenant, file.id, number, part)
-                await self.enter(tenant, file)
-        return file
+        async with self.uploading(tenant, len(content)) as upload:
+            await upload.write(content)
+            return await upload.finish(filename, purpose)
 
-    def _check_room(self, files: list[File], num_bytes: int) -> None:
+    async def _room(self, tenant: str) -> int:
+        """The bytes that are left to a tenant."""
+        files = await self.all(tenant)
         if len(files) >= MAX_FILES:
             raise invalid(f"You have {MAX_FILES} files; delete some first.", "file", "too_many_files")
-        if sum(file.num_bytes for file in files) + num_bytes > MAX_BYTES:
-            message = f"Your files may have at most {MAX_BYTES} bytes together; delete some first."
-            raise invalid(message, "file", "storage_full")
+        return self._max_bytes - sum(file.num_bytes for file in files)
+
+    def full(self) -> ApiError:
+        message = f"Your files may have at most {self._max_bytes} bytes together; delete some first."
+        return invalid(message, "file", "storage_full")
 
     async def find(self, tenant: str, file_id: str, param: str | None = "id") -> File:
-        """
+        """The tenant's file of this id.
+
         Raises:
-            ApiError: 404, if the tenant has none of this id.
+            ApiError: 404, if there is none.
         """
         with answering_unavailable():
             known = FILE_ID.fullmatch(file_id) is not None
@@ -110,7 +182,7 @@ class Files:
         return file
 
     async def all(self, tenant: str) -> list[File]:
-        """The oldest first."""
+        """All files of a tenant, the oldest first."""
         with answering_unavailable():
             newest_first = await self._store.list(KIND, tenant, 2 * MAX_FILES)
             read = (_FILES.get(self._store, tenant, id, keep=False) for id in reversed(newest_first))
@@ -119,11 +191,20 @@ class Files:
     async def delete(self, tenant: str, file: File) -> None:
         with answering_unavailable():
             await self._store.delete(Key(KIND, tenant, file.id))
-            for number in range(file.num_parts):
-                await self._store.delete(_part(tenant, file.id, number))
+            await self._delete_parts(tenant, file.id, file.num_parts)
+
+    async def _forget_parts(self, tenant: str, file_id: str, num_parts: int) -> None:
+        """They expire if the store does not answer now."""
+        with contextlib.suppress(StoreUnavailable):
+            await self._delete_parts(tenant, file_id, num_parts)
+
+    async def _delete_parts(self, tenant: str, file_id: str, num_parts: int) -> None:
+        for number in range(num_parts):
+            await self._store.delete(_part(tenant, file_id, number))
 
     async def content(self, tenant: str, file: File) -> AsyncIterator[bytes]:
-        """
+        """The parts of a file.
+
         Raises:
             ApiError: 410, if a part was forgotten: a store in memory does that when it is full.
         """
@@ -135,6 +216,20 @@ class Files:
                 raise invalid(message, "id", "file_expired", HTTPStatus.GONE)
             yield part
 
+    async def lines(self, tenant: str, file: File, most_bytes: int) -> AsyncIterator[list[bytes]]:
+        """The lines of a file in lists, each those that end in one part of it.
+
+        Raises:
+            ApiError: 410 as `content` does; 400 for a line of more than `most_bytes`.
+        """
+        rest = b""
+        async for part in self.content(tenant, file):
+            *lines, rest = (rest + part).split(b"\n")
+            if len(rest) > most_bytes or any(len(line) > most_bytes for line in lines):
+                raise invalid(f"A line has more than {most_bytes} bytes.", None, "line_too_long")
+            yield lines
+        yield [rest]
+
     # For those who write a file bit by bit; these raise StoreUnavailable
 
     async def part(self, tenant: str, file_id: str, number: int) -> bytes | None:
@@ -144,12 +239,13 @@ class Files:
         await self._store.put(_part(tenant, file_id, number), content, KEPT_S)
 
     async def enter(self, tenant: str, file: File) -> None:
-        """From now on it can be found; its parts are there."""
+        """Lets a file be found whose parts are there."""
         await _FILES.put(self._store, tenant, file.id, file)
 
 
 @contextlib.contextmanager
 def answering_unavailable() -> Iterator[None]:
+    """Makes a 503 of a store that does not answer."""
     try:
         yield
     except StoreUnavailable:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +30,12 @@ from gateway.sessions.batches.batch import (
     WINDOW_S,
     Batch,
     Endpoint,
+    InputCheck,
     Line,
     LineError,
     Results,
     Status,
-    read_lines,
+    requests_in,
 )
 from gateway.sessions.batches.files import Files
 from gateway.store.interface import LEASE_S, Key, Store, StoreUnavailable
@@ -126,7 +127,8 @@ class Run:
         self._is_new = is_new
         self._output = Results(files, tenant, batch.output_file_id)
         self._errors = Results(files, tenant, batch.error_file_id)
-        self._undone: dict[str, Line] = {}
+        self._done: set[str] = set()
+        """The `custom_id` of each line that has a result."""
         self._is_closed = False
         """This process takes no work any more."""
         self._is_lost = False
@@ -138,18 +140,32 @@ class Run:
         Raises:
             StoreUnavailable: nobody can go on with it now.
         """
-        lines, errors = await self._lines()
-        if errors:
-            await self.fail(errors)
+        try:
+            return await self._run()
+        except ApiError as error:
+            if error.retry_after_s is not None:
+                raise StoreUnavailable(error.message) from None
+            code = "line_too_long" if error.code == "line_too_long" else "input_file_gone"
+            await self._end("failed", [LineError(code, error.message, "input_file_id")])
             return True
-        done = await self._output.read() | await self._errors.read()
-        self._undone = {line.custom_id: line for line in lines if line.custom_id not in done}
-        begun = await self._change(lambda batch: _begin(batch, len(lines), is_new=self._is_new))
+
+    async def _run(self) -> bool:
+        check = InputCheck(self._batch.endpoint, self._limits)
+        async for lines in self._input():
+            await off_loop(sum(map(len, lines)), check.read, lines)
+            if check.is_over:
+                break
+        if check.errors:
+            await self.fail(check.errors)
+            return True
+        self._done = await self._output.read() | await self._errors.read()
+        begun = await self._change(lambda batch: _begin(batch, check.num_requests, is_new=self._is_new))
         if begun.num_begun > MAX_ATTEMPTS:
             message = f"{MAX_ATTEMPTS} server processes ended while they worked on this batch."
             await self._end("failed", [LineError("server_failed", message)])
             return True
-        ending = "cancelled" if begun.status == "cancelling" else await self._work()
+        num_undone = check.num_requests - len(self._done)
+        ending = "cancelled" if begun.status == "cancelling" else await self._work(num_undone)
         if ending == "failed":
             message = f"The results have more than {MAX_RESULT_BYTES} bytes."
             await self._end(ending, [LineError("results_too_large", message)])
@@ -168,23 +184,24 @@ class Run:
 
         await self._change(edit)
 
-    async def _lines(self) -> tuple[list[Line], list[LineError]]:
-        batch = self._batch
-        try:
-            file = await self._files.find(self._tenant, batch.input_file_id)
-            parts = [part async for part in self._files.content(self._tenant, file)]
-        except ApiError as error:
-            if error.retry_after_s is not None:
-                raise StoreUnavailable(error.message) from None
-            return [], [LineError("input_file_gone", error.message, "input_file_id")]
-        content = b"".join(parts)
-        return await off_loop(len(content), read_lines, content, batch.endpoint, self._limits)
+    async def _input(self) -> AsyncIterator[list[bytes]]:
+        """The lines of the input, a list after another."""
+        file = await self._files.find(self._tenant, self._batch.input_file_id)
+        async for lines in self._files.lines(self._tenant, file, self._limits.max_body_bytes):
+            yield lines
 
-    async def _work(self) -> Status | None:
+    async def _undone(self) -> AsyncGenerator[Line]:
+        """The lines that have no result, as far as is known when they are read."""
+        async for lines in self._input():
+            for line in await off_loop(sum(map(len, lines)), requests_in, lines):
+                if line.custom_id not in self._done:
+                    yield line
+
+    async def _work(self, num_undone: int) -> Status | None:
         """Runs the lines; how the batch ends, or None if it does not end here."""
-        left = iter(list(self._undone.values()))
-        num_workers = min(LINES_AT_ONCE, len(self._undone))
-        workers = [asyncio.create_task(self._run_lines(left)) for _ in range(num_workers)]
+        left, reading = self._undone(), asyncio.Lock()
+        num_workers = min(LINES_AT_ONCE, num_undone)
+        workers = [asyncio.create_task(self._run_lines(left, reading)) for _ in range(num_workers)]
         try:
             while True:
                 if workers:
@@ -199,6 +216,7 @@ class Run:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
+            await left.aclose()
             with contextlib.suppress(StoreUnavailable):
                 await self._write()
 
@@ -216,9 +234,11 @@ class Run:
             return "failed"
         return "expired" if time.time() >= self._batch.expires_at else None
 
-    async def _run_lines(self, lines: Iterator[Line]) -> None:
-        for line in lines:
-            if self._is_closed or self._is_full:
+    async def _run_lines(self, lines: AsyncIterator[Line], reading: asyncio.Lock) -> None:
+        while not (self._is_closed or self._is_full):
+            async with reading:
+                line = await anext(lines, None)
+            if line is None:
                 return
             answer = await self._answer(line)
             if answer is None:
@@ -226,7 +246,7 @@ class Run:
                 return
             results = self._output if answer.status == 200 else self._errors
             results.add(_result(line, answer))
-            del self._undone[line.custom_id]
+            self._done.add(line.custom_id)
 
     async def _answer(self, line: Line) -> Answer | None:
         while True:
@@ -250,7 +270,7 @@ class Run:
         if status == "completed":
             await self._change(lambda batch: batch.become("finalizing"))
         if status == "expired":
-            for line in self._undone.values():
+            async for line in self._undone():
                 self._errors.add(_unanswered(line))
         await self._output.close(f"{self._batch.id}_output.jsonl")
         await self._errors.close(f"{self._batch.id}_error.jsonl")

@@ -10,14 +10,18 @@ import openai
 import pytest
 
 from gateway.access.keys import Client, digest_of
+from gateway.endpoints.files import UPLOAD_S
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
 from gateway.sessions.batches import batch as batches
 from gateway.sessions.batches import files, running
 from gateway.store.interface import Quota
+from gateway.store.memory import MemoryStore
 from priority.lanes import Tenant
 from tests.gateway.endpoints.test_openai_client import connected
-from tests.gateway.harness import MODEL, Gateway, chat_body, client
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, serving
+from tests.gateway.in_memory_connection import BODY_S, InMemoryConnection
+from tests.gateway.raw_http import PATIENCE_S, connect
 
 pytestmark = pytest.mark.anyio
 
@@ -163,10 +167,11 @@ def test_an_input_that_is_wrong_fails_before_any_line_is_run(
     content: bytes, errors: list[tuple[str, int | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "MAX_LINES", 3)
-    found, told = batches.read_lines(content, CHAT, Limits())
-    assert [(error.code, error.line) for error in told] == errors
-    assert all(error.message for error in told)
-    assert not found or told
+    check = batches.InputCheck(CHAT, Limits())
+    for text in content.split(b"\n"):
+        check.read([text])
+    assert [(error.code, error.line) for error in check.errors] == errors
+    assert all(error.message for error in check.errors)
 
 
 async def test_a_batch_whose_input_is_wrong_says_where() -> None:
@@ -285,7 +290,7 @@ async def test_a_batch_needs_an_input_of_the_tenants_own() -> None:
 
 async def test_what_a_tenant_may_keep_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_FILES", 2)
-    monkeypatch.setattr(files, "MAX_BYTES", 100)
+    monkeypatch.setattr(files, "MAX_BYTES_IN_MEMORY", 100)
     async with connected(Gateway()) as api:
         with pytest.raises(openai.BadRequestError, match="at most 100 bytes"):
             await api.files.create(file=("a", bytes(101)), purpose="batch")
@@ -305,3 +310,85 @@ async def test_a_large_file_comes_back_as_it_was() -> None:
         file = await api.files.create(file=("a.bin", content), purpose="batch")
         assert (file.bytes, file.filename) == (len(content), "a.bin")
         assert (await api.files.content(file.id)).content == content
+
+
+async def test_a_file_may_be_larger_than_a_body() -> None:
+    limits = Limits(max_body_bytes=1000, max_upload_bytes=100_000)
+    gateway = Gateway(ServiceOptions(models=(MODEL,), limits=limits))
+    async with connected(gateway) as api:
+        content = jsonl(*(line(str(i)) for i in range(300)))
+        assert 1000 < len(content) < 100_000
+        file = await api.files.create(file=("in.jsonl", content), purpose="batch")
+        assert (await api.files.content(file.id)).content == content
+        with pytest.raises(openai.APIStatusError, match="It may have 100000 bytes") as refused:
+            await api.files.create(file=("in.jsonl", bytes(100_000)), purpose="batch")
+        assert refused.value.status_code == 413
+
+
+FORM_HEAD = (
+    b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+)
+
+
+def upload_head(num_bytes: int) -> bytes:
+    return (
+        b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n"
+        b"content-type: multipart/form-data; boundary=b\r\n\r\n" % num_bytes
+    ) + FORM_HEAD
+
+
+async def test_an_upload_is_stored_as_it_arrives_and_forgotten_if_its_client_goes_away() -> None:
+    store = MemoryStore()
+    gateway, records = Gateway(store=store), store.records
+    async with (
+        serving(gateway.app) as url,
+        client(gateway.app) as http,
+        connect(url) as connection,
+    ):
+        connection.send(upload_head(10 * files.PART_BYTES) + bytes(2 * files.PART_BYTES))
+        while len(records) < 2:
+            await asyncio.sleep(0.001)
+        assert (await http.get("/v1/files")).json()["data"] == []
+        connection.hang_up()
+        while len(records):
+            await asyncio.sleep(0.001)
+        assert (await http.post("/v1/files", files=UPLOAD, data=FORM)).status_code == 200
+
+
+async def test_uploads_under_way_take_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_BYTES_IN_MEMORY", 3 * files.PART_BYTES)
+    store = MemoryStore()
+    gateway = Gateway(store=store)
+    async with (
+        serving(gateway.app) as url,
+        client(gateway.app) as http,
+        connect(url) as connection,
+    ):
+        connection.send(upload_head(3 * files.PART_BYTES) + bytes(2 * files.PART_BYTES))
+        while not len(store.records):
+            await asyncio.sleep(0.001)
+        sent = {"file": ("a", bytes(2 * files.PART_BYTES))}
+        refused = await http.post("/v1/files", files=sent, data=FORM)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "storage_full")
+        connection.hang_up()
+        while (await http.post("/v1/files", files=sent, data=FORM)).status_code != 200:
+            await asyncio.sleep(0.001)
+
+
+async def test_an_upload_may_take_its_time() -> None:
+    connection = InMemoryConnection(Gateway())
+    end = b"\r\n--b--\r\n"
+    await connection.send(upload_head(len(FORM_HEAD) + 2 + len(end)))
+    for _ in range(2):
+        connection.loop.pass_s(4 * BODY_S)
+        await connection.send(b"x")
+    await connection.send(end)
+    async with asyncio.timeout(PATIENCE_S):
+        while connection.status() is None:
+            await asyncio.sleep(0)
+    assert connection.status() == 200
+    connection = InMemoryConnection(Gateway())
+    await connection.send(upload_head(len(FORM_HEAD) + 1))
+    connection.loop.pass_s(UPLOAD_S)
+    assert connection.status() == 408

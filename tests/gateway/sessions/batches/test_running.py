@@ -10,15 +10,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.http.limits import Limits
 from gateway.sessions.batches import batch as batch_module
-from gateway.sessions.batches import running
+from gateway.sessions.batches import files, running
 from gateway.sessions.batches.batch import BATCHES, Batch, new_batch_id
 from gateway.sessions.batches.files import Files, new_file_id
 from gateway.sessions.batches.running import Answer, Batches
 from gateway.store.interface import Store, StoreUnavailable
 from gateway.store.memory import MemoryStore
+from tests.few import examples
 from tests.gateway.harness import Gateway
 
 pytestmark = pytest.mark.anyio
@@ -49,13 +52,23 @@ class Process:
     """One that shares a store with others, and answers each line as the test says."""
 
     def __init__(
-        self, store: Any, answer: Callable[[str], Awaitable[Answer | None]], replica: str = "r"
+        self,
+        store: Any,
+        answer: Callable[[str], Awaitable[Answer | None]],
+        replica: str = "r",
+        limits: Limits | None = None,
     ) -> None:
         self.asked: Counter[str] = Counter()
         self._answer = answer
         self.files = Files(store)
         self.batches = Batches(
-            store, Gateway().service.dispatch, Limits(), self.files, self._ask, replica=replica, model="m"
+            store,
+            Gateway().service.dispatch,
+            limits or Limits(),
+            self.files,
+            self._ask,
+            replica=replica,
+            model="m",
         )
 
     async def _ask(self, tenant: str, endpoint: str, body: dict[str, Any]) -> Answer | None:
@@ -312,6 +325,46 @@ async def test_a_batch_whose_input_is_gone_fails() -> None:
     store = MemoryStore()
     batch = await ended(store, await started(Process(store, right), input_file_id=new_file_id()))
     assert (batch.status, batch.errors[0].code) == ("failed", "input_file_gone")
+
+
+async def test_a_batch_whose_input_is_deleted_under_way_fails_and_keeps_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files, "PART_BYTES", 300)
+    store = MemoryStore()
+
+    async def deleting(name: str) -> Answer:
+        for file in await process.files.all(TENANT):
+            await process.files.delete(TENANT, file)
+        return await right(name)
+
+    process = Process(store, deleting)
+    batch = await ended(store, await started(process))
+    assert (batch.status, batch.errors[0].code) == ("failed", "input_file_gone")
+    assert 0 < len(await results(process, batch.output_file_id)) < NUM_LINES
+
+
+async def test_a_line_may_not_be_longer_than_a_body() -> None:
+    store = MemoryStore()
+    process = Process(store, right, limits=Limits(max_body_bytes=60))
+    batch = await ended(store, await started(process))
+    assert (batch.status, batch.errors[0].code) == ("failed", "line_too_long")
+    assert not process.asked
+
+
+@given(
+    st.lists(st.binary(max_size=20).filter(lambda line: b"\n" not in line), max_size=20), st.integers(1, 9)
+)
+@settings(max_examples=examples(50))
+def test_lines_are_whole_wherever_parts_end(lines: list[bytes], part_bytes: int) -> None:
+    async def read() -> list[bytes]:
+        there = Files(MemoryStore())
+        file = await there.add(TENANT, "a", "batch", b"\n".join(lines))
+        return [line async for some in there.lines(TENANT, file, 20) for line in some]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(files, "PART_BYTES", part_bytes)
+        assert asyncio.run(read()) == (lines or [b""])
 
 
 async def test_a_batch_that_could_not_be_written_down_takes_nobodys_place() -> None:
