@@ -66,7 +66,7 @@ def header_of(recording: Recording) -> bytes:
         detachable=recording.detachable,
         max_detached_s=recording.max_detached_s,
         attempts=recording.attempts,
-        request=replace(recording.request, output_token_ids=()),
+        request=replace(recording.request, output_token_ids=(), block_hashes=()),
     )
     return header.model_dump_json().encode()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -209,3 +210,13 @@ async def test_a_reply_is_written_down_although_its_request_has_waited_for_redis
     finally:
         PATIENCE.reset(before)
     assert seen == [None]
+
+
+async def test_hashes_of_the_prompt_are_not_written_down() -> None:
+    """They follow from its tokens, and are bytes that JSON does not take."""
+    store = Counting()
+    gateway = Gateway(store=store)
+    request = replace(make_request("chatcmpl-1"), block_hashes=(b"\xff" * 16,))
+    gateway.service.recordings._enter(make_recording(request))
+    await gateway.service.recordings._write_down()
+    assert store.journals == ["chatcmpl-1"]
