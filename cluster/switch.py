@@ -53,6 +53,8 @@ _UNKNOWN = Operation(Passing.ANY, summary="A replica will say what is wrong")
 _WITH_PARAMETERS = [(compile_path(path)[0], of) for path, of in OPERATIONS.items() if "{" in path]
 _CHOOSE = "/choose"
 """Before the path of a request that somebody else passes on."""
+_NGINX_LOCATION = "@replica"
+"""Where an nginx that has asked goes on with the request (deploy/nginx-switch.conf)."""
 MOST_CHOSEN = 32
 """Places of one tenant that are kept for requests that somebody else passes on: nobody says that they were not sent."""
 _NOT_PASSED_ON = frozenset(
@@ -177,6 +179,9 @@ class Switch:
             chosen.popleft()()
         told = {"replica": place.replica, "address": str(place.address)}
         named = {f"x-penstock-{name}": value.encode().decode("latin-1") for name, value in told.items()}
+        named |= {"x-penstock-authority": place.address.authority, "x-accel-redirect": _NGINX_LOCATION}
+        if way.once:
+            named["x-penstock-once"] = "1"
         return Json({**told, "headers": passed}, headers={**named, **passed})
 
     async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:

@@ -322,7 +322,11 @@ async def test_another_proxy_is_told_where_a_request_goes_and_its_place_is_reser
         assert told["address"] == str(found.addresses[name])
         assert reply.headers["x-penstock-replica"] == name
         assert reply.headers["x-penstock-address"] == told["address"]
+        assert f"http://{reply.headers['x-penstock-authority']}" == told["address"]
         assert reply.headers["x-penstock-ticket"] == ticket
+        assert "x-penstock-once" not in reply.headers
+        making = await found.http.post("/choose/v1/batches", json={})
+        assert making.headers["x-penstock-once"] == "1"
         # Its blocks are expected there.
         again = await found.http.post(f"/choose{CHAT}", json=chat_body(LONG + "And more."))
         assert again.json()["replica"] == name
