@@ -5,9 +5,10 @@ A line has the name of a tenant and the SHA-256 of its key, and after it may sta
     alice:sha256:DIGEST weight=1 lane=standard top=interactive rpm=60 tpm=100000 streams=8
 
 `weight` is its share among tenants, `lane` where its requests go that do not say, `top` the most urgent lane they may
-name. `rpm` bounds its requests per minute, `tpm` its prompt and output tokens per minute, `streams` its requests at
-work at a time; each is unbounded where it is missing. Several lines may have the same name, so that a key can be
-replaced without a pause: they must say the same of their tenant. `penstock key` makes such lines.
+name: the standard one, or a more urgent `lane`, where it is missing. `rpm` bounds its requests per minute, `tpm` its
+prompt and output tokens per minute, `streams` its requests at work at a time; each is unbounded where it is missing.
+Several lines may have the same name, so that a key can be replaced without a pause: they must say the same of their
+tenant. `penstock key` makes such lines.
 
 The file is read again when it changes: put the new one in place in one go (`mv`), so that no half of it is read.
 """
@@ -144,8 +145,8 @@ def _client(name: str, attributes: Iterable[str]) -> Client:
             entitlements["default_lane" if attribute == "lane" else "top_lane"] = _lane(attribute, value)
         else:
             bounds[_BOUNDS[attribute]] = _bound(attribute, value)
-    if "top_lane" in entitlements:
-        entitlements.setdefault("default_lane", max(Lane.STANDARD, entitlements["top_lane"]))
+    entitlements.setdefault("top_lane", min(Lane.STANDARD, entitlements.get("default_lane", Lane.STANDARD)))
+    entitlements.setdefault("default_lane", max(Lane.STANDARD, entitlements["top_lane"]))
     return Client(Tenant(name=name, **entitlements), Quota(**bounds))
 
 

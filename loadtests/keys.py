@@ -15,6 +15,7 @@ def key_file(tenants: Iterable[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
     """The path of a file for --api-keys-file, and the new keys that are in it by name."""
     keys = {name: secrets.token_urlsafe(24) for name in tenants}
     with tempfile.NamedTemporaryFile("w", suffix=".keys") as file:
-        file.writelines(f"{name}:sha256:{digest_of(key).hex()}\n" for name, key in keys.items())
+        lines = (f"{name}:sha256:{digest_of(key).hex()} top=interactive\n" for name, key in keys.items())
+        file.writelines(lines)
         file.flush()
         yield file.name, keys

@@ -56,7 +56,7 @@ class EventsApi:
         """
         request_id = http.query_params.get("request_id")
         details = _details(http.query_params.get("detail"))
-        tenant = self._intake.client(http).tenant.name if request_id or details else ""
+        tenant = self._intake.client(http).tenant.name
         return _response(self._server_events(tenant, request_id, details))
 
     async def _server_events(

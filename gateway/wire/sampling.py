@@ -154,7 +154,10 @@ def lane_of(service_tier: str | None, tenant: Tenant) -> Lane:
     """
     lane = _LANES.get(service_tier or "auto", tenant.default_lane)
     if lane < tenant.top_lane:
-        message = f"Your API key does not allow the service_tier '{service_tier}'."
+        message = (
+            f"Your API key does not allow the service_tier '{service_tier}'. "
+            f"The most urgent one that it may name is '{tier_of(tenant.top_lane)}'."
+        )
         raise invalid(message, "service_tier", "service_tier_not_allowed", HTTPStatus.FORBIDDEN)
     return lane
 

@@ -177,7 +177,7 @@ def test_a_checkpoint_without_recommendations_has_openai_s(model: Path) -> None:
 
 def test_keys_reach_the_door(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text(f"alice:sha256:{digest_of(KEY).hex()}\n")
+    path.write_text(f"alice:sha256:{digest_of(KEY).hex()} top=interactive\n")
     options = build(Settings(model=str(tiny_model), api_keys_file=path)).service.options
     assert dict(options.clients) == {digest_of(KEY): Client(Tenant(name="alice"))}
     assert dict(build(Settings(model=str(tiny_model))).service.options.clients) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -208,10 +209,10 @@ def test_replicas_are_started_one_after_another_and_all_stopped(
 
 def test_keys_are_in_a_file_by_their_digests() -> None:
     with key_file(["ann", "bob"]) as (path, keys):
-        lines = [line.split(":") for line in Path(path).read_text().splitlines()]
-        assert [(name, kind, len(digest)) for name, kind, digest in lines] == [
-            ("ann", "sha256", 64),
-            ("bob", "sha256", 64),
+        lines = [re.split("[: ]", line) for line in Path(path).read_text().splitlines()]
+        assert [(name, kind, len(digest), top) for name, kind, digest, top in lines] == [
+            ("ann", "sha256", 64, "top=interactive"),
+            ("bob", "sha256", 64, "top=interactive"),
         ]
         assert [len(key) for key in keys.values()] == [32, 32]
     assert not Path(path).exists()
