@@ -23,7 +23,7 @@ from gateway.dispatch import Dispatch
 from gateway.http.background import every, meanwhile
 from gateway.http.errors import ApiError, refused
 from gateway.http.limits import Limits
-from gateway.http.off_loop import off_loop
+from gateway.http.off_loop import Turns, off_loop
 from gateway.sessions.batches.batch import (
     BATCHES,
     MAX_RESULT_BYTES,
@@ -44,16 +44,16 @@ from gateway.store.records import Records
 log = logging.getLogger("penstock.gateway")
 
 LINES_AT_ONCE = 16
-"""Of all batches of this process together."""
+"""This process sends so many lines of all batches at a time; tenants take turns."""
 MAX_AT_WORK = 8
-"""Batches of one tenant that this process works on."""
+"""This process works on so many batches of one tenant."""
 MAX_UNFINISHED = 1000
 MAX_ATTEMPTS = 3
-"""Processes that may die over one batch; then it fails."""
+"""A batch fails once so many processes have died over it."""
 WRITE_S = 0.5
-"""How often results are written down, and how soon a batch that is to be cancelled is."""
+"""Results are written down so often, and a batch that is to be cancelled is cancelled as soon."""
 CLAIM_S = 2.0
-"""How often batches are looked for whose process is gone."""
+"""Batches whose process is gone are looked for so often."""
 MAX_PAUSE_S = 60.0
 """A line that there is no room for is tried again after no longer than this."""
 
@@ -104,7 +104,7 @@ class Run:
         files: Files,
         limits: Limits,
         ask: Ask,
-        turns: asyncio.Semaphore,
+        turns: Turns,
         holds: Callable[[], Awaitable[bool]],
         tenant: str,
         batch: Batch,
@@ -250,7 +250,7 @@ class Run:
 
     async def _answer(self, line: Line) -> Answer | None:
         while True:
-            async with self._turns:
+            async with self._turns.of(self._tenant):
                 answer = await self._ask(self._tenant, self._batch.endpoint, line.body)
             if answer is None or answer.retry_after_s is None:
                 return answer
@@ -350,7 +350,7 @@ class Batches:
         self._ask = ask
         self._replica = replica.encode()
         self._model = model
-        self._turns = asyncio.Semaphore(LINES_AT_ONCE)
+        self._turns = Turns(LINES_AT_ONCE, LINES_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tenants: dict[str, str] = {}
         """Of the batches at work."""

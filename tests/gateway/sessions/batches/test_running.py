@@ -72,7 +72,7 @@ class Process:
         )
 
     async def _ask(self, tenant: str, endpoint: str, body: dict[str, Any]) -> Answer | None:
-        assert (tenant, endpoint) == (TENANT, "/v1/completions")
+        assert (tenant in (TENANT, "other"), endpoint) == (True, "/v1/completions")
         self.asked[body["prompt"]] += 1
         return await self._answer(body["prompt"])
 
@@ -82,13 +82,13 @@ async def right(name: str) -> Answer:
     return Answer(200, "req", b'{"said":"%b"}' % name.encode())
 
 
-async def started(process: Process, **fields: Any) -> str:
+async def started(process: Process, tenant: str = TENANT, prefix: str = "c", **fields: Any) -> str:
     lines = (
-        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": {"prompt": f"c{i}"}}
-        for i in range(NUM_LINES)
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": name}}
+        for name in (f"{prefix}{i}" for i in range(NUM_LINES))
     )
     content = b"\n".join(json.dumps(line).encode() for line in lines)
-    file = await process.files.add(TENANT, "in", "batch", content)
+    file = await process.files.add(tenant, "in", "batch", content)
     values: dict[str, Any] = {
         "created_at": int(time.time()),
         "input_file_id": file.id,
@@ -101,7 +101,7 @@ async def started(process: Process, **fields: Any) -> str:
         endpoint="/v1/completions",
         **values,
     )
-    await process.batches.create(TENANT, batch)
+    await process.batches.create(tenant, batch)
     return batch.id
 
 
@@ -291,6 +291,36 @@ async def test_lines_take_turns_and_come_back_when_there_was_no_room() -> None:
     assert (batch.num_completed, batch.num_failed) == (NUM_LINES, 0)
     assert most == running.LINES_AT_ONCE
     assert set(process.asked.values()) == {2}
+
+
+async def test_tenants_take_turns_however_many_batches_one_has() -> None:
+    waiting: dict[str, asyncio.Event] = {}
+
+    async def told(name: str) -> Answer:
+        waiting[name] = asyncio.Event()
+        await waiting[name].wait()
+        del waiting[name]
+        return await right(name)
+
+    process = Process(MemoryStore(), told)
+    for number in range(4):
+        await started(process, prefix=f"{number}.")
+    while len(waiting) < running.LINES_AT_ONCE:
+        await asyncio.sleep(0.001)
+    assert len(process.batches._tasks) == 4
+    await started(process, "other", prefix="other")
+    while not process.batches._turns._places.statistics().tasks_waiting:
+        await asyncio.sleep(0.001)
+    num_before = 0
+    while not any(name.startswith("other") for name in waiting):
+        num_asked = process.asked.total()
+        next(iter(waiting.values())).set()
+        num_before += 1
+        while process.asked.total() == num_asked:
+            await asyncio.sleep(0.001)
+    assert num_before == 1
+    for task in process.batches._tasks.values():
+        task.cancel()
 
 
 async def test_a_process_that_takes_no_work_any_more_leaves_it_to_another() -> None:
