@@ -23,6 +23,7 @@ from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.files import FilesApi
 from gateway.endpoints.intake import Intake
+from gateway.endpoints.message_batches import MessageBatchesApi
 from gateway.endpoints.messages import MessagesApi
 from gateway.endpoints.models import Api
 from gateway.endpoints.ollama import OllamaApi
@@ -66,11 +67,13 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     intake, files = Intake(service), Files(service.store)
     completions, embeddings = CompletionsApi(service, intake), EmbeddingsApi(service, intake)
     responses = ResponsesApi(service, intake)
+    messages = MessagesApi(service, intake)
     handlers: dict[Endpoint, Handler] = {
         "/v1/chat/completions": completions.chat,
         "/v1/completions": completions.complete,
         "/v1/embeddings": embeddings.embed,
         "/v1/responses": responses.create,
+        "/v1/messages": messages.create,
     }
     batches = BatchesApi(service, intake, files, handlers)
     routes = [
@@ -80,7 +83,8 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         *FilesApi(service, intake, files).routes(),
         *batches.routes(),
         *ConversationsApi(service, intake).routes(),
-        *MessagesApi(service, intake).routes(),
+        *messages.routes(),
+        *MessageBatchesApi(service, intake, files, batches.batches).routes(),
         *OllamaApi(service, intake, embeddings).routes(),
         *Api(service, intake).routes(),
         *EventsApi(service, intake).routes(),

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +21,7 @@ from gateway.endpoints.intake import CLIENT, Intake, route
 from gateway.http.connections import ServerSendMiddleware
 from gateway.http.correlation import CORRELATION, Correlation
 from gateway.http.errors import ApiError, internal, invalid, log_failed, log_fault
+from gateway.http.refusals import refusal
 from gateway.service import Service
 from gateway.sessions.batches.batch import BATCH_ID, BATCHES, KIND, Batch, Endpoint, new_batch_id
 from gateway.sessions.batches.files import Files, answering_unavailable, new_file_id
@@ -27,11 +29,12 @@ from gateway.sessions.batches.running import Answer, Batches
 from gateway.sessions.responses.objects import page
 from gateway.sessions.responses.schemas import check_metadata, read_page_query
 from gateway.wire.frames import Json
-from gateway.wire.sampling import tier_of
 from gateway.wire.schemas import StrictBody
 from priority.lanes import Lane
 
 MAX_LISTED = 1000
+_LANE_FIELDS = frozenset({"service_tier", "speed"})
+"""The fields of a request that would name another lane than that of batches."""
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -43,7 +46,7 @@ class BatchBody(StrictBody):
     NOT_SUPPORTED = frozenset({"output_expires_after"})
 
     input_file_id: str
-    endpoint: Endpoint
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
 
@@ -59,7 +62,7 @@ class BatchesApi:
         self._intake = intake
         self._files = files
         self._handlers = handlers
-        self._batches = Batches(
+        self.batches = Batches(
             service.store,
             service.dispatch,
             service.options.limits,
@@ -78,7 +81,7 @@ class BatchesApi:
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """While this is entered, batches of processes that are gone are taken over."""
-        return self._batches.running()
+        return self.batches.running()
 
     async def create(self, http: HttpRequest) -> Response:
         tenant = self._tenant(http)
@@ -97,7 +100,7 @@ class BatchesApi:
             metadata=body.metadata,
         )
         shown = batch.as_json()
-        await self._batches.create(tenant, batch)
+        await self.batches.create(tenant, batch)
         return Json(shown)
 
     async def list_batches(self, http: HttpRequest) -> Response:
@@ -105,9 +108,10 @@ class BatchesApi:
         query, store = read_page_query(http.query_params), self._service.store
         with answering_unavailable():
             newest_first = await store.list(KIND, tenant, MAX_LISTED)
-            found = page([{"id": batch_id} for batch_id in reversed(newest_first)], query)
-            ids = [entry["id"] for entry in found["data"]]
-            read = await asyncio.gather(*(BATCHES.get(store, tenant, i, keep=False) for i in ids))
+            ids = filter(BATCH_ID.fullmatch, reversed(newest_first))
+            found = page([{"id": batch_id} for batch_id in ids], query)
+            asked = (BATCHES.get(store, tenant, entry["id"], keep=False) for entry in found["data"])
+            read = await asyncio.gather(*asked)
         # The ids of the page stay, for the next one to go on after.
         found["data"] = [batch.as_json() for batch in read if batch is not None]
         return Json(found)
@@ -122,7 +126,7 @@ class BatchesApi:
         """Once a batch has ended, this is as good as asking for it."""
         tenant, batch_id = self._asked(http)
         with answering_unavailable():
-            return Json(_found(await self._batches.cancel(tenant, batch_id)).as_json())
+            return Json(_found(await self.batches.cancel(tenant, batch_id)).as_json())
 
     def _tenant(self, http: HttpRequest) -> str:
         return self._intake.client(http).tenant.name
@@ -146,14 +150,18 @@ class BatchesApi:
             if self._service.dispatch.draining or error.code == "engine_failed":
                 return None
             log_fault(error)
-            return Answer(error.status, asked.request_id, error.body(), error.retry_after_s)
+            told = refusal(error, endpoint)
+            return Answer(told.status_code, asked.request_id, bytes(told.body), error.retry_after_s)
         except Exception as error:
             log_failed(f"{type(error).__name__}: {error}", error)
-            return Answer(HTTPStatus.INTERNAL_SERVER_ERROR, asked.request_id, internal().body())
+            told = refusal(internal(), endpoint)
+            return Answer(told.status_code, asked.request_id, bytes(told.body))
         return Answer(status, asked.request_id, answer)
 
     async def _call(self, tenant: str, endpoint: Endpoint, body: dict[str, Any]) -> tuple[int, bytes]:
-        content = orjson.dumps({**body, "service_tier": tier_of(Lane.BATCH)})
+        content = orjson.dumps({name: value for name, value in body.items() if name not in _LANE_FIELDS})
+        client = self._service.access.client_of(tenant)
+        client = replace(client, tenant=replace(client.tenant, default_lane=Lane.BATCH))
         unread: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
         sent: list[Message] = []
 
@@ -171,7 +179,7 @@ class BatchesApi:
             "path": endpoint,
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
-            CLIENT: self._service.access.client_of(tenant),
+            CLIENT: client,
         }
         response = await self._handlers[endpoint](HttpRequest(scope, receive))
         await ServerSendMiddleware(response)(scope, receive, send)

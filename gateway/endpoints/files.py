@@ -105,20 +105,24 @@ class FilesApi:
     async def content(self, http: HttpRequest) -> Response:
         tenant = self._tenant(http)
         file = await self._files.find(tenant, http.path_params["file_id"])
-        parts = self._files.content(tenant, file)
-        # That it is gone has to be said before anything else is.
-        first = await anext(parts, b"")
-
-        async def all_parts() -> AsyncIterator[bytes]:
-            yield first
-            async for part in parts:
-                yield part
-
+        parts = await begun(self._files.content(tenant, file))
         headers = {"content-length": str(file.num_bytes)}
-        return StreamingResponse(all_parts(), media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
 
     def _tenant(self, http: HttpRequest) -> str:
         return self._intake.client(http).tenant.name
+
+
+async def begun(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same parts, of which the first is there: what keeps it away is told before the reply begins."""
+    first = await anext(parts, b"")
+
+    async def all_parts() -> AsyncIterator[bytes]:
+        yield first
+        async for part in parts:
+            yield part
+
+    return all_parts()
 
 
 class _StoredFile(UploadFile):

@@ -25,6 +25,7 @@ from gateway.http.limits import Limits
 from gateway.http.refusals import OLLAMA_PATH, OVERLOADED
 from gateway.sessions.batches.batch import BATCH_ID
 from gateway.sessions.batches.files import FILE_ID
+from gateway.sessions.batches.messages import MESSAGE_BATCH_ID
 from gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
 from gateway.wire.schemas import steps_to
 
@@ -150,6 +151,7 @@ def _identifiers(path: str) -> Iterator[JsonSchema]:
         "conversation_id": id_pattern("conv"),
         "file_id": FILE_ID.pattern,
         "batch_id": BATCH_ID.pattern,
+        "message_batch_id": MESSAGE_BATCH_ID.pattern,
         "item_id": id_pattern(*ITEM_PREFIXES),
     }
     for name in re.findall(r"{(\w+)}", path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gateway.endpoints.batches import BatchBody
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from gateway.endpoints.files import FilesQuery, UploadForm
+from gateway.endpoints.message_batches import MessageBatchBody, MessageBatchesQuery
 from gateway.endpoints.operation import (
     EVENTS,
     JSON,
@@ -105,6 +106,23 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/messages/count_tokens": {
         "POST": Operation(
             ANY, "Count the tokens of such a conversation", CountTokensBody, statuses=(404, 429)
+        )
+    },
+    "/v1/messages/batches": {
+        "GET": Operation(ANY, "List batches of messages", query=MessageBatchesQuery, statuses=(503,)),
+        "POST": Operation(ONCE, "Run requests for messages", MessageBatchBody, statuses=(429, 503)),
+    },
+    "/v1/messages/batches/{message_batch_id}": {
+        "GET": Operation(BY_ID, "Show a batch of messages"),
+        "DELETE": Operation(BY_ID, "Forget a batch of messages that has ended"),
+    },
+    "/v1/messages/batches/{message_batch_id}/cancel": {"POST": Operation(BY_ID, "Stop a batch of messages")},
+    "/v1/messages/batches/{message_batch_id}/results": {
+        "GET": Operation(
+            BY_ID,
+            "Give the results of a batch of messages that has ended",
+            answers=("application/x-jsonl",),
+            statuses=(410,),
         )
     },
     "/v1/responses": {

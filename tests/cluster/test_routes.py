@@ -203,6 +203,7 @@ def test_whatever_makes_something_says_that_it_does() -> None:
     assert repeated == {
         *(
             "/v1/batches/{batch_id}/cancel",
+            "/v1/messages/batches/{message_batch_id}/cancel",
             "/v1/responses/{id}/cancel",
             "/v1/conversations/{conversation_id}",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import ollama
 import openai.types
 import pytest
+from anthropic.types.messages import DeletedMessageBatch, MessageBatch, MessageBatchIndividualResponse
 from anthropic.types.shared import ErrorResponse
 from openai.types import chat, conversations, responses, shared
 from openai.types.responses.response_item_list import ResponseItemList
@@ -158,6 +160,19 @@ def test_messages(http: httpx.Client) -> None:
     )
     check(anthropic.types.MessageTokensCount, post(http, f"{MESSAGES}/count_tokens", {"messages": HI}))
     check(ErrorResponse, http.post(MESSAGES, json={"model": DEMO, "messages": HI}).text)
+
+
+def test_batches_of_messages(http: httpx.Client) -> None:
+    wrong = {"custom_id": "b", "params": {"model": DEMO}}
+    right = {"custom_id": "a", "params": {"model": DEMO, "messages": HI, "max_tokens": 4}}
+    made = http.post(f"{MESSAGES}/batches", json={"requests": [right, wrong]}).text
+    path = f"{MESSAGES}/batches/{json.loads(made)['id']}"
+    while json.loads(told := http.get(path).text)["processing_status"] != "ended":
+        time.sleep(0.05)
+    check(MessageBatch, made, told)
+    results = http.get(f"{path}/results").text.splitlines()
+    check(MessageBatchIndividualResponse, *results, adds=frozenset({"result.message.timings"}))
+    check(DeletedMessageBatch, http.delete(path).text)
 
 
 def message_events(stream: str) -> list[str]:

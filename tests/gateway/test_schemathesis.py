@@ -112,6 +112,9 @@ class _Known:
         if path.startswith("/v1/batches/"):
             asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
             return {"batch_id": self._make("/v1/batches", {"input_file_id": self._upload(), **asked})}
+        if path.startswith("/v1/messages/batches/"):
+            requests = [{"custom_id": "a", "params": {"model": MODEL}}]
+            return {"message_batch_id": self._make("/v1/messages/batches", {"requests": requests})}
         if path.startswith("/v1/chat/completions/"):
             body = chat_body(stream=True, stream_options={"resumable": True})
             with self._session.post(f"{self._url}/v1/chat/completions", json=body) as reply:

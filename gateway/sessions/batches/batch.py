@@ -28,7 +28,9 @@ MAX_CUSTOM_ID_CHARS = 512
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+Endpoint = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"
+]
 Status = Literal[
     "validating",
     "failed",
@@ -72,6 +74,8 @@ class Batch:
     num_lines: int = 0
     num_completed: int = 0
     num_failed: int = 0
+    num_expired: int = 0
+    """Those of the failed ones that nobody got to in time."""
     num_begun: int = 0
     """Processes that have worked on it and were not stopped in order: all but the last one have died."""
 

@@ -269,14 +269,17 @@ class Run:
     async def _end(self, status: Status, errors: Sequence[LineError] = ()) -> None:
         if status == "completed":
             await self._change(lambda batch: batch.become("finalizing"))
+        num_before = self._errors.num_lines
         if status == "expired":
             async for line in self._undone():
                 self._errors.add(_unanswered(line))
+        num_expired = self._errors.num_lines - num_before
         await self._output.close(f"{self._batch.id}_output.jsonl")
         await self._errors.close(f"{self._batch.id}_error.jsonl")
 
         def end(batch: Batch) -> None:
             self._count(batch)
+            batch.num_expired = num_expired
             batch.errors = list(errors)
             batch.become(status)
 

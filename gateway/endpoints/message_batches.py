@@ -1,0 +1,203 @@
+"""`/v1/messages/batches`, Anthropic's API: the requests come in one body, and run as those of a file do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from gateway.endpoints.batches import MAX_LISTED
+from gateway.endpoints.files import begun
+from gateway.endpoints.intake import Intake, route
+from gateway.http.errors import invalid, not_found
+from gateway.http.off_loop import off_loop
+from gateway.service import Service
+from gateway.sessions.batches.batch import BATCHES, KIND, MAX_LINES, MAX_RESULT_BYTES, Batch
+from gateway.sessions.batches.files import Files, answering_unavailable, new_file_id
+from gateway.sessions.batches.messages import (
+    MESSAGE_BATCH_ID,
+    input_line,
+    left_results,
+    message_batch,
+    new_message_batch_id,
+    told_results,
+)
+from gateway.sessions.batches.running import Batches
+from gateway.sessions.responses.schemas import WholeNumber
+from gateway.store.interface import Key
+from gateway.wire.frames import Json
+from gateway.wire.schemas import StrictBody, validated
+
+
+class BatchedMessage(StrictBody):
+    """A request of a batch; its parameters are checked when its turn comes."""
+
+    custom_id: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    params: dict[str, object]
+
+
+class MessageBatchBody(StrictBody):
+    """`POST /v1/messages/batches`."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = {"requests": MAX_LINES}
+
+    requests: Annotated[list[BatchedMessage], Field(min_length=1)]
+
+
+class MessageBatchesQuery(StrictBody):
+    """Which of a tenant's batches."""
+
+    limit: Annotated[WholeNumber, Field(ge=1, le=1000)] = 20
+    after_id: str | None = None
+    before_id: str | None = None
+
+
+class MessageBatchesApi:
+    """The batches of messages of one service."""
+
+    def __init__(self, service: Service, intake: Intake, files: Files, batches: Batches) -> None:
+        self._store = service.store
+        self._intake = intake
+        self._files = files
+        self._batches = batches
+
+    def routes(self) -> list[Route]:
+        one = "/v1/messages/batches/{message_batch_id}"
+        return [
+            route("/v1/messages/batches", GET=self.list_batches, POST=self.create),
+            route(one, GET=self.show, DELETE=self.delete),
+            route(f"{one}/cancel", POST=self.cancel),
+            route(f"{one}/results", GET=self.results),
+        ]
+
+    async def create(self, http: HttpRequest) -> Response:
+        tenant = self._tenant(http)
+        body = await self._intake.read(http, MessageBatchBody)
+        _check_requests(body.requests)
+        content = await off_loop(len(await http.body()), _input_of, body)
+        batch_id = new_message_batch_id()
+        file = await self._files.add(tenant, f"{batch_id}_input.jsonl", "batch", content)
+        batch = Batch(
+            id=batch_id,
+            endpoint="/v1/messages",
+            input_file_id=file.id,
+            output_file_id=new_file_id(),
+            error_file_id=new_file_id(),
+            created_at=int(time.time()),
+            num_lines=len(body.requests),
+        )
+        shown = message_batch(batch, _url(http, batch_id))
+        try:
+            with answering_unavailable():
+                await self._batches.create(tenant, batch)
+        except BaseException:
+            await self._files.delete(tenant, file)
+            raise
+        return Json(shown)
+
+    async def list_batches(self, http: HttpRequest) -> Response:
+        tenant = self._tenant(http)
+        query = validated(MessageBatchesQuery, http.query_params)
+        with answering_unavailable():
+            known = await self._store.list(KIND, tenant, MAX_LISTED)
+            ids, has_more = _window([id for id in known if MESSAGE_BATCH_ID.fullmatch(id)], query)
+            read = await asyncio.gather(*(BATCHES.get(self._store, tenant, id, keep=False) for id in ids))
+        shown = [message_batch(batch, _url(http, batch.id)) for batch in read if batch is not None]
+        ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+        return Json({"data": shown, "has_more": has_more, **ends})
+
+    async def show(self, http: HttpRequest) -> Response:
+        return self._shown(http, await self._found(http))
+
+    async def cancel(self, http: HttpRequest) -> Response:
+        """Cancels a batch; once it has ended, this is as good as asking for it."""
+        found = await self._found(http)
+        with answering_unavailable():
+            return self._shown(http, await self._batches.cancel(self._tenant(http), found.id) or found)
+
+    async def delete(self, http: HttpRequest) -> Response:
+        tenant, batch = self._tenant(http), await self._ended(http)
+        for file in await self._files.all(tenant):
+            if file.id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+                await self._files.delete(tenant, file)
+        with answering_unavailable():
+            await self._store.delete(Key(KIND, tenant, batch.id))
+        return Json({"id": batch.id, "type": "message_batch_deleted"})
+
+    async def results(self, http: HttpRequest) -> Response:
+        tenant, batch = self._tenant(http), await self._ended(http)
+        parts = await begun(self._results(tenant, batch))
+        return StreamingResponse(parts, media_type="application/x-jsonl")
+
+    async def _results(self, tenant: str, batch: Batch) -> AsyncIterator[bytes]:
+        """The result of each request, those that nobody got to last."""
+        files = {file.id: file for file in await self._files.all(tenant)}
+        told: set[str] = set()
+        for file_id in (batch.output_file_id, batch.error_file_id):
+            if file_id in files:
+                async for lines in self._files.lines(tenant, files[file_id], MAX_RESULT_BYTES):
+                    yield await off_loop(sum(map(len, lines)), told_results, lines, told)
+        if len(told) < batch.num_lines and batch.input_file_id in files:
+            async for lines in self._files.lines(tenant, files[batch.input_file_id], MAX_RESULT_BYTES):
+                yield await off_loop(sum(map(len, lines)), left_results, lines, told, batch)
+
+    def _tenant(self, http: HttpRequest) -> str:
+        return self._intake.client(http).tenant.name
+
+    async def _found(self, http: HttpRequest) -> Batch:
+        """The batch that the path names; a stranger is told nothing about ids."""
+        tenant, batch_id = self._tenant(http), http.path_params["message_batch_id"]
+        with answering_unavailable():
+            known = MESSAGE_BATCH_ID.fullmatch(batch_id) is not None
+            batch = await BATCHES.get(self._store, tenant, batch_id, keep=False) if known else None
+        if batch is None:
+            raise not_found("There is no message batch of that id.", "message_batch_id")
+        return batch
+
+    async def _ended(self, http: HttpRequest) -> Batch:
+        batch = await self._found(http)
+        if not batch.ended:
+            raise invalid(f"The message batch '{batch.id}' has not ended yet.", "message_batch_id")
+        return batch
+
+    def _shown(self, http: HttpRequest, batch: Batch) -> Response:
+        return Json(message_batch(batch, _url(http, batch.id)))
+
+
+def _check_requests(requests: list[BatchedMessage]) -> None:
+    known: set[str] = set()
+    for number, one in enumerate(requests):
+        if one.custom_id in known:
+            message = f"requests[{number}].custom_id: '{one.custom_id}' is that of another request, too."
+            raise invalid(message, f"requests[{number}].custom_id")
+        if one.params.get("stream"):
+            message = f"requests[{number}].params.stream cannot be asked for in a batch."
+            raise invalid(message, f"requests[{number}].params.stream")
+        known.add(one.custom_id)
+
+
+def _input_of(body: MessageBatchBody) -> bytes:
+    return b"\n".join(input_line(one.custom_id, one.params) for one in body.requests)
+
+
+def _url(http: HttpRequest, batch_id: str) -> str:
+    return f"{http.base_url}v1/messages/batches/{batch_id}"
+
+
+def _window(ids: list[str], query: MessageBatchesQuery) -> tuple[list[str], bool]:
+    """The ids on a page, and whether there are more beyond it."""
+    for name in ("after_id", "before_id"):
+        cursor = getattr(query, name)
+        if cursor is not None and cursor not in ids:
+            raise invalid(f"{name}: there is no message batch '{cursor}'.", name)
+    if query.before_id is not None:
+        earlier = ids[: ids.index(query.before_id)]
+        return earlier[-query.limit :], len(earlier) > query.limit
+    later = ids if query.after_id is None else ids[ids.index(query.after_id) + 1 :]
+    return later[: query.limit], len(later) > query.limit
