@@ -25,6 +25,7 @@ from gateway.endpoints.files import FilesApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.message_batches import MessageBatchesApi
 from gateway.endpoints.messages import MessagesApi
+from gateway.endpoints.model_list import ModelsApi
 from gateway.endpoints.models import Api
 from gateway.endpoints.ollama import OllamaApi
 from gateway.endpoints.openapi import OpenApi
@@ -86,6 +87,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         *messages.routes(),
         *MessageBatchesApi(service, intake, files, batches.batches).routes(),
         *OllamaApi(service, intake, embeddings).routes(),
+        *ModelsApi(service, intake).routes(),
         *Api(service, intake).routes(),
         *EventsApi(service, intake).routes(),
         *StateApi(service).routes(),

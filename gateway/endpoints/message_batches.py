@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.endpoints.batches import MAX_LISTED
+from gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from gateway.endpoints.files import begun
 from gateway.endpoints.intake import Intake, route
 from gateway.http.errors import invalid, not_found
@@ -29,7 +30,6 @@ from gateway.sessions.batches.messages import (
     told_results,
 )
 from gateway.sessions.batches.running import Batches
-from gateway.sessions.responses.schemas import WholeNumber
 from gateway.store.interface import Key
 from gateway.wire.frames import Json
 from gateway.wire.schemas import StrictBody, validated
@@ -48,14 +48,6 @@ class MessageBatchBody(StrictBody):
     MOST: ClassVar[Mapping[str, str | int]] = {"requests": MAX_LINES}
 
     requests: Annotated[list[BatchedMessage], Field(min_length=1)]
-
-
-class MessageBatchesQuery(StrictBody):
-    """Which of a tenant's batches."""
-
-    limit: Annotated[WholeNumber, Field(ge=1, le=1000)] = 20
-    after_id: str | None = None
-    before_id: str | None = None
 
 
 class MessageBatchesApi:
@@ -103,14 +95,13 @@ class MessageBatchesApi:
 
     async def list_batches(self, http: HttpRequest) -> Response:
         tenant = self._tenant(http)
-        query = validated(MessageBatchesQuery, http.query_params)
+        query = validated(CursorQuery, http.query_params)
         with answering_unavailable():
             known = await self._store.list(KIND, tenant, MAX_LISTED)
-            ids, has_more = _window([id for id in known if MESSAGE_BATCH_ID.fullmatch(id)], query)
+            ids, has_more = window([id for id in known if MESSAGE_BATCH_ID.fullmatch(id)], query)
             read = await asyncio.gather(*(BATCHES.get(self._store, tenant, id, keep=False) for id in ids))
         shown = [message_batch(batch, _url(http, batch.id)) for batch in read if batch is not None]
-        ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-        return Json({"data": shown, "has_more": has_more, **ends})
+        return Json(cursor_page(shown, ids, has_more=has_more))
 
     async def show(self, http: HttpRequest) -> Response:
         return self._shown(http, await self._found(http))
@@ -188,16 +179,3 @@ def _input_of(body: MessageBatchBody) -> bytes:
 
 def _url(http: HttpRequest, batch_id: str) -> str:
     return f"{http.base_url}v1/messages/batches/{batch_id}"
-
-
-def _window(ids: list[str], query: MessageBatchesQuery) -> tuple[list[str], bool]:
-    """The ids on a page, and whether there are more beyond it."""
-    for name in ("after_id", "before_id"):
-        cursor = getattr(query, name)
-        if cursor is not None and cursor not in ids:
-            raise invalid(f"{name}: there is no message batch '{cursor}'.", name)
-    if query.before_id is not None:
-        earlier = ids[: ids.index(query.before_id)]
-        return earlier[-query.limit :], len(earlier) > query.limit
-    later = ids if query.after_id is None else ids[ids.index(query.after_id) + 1 :]
-    return later[: query.limit], len(later) > query.limit

@@ -1,8 +1,7 @@
-"""The small endpoints: models, their tokens, and which prompts are cached."""
+"""The small endpoints: tokens, and which prompts are cached."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -25,7 +24,7 @@ _MOST_PREFIXES = 100
 
 
 class Api:
-    """What one service says of itself and of its tokens."""
+    """The tokens of one service's model, and the prefixes that it has cached."""
 
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
@@ -33,37 +32,11 @@ class Api:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/models", self.list_models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.show_model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/prefixes", self.list_prefixes, methods=["GET"]),
             Route("/v1/prefixes/locate", self.locate, methods=["GET", "POST"]),
         ]
-
-    # Models and tokens
-
-    async def list_models(self, http: HttpRequest) -> Response:
-        self._intake.client(http)
-        models = [self._model(name) for name in self._service.options.models]
-        return Json({"object": "list", "data": models})
-
-    async def show_model(self, http: HttpRequest) -> Response:
-        self._intake.client(http)
-        name = http.path_params["name"]
-        self._intake.check_model(name)
-        return Json(self._model(name))
-
-    def _model(self, name: str) -> dict[str, object]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._service.options.created,
-            "owned_by": "penstock",
-            "root": self._service.options.models[0],
-            "max_model_len": self._service.dispatch.context_length,
-            "defaults": asdict(self._service.options.defaults),
-        }
 
     async def tokenize(self, http: HttpRequest) -> Response:
         client = self._intake.client(http)

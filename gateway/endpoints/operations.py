@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from gateway.endpoints.batches import BatchBody
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
+from gateway.endpoints.cursors import CursorQuery
 from gateway.endpoints.files import FilesQuery, UploadForm
-from gateway.endpoints.message_batches import MessageBatchBody, MessageBatchesQuery
+from gateway.endpoints.message_batches import MessageBatchBody
 from gateway.endpoints.operation import (
     EVENTS,
     JSON,
@@ -109,7 +110,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         )
     },
     "/v1/messages/batches": {
-        "GET": Operation(ANY, "List batches of messages", query=MessageBatchesQuery, statuses=(503,)),
+        "GET": Operation(ANY, "List batches of messages", query=CursorQuery, statuses=(503,)),
         "POST": Operation(ONCE, "Run requests for messages", MessageBatchBody, statuses=(429, 503)),
     },
     "/v1/messages/batches/{message_batch_id}": {
@@ -189,7 +190,9 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "POST": Operation(ANY, "Show the model, for Ollama's clients", OllamaShowBody, statuses=(404,))
     },
     "/api/version": {"GET": _open(ANY, "Say the version of Ollama whose API this is")},
-    "/v1/models": {"GET": Operation(ANY, "List the names of the model")},
+    "/v1/models": {
+        "GET": Operation(ANY, "List the names of the model, in Anthropic's format to its clients")
+    },
     "/v1/models/{name}": {"GET": Operation(ANY, "Show the model under one of its names", statuses=(404,))},
     "/tokenize": {
         "POST": Operation(ANY, "Give the tokens of a text or of messages", TokenizeBody, statuses=(404, 429))

@@ -13,6 +13,7 @@ from gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
 from gateway.http.errors import ApiError, internal, log_failed, log_fault
 
 OLLAMA_PATH = "/api/"
+_MODELS_PATH = "/v1/models"
 
 OVERLOADED = 529
 """What Anthropic says where others say 503."""
@@ -26,6 +27,14 @@ _ANTHROPIC_TYPES = {
     501: "api_error",
     503: "overloaded_error",
 }
+
+
+def speaks_anthropic(http: Request) -> bool:
+    """Whether a request is of Anthropic's API, whose list of models has the path of OpenAI's."""
+    path = http.url.path
+    return path.startswith(ANTHROPIC_PATH) or (
+        path.startswith(_MODELS_PATH) and "anthropic-version" in http.headers
+    )
 
 
 def refusal(error: ApiError, path: str) -> Response:
@@ -62,7 +71,7 @@ def ollama_body(error: ApiError) -> bytes:
 async def answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     log_fault(error)
-    return refusal(error, request.url.path)
+    return refusal(error, ANTHROPIC_PATH if speaks_anthropic(request) else request.url.path)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:

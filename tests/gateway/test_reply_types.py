@@ -162,6 +162,12 @@ def test_messages(http: httpx.Client) -> None:
     check(ErrorResponse, http.post(MESSAGES, json={"model": DEMO, "messages": HI}).text)
 
 
+def test_models_of_anthropic(http: httpx.Client) -> None:
+    told = http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    check(anthropic.types.ModelInfo, *map(json.dumps, told["data"]))
+    assert told.keys() == {"data", "has_more", "first_id", "last_id"}
+
+
 def test_batches_of_messages(http: httpx.Client) -> None:
     wrong = {"custom_id": "b", "params": {"model": DEMO}}
     right = {"custom_id": "a", "params": {"model": DEMO, "messages": HI, "max_tokens": 4}}

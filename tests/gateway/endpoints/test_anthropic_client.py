@@ -356,3 +356,22 @@ async def test_what_is_refused_before_the_route_is_spelt_the_same_way() -> None:
     assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
     assert (other.status_code, other.json()["type"]) == (405, "error")
     assert (plain.status_code, plain.json()["error"]["type"]) == (415, "invalid_request_error")
+
+
+async def test_models() -> None:
+    gateway = Gateway(ServiceOptions(models=(MODEL, "org/alias"), created=7))
+    async with connected(gateway) as api:
+        assert [model.id async for model in api.models.list(limit=1)] == [MODEL, "org/alias"]
+        before = await api.models.list(before_id="org/alias")
+        assert [model.id for model in before.data] == [MODEL]
+        model = await api.models.retrieve("org/alias")
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            await api.models.retrieve("other")
+        with pytest.raises(anthropic.BadRequestError, match="after_id"):
+            await api.models.list(after_id="other")
+    assert (model.id, model.display_name, model.lifecycle) == ("org/alias", "org/alias", "active")
+    assert (model.created_at.timestamp(), model.max_input_tokens) == (7, 512)
+    refused: Any = unknown.value.body
+    assert (refused["type"], refused["error"]["type"]) == ("error", "not_found_error")
+    async with client(gateway.app) as http:
+        assert (await http.get("/v1/models/other")).json()["error"]["param"] == "model"
