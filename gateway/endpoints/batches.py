@@ -1,4 +1,4 @@
-"""`/v1/batches`: the requests of a file, each sent to its endpoint by the server itself when there is room for it."""
+"""`/v1/batches` runs the requests of a file: the server sends each to its endpoint when there is room for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from gateway.http.refusals import refusal
 from gateway.service import Service
 from gateway.sessions.batches.batch import BATCH_ID, BATCHES, KIND, Batch, Endpoint, new_batch_id
 from gateway.sessions.batches.files import Files, answering_unavailable, new_file_id
-from gateway.sessions.batches.running import Answer, Batches
+from gateway.sessions.batches.run import Answer
+from gateway.sessions.batches.running import Batches
 from gateway.sessions.responses.objects import page
 from gateway.sessions.responses.schemas import check_metadata, read_page_query
 from gateway.wire.frames import Json
@@ -40,7 +41,7 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class BatchBody(StrictBody):
-    """`POST /v1/batches`."""
+    """The body of `POST /v1/batches`."""
 
     MOST: ClassVar[Mapping[str, str | int]] = {"metadata": "max_metadata"}
     NOT_SUPPORTED = frozenset({"output_expires_after"})
@@ -80,7 +81,7 @@ class BatchesApi:
         ]
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """While this is entered, batches of processes that are gone are taken over."""
+        """Takes over batches of processes that are gone while it is entered."""
         return self.batches.running()
 
     async def create(self, http: HttpRequest) -> Response:
@@ -123,7 +124,7 @@ class BatchesApi:
         return Json(_found(batch).as_json())
 
     async def cancel(self, http: HttpRequest) -> Response:
-        """Once a batch has ended, this is as good as asking for it."""
+        """Cancels a batch, or shows it if it has ended."""
         tenant, batch_id = self._asked(http)
         with answering_unavailable():
             return Json(_found(await self.batches.cancel(tenant, batch_id)).as_json())
@@ -132,7 +133,7 @@ class BatchesApi:
         return self._intake.client(http).tenant.name
 
     def _asked(self, http: HttpRequest) -> tuple[str, str]:
-        """Who asks, then for what: a stranger is told nothing about ids."""
+        """The tenant and the id that it asks for, in this order: a stranger is told nothing about ids."""
         tenant, batch_id = self._tenant(http), http.path_params["batch_id"]
         if not BATCH_ID.fullmatch(batch_id):
             raise _not_found()
@@ -141,7 +142,7 @@ class BatchesApi:
     # One line
 
     async def _ask(self, tenant: str, endpoint: Endpoint, body: dict[str, Any]) -> Answer | None:
-        """A `gateway.sessions.batches.running.Ask`: what the endpoint answers to the same request over HTTP."""
+        """Answers as the endpoint does to the same request over HTTP; see `gateway.sessions.batches.run.Ask`."""
         asked = Correlation(f"req_{secrets.token_hex(12)}", "POST", endpoint, {})
         CORRELATION.set(asked)
         try:

@@ -1,4 +1,4 @@
-"""Pages of lists as Anthropic's API has them."""
+"""Lists of Anthropic's API come in pages between cursors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.wire.schemas import StrictBody
 
 
 class CursorQuery(StrictBody):
-    """Which part of a list."""
+    """The query of a list."""
 
     limit: Annotated[WholeNumber, Field(ge=1, le=1000)] = 20
     after_id: str | None = None

@@ -1,4 +1,4 @@
-"""`/v1/files`: what batches read, uploaded by clients, and what they write."""
+"""`/v1/files` has the files that clients upload for batches, and those that batches write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_FIELD_BYTES = 1024
 
 
 class UploadForm(StrictBody):
-    """`POST /v1/files`, as `multipart/form-data`."""
+    """The `multipart/form-data` of `POST /v1/files`."""
 
     NOT_SUPPORTED = frozenset({"expires_after[anchor]", "expires_after[seconds]"})
 
@@ -41,7 +41,7 @@ class UploadForm(StrictBody):
 
 
 class FilesQuery(PageQuery):
-    """Which of a tenant's files."""
+    """The query of a list of files."""
 
     limit: Annotated[WholeNumber, Field(ge=1, le=10_000)] = 10_000
     purpose: str | None = None
@@ -114,7 +114,7 @@ class FilesApi:
 
 
 async def begun(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same parts, of which the first is there: what keeps it away is told before the reply begins."""
+    """Returns the same parts once the first is there: an error that keeps it away is told before the reply begins."""
     first = await anext(parts, b"")
 
     async def all_parts() -> AsyncIterator[bytes]:
@@ -152,7 +152,7 @@ class _FormParser(MultiPartParser):
 
 
 async def _read_form(http: HttpRequest, upload: Upload, limits: Limits) -> tuple[str, UploadForm]:
-    """The name of the uploaded file, and the form without it.
+    """Reads the form, and returns the name of the uploaded file, and the form without its content.
 
     Raises:
         ApiError: 400 that names the field that is wrong.

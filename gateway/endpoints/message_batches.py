@@ -1,4 +1,4 @@
-"""`/v1/messages/batches`, Anthropic's API: the requests come in one body, and run as those of a file do."""
+"""`/v1/messages/batches` of Anthropic's API: the requests come in one body, and run as those of a file do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BatchedMessage(StrictBody):
 
 
 class MessageBatchBody(StrictBody):
-    """`POST /v1/messages/batches`."""
+    """The body of `POST /v1/messages/batches`."""
 
     MOST: ClassVar[Mapping[str, str | int]] = {"requests": MAX_LINES}
 
@@ -107,7 +107,7 @@ class MessageBatchesApi:
         return self._shown(http, await self._found(http))
 
     async def cancel(self, http: HttpRequest) -> Response:
-        """Cancels a batch; once it has ended, this is as good as asking for it."""
+        """Cancels a batch, or shows it if it has ended."""
         found = await self._found(http)
         with answering_unavailable():
             return self._shown(http, await self._batches.cancel(self._tenant(http), found.id) or found)
@@ -127,7 +127,7 @@ class MessageBatchesApi:
         return StreamingResponse(parts, media_type="application/x-jsonl")
 
     async def _results(self, tenant: str, batch: Batch) -> AsyncIterator[bytes]:
-        """The result of each request, those that nobody got to last."""
+        """Reads the result of each request; those that no process got to come last."""
         files = {file.id: file for file in await self._files.all(tenant)}
         told: set[str] = set()
         for file_id in (batch.output_file_id, batch.error_file_id):

@@ -1,4 +1,4 @@
-"""`/v1/models`: the names of the model, for OpenAI's clients, and as Anthropic's API has them for who speaks that."""
+"""`/v1/models` lists the names of the model, in OpenAI's format or, to those who speak it, in Anthropic's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModelsApi:
         return Json(self._model_info(name) if speaks_anthropic(http) else self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
-        """OpenAI's object."""
+        """The model as OpenAI's API shows it."""
         return {
             "id": name,
             "object": "model",
@@ -58,7 +58,7 @@ class ModelsApi:
         }
 
     def _model_info(self, name: str) -> dict[str, Any]:
-        """Anthropic's object."""
+        """The model as Anthropic's API shows it."""
         context_length = self._service.dispatch.context_length
         return {
             "type": "model",

@@ -1,4 +1,4 @@
-"""`/openapi.json`: the routes of OPERATIONS, with the fields of the types that check requests, and the limits.
+"""`/openapi.json` describes the routes of OPERATIONS, with the fields of the types that check requests, and the limits.
 
 A route that is missing in OPERATIONS is a fault, of which a test tells.
 """
@@ -35,10 +35,10 @@ _SCHEMAS = "#/components/schemas/"
 
 
 class OpenApi:
-    """Describes the routes of an app; made when it is first asked for."""
+    """Describes the routes of an app when it is first asked for."""
 
     def __init__(self, routes: Sequence[Route], limits: Limits, *, with_keys: bool) -> None:
-        """`with_keys`: clients need one."""
+        """`with_keys` says whether clients need a key."""
         self._routes = [Route("/openapi.json", self.show, methods=["GET"]), *routes]
         self._limits = limits
         self._with_keys = with_keys
@@ -46,7 +46,7 @@ class OpenApi:
 
     @property
     def routes(self) -> list[Route]:
-        """With that of the description."""
+        """The routes that are described, that of the description included."""
         return self._routes
 
     async def show(self, _: HttpRequest) -> Response:
@@ -107,7 +107,7 @@ class _Schemas:
         return next(self._forms(self.of(kind)))
 
     def _bound(self, schema: JsonSchema, steps: list[str], most: int) -> None:
-        """Writes down how large what stands at a place may be."""
+        """Writes the largest size or number into the schema of a place."""
         for form in self._forms(schema):
             if not steps:
                 limit = {"array": "maxItems", "object": "maxProperties", "integer": "maximum"}
@@ -116,7 +116,7 @@ class _Schemas:
                 self._bound(below, steps[1:], most)
 
     def _forms(self, schema: JsonSchema) -> Iterator[JsonSchema]:
-        """What it may be, without references."""
+        """The schemas of what a value may be, without references."""
         if "$ref" in schema:
             schema = self.components[schema["$ref"].removeprefix(_SCHEMAS)]
         for form in schema.get("anyOf", ()):
@@ -142,7 +142,7 @@ def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -
 
 
 _IDS = {"/v1/chat": CHAT_ID.pattern, "/v1/completions": TEXT_ID.pattern}
-"""By the beginning of their paths."""
+"""The patterns of ids, by the beginning of their paths."""
 
 
 def _identifiers(path: str) -> Iterator[JsonSchema]:

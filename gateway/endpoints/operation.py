@@ -1,4 +1,4 @@
-"""One operation, a method of a path: what it takes and answers with, and how a switch passes it on."""
+"""An operation, a method of a path, says what it takes and answers with, and how a switch passes it on."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class StateQuery(TypedDict):
 
 
 class LocateQuery(TypedDict, total=False):
-    """A prompt, in one of two forms."""
+    """A prompt in one of two forms."""
 
     tokens: Annotated[str, Field(pattern="^[0-9]+(,[0-9]+)*$")]
     messages: Annotated[str, Field(json_schema_extra={"contentMediaType": "application/json"})]
 
 
 class Passing(Flag):
-    """How a switch passes requests of one operation on: ANY, or what of the others holds."""
+    """The ways in which a switch passes requests of an operation on: ANY, or those of the others that hold."""
 
     ANY = 0
     """Any replica answers as well as any other."""

@@ -34,7 +34,7 @@ from gateway.endpoints import events, state
 from gateway.endpoints.operations import OPERATIONS
 from gateway.http.connections import Timeouts
 from gateway.http.limits import Limits
-from gateway.sessions.batches import batch, files, running
+from gateway.sessions.batches import batch, files, run, running
 from gateway.sessions.recordings.registry import Keeping
 from gateway.store import breaker, interface, patience, redis
 from gateway.wire import compiling, sampling
@@ -88,7 +88,7 @@ CLAIMS: dict[str, list[str]] = {
     ],
     "docs/guide/clients.md": [
         f"`xtc_threshold` ({sampling._XTC_THRESHOLD:g} unless it says)",
-        f"{running.LINES_AT_ONCE} lines of all batches at a time",
+        f"{run.LINES_AT_ONCE} lines of all batches at a time",
         f"a line is as long as a body may be, {LIMITS.max_body_bytes // MIB} MiB",
         f"an upload of at most {LIMITS.max_upload_bytes // MIB} MiB",
         f"{files.MAX_FILES} files with {files.MAX_BYTES // MIB} MiB together, "
@@ -99,7 +99,7 @@ CLAIMS: dict[str, list[str]] = {
         f"`errors` names the first {batch.MAX_ERRORS}",
         f"files for {WORDS[int(files.KEPT_S / 24 / HOUR)]} days",
         f"in another one of the same model after {interface.LEASE_S:g} seconds",
-        f"A batch over which {WORDS[running.MAX_ATTEMPTS]} processes have died",
+        f"A batch over which {WORDS[run.MAX_ATTEMPTS]} processes have died",
         f"at most {LIMITS.max_inputs:,} documents, or texts on a side",
         f"at most {LIMITS.max_beams}, and at most as many as sequences may run",
     ],

@@ -1,1 +1,1 @@
-"""Files that clients upload, and batches: the requests in a file, run when there is room for them."""
+"""Files that clients upload, and batches, which run the requests in a file when there is room for them."""

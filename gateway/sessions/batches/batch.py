@@ -1,4 +1,4 @@
-"""One batch: its record, the lines of its input, and the two files that its results are written to."""
+"""A batch consists of its record, the lines of its input, and two files that its results are written to."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gateway.store.records import Records
 
 KIND = "batch"
 WINDOW_S = 24 * 3600
-"""A batch that is not done by then ends as expired."""
+"""A batch that is not done after so long ends as expired."""
 MAX_LINES = 10_000
 MAX_RESULT_BYTES = 16 * 1024 * 1024
-"""Of the results of one batch; with more it fails, and keeps what it has."""
+"""The results of one batch may have so many bytes; with more it fails, and keeps what it has."""
 MAX_ERRORS = 50
-"""Lines that a failed batch names."""
+"""A failed batch names so many lines."""
 MAX_CUSTOM_ID_CHARS = 512
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
@@ -47,7 +47,7 @@ _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancel
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """What is wrong with the input, and in which line of it; counted from 1."""
+    """A mistake in the input, and the number of its line, counted from 1."""
 
     code: str
     message: str
@@ -57,27 +57,27 @@ class LineError:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """One record."""
+    """The record of a batch."""
 
     id: str
     endpoint: Endpoint
     input_file_id: str
     output_file_id: str
     error_file_id: str
-    """Where results are written; the files can be found once there are some and the batch has ended."""
+    """Results are written to these files, which can be found once there are some and the batch has ended."""
     created_at: int
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     times: dict[str, int] = field(default_factory=dict)
-    """When it came to each status, in seconds since 1970."""
+    """The second since 1970 at which the batch came to each status."""
     errors: list[LineError] = field(default_factory=list)
     num_lines: int = 0
     num_completed: int = 0
     num_failed: int = 0
     num_expired: int = 0
-    """Those of the failed ones that nobody got to in time."""
+    """The failed lines that no process got to in time."""
     num_begun: int = 0
-    """Processes that have worked on it and were not stopped in order: all but the last one have died."""
+    """The number of processes that worked on it and were not stopped in order: all but the last one have died."""
 
     @property
     def ended(self) -> bool:
@@ -92,7 +92,7 @@ class Batch:
         self.times.setdefault(status, int(time.time()))
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """The batch as OpenAI's API shows it."""
         errors = [asdict(error) for error in self.errors]
         return {
             "id": self.id,
@@ -128,7 +128,7 @@ def new_batch_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request; its body is parsed again when its turn comes."""
+    """A request of an input file, whose body is parsed again when its turn comes."""
 
     custom_id: str
     text: bytes
@@ -140,7 +140,7 @@ class Line:
 
 
 class InputCheck:
-    """What is wrong with an input file, whose lines are given one list after another."""
+    """Collects the mistakes in an input file, whose lines are given one list after another."""
 
     def __init__(self, endpoint: str, limits: Limits) -> None:
         self._endpoint = endpoint
@@ -160,7 +160,7 @@ class InputCheck:
 
     @property
     def errors(self) -> list[LineError]:
-        """With any of them, no request is run."""
+        """The mistakes so far; with any of them, no request is run."""
         if len(self._known) > MAX_LINES:
             return [LineError("too_many_lines", f"A batch may have at most {MAX_LINES} lines.")]
         if not self._known and not self._errors:
@@ -218,21 +218,21 @@ def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]
 
 
 class Results:
-    """One file of results as it grows; the lines in it are those that are done, whatever becomes of this process."""
+    """A file of results that grows; the lines in it are done, whatever becomes of this process."""
 
     def __init__(self, files: Files, tenant: str, file_id: str) -> None:
         self._files = files
         self._tenant = tenant
         self._file_id = file_id
         self._num_parts = 0
-        """Those that no more is written to."""
+        """The number of parts that are complete."""
         self._tail = b""
         self._is_written = True
         self.num_bytes = 0
         self.num_lines = 0
 
     async def read(self) -> set[str]:
-        """Goes on after what a process before this one has written: the `custom_id` of each line."""
+        """Goes on after the results of an earlier process, and returns the `custom_id` of each."""
         done: set[str] = set()
         while (part := await self._files.part(self._tenant, self._file_id, self._num_parts)) is not None:
             self._num_parts += 1
@@ -248,7 +248,7 @@ class Results:
         self.num_lines += 1
 
     async def write(self) -> None:
-        """Writes down what is new; the last part grows until it is large."""
+        """Writes new results down; the last part grows until it is large."""
         if self._is_written:
             return
         tail = self._tail
@@ -259,7 +259,7 @@ class Results:
             self._tail = b""
 
     async def close(self, filename: str) -> None:
-        """Makes a file of it, if there is anything in it."""
+        """Makes a file of the results, if there are any."""
         await self.write()
         if not self.num_lines:
             return

@@ -47,7 +47,7 @@ class File:
     num_parts: int
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """The file as OpenAI's API shows it."""
         return {
             "id": self.id,
             "object": "file",
@@ -194,7 +194,7 @@ class Files:
             await self._delete_parts(tenant, file.id, file.num_parts)
 
     async def _forget_parts(self, tenant: str, file_id: str, num_parts: int) -> None:
-        """They expire if the store does not answer now."""
+        """Deletes the parts of a file, which expire anyway if the store does not answer now."""
         with contextlib.suppress(StoreUnavailable):
             await self._delete_parts(tenant, file_id, num_parts)
 

@@ -1,4 +1,4 @@
-"""Batches as Anthropic's API shows them: their objects, and their results, a line each."""
+"""Anthropic's API shows batches as objects of its own, and each result as a line."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def new_message_batch_id() -> str:
 
 
 def input_line(custom_id: str, params: dict[str, object]) -> bytes:
-    """A request as a line of an input file."""
+    """Makes a request a line of an input file."""
     return orjson.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/messages", "body": params})
 
 
 def message_batch(batch: Batch, url: str) -> dict[str, Any]:
-    """Anthropic's object.
+    """The batch as Anthropic's API shows it.
 
     Args:
-        url: where the batch is.
+        url: the address of the batch.
     """
     status = "canceling" if batch.status == "cancelling" else "in_progress"
     return {
@@ -64,14 +64,14 @@ def _instant(seconds: int | None) -> str | None:
 
 
 def told_results(lines: Iterable[bytes], told: set[str]) -> bytes:
-    """The results of these lines of an output or error file; adds the `custom_id` of each to `told`."""
+    """Makes results of the lines of an output or error file, and adds the `custom_id` of each to `told`."""
     found = [orjson.loads(line) for line in lines if line]
     told.update(one["custom_id"] for one in found)
     return b"".join(_result(one["custom_id"], _outcome(one["response"])) for one in found)
 
 
 def left_results(lines: Iterable[bytes], told: set[str], batch: Batch) -> bytes:
-    """The results of those requests of an input file that nobody got to."""
+    """Makes results of the lines of an input file that are not in `told`: no process got to them."""
     outcome: dict[str, Any] = {"type": "canceled"}
     if batch.errors:
         error = {"type": "api_error", "message": batch.errors[0].message}

@@ -14,7 +14,7 @@ from gateway.endpoints.files import UPLOAD_S
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
 from gateway.sessions.batches import batch as batches
-from gateway.sessions.batches import files, running
+from gateway.sessions.batches import files, run, running
 from gateway.store.interface import Quota
 from gateway.store.memory import MemoryStore
 from priority.lanes import Tenant
@@ -30,7 +30,7 @@ CHAT: Any = "/v1/chat/completions"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "WRITE_S", 0.01)
+    monkeypatch.setattr(run, "WRITE_S", 0.01)
 
 
 def line(custom_id: object, text: str = "Hi", url: str = CHAT, **fields: Any) -> dict[str, Any]:
@@ -131,7 +131,7 @@ async def test_a_batch_that_is_cancelled_keeps_what_it_has() -> None:
 
 
 async def test_a_line_waits_for_its_tenants_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(run, "MAX_PAUSE_S", 0.01)
     key = digest_of("k")
     quota = Quota(max_streams=1)
     gateway = Gateway(ServiceOptions(models=(MODEL,), clients={key: Client(Tenant(name="t"), quota)}))

@@ -11,7 +11,7 @@ import pytest
 from gateway.access.keys import digest_of
 from gateway.service import ServiceOptions
 from gateway.sessions.batches import batch as batches
-from gateway.sessions.batches import running
+from gateway.sessions.batches import run, running
 from priority.lanes import Lane, Tenant
 from tests.gateway.endpoints.test_anthropic_client import connected
 from tests.gateway.harness import MODEL, Gateway, client
@@ -24,7 +24,7 @@ UNKNOWN = "msgbatch_" + 32 * "0"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "WRITE_S", 0.01)
+    monkeypatch.setattr(run, "WRITE_S", 0.01)
 
 
 def asked(custom_id: str, text: str = "Hi", **fields: Any) -> Any:
@@ -109,8 +109,8 @@ async def test_what_is_not_done_in_time_has_expired(monkeypatch: pytest.MonkeyPa
 async def test_a_batch_that_fails_says_so_of_each_request_that_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(running, "MAX_RESULT_BYTES", 10)
-    monkeypatch.setattr(running, "LINES_AT_ONCE", 1)
+    monkeypatch.setattr(run, "MAX_RESULT_BYTES", 10)
+    monkeypatch.setattr(run, "LINES_AT_ONCE", 1)
     gateway = Gateway()
     async with connected(gateway) as api:
         batch = await api.messages.batches.create(requests=[asked("a"), asked("b")])

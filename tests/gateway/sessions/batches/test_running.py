@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from gateway.http.limits import Limits
 from gateway.sessions.batches import batch as batch_module
-from gateway.sessions.batches import files, running
+from gateway.sessions.batches import files, run, running
 from gateway.sessions.batches.batch import BATCHES, Batch, new_batch_id
 from gateway.sessions.batches.files import Files, new_file_id
-from gateway.sessions.batches.running import Answer, Batches
+from gateway.sessions.batches.run import Answer
+from gateway.sessions.batches.running import Batches
 from gateway.store.interface import Store, StoreUnavailable
 from gateway.store.memory import MemoryStore
 from tests.few import examples
@@ -32,7 +33,7 @@ NUM_LINES = 40
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "WRITE_S", 0.001)
+    monkeypatch.setattr(run, "WRITE_S", 0.001)
 
 
 class StoreConnection:
@@ -165,7 +166,7 @@ async def test_a_process_goes_on_with_what_another_left() -> None:
 async def test_a_batch_that_ends_every_process_fails_and_keeps_what_it_has() -> None:
     store = MemoryStore()
     batch_ids, asked = list[str](), Counter[str]()
-    for number in range(running.MAX_ATTEMPTS + 1):
+    for number in range(run.MAX_ATTEMPTS + 1):
         connection = StoreConnection(store)
 
         async def poisoned(name: str, connection: StoreConnection = connection) -> Answer:
@@ -189,7 +190,7 @@ async def test_a_batch_that_ends_every_process_fails_and_keeps_what_it_has() -> 
         asked += process.asked
     batch = await ended(store, batch_ids[0])
     assert (batch.status, [error.code for error in batch.errors]) == ("failed", ["server_failed"])
-    assert asked["c7"] == running.MAX_ATTEMPTS
+    assert asked["c7"] == run.MAX_ATTEMPTS
     assert len(await results(Process(store, right), batch.output_file_id)) == batch.num_completed > 0
     assert not await store.list("batch_unfinished", "", 9)
 
@@ -202,7 +203,7 @@ async def test_stopping_in_order_is_no_fault_of_the_batch() -> None:
         raise AssertionError
 
     batch_id = await started(first := Process(store, slow))
-    for process in (first, *(Process(store, slow) for _ in range(running.MAX_ATTEMPTS))):
+    for process in (first, *(Process(store, slow) for _ in range(run.MAX_ATTEMPTS))):
         async with process.batches.running():
             await process.batches._claim()
             while not process.asked:
@@ -265,7 +266,7 @@ async def test_what_is_not_done_in_time_is_said_to_be_expired() -> None:
 
 
 async def test_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "MAX_RESULT_BYTES", 200)
+    monkeypatch.setattr(run, "MAX_RESULT_BYTES", 200)
     store = MemoryStore()
     process = Process(store, right)
     batch = await ended(store, await started(process))
@@ -289,7 +290,7 @@ async def test_lines_take_turns_and_come_back_when_there_was_no_room() -> None:
     process = Process(store, busy)
     batch = await ended(store, await started(process))
     assert (batch.num_completed, batch.num_failed) == (NUM_LINES, 0)
-    assert most == running.LINES_AT_ONCE
+    assert most == run.LINES_AT_ONCE
     assert set(process.asked.values()) == {2}
 
 
@@ -305,7 +306,7 @@ async def test_tenants_take_turns_however_many_batches_one_has() -> None:
     process = Process(MemoryStore(), told)
     for number in range(4):
         await started(process, prefix=f"{number}.")
-    while len(waiting) < running.LINES_AT_ONCE:
+    while len(waiting) < run.LINES_AT_ONCE:
         await asyncio.sleep(0.001)
     assert len(process.batches._tasks) == 4
     await started(process, "other", prefix="other")
