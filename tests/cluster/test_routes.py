@@ -37,6 +37,8 @@ pytestmark = pytest.mark.anyio
 
 NAMES = ("r0", "r1")
 ALL = [(path, method) for path, operations in OPERATIONS.items() for method in operations]
+NAMED_ALIKE = ("/v1/models/{name}", "/static/{path}")
+"""Paths whose parameter names what every replica has: only these may be without an owner."""
 ONCE_OR_PROMPT = Passing.ONCE | Passing.BY_PROMPT
 RECORDED = [
     (path, f"{prefix}{tag_of('r0')}{'0' * num_chars}")
@@ -95,8 +97,7 @@ def test_an_operation_cannot_be_added_without_saying_who_gets_it() -> None:
 @pytest.mark.parametrize(("path", "method"), ALL)
 def test_what_is_said_of_an_operation_fits_its_path_and_its_types(path: str, method: str) -> None:
     operation, passing = OPERATIONS[path][method], of(path, method)
-    names_a_thing = re.search(r"{(id|\w+_id)}", path) is not None
-    assert (Passing.BY_ID in passing) == names_a_thing
+    assert (Passing.BY_ID in passing) == ("{" in path and path not in NAMED_ALIKE)
     may_be_recorded = operation.headers is IdempotencyHeaders
     is_followed = operation.query in (FollowQuery, StreamQuery)
     assert (Passing.RECORDED in passing) == (may_be_recorded or is_followed)
@@ -106,6 +107,12 @@ def test_what_is_said_of_an_operation_fits_its_path_and_its_types(path: str, met
     assert (Passing.BY_PROMPT in passing) == ({403, 429} <= operation.refusals)
     if Passing.BY_PROMPT in passing and operation.answers != (JSON,):
         assert last_words(path)
+
+
+def test_every_kind_of_recorded_reply_is_tried_below() -> None:
+    assert {path for path, _ in RECORDED} == {
+        path for path, method in ALL if Passing.BY_PROMPT | Passing.RECORDED in of(path, method)
+    }
 
 
 def test_every_prompt_is_read() -> None:
