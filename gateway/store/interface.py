@@ -156,6 +156,9 @@ class Durable(Protocol):
     def num_losses(self) -> int:
         """Grows when what was written may be lost: it is to be written again."""
 
+    async def put(self, key: Key, value: bytes, ttl_s: float) -> None:
+        """Puts a record that is too large for this process's memory; `Store.get` finds it."""
+
     # Journals of streams
 
     async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:

@@ -13,11 +13,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from gateway.http.errors import ApiError, invalid, unavailable
-from gateway.store.interface import Key, Store, StoreUnavailable
+from gateway.store.interface import Durable, Key, Store, StoreUnavailable
+from gateway.store.patience import insist
 from gateway.store.records import Records
 
 KIND, _PART_KIND = "file", "file_part"
@@ -112,7 +114,7 @@ class Upload:
     async def _put(self, num_bytes: int) -> None:
         part = bytes(self._tail[:num_bytes])
         with answering_unavailable():
-            await self._files.put_part(self._tenant, self.id, self.num_parts, part)
+            await insist(partial(self._files.write_part, self._tenant, self.id, self.num_parts, part))
         self.num_parts += 1
         del self._tail[:num_bytes]
 
@@ -122,6 +124,7 @@ class Files:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._written: Store | Durable = store.durable or store
         self._max_bytes = MAX_BYTES if store.durable is not None else MAX_BYTES_IN_MEMORY
         self.arriving: Counter[str] = Counter()
         """The bytes of uploads that are under way, by tenant."""
@@ -210,7 +213,7 @@ class Files:
         """
         for number in range(file.num_parts):
             with answering_unavailable():
-                part = await self.part(tenant, file.id, number)
+                part = await insist(partial(self.part, tenant, file.id, number))
             if part is None:
                 message = f"The content of '{file.id}' is no longer kept."
                 raise invalid(message, "id", "file_expired", HTTPStatus.GONE)
@@ -237,6 +240,10 @@ class Files:
 
     async def put_part(self, tenant: str, file_id: str, number: int, content: bytes) -> None:
         await self._store.put(_part(tenant, file_id, number), content, KEPT_S)
+
+    async def write_part(self, tenant: str, file_id: str, number: int, content: bytes) -> None:
+        """Waits until the store has a part: more of them may come than would wait in memory."""
+        await self._written.put(_part(tenant, file_id, number), content, KEPT_S)
 
     async def enter(self, tenant: str, file: File) -> None:
         """Lets a file be found whose parts are there."""

@@ -22,8 +22,11 @@ from gateway.sessions.batches.run import Answer
 from gateway.sessions.batches.running import Batches
 from gateway.store.interface import Store, StoreUnavailable
 from gateway.store.memory import MemoryStore
+from gateway.store.redis import RedisStore
+from gateway.store.shared import SharedStore
 from tests.few import examples
 from tests.gateway.harness import Gateway
+from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio
 
@@ -396,6 +399,18 @@ def test_lines_are_whole_wherever_parts_end(lines: list[bytes], part_bytes: int)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(files, "PART_BYTES", part_bytes)
         assert asyncio.run(read()) == (lines or [b""])
+
+
+async def test_a_file_that_is_larger_than_what_may_wait_for_redis_is_there() -> None:
+    content = bytes(range(256)) * 8 * (files.PART_BYTES // 256)
+    with RedisServer() as server:
+        remote = RedisStore(server.url, namespace="n", replica="r")
+        store = SharedStore(MemoryStore(), remote, max_dirty_bytes=files.PART_BYTES)
+        async with store.running():
+            there = Files(store)
+            file = await there.add(TENANT, "a", "batch", content)
+            assert b"".join([part async for part in there.content(TENANT, file)]) == content
+            assert store.stats().num_bytes < files.PART_BYTES, "it has pushed nobody's records out of memory"
 
 
 async def test_a_batch_that_could_not_be_written_down_takes_nobodys_place() -> None:
