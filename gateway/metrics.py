@@ -291,6 +291,17 @@ class StoreMetrics(Collector):
             (gauge, "bytes", "Memory that they take.", stats.num_bytes),
         ):
             yield family(f"penstock_store_{name}", documentation, value)
+        for index, (labelled, name, documentation) in enumerate(
+            (
+                (gauge, "share_bytes", "What the records of one tenant may take."),
+                (gauge, "largest_share_bytes", "What the records of the tenant take that has most."),
+                (counter, "evicted", "Records given up since their tenant had too much."),
+            )
+        ):
+            metric = labelled(f"penstock_store_{name}", documentation, labels=["place"])
+            for place, share in stats.shares.items():
+                metric.add_metric([place], share[index])
+            yield metric
 
 
 class WeightedHistogram(Collector):

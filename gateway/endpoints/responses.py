@@ -157,7 +157,8 @@ class ResponsesApi:
         return await self._service.recordings.start(
             request,
             kind=KIND,
-            about=about(body, batch.lane, items, thread.messages, batch.reading),
+            about=about(body, batch.lane, items, thread.messages, batch.reading)
+            | {"shared_tokens": records.shared_tokens(thread, prompt)},
             created=int(time.time()),
             detachable=outlives,
             journalled=outlives,
@@ -173,6 +174,8 @@ class ResponsesApi:
         record = await self._record(tenant, response_id) if recording is None else None
         if record is not None:
             thread = record.thread
+            if record.is_broken:
+                raise _cannot_continue(response_id, "has lost its history")
         else:
             recording = recording or await self._visible(tenant, response_id)
             if recording is None:

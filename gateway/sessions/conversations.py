@@ -35,9 +35,11 @@ class Conversation:
     items: list[Item] = field(default_factory=list)
     token_ids: Tokens = ()
     """The context that the last answer was generated in; see Thread."""
+    num_written: int = 0
+    """As a Thread has it."""
 
     def thread(self) -> Thread:
-        return Thread(tuple(as_messages(self.items)), self.token_ids)
+        return Thread(tuple(as_messages(self.items)), self.token_ids, self.num_written)
 
     @property
     def title(self) -> str:
@@ -122,7 +124,7 @@ async def append(
         if output_items[0]["id"] not in known:
             conversation.items += [item for item in input_items if item["id"] not in known]
             conversation.items += output_items
-            conversation.token_ids = thread.token_ids
+            conversation.token_ids, conversation.num_written = thread.token_ids, thread.num_written
 
     await CONVERSATIONS.change(store, tenant, conversation_id, edit)
 

@@ -6,6 +6,7 @@ wait for at most `MAX_WAIT_S`. Times to live are in seconds; ids are text that t
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -18,6 +19,10 @@ HALF_LIFE_S = 3600.0
 """Of a prefix: twice as many hits are worth as much as being used so much later."""
 MAX_WAIT_S = 0.1
 """No call takes longer, whatever state Redis is in."""
+
+
+PIECE = "piece"
+"""The kind of what is shared."""
 
 
 class StoreUnavailable(Exception):
@@ -122,6 +127,16 @@ class PrefixChange:
         return self.last_used_s + HALF_LIFE_S * math.log2(1 + max(0, self.hits))
 
 
+class Share(NamedTuple):
+    """What one tenant's records may take, and what they take."""
+
+    max_bytes: int
+    largest_bytes: int
+    """Of the tenant that has most."""
+    num_evicted: int
+    """Records that were given up before their time, for their tenant had too much."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
     """What the operator sees of a store. All that is counted begins at 0 with the process."""
@@ -144,6 +159,8 @@ class StoreStats:
     num_records: int = 0
     num_bytes: int = 0
     """In this process's memory."""
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    """By place: "memory" or "redis"."""
 
 
 class Durable(Protocol):
@@ -216,8 +233,14 @@ class Store(Protocol):
     async def delete(self, key: Key) -> bool:
         """True if there was one."""
 
-    async def list(self, kind: str, tenant: str, limit: int) -> list[str]:
+    async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
         """Ids, the one that was put last first."""
+
+    async def share(self, key: Key, value: bytes, ttl_s: float) -> None:
+        """Puts a value that is the same whoever puts it: where it is already, it only lives longer. It has no list."""
+
+    async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
+        """The values that were shared under these keys, whose time to live begins again."""
 
     # Quotas
 

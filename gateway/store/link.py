@@ -7,11 +7,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha1
 from typing import Any, TypeAlias, cast
 
-from redis.asyncio import BlockingConnectionPool
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -21,6 +19,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from gateway.store.breaker import Breaker
 from gateway.store.interface import MAX_WAIT_S, StoreUnavailable
 from gateway.store.patience import NUM_GLANCES, PATIENCE, Patience
+from gateway.store.scripts import SCRIPTS
 
 MAX_COMMANDS = 100
 """That are sent in one go."""
@@ -37,39 +36,9 @@ _BACKSTOP_S = 5.0
 """Every call is given up long before; this is for what nobody waits for."""
 
 Argument: TypeAlias = str | bytes | int | float
+Command: TypeAlias = tuple[Argument, ...]
+"""One command; a script is called by its SHA-1, and sent as a whole only if Redis does not have it."""
 log = logging.getLogger("penstock.store")
-
-
-@dataclass(frozen=True)
-class Script:
-    """What Redis does in one go, in Lua."""
-
-    text: str
-    sha: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sha", sha1(self.text.encode(), usedforsecurity=False).hexdigest())
-
-
-class Command:
-    """One command, or a call of a script, which is sent as a whole only if Redis does not have it."""
-
-    __slots__ = ("arguments", "script")
-
-    def __init__(self, *arguments: Argument, script: Script | None = None) -> None:
-        self.arguments = arguments
-        self.script = script
-
-    @classmethod
-    def of(cls, script: Script, keys: Sequence[str], *arguments: Argument) -> Command:
-        return cls(len(keys), *keys, *arguments, script=script)
-
-    def packed(self, *, whole: bool) -> tuple[Argument, ...]:
-        if self.script is None:
-            return self.arguments
-        if whole:
-            return ("EVAL", self.script.text, *self.arguments)
-        return ("EVALSHA", self.script.sha, *self.arguments)
 
 
 class Link:
@@ -110,6 +79,8 @@ class Link:
         self._pool.connection_kwargs.update(
             {name: option for name, option in options.items() if name not in ("max_connections", "timeout")}
         )
+        self._client = Redis(connection_pool=self._pool)
+        self._client.response_callbacks.clear()
 
     async def one(self, command: Command) -> Any:
         """What Redis answers: bytes, int, None or a list of these.
@@ -189,27 +160,30 @@ class Link:
         return answers
 
     async def _ask(self, commands: Sequence[Command]) -> list[Any]:
-        connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
-        try:
-            answers = await _exchange(connection, [command.packed(whole=False) for command in commands])
-            unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
-            if unknown:
-                again = await _exchange(connection, [commands[i].packed(whole=True) for i in unknown])
-                for i, answer in zip(unknown, again, strict=True):
-                    answers[i] = answer
-        finally:
-            await asyncio.shield(self._pool.release(connection))
+        answers = await self._exchange(commands)
+        unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+        whole = [("EVAL", SCRIPTS[str(commands[i][1])], *commands[i][2:]) for i in unknown]
+        for i, answer in zip(unknown, await self._exchange(whole), strict=True):
+            answers[i] = answer
         for answer in answers:
             if isinstance(answer, ResponseError):
                 raise answer
         return answers
 
+    async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """Sends all of them at once; a command that Redis refused has its error among the answers."""
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        answers: list[Any] = await pipeline.execute(raise_on_error=False)
+        return answers
+
     async def _on_connect(self, connection: AbstractConnection) -> None:
         """A Redis that is another process than before may have lost what the last one had."""
         await connection.on_connect()
-        (info,) = await _exchange(connection, [("INFO", "server")])
-        lines = info.splitlines() if isinstance(info, bytes) else []
-        run_id = next((line for line in lines if line.startswith(b"run_id:")), b"not told")
+        await connection.send_command("INFO", "server")
+        info = await cast(Awaitable[bytes], connection.read_response())
+        run_id = next((line for line in info.splitlines() if line.startswith(b"run_id:")), b"not told")
         if self._run_id is not None and run_id != self._run_id:
             self.num_losses += 1
         self._run_id = run_id
@@ -241,19 +215,6 @@ class Link:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._pool.disconnect()
-
-
-async def _exchange(connection: AbstractConnection, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-    """Sends all of them at once; a command that Redis refused has its error among the answers."""
-    await connection.send_packed_command(connection.pack_commands(commands))
-    return [await _answer(connection) for _ in commands]
-
-
-async def _answer(connection: AbstractConnection) -> Any:
-    try:
-        return await cast(Awaitable[Any], connection.read_response())
-    except ResponseError as error:
-        return error
 
 
 def _kind(error: BaseException) -> str:

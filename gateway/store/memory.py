@@ -2,109 +2,165 @@
 
 from __future__ import annotations
 
+import builtins
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from gateway.store.gcra import LocalQuotas
-from gateway.store.interface import Grant, Key, Quota, StoreStats
+from gateway.store.interface import Grant, Key, Quota, Share, StoreStats
 
 MAX_BYTES = 64 * 1024 * 1024
 _OVERHEAD_BYTES = 256
 """What an entry takes besides its content."""
+_FEW = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """A value, and when it is forgotten."""
+
     value: bytes
     expires_s: float
-    put_number: int
-    """Grows with every put."""
 
     @property
     def num_bytes(self) -> int:
         return len(self.value) + _OVERHEAD_BYTES
 
 
-class Shelf:
-    """Values that expire, the one used least recently first to go when there is no more room."""
+@dataclass(slots=True)
+class _Share:
+    """What one tenant has."""
+
+    num_bytes: int = 0
+    used: OrderedDict[Key, None] = field(default_factory=OrderedDict)
+    """The key that was used least recently first."""
+    ids: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    """By kind, the id that was put least recently first."""
+
+
+class LocalRecords:
+    """Records that expire. When there is no more room, the tenant that has most loses what it used least recently."""
 
     def __init__(self, clock: Callable[[], float], max_bytes: int) -> None:
-        self._clock = clock
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[Key, Entry] = OrderedDict()
-        self._num_puts = 0
         self.num_bytes = 0
+        self.num_evicted = 0
+        """Records that had to go before they expired."""
+        self.max_bytes = max_bytes
+        self._clock = clock
+        self._entries: dict[Key, Entry] = {}
+        self._shares: dict[str, _Share] = {}
+        """By tenant; none is empty."""
+        self._expiries: builtins.list[tuple[float, Key]] = []
+        """A heap of times at which something may expire: those that an entry was given since, too."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_tenants(self) -> int:
+        return len(self._shares)
+
+    @property
+    def largest_share(self) -> int:
+        """The bytes of the tenant that has most."""
+        return max((share.num_bytes for share in self._shares.values()), default=0)
+
     def get(self, key: Key) -> Entry | None:
+        self._forget_expired()
         entry = self._entries.get(key)
-        if entry is None:
-            return None
-        if entry.expires_s <= self._clock():
-            self.pop(key)
-            return None
-        self._entries.move_to_end(key)
+        if entry is not None:
+            self._shares[key.tenant].used.move_to_end(key)
         return entry
 
     def peek(self, key: Key) -> Entry | None:
-        """Without using it; it may have expired."""
+        """The entry, which is not used by this; it may have expired."""
         return self._entries.get(key)
 
     def put(self, key: Key, value: bytes, ttl_s: float) -> None:
         self.pop(key)
-        self._num_puts += 1
-        entry = Entry(value, self._clock() + ttl_s, self._num_puts)
-        if entry.num_bytes > self._max_bytes or ttl_s <= 0:
+        entry = Entry(value, self._clock() + ttl_s)
+        if entry.num_bytes > self.max_bytes or ttl_s <= 0:
             return
-        self._entries[key] = entry
+        share = self._shares.setdefault(key.tenant, _Share())
+        share.used[key] = share.ids[key.kind][key.id] = None
+        share.num_bytes += entry.num_bytes
         self.num_bytes += entry.num_bytes
-        if self.num_bytes > self._max_bytes:
-            self._make_room()
+        self._enter(key, entry)
+        self._make_room()
 
     def touch(self, key: Key, ttl_s: float) -> None:
-        """Its time to live begins again."""
-        entry = self._entries[key]
-        self._entries[key] = replace(entry, expires_s=self._clock() + ttl_s)
+        """The time to live of an entry begins again."""
+        self._enter(key, replace(self._entries[key], expires_s=self._clock() + ttl_s))
 
     def refresh(self, key: Key, value: bytes) -> None:
-        """If there is one, it is this from now on, and expires when it would have."""
+        """Puts the value where there is one, to expire when that would have."""
         entry = self.get(key)
         if entry is not None:
             self.put(key, value, entry.expires_s - self._clock())
 
     def pop(self, key: Key) -> Entry | None:
-        """Also returns what has expired."""
+        """Removes and returns an entry, which may have expired."""
         entry = self._entries.pop(key, None)
         if entry is not None:
+            share = self._shares[key.tenant]
+            del share.used[key], share.ids[key.kind][key.id]
+            share.num_bytes -= entry.num_bytes
             self.num_bytes -= entry.num_bytes
+            if not share.used:
+                del self._shares[key.tenant]
         return entry
 
+    def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
+        """Ids, the one that was put last first."""
+        self._forget_expired()
+        share = self._shares.get(tenant)
+        return [] if share is None else builtins.list(islice(reversed(share.ids[kind]), max(0, limit)))
+
     def items(self) -> Iterator[tuple[Key, Entry]]:
+        """All records, those of one tenant and kind in the order in which they were put."""
+        self._forget_expired()
+        for tenant, share in self._shares.items():
+            for kind, ids in share.ids.items():
+                for key in (Key(kind, tenant, id_) for id_ in ids):
+                    yield key, self._entries[key]
+
+    def _enter(self, key: Key, entry: Entry) -> None:
+        self._entries[key] = entry
+        heappush(self._expiries, (entry.expires_s, key))
+        if len(self._expiries) > 2 * len(self._entries) + _FEW:
+            self._expiries = [(entry.expires_s, key) for key, entry in self._entries.items()]
+            heapify(self._expiries)
+
+    def _forget_expired(self) -> None:
         now_s = self._clock()
-        return ((key, entry) for key, entry in self._entries.items() if entry.expires_s > now_s)
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, key = heappop(self._expiries)
+            entry = self._entries.get(key)
+            if entry is not None and entry.expires_s <= now_s:
+                self.pop(key)
 
     def _make_room(self) -> None:
-        now_s = self._clock()
-        for key in [key for key, entry in self._entries.items() if entry.expires_s <= now_s]:
-            self.pop(key)
-        while self.num_bytes > self._max_bytes:
-            self.pop(next(iter(self._entries)))
+        self._forget_expired()
+        while self.num_bytes > self.max_bytes:
+            largest = max(self._shares.values(), key=lambda share: share.num_bytes)
+            self.pop(next(iter(largest.used)))
+            self.num_evicted += 1
 
 
 class MemoryStore:
-    """The interface in this process. Records are dropped past `max_bytes`, those used least recently first."""
+    """The interface in this process. Past `max_bytes` records are dropped, of the tenant that has most."""
 
     durable = None
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_bytes: int = MAX_BYTES) -> None:
         self.clock = clock
         self.quotas = LocalQuotas(clock)
-        self.records = Shelf(clock, max_bytes)
+        self.records = LocalRecords(clock, max_bytes)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -112,7 +168,11 @@ class MemoryStore:
         yield
 
     def stats(self) -> StoreStats:
-        return StoreStats(num_records=len(self.records), num_bytes=self.records.num_bytes)
+        records = self.records
+        share = Share(
+            records.max_bytes // max(1, records.num_tenants), records.largest_share, records.num_evicted
+        )
+        return StoreStats(num_records=len(records), num_bytes=records.num_bytes, shares={"memory": share})
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
         entry = self.records.get(key)
@@ -144,13 +204,17 @@ class MemoryStore:
         self.records.pop(key)
         return there
 
-    async def list(self, kind: str, tenant: str, limit: int) -> list[str]:
-        found = [
-            (entry.put_number, key.id)
-            for key, entry in self.records.items()
-            if key.kind == kind and key.tenant == tenant
-        ]
-        return [id_ for _, id_ in sorted(found, reverse=True)[: max(0, limit)]]
+    async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
+        return self.records.list(kind, tenant, limit)
+
+    async def share(self, key: Key, value: bytes, ttl_s: float) -> None:
+        if self.records.get(key) is None:
+            self.records.put(key, value, ttl_s)
+        else:
+            self.records.touch(key, ttl_s)
+
+    async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
+        return [await self.get(key, ttl_s) for key in keys]
 
     async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
         return self.quotas.reserve(tenant, quota, num_tokens, lease_id)

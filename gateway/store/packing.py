@@ -61,17 +61,24 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
 
 
-def _tokens_of_text(text: object) -> tuple[int, ...]:
+def _bytes_of_text(text: object) -> bytes:
     if not isinstance(text, str):
-        raise ValueError("packed token ids are text")
-    return unpack_tokens(b64decode(text, validate=True))
+        raise ValueError("packed bytes are text")
+    return b64decode(text, validate=True)
 
 
-def _tokens_as_text(token_ids: Sequence[int]) -> str:
-    return b64encode(pack_tokens(token_ids)).decode()
+def _bytes_as_text(packed: bytes) -> str:
+    return b64encode(packed).decode()
 
 
-Tokens = Annotated[tuple[int, ...], PlainValidator(_tokens_of_text), PlainSerializer(_tokens_as_text)]
+Base64 = Annotated[bytes, PlainValidator(_bytes_of_text), PlainSerializer(_bytes_as_text)]
+"""Bytes as a field of a record."""
+
+Tokens = Annotated[
+    tuple[int, ...],
+    PlainValidator(lambda text: unpack_tokens(_bytes_of_text(text))),
+    PlainSerializer(lambda token_ids: _bytes_as_text(pack_tokens(token_ids))),
+]
 """Token ids as a field of a record: packed and in base64, where JSON's numbers would be long and slow."""
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import builtins
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from hashlib import blake2b, sha1
 from urllib.parse import quote, unquote
 
 from gateway.http.off_loop import off_loop
@@ -22,13 +20,12 @@ from gateway.store.interface import (
     Journal,
     JournalChange,
     JournalOutcome,
-    Key,
     PrefixChange,
     Quota,
     StoreStats,
     StoreUnavailable,
 )
-from gateway.store.link import MAX_COMMANDS, Argument, Command, Link, Script, log
+from gateway.store.link import MAX_COMMANDS, Argument, Command, Link, log
 from gateway.store.packing import (
     TOKEN_BYTES,
     pack,
@@ -38,9 +35,8 @@ from gateway.store.packing import (
     unpack_prefix,
     unpack_tokens,
 )
+from gateway.store.redis_records import RedisRecords, hashed, ms, prefix_of
 
-MAX_LISTED = 10_000
-"""Ids of one tenant and kind that `list` knows of."""
 MAX_CLAIMED = 1000
 MAX_PREFIXES = 100_000
 PREFIX_TTL_S = 24 * 3600.0
@@ -48,7 +44,7 @@ RESIDENT_TTL_S = 60.0
 """For so long what a replica held is remembered after it was heard of last."""
 
 
-class RedisStore:
+class RedisStore(RedisRecords):
     """All that is kept, in Redis alone: every method raises StoreUnavailable while it does not answer."""
 
     def __init__(
@@ -70,11 +66,9 @@ class RedisStore:
         Raises:
             ValueError: the URL is none.
         """
-        self.link = link or Link(url, client_name=f"penstock-{quote(replica, safe='.:')}")
-        self.num_corrupt = 0
-        self._clock = clock
-        self._prefix = _prefix_of(namespace)
-        self._records_prefix = _prefix_of(records_namespace or namespace)
+        link = link or Link(url, client_name=f"penstock-{quote(replica, safe='.:')}")
+        super().__init__(link, records_namespace or namespace, clock)
+        self._prefix = prefix_of(namespace)
         self._name = quote(replica, safe="") + ":"
         self._owner = self._name + os.urandom(8).hex()
         self._has_beaten = False
@@ -109,71 +103,8 @@ class RedisStore:
             failures=dict(self.link.failures),
             num_rejected=self.link.num_rejected,
             num_corrupt=self.num_corrupt,
+            shares={"redis": self.share_of_tenants},
         )
-
-    # Records
-
-    async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
-        if ttl_s is None:
-            command = Command("GET", self._record(key))
-        else:
-            command = self._call(scripts.GET_AND_KEEP, self._keys_of(key), _ms(ttl_s))
-        return await self._value(key, await self.link.one(command))
-
-    async def put(self, key: Key, value: bytes, ttl_s: float) -> None:
-        await self.put_all([(key, value, ttl_s)])
-
-    async def put_all(self, records: Sequence[tuple[Key, bytes, float]], *, only_new: bool = False) -> None:
-        """Records with their times to live; with `only_new`, one that is there already stays as it is."""
-        values = [value for _, value, _ in records]
-        packed = await off_loop(sum(map(len, values)), _pack_all, values)
-        commands = [
-            self._put(key, value, ttl_s, "none" if only_new else "")
-            for (key, _, ttl_s), value in zip(records, packed, strict=True)
-            if ttl_s > 0
-        ]
-        await self.link.all(commands)
-
-    async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
-        packed = await off_loop(len(value), pack, value)
-        return await self._value(key, await self.link.one(self._put(key, packed, ttl_s, "none")))
-
-    async def replace(self, key: Key, old: bytes, new: bytes, ttl_s: float) -> bool:
-        there = await self.link.one(Command("GET", self._record(key)))
-        if await self._value(key, there) != old:
-            return False
-        packed, digest = await off_loop(len(new), lambda: (pack(new), sha1(there).hexdigest()))
-        return await self.link.one(self._put(key, packed, ttl_s, digest)) is None
-
-    async def delete(self, key: Key) -> bool:
-        return await self.delete_all([key]) > 0
-
-    async def delete_all(self, keys: Sequence[Key]) -> int:
-        """How many there were."""
-        commands = []
-        for key in keys:
-            record, index = self._keys_of(key)
-            commands += [Command("UNLINK", record), Command("ZREM", index, key.id)]
-        return sum((await self.link.all(commands))[::2])
-
-    async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
-        bounds = (min(limit, MAX_LISTED), self._record(Key(kind, tenant, "")))
-        ids = await self.link.one(self._call(scripts.LIST, [self._index(kind, tenant)], *bounds))
-        return [id_.decode(errors="replace") for id_ in ids]
-
-    def _put(self, key: Key, packed: bytes, ttl_s: float, expected: str) -> Command:
-        first = self._record(key._replace(id=""))
-        arguments = (packed, _ms(ttl_s), key.id, expected, first, MAX_LISTED)
-        return self._call(scripts.PUT, self._keys_of(key), *arguments)
-
-    async def _value(self, key: Key, packed: bytes | None) -> bytes | None:
-        if packed is None:
-            return None
-        try:
-            return await off_loop(len(packed), unpack, packed)
-        except ValueError as error:
-            self._note_unreadable(f"the {key.kind} {key.id!r}", error)
-            return None
 
     # Journals of streams
 
@@ -191,7 +122,7 @@ class RedisStore:
             b"" if change.header is None else pack(change.header),
             change.offset,
             pack_tokens(change.token_ids),
-            _ms(change.ttl_s),
+            ms(change.ttl_s),
             b"" if change.end is None else pack(change.end),
             change.stream_id,
         )
@@ -212,8 +143,8 @@ class RedisStore:
         unfinished = self._key("unfinished")
         commands = []
         for stream_id in stream_ids:
-            commands.append(Command("UNLINK", *self._journal_keys(stream_id)))
-            commands.append(Command("ZREM", unfinished, stream_id))
+            commands.append(("UNLINK", *self._journal_keys(stream_id)))
+            commands.append(("ZREM", unfinished, stream_id))
         await self.link.all(commands)
 
     async def claim(self) -> Sequence[str]:
@@ -261,21 +192,18 @@ class RedisStore:
         await self.release_all([(tenant, lease_id)])
 
     async def release_all(self, leases: Sequence[tuple[str, str]]) -> None:
-        await self.link.all(
-            [Command("ZREM", self._quota_keys(tenant)[2], lease_id) for tenant, lease_id in leases]
-        )
+        await self.link.all([("ZREM", self._quota_keys(tenant)[2], lease_id) for tenant, lease_id in leases])
 
     def _quota_keys(self, tenant: str) -> tuple[str, str, str]:
-        hashed = _hashed(tenant)
-        used = self._key("used", hashed)
-        return f"{used}:requests", f"{used}:tokens", self._key("leases", hashed)
+        used = self._key("used", hashed(tenant))
+        return f"{used}:requests", f"{used}:tokens", self._key("leases", hashed(tenant))
 
     # Prefixes
 
     async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
         await self._ensure_beat()
         keys = [self._key("hot"), self._key("resident", self._owner)]
-        bounds = (self._key("prefix", ""), MAX_PREFIXES, _ms(PREFIX_TTL_S), _ms(RESIDENT_TTL_S))
+        bounds = (self._key("prefix", ""), MAX_PREFIXES, ms(PREFIX_TTL_S), ms(RESIDENT_TTL_S))
         commands = []
         for start in range(0, len(changes), MAX_COMMANDS):
             arguments: list[Argument] = []
@@ -303,7 +231,7 @@ class RedisStore:
         """Fewer than there are, if there is no time for more."""
         deadline_s = time.monotonic() + MAX_WAIT_S / 2
         hot = self._key("hot")
-        names = await self.link.one(Command("ZREVRANGE", hot, 0, limit - 1)) if limit > 0 else []
+        names = await self.link.one(("ZREVRANGE", hot, 0, limit - 1)) if limit > 0 else []
         found: builtins.list[PrefixChange] = []
         for start in range(0, len(names), MAX_COMMANDS):
             if time.monotonic() > deadline_s:
@@ -315,7 +243,7 @@ class RedisStore:
         """What is written of them; those that nothing is written of, or nothing right, are no longer hot."""
         keys = [self._key("prefix", name.decode(errors="replace")) for name in names]
         found, gone = [], []
-        for name, packed in zip(names, await self.link.one(Command("MGET", *keys)), strict=True):
+        for name, packed in zip(names, await self.link.one(("MGET", *keys)), strict=True):
             try:
                 found.append(unpack_prefix(packed or b""))
             except ValueError as error:
@@ -323,7 +251,7 @@ class RedisStore:
                 if packed is not None:
                     self._note_unreadable(f"the prefix {name!r}", error)
         if gone:
-            await self.link.one(Command("ZREM", self._key("hot"), *gone))
+            await self.link.one(("ZREM", self._key("hot"), *gone))
         return found
 
     # This process among others
@@ -331,7 +259,7 @@ class RedisStore:
     async def beat(self) -> None:
         keys = [self._key("replicas"), self._key("since"), self._key("resident", self._owner)]
         first = not self._has_beaten
-        arguments = (self._owner, self._name, int(ALIVE_S * SECOND_US), int(first), _ms(RESIDENT_TTL_S))
+        arguments = (self._owner, self._name, int(ALIVE_S * SECOND_US), int(first), ms(RESIDENT_TTL_S))
         standing, since = await self.link.one(self._call(scripts.BEAT, keys, *arguments))
         self._has_beaten = True
         if standing == b"replaced":
@@ -353,7 +281,7 @@ class RedisStore:
     async def _leave(self) -> None:
         """This process is gone, and nobody needs to wait to find out."""
         beat, resident = self._key("replicas"), self._key("resident", self._owner)
-        await self.link.all([Command("ZREM", beat, self._owner), Command("UNLINK", resident)])
+        await self.link.all([("ZREM", beat, self._owner), ("UNLINK", resident)])
 
     async def _ensure_beat(self) -> None:
         """What is written by a process that nobody heard of is an orphan at once."""
@@ -365,27 +293,6 @@ class RedisStore:
     def _key(self, section: str, *rest: str) -> str:
         return self._prefix + ":".join((section, *rest))
 
-    def _record(self, key: Key) -> str:
-        return f"{self._records_prefix}record:{quote(key.kind, safe='')}:{_hashed(key.tenant)}:{key.id}"
-
-    def _index(self, kind: str, tenant: str) -> str:
-        return f"{self._records_prefix}records:{quote(kind, safe='')}:{_hashed(tenant)}"
-
-    def _keys_of(self, key: Key) -> tuple[str, str]:
-        return self._record(key), self._index(key.kind, key.tenant)
-
-    def _call(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Command:
-        now = "" if self._clock is None else int(self._clock() * SECOND_US)
-        return Command.of(script, keys, now, *arguments)
-
-    def _note_unreadable(self, what: str, error: ValueError) -> None:
-        self.num_corrupt += 1
-        log.warning("%s is passed over, for it cannot be read: %s", what, " ".join(str(error).split()))
-
-
-def _prefix_of(namespace: str) -> str:
-    return f"penstock:{{{quote(namespace, safe='')}}}:"
-
 
 def _journal(stream_id: str, header: bytes, end: bytes | None, count: bytes, tokens: bytes) -> Journal:
     """Raises ValueError if it is not whole."""
@@ -393,15 +300,6 @@ def _journal(stream_id: str, header: bytes, end: bytes | None, count: bytes, tok
     if count != b"%d" % len(token_ids):
         raise ValueError("some of its tokens are missing")
     return Journal(stream_id, unpack(header), token_ids, None if end is None else unpack(end))
-
-
-def _pack_all(values: Sequence[bytes]) -> list[bytes]:
-    return [pack(value) for value in values]
-
-
-def _hashed(tenant: str) -> str:
-    """No two tenants have the same, and nobody reads a name out of it."""
-    return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _name_of(owner: bytes) -> str:
@@ -412,7 +310,3 @@ def _cost(amount: int, limit: int | None) -> Argument:
     if limit is None:
         return ""
     return "never" if amount > limit else cost_us(amount, limit)
-
-
-def _ms(seconds: float) -> int:
-    return max(1, math.ceil(seconds * 1000))

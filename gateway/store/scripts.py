@@ -5,7 +5,17 @@ The keys of one namespace are in one slot, so a script may also touch keys that 
 
 from __future__ import annotations
 
-from gateway.store.link import Script
+from hashlib import sha1
+
+SCRIPTS: dict[str, str] = {}
+"""By SHA-1, by which they are called."""
+
+
+def _script(text: str) -> str:
+    sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
+    SCRIPTS[sha] = text
+    return sha
+
 
 _NOW = """
 local now = tonumber(ARGV[1])
@@ -18,41 +28,111 @@ local function keep(key, ttl_ms)
 end
 """
 
-PUT = Script(
+_SHARES = """
+-- A record has a name, KIND:ID. The sizes of a tenant's records are in one hash, with their sum under ''.
+local function forget(sizes, expiries, name)
+    local size = redis.call('HGET', sizes, name)
+    if size then
+        redis.call('HINCRBY', sizes, '', -size)
+        redis.call('HDEL', sizes, name)
+    end
+    redis.call('ZREM', expiries, name)
+    if redis.call('ZCARD', expiries) == 0 then redis.call('UNLINK', sizes) end
+end
+local function live_longer(record, sizes, expiries, name, ttl_ms)
+    keep(record, ttl_ms)
+    if redis.call('ZADD', expiries, 'XX', 'GT', 'CH', now + ttl_ms * 1000, name) == 1 then
+        keep(sizes, ttl_ms)
+        keep(expiries, ttl_ms)
+    end
+end
+"""
+
+PUT = _script(
     _NOW
+    + _SHARES
     + """
--- KEYS record, index  ARGV now, value, ttl_ms, id, what has to be there, prefix of records, most ids
--- That is 'none', the SHA-1 of a value, or empty if it may be anything. The answer is what is there instead.
-if ARGV[5] ~= '' then
+-- KEYS record, index (the record itself if it has none), sizes, expiries
+-- ARGV now, value, ttl_ms, kind, id, what has to be there, beginning of record keys, the same with kind and tenant,
+--      most ids, most bytes (empty if the record does not count), what a record takes beside its value
+-- What has to be there is 'none', the SHA-1 of a value, or empty if it may be anything. The answer is what is there
+-- instead, or the bytes of all that the tenant has and how many records had to go.
+local name = ARGV[4] .. ':' .. ARGV[5]
+if ARGV[6] ~= '' then
     local there = redis.call('GET', KEYS[1])
-    if (there and redis.sha1hex(there) or 'none') ~= ARGV[5] then return there or 'none' end
+    if (there and redis.sha1hex(there) or 'none') ~= ARGV[6] then return there or 'none' end
 end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
-for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, 1)) do
-    if redis.call('EXISTS', ARGV[6] .. id) == 0 then redis.call('ZREM', KEYS[2], id) end
+if KEYS[2] ~= KEYS[1] then
+    for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, 1)) do
+        if redis.call('EXISTS', ARGV[8] .. id) == 0 then redis.call('ZREM', KEYS[2], id) end
+    end
+    local last = tonumber(redis.call('ZREVRANGE', KEYS[2], 0, 0, 'WITHSCORES')[2] or '') or 0
+    redis.call('ZADD', KEYS[2], math.max(now, last + 1), ARGV[5])
+    redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -1 - ARGV[9])
+    keep(KEYS[2], ARGV[3])
 end
-local last = tonumber(redis.call('ZREVRANGE', KEYS[2], 0, 0, 'WITHSCORES')[2] or '') or 0
-redis.call('ZADD', KEYS[2], math.max(now, last + 1), ARGV[4])
-redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -1 - ARGV[7])
-keep(KEYS[2], ARGV[3])
-return false
+if ARGV[10] == '' then return {0, 0} end
+local size = #ARGV[2] + ARGV[11]
+local before = tonumber(redis.call('HGET', KEYS[3], name) or '') or 0
+redis.call('HSET', KEYS[3], name, size)
+redis.call('HINCRBY', KEYS[3], '', size - before)
+redis.call('ZADD', KEYS[4], now + ARGV[3] * 1000, name)
+keep(KEYS[3], ARGV[3])
+keep(KEYS[4], ARGV[3])
+local evicted = 0
+for _ = 1, 100 do
+    local oldest = redis.call('ZRANGE', KEYS[4], 0, 0, 'WITHSCORES')
+    if tonumber(oldest[2]) > now then
+        local total = tonumber(redis.call('HGET', KEYS[3], ''))
+        if total <= tonumber(ARGV[10]) or oldest[1] == name then break end
+        local kind, id = string.match(oldest[1], '^([^:]*):(.*)$')
+        redis.call('UNLINK', ARGV[7] .. kind .. string.sub(ARGV[8], #ARGV[7] + #ARGV[4] + 1) .. id)
+        evicted = evicted + 1
+    end
+    forget(KEYS[3], KEYS[4], oldest[1])
+end
+return {tonumber(redis.call('HGET', KEYS[3], '')), evicted}
 """
 )
 
-GET_AND_KEEP = Script(
+GET_AND_KEEP = _script(
     _NOW
+    + _SHARES
     + """
--- KEYS record, index  ARGV now, ttl_ms
+-- KEYS record, index, sizes, expiries  ARGV now, ttl_ms, name
 local value = redis.call('GET', KEYS[1])
 if value then
-    redis.call('PEXPIRE', KEYS[1], ARGV[2])
+    live_longer(KEYS[1], KEYS[3], KEYS[4], ARGV[3], ARGV[2])
     keep(KEYS[2], ARGV[2])
 end
 return value
 """
 )
 
-LIST = Script(
+KEEP = _script(
+    _NOW
+    + _SHARES
+    + """
+-- KEYS record, index, sizes, expiries  ARGV now, ttl_ms, name
+local there = redis.call('EXISTS', KEYS[1])
+if there == 1 then live_longer(KEYS[1], KEYS[3], KEYS[4], ARGV[3], ARGV[2]) end
+return there
+"""
+)
+
+DELETE = _script(
+    _NOW
+    + _SHARES
+    + """
+-- KEYS record, index, sizes, expiries  ARGV now, id, name
+redis.call('ZREM', KEYS[2], ARGV[2])
+forget(KEYS[3], KEYS[4], ARGV[3])
+return redis.call('UNLINK', KEYS[1])
+"""
+)
+
+LIST = _script(
     """
 -- KEYS index  ARGV (now), most ids, prefix of records
 local found, start = {}, 0
@@ -73,7 +153,7 @@ return found
 """
 )
 
-WRITE_JOURNAL = Script(
+WRITE_JOURNAL = _script(
     _NOW
     + """
 -- KEYS journal, tokens, unfinished  ARGV now, owner, header, offset, tokens, ttl_ms, end, stream
@@ -101,7 +181,7 @@ return 'written'
 """
 )
 
-READ_JOURNAL = Script(
+READ_JOURNAL = _script(
     """
 -- KEYS journal, tokens
 local known = redis.call('HMGET', KEYS[1], 'header', 'end', 'count')
@@ -109,7 +189,7 @@ return {known[1], known[2], known[3], redis.call('GET', KEYS[2])}
 """
 )
 
-CLAIM = Script(
+CLAIM = _script(
     _NOW
     + """
 -- KEYS unfinished, replicas, since  ARGV now, owner, owner up to its epoch, alive_us, prefix of journals, most
@@ -140,7 +220,7 @@ return own
 """
 )
 
-BEAT = Script(
+BEAT = _script(
     _NOW
     + """
 -- KEYS replicas, since, resident  ARGV now, owner, owner up to its epoch, alive_us, first, ttl_ms of resident
@@ -170,7 +250,7 @@ local function save(key, ahead)
 end
 """
 
-RESERVE = Script(
+RESERVE = _script(
     _NOW
     + _AHEAD
     + """
@@ -200,7 +280,7 @@ return {fits and 1 or 0, streams, ahead[1], ahead[2]}
 """
 )
 
-SETTLE = Script(
+SETTLE = _script(
     _NOW
     + _AHEAD
     + """
@@ -209,7 +289,7 @@ save(KEYS[1], math.min(ahead_of(KEYS[1]) + ARGV[2], 24 * 3600 * 1000000))
 """
 )
 
-RENEW = Script(
+RENEW = _script(
     _NOW
     + """
 -- KEYS leases  ARGV now, lease_us, lease...
@@ -219,7 +299,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2] / 1000)
 """
 )
 
-WRITE_PREFIXES = Script(
+WRITE_PREFIXES = _script(
     """
 -- KEYS hot, resident  ARGV (now), prefix of prefixes, most, ttl_ms, ttl_ms of resident,
 --                          then each one's hash, last use, hotness and value, which is empty if it is gone
@@ -243,7 +323,7 @@ redis.call('PEXPIRE', KEYS[2], ARGV[5])
 """
 )
 
-LOCATE = Script(
+LOCATE = _script(
     _NOW
     + """
 -- KEYS replicas  ARGV now, alive_us, prefix of residents, hash...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -23,7 +24,7 @@ from gateway.store.redis import RedisStore
 FLUSH_S = 0.03
 """So long what was put waits for more that goes with it."""
 BATCH_BYTES = 1024 * 1024
-MAX_DIRTY = 10_000
+MAX_DIRTY = 100_000
 CLOSE_S = 1.0
 
 
@@ -34,6 +35,8 @@ class Pending:
     value: bytes | None
     """None: it was deleted."""
     expires_s: float
+    only_new: bool = False
+    """Redis may have it already: then it only lives longer."""
 
     @property
     def num_bytes(self) -> int:
@@ -118,8 +121,6 @@ class SharedStore:
         self.remote = remote
         self._clock = local.clock
         self._backlog = Backlog(max_dirty, max_dirty_bytes)
-        self._lost: dict[Key, None] = {}
-        """Records that Redis may have lost, to be put again where there are none."""
         self._releases: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._unshared: dict[str, int] = {}
         """Tokens that were reserved here alone, by lease: Redis was gone, and has to be told of all that was used."""
@@ -132,13 +133,14 @@ class SharedStore:
         return self.remote
 
     def stats(self) -> StoreStats:
-        local = self.local.stats()
+        local, remote = self.local.stats(), self.remote.stats()
         return replace(
-            self.remote.stats(),
-            num_dirty=len(self._backlog) + len(self._lost) + len(self._releases),
+            remote,
+            num_dirty=len(self._backlog) + len(self._releases),
             num_dropped=self._backlog.num_dropped,
             num_records=local.num_records,
             num_bytes=local.num_bytes,
+            shares={**local.shares, **remote.shares},
         )
 
     # Records
@@ -175,7 +177,7 @@ class SharedStore:
 
     def _is_known_better(self, key: Key) -> bool:
         """Whether Redis does not have what is here."""
-        return self._backlog.get(key) is not None or key in self._lost
+        return self._backlog.get(key) is not None
 
     async def _get_local(self, key: Key, ttl_s: float | None) -> bytes | None:
         value = await self.local.get(key, ttl_s)
@@ -250,13 +252,28 @@ class SharedStore:
         except StoreUnavailable:
             return await self.local.list(kind, tenant, limit)
         self._notice_losses()
-        if self._lost:
-            ids += await self.local.list(kind, tenant, limit)
+        pending = self._backlog.of(kind, tenant)
         newest = [id_ for id_ in reversed(pending) if pending[id_].value is not None]
         return list(dict.fromkeys(newest + [id_ for id_ in ids if id_ not in pending]))[:limit]
 
+    async def share(self, key: Key, value: bytes, ttl_s: float) -> None:
+        await self.local.share(key, value, ttl_s)
+        self._later(key, Pending(value, self._clock() + ttl_s, only_new=True))
+
+    async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
+        """What is here is right, for nobody changes it; Redis is told that it is still wanted."""
+        found = dict(zip(keys, await self.local.shared(keys, ttl_s), strict=True))
+        elsewhere = [key for key, value in found.items() if value is None]
+        for key, value in found.items():
+            if value is not None:
+                self._later(key, Pending(value, self._clock() + ttl_s, only_new=True))
+        for key, value in zip(elsewhere, await self.remote.shared(elsewhere, ttl_s), strict=True):
+            found[key] = value
+            if value is not None:
+                await self.local.share(key, value, ttl_s)
+        return [found[key] for key in keys]
+
     def _later(self, key: Key, pending: Pending) -> None:
-        self._lost.pop(key, None)
         self._backlog.put(key, pending)
         self._work.set()
 
@@ -354,9 +371,7 @@ class SharedStore:
         """Tells Redis all that it does not know. Raises StoreUnavailable; what is left then stays to be told."""
         while batch := self._backlog.batch():
             await self._write(batch)
-        self._notice_losses()
-        while self._lost:
-            await self._put_again(list(self._lost)[:MAX_COMMANDS])
+            self._notice_losses()
         while leases := list(self._releases)[:MAX_COMMANDS]:
             await self.remote.release_all(leases)
             for lease in leases:
@@ -364,13 +379,13 @@ class SharedStore:
 
     async def _write(self, batch: dict[Key, Pending]) -> None:
         now_s = self._clock()
-        records = [
-            (key, pending.value, pending.expires_s - now_s)
-            for key, pending in batch.items()
-            if pending.value is not None
-        ]
+        written: dict[bool, list[tuple[Key, bytes, float]]] = {True: [], False: []}
+        for key, pending in batch.items():
+            if pending.value is not None and pending.expires_s > now_s:
+                written[pending.only_new].append((key, pending.value, pending.expires_s - now_s))
         try:
-            await self.remote.put_all(records)
+            await self.remote.put_all(written[False])
+            await self.remote.share_all(written[True])
             await self.remote.delete_all([key for key, pending in batch.items() if pending.value is None])
         except StoreUnavailable:
             for key in batch:
@@ -384,20 +399,7 @@ class SharedStore:
         if self._num_losses_seen == self.remote.num_losses:
             return
         self._num_losses_seen = self.remote.num_losses
-        kept = sorted(self.local.records.items(), key=lambda item: item[1].put_number)
-        self._lost = {key: None for key, _ in kept if self._backlog.get(key) is None}
+        for key, entry in self.local.records.items():
+            if self._backlog.get(key) is None:
+                self._backlog.put(key, Pending(entry.value, entry.expires_s, only_new=True))
         self._work.set()
-
-    async def _put_again(self, keys: Sequence[Key]) -> None:
-        now_s = self._clock()
-        records: list[tuple[Key, bytes, float]] = []
-        num_bytes = 0
-        for key in keys:
-            entry = self.local.records.peek(key)
-            num_bytes += entry.num_bytes if entry else 0
-            if records and num_bytes > BATCH_BYTES:
-                break
-            records.append((key, entry.value if entry else b"", entry.expires_s - now_s if entry else 0.0))
-        await self.remote.put_all(records, only_new=True)
-        for key, _, _ in records:
-            self._lost.pop(key, None)

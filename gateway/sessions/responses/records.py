@@ -1,10 +1,21 @@
-"""Responses that have ended, kept in the store for those who ask for them or go on from them."""
+"""Responses that have ended, kept in the store for those who ask for them or go on from them.
+
+A response keeps its own input and output, and of what came before only the names of pieces, which it shares with the
+responses that it goes on from. So a chain of responses takes space that grows with its length. A response that is
+deleted takes nothing from those that went on from it: the pieces are there until nobody has asked for any of them for
+`KEPT_S`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import orjson
+
 from gateway.http.errors import unavailable
+from gateway.http.off_loop import off_loop
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses.objects import (
     Item,
@@ -16,55 +27,110 @@ from gateway.sessions.responses.objects import (
 )
 from gateway.sessions.responses.threads import Thread, num_chars
 from gateway.store.interface import Store, StoreUnavailable
-from gateway.store.packing import TOKEN_BYTES
+from gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
 from gateway.store.patience import insist
+from gateway.store.pieces import PIECE_BYTES, Pieces, cut, join
+from gateway.store.pieces import keep as keep_pieces
 from gateway.store.records import Records
 
 KIND = "response"
 KEPT_S = 24 * 3600.0
-"""Since it was made, or last asked for."""
+"""A response is kept for so long after it was made or last asked for."""
+_PIECES_S = KEPT_S + 60.0
+"""Pieces outlive every response that names them."""
+_MAX_REWRITES = 4
+"""Of a chain's token ids no more pieces are written than the last context has, so many times over."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptThread:
+    """A thread as its response's record has it."""
+
+    messages: Pieces
+    """Each as JSON, followed by a comma."""
+    token_ids: Pieces
+    num_written: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class KeptResponse:
     """What is kept of one response."""
 
     object: JsonObject
     input: list[Item]
+    thread: KeptThread | None
+    """None if the response came to no answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A response that was kept."""
+
+    object: JsonObject
+    input: list[Item]
     thread: Thread | None
-    """To go on with; None, if the response came to no answer."""
+    """The thread to go on with; None if the response came to no answer."""
+    is_broken: bool = False
+    """It came to an answer, and pieces of its thread are gone."""
 
 
-def _num_bytes(record: Record) -> int:
-    """Its thread has all of its texts, and more."""
-    thread = record.thread or Thread()
-    return TOKEN_BYTES * len(thread.token_ids) + sum(map(num_chars, thread.messages))
+RECORDS = Records(KIND, KeptResponse, KEPT_S, lambda kept: 4 * PIECE_BYTES + _num_chars(kept.input))
 
 
-RECORDS = Records(KIND, Record, KEPT_S, _num_bytes)
+def _num_chars(items: Sequence[Item]) -> int:
+    return sum(map(num_chars, as_messages(items)))
 
 
-def record_of(recording: Recording) -> Record:
-    """What is to be kept of a response that has ended."""
-    return Record(
-        object=response(recording),
-        input=recording.about["input"],
-        thread=continued(recording),
-    )
+def shared_tokens(thread: Thread, prompt: Sequence[int]) -> tuple[int, int]:
+    """How many pieces of token ids a prompt has in common with the thread before it, and how many that wrote."""
+    step, known = PIECE_BYTES // TOKEN_BYTES, list(thread.token_ids)
+    num_shared, most = 0, min(len(known), len(prompt)) // step
+    while num_shared < most:
+        part = slice(num_shared * step, (num_shared + 1) * step)
+        if known[part] != list(prompt[part]):
+            break
+        num_shared += 1
+    return num_shared, thread.num_written
 
 
 def continued(recording: Recording) -> Thread | None:
-    """The thread with this turn in it; None, if the turn came to no answer."""
+    """The thread with this turn in it; None, if the turn came to no answer.
+
+    A context that does not begin as the one before it is not worth keeping every time: no prefix is found in a cache by
+    it, and a chain of such contexts would take space that grows with the sum of them all.
+    """
     if status_of(recording) not in ("completed", "incomplete"):
         return None
-    messages = [*recording.about["history"], *as_messages(recording.about["input"])]
     answer = as_messages(output_items(recording))
-    return Thread((*messages, *answer), (*recording.request.prompt_token_ids, *recording.token_ids))
+    messages = (*recording.about["history"], *as_messages(recording.about["input"]), *answer)
+    token_ids = (*recording.request.prompt_token_ids, *recording.token_ids)
+    num_shared, num_written = recording.about.get("shared_tokens", (0, 0))
+    num_pieces = TOKEN_BYTES * len(token_ids) // PIECE_BYTES
+    after = num_written + num_pieces - num_shared
+    if after > _MAX_REWRITES * (num_pieces + 1):
+        return Thread(messages, (), num_written)
+    return Thread(messages, token_ids, after)
+
+
+def kept_response(recording: Recording) -> tuple[KeptResponse, dict[str, bytes]]:
+    """What is kept of a response that has ended, and the pieces that it names."""
+    thread = continued(recording)
+    object, input = response(recording), recording.about["input"]
+    if thread is None:
+        return KeptResponse(object=object, input=input, thread=None), {}
+    messages, pieces = cut(orjson.dumps(message) + b"," for message in thread.messages)
+    packed = pack_tokens(thread.token_ids)
+    token_ids, more = cut(packed[start : start + PIECE_BYTES] for start in range(0, len(packed), PIECE_BYTES))
+    kept = KeptThread(messages, token_ids, thread.num_written)
+    return KeptResponse(object=object, input=input, thread=kept), pieces | more
 
 
 async def keep(store: Store, recording: Recording) -> None:
     if recording.about["store"]:
-        await RECORDS.put(store, recording.tenant, recording.id, record_of(recording))
+        size = TOKEN_BYTES * (recording.num_prompt_tokens + len(recording.token_ids))
+        kept, pieces = await off_loop(size, kept_response, recording)
+        await keep_pieces(store, recording.tenant, pieces, _PIECES_S)
+        await RECORDS.put(store, recording.tenant, recording.id, kept)
 
 
 async def find(store: Store, tenant: str, response_id: str) -> Record | None:
@@ -74,6 +140,29 @@ async def find(store: Store, tenant: str, response_id: str) -> Record | None:
         ApiError: 503, if the store does not answer: nobody knows then.
     """
     try:
-        return await insist(lambda: RECORDS.get(store, tenant, response_id))
+        return await insist(lambda: _read(store, tenant, response_id))
     except StoreUnavailable:
         raise unavailable("Kept responses cannot be read now.", "store_unavailable") from None
+
+
+async def _read(store: Store, tenant: str, response_id: str) -> Record | None:
+    kept = await RECORDS.get(store, tenant, response_id)
+    if kept is None:
+        return None
+    thread = None if kept.thread is None else await _thread(store, tenant, kept.thread)
+    is_broken = kept.thread is not None and thread is None
+    return Record(object=kept.object, input=kept.input, thread=thread, is_broken=is_broken)
+
+
+async def _thread(store: Store, tenant: str, kept: KeptThread) -> Thread | None:
+    """The thread; None if some of its messages are gone. It goes on without its token ids."""
+    messages, token_ids = await asyncio.gather(
+        *(join(store, tenant, pieces, _PIECES_S) for pieces in (kept.messages, kept.token_ids))
+    )
+    if messages is None:
+        return None
+    return await off_loop(len(messages), _joined, messages, token_ids or b"", kept.num_written)
+
+
+def _joined(messages: bytes, token_ids: bytes, num_written: int) -> Thread:
+    return Thread(tuple(orjson.loads(b"[%b]" % messages.rstrip(b","))), unpack_tokens(token_ids), num_written)

@@ -39,7 +39,9 @@ class Thread:
     messages: tuple[Message, ...] = ()
     """Without the instructions of any one turn."""
     token_ids: Tokens = ()
-    """Prompt and output of the last answer; empty if nothing was generated yet."""
+    """Prompt and output of the last answer; empty if nothing was generated yet, or it is not worth keeping."""
+    num_written: int = 0
+    """Pieces of token ids that were written for this thread, those of its past included."""
 
 
 def num_chars(message: Message) -> int:

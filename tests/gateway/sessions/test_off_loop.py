@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 
 import pytest
 
@@ -12,13 +13,14 @@ from engine.planning.request import FinishReason, Request, SamplingParams
 from gateway.http import off_loop
 from gateway.sessions.conversations import CONVERSATIONS, Conversation
 from gateway.sessions.recordings.recording import Recording
+from gateway.sessions.responses import records
 from gateway.sessions.responses.objects import input_items
-from gateway.sessions.responses.records import RECORDS, Record
 from gateway.sessions.responses.threads import Thread
 from tests.clock import Clock
 from tests.gateway.harness import Gateway
 from tests.gateway.sessions.recordings.fakes import make_recording
 from tests.gateway.sessions.recordings.orphaning_store import OrphaningStore
+from tests.gateway.sessions.responses.recorded_responses import finish, recording_of
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +29,7 @@ NUM_TOKENS = 400_000
 TOKENS = tuple(range(7, 207)) * (NUM_TOKENS // 200)
 ITEMS = input_items("All work and no play. " * 20_000)
 THREAD = Thread(({"role": "user", "content": "All work and no play. " * 20_000},), TOKENS)
-KEPT = Record(object={}, input=ITEMS, thread=THREAD)
+ID = "resp_1a2b"
 
 Work = Callable[[Gateway], Coroutine[None, None, None]]
 
@@ -54,12 +56,19 @@ async def take_up(gateway: Gateway) -> None:
 
 
 async def keep_response(gateway: Gateway) -> None:
-    await RECORDS.put(gateway.service.store, TENANT, "resp_1", KEPT)
+    response = recording_of()
+    response.request = replace(response.request, prompt_token_ids=TOKENS)
+    response.about["history"] = list(THREAD.messages)
+    finish(response)
+    await records.keep(gateway.service.store, response)
 
 
 async def read_response(gateway: Gateway) -> None:
     await keep_response(gateway)
-    assert await RECORDS.get(gateway.service.store, TENANT, "resp_1") == KEPT
+    record = await records.find(gateway.service.store, TENANT, ID)
+    assert record is not None
+    assert record.thread is not None
+    assert len(record.thread.token_ids) == NUM_TOKENS + 1
 
 
 async def change_conversation(gateway: Gateway) -> None:

@@ -728,7 +728,7 @@ async def test_a_redis_that_comes_back_empty_learns_all_of_it_again(server: Redi
         clock.now += 60  # so that the breaker lets it try
         await writer.write()
     await store.beat()
-    assert store.num_losses == 1
+    assert store.num_losses in (1, 2)  # the connection has noticed it, and the heartbeat may have
     await writer.write()
     for chain in (range(40), range(50, 90)):
         assert await store.locate(hashes_of(chain)) == {"a": 10}

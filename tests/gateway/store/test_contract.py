@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.store.interface import LEASE_S, Durable, JournalChange, Key, Quota, Store
+from gateway.store.interface import LEASE_S, PIECE, Durable, JournalChange, Key, Quota, Store
 from tests.clock import Clock
 from tests.gateway.store.stores import DURABLE_KINDS, KINDS, block, opened, record
 from tests.redis_server import RedisServer
@@ -131,6 +131,23 @@ async def test_any_text_may_be_an_id(store: Store) -> None:
     assert await store.get(record("\ud800")) == b"\xed\xa0\x80"
     assert await store.get(record("?")) == b"?"
     assert len(await store.list("response", "t", 10)) == 7
+
+
+# What is shared
+
+
+def piece(id_: str, tenant: str = "t") -> Key:
+    return Key(PIECE, tenant, id_)
+
+
+async def test_what_is_shared_comes_back_as_it_was_put_first(store: Store) -> None:
+    await store.share(piece("a"), b"one", 6000)
+    await store.share(piece("a"), b"one", 6000)
+    await store.share(piece("b"), b"two", 6000)
+    assert await store.shared([piece("b"), piece("none"), piece("a")], 6000) == [b"two", None, b"one"]
+    assert await store.shared([piece("a", tenant="other")], 6000) == [None]
+    assert await store.shared([], 60) == []
+    assert await store.list("response", "t", 10) == []
 
 
 # Quotas

@@ -343,7 +343,12 @@ async def emptied_store(server: RedisServer) -> SharedStore:
 
 async def test_what_is_gone_here_by_now_is_not_given_back(server: RedisServer) -> None:
     store = await emptied_store(server)
-    await store._put_again([record("deleted"), record()])
+    await store.put(record("deleted"), b"x", 60)
+    await store.flush()
+    server.call("FLUSHALL")
+    await store.beat()
+    assert await store.delete(record("deleted"))
+    await store.flush()
     assert await store.remote.get(record("deleted")) is None
     assert await store.remote.get(record()) == b"value"
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from gateway.store import redis as redis_module
-from gateway.store.interface import ALIVE_S, HEARTBEAT_S, JournalChange, Quota
+from gateway.store import redis_records
+from gateway.store.interface import ALIVE_S, HEARTBEAT_S, JournalChange, Key, Quota, Share
 from gateway.store.link import Command
 from gateway.store.redis import RedisStore
 from tests.clock import Clock
@@ -17,7 +20,7 @@ from tests.redis_server import RedisServer
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]
 
 SECTIONS = {"record", "records", "journal", "tokens", "unfinished", "used", "leases"} | {
-    *("prefix", "hot", "resident", "replicas", "since")
+    *("prefix", "hot", "resident", "replicas", "since", "sizes", "expiries")
 }
 """The kinds of keys, as the README names them."""
 BEGUN = JournalChange("s", b"header", 0, (1,), 600)
@@ -131,7 +134,7 @@ async def test_what_another_replica_put_in_between_is_not_replaced(
 
     async def overtaken(command: Command) -> object:
         answer = await ask(command)
-        if command.script is None:
+        if command[0] == "GET":
             await theirs.put(record(), b"theirs", 60)
         return answer
 
@@ -178,7 +181,7 @@ async def test_the_list_forgets_what_expired(server: RedisServer) -> None:
         await store.put(record(f"{i}"), b"x", 600)
     index = next(key for key in server.all_keys() if ":records:" in key)
     for key in server.all_keys() - {index}:
-        if not key.endswith((":7", ":8")):
+        if ":record:" in key and not key.endswith((":7", ":8")):
             server.call("DEL", key)
     assert await store.list("response", "t", 10) == ["8", "7"]
     assert server.call("ZCARD", index) == 2
@@ -187,6 +190,8 @@ async def test_the_list_forgets_what_expired(server: RedisServer) -> None:
 async def test_every_key_expires(server: RedisServer) -> None:
     store = redis_store(server)
     await store.put(record(), b"x", 60)
+    await store.put(record("long"), b"x", 6000)
+    await store.share(Key("piece", "t", "p"), b"x", 6000)
     await store.write_journals([BEGUN])
     await store.reserve("t", Quota(requests_per_minute=5, tokens_per_minute=5), 1, "l")
     await store.renew([("u", "l")])
@@ -225,3 +230,69 @@ async def test_records_outlive_a_model_and_streams_do_not(server: RedisServer) -
         assert await stores[1].read_journal("s") is None
         assert await stores[1].delete(record("conv", kind="conversation"))
         assert await stores[0].list("conversation", "t", 9) == []
+
+
+# Shares
+
+
+async def test_a_tenant_that_has_too_much_in_redis_loses_what_would_expire_first(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_records, "MAX_TENANT_BYTES", 5_000)
+    store, value = redis_store(server), random.Random(1).randbytes(600)
+    for i in range(7):
+        await store.put(record(f"{i}"), value, 86_400)
+        await store.put(record("of another", tenant="u"), value, 86_400)
+        assert await store.get(record("0"), 86_400) == value
+    assert [await store.get(record(f"{i}")) is not None for i in range(7)] == [
+        True,
+        *[False] * 3,
+        *[True] * 3,
+    ]
+    assert await store.list("response", "t", 10) == ["6", "5", "4", "0"]
+    assert await store.get(record("of another", tenant="u")) == value
+    share = store.stats().shares["redis"]
+    assert share == (5_000, 4 * (601 + 400), 3)
+
+
+async def test_what_expired_and_what_was_deleted_counts_no_longer(server: RedisServer, clock: Clock) -> None:
+    store, share = redis_store(server, clock=clock), Share(redis_records.MAX_TENANT_BYTES, 402, 0)
+    await store.put(record("soon"), b"x", 3600)
+    await store.put(record("deleted"), b"x", 86_400)
+    await store.put(record("again"), b"x" * 100, 86_400)
+    assert await store.delete(record("deleted"))
+    clock.now += 3601
+    await store.put(record("again"), b"x", 86_400)
+    assert store.stats().shares["redis"] == share
+
+
+async def test_records_that_live_shortly_and_files_do_not_count(server: RedisServer) -> None:
+    store = redis_store(server)
+    await store.put(record(), b"x" * 1000, 600)
+    await store.put(record(kind="file_part"), b"x" * 1000, 86_400)
+    assert store.stats().shares["redis"].largest_bytes == 0
+
+
+async def test_a_share_that_redis_lost_the_sizes_of_begins_anew(server: RedisServer) -> None:
+    store = redis_store(server)
+    await store.put(record("a"), b"x", 86_400)
+    server.call("DEL", *(key for key in server.all_keys() if ":sizes:" in key))
+    assert await store.delete(record("a"))
+    await store.put(record("b"), b"x", 86_400)
+    assert store.stats().shares["redis"].largest_bytes == 402
+    assert {key for key in server.all_keys() if server.call("PTTL", key) <= 0} == set()
+
+
+async def test_what_is_there_is_not_sent_again(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, sent = redis_store(server), []
+    put_all = store.put_all
+
+    async def noted(records: Sequence[tuple[Key, bytes, float]], *, only_new: bool = False) -> None:
+        sent.append([key.id for key, _, _ in records])
+        await put_all(records, only_new=only_new)
+
+    monkeypatch.setattr(store, "put_all", noted)
+    pieces = [(Key("piece", "t", id_), b"x", 86_400.0) for id_ in "ab"]
+    await store.share_all(pieces[:1])
+    await store.share_all(pieces)
+    assert sent == [["a"], ["b"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from openai.types.responses import Response, ResponseStreamEvent
@@ -38,13 +39,19 @@ SAMPLING = SamplingParams(temperature=0.5, top_p=0.9, grammar=Grammar(GrammarKin
 
 
 def recording_of(
-    body_input: Any = "Hi", *, reading: Reading = PLAIN, sampling: SamplingParams = SAMPLING, **fields: Any
+    body_input: Any = "Hi",
+    *,
+    reading: Reading = PLAIN,
+    sampling: SamplingParams = SAMPLING,
+    id: str = "resp_1a2b",
+    prompt: Sequence[int] = (3, 4, 5, 6),
+    **fields: Any,
 ) -> Recording:
     """A response that was just asked for. Call it on an event loop, or see that nothing ends it."""
     body = body_of(body_input, **fields)
     request = Request(
-        request_id="resp_1a2b",
-        prompt_token_ids=(3, 4, 5, 6),
+        request_id=id,
+        prompt_token_ids=tuple(prompt),
         sampling=sampling,
         arrival_s=10.0,
         lane=Lane.STANDARD,

@@ -31,7 +31,15 @@ from gateway.sessions.responses.objects import (
     status_of,
     texts_of,
 )
-from gateway.sessions.responses.records import KIND, RECORDS, Record, continued, record_of
+from gateway.sessions.responses.records import (
+    KIND,
+    RECORDS,
+    KeptResponse,
+    continued,
+    find,
+    keep,
+    kept_response,
+)
 from gateway.sessions.responses.schemas import LOGPROBS, PageQuery
 from gateway.sessions.responses.script import ItemDelta, script
 from gateway.sessions.responses.threads import Thread
@@ -53,7 +61,7 @@ from tests.gateway.sessions.responses.recorded_responses import (
     strict,
 )
 
-CODEC = TypeAdapter(Record)
+CODEC = TypeAdapter(KeptResponse)
 OPENING = ["response.created", "response.in_progress"]
 BEGUN = ["response.output_item.added", "response.content_part.added"]
 DELTA = "response.output_text.delta"
@@ -162,9 +170,9 @@ def test_what_was_asked_for_is_told() -> None:
 
 def test_all_of_it_can_be_made_again_from_json() -> None:
     recording = ended("completed", "Hel", "lo", metadata={"a": "b"}, background=True)
-    before = (response(recording), frames_of(recording), record_of(recording))
+    before = (response(recording), frames_of(recording), kept_response(recording))
     recording.about = json.loads(json.dumps(recording.about))
-    assert (response(recording), frames_of(recording), record_of(recording)) == before
+    assert (response(recording), frames_of(recording), kept_response(recording)) == before
 
 
 @pytest.mark.parametrize("how", ENDS)
@@ -195,7 +203,7 @@ def test_a_restarted_server_tells_the_same(how: str, text: str) -> None:
     rebuilt.close()
     assert status_of(rebuilt) == status_of(recording) == how
     assert frames_of(rebuilt) == frames_of(recording)
-    assert record_of(rebuilt) == record_of(recording)
+    assert kept_response(rebuilt) == kept_response(recording)
 
 
 def test_a_restarted_server_tells_the_same_log_probabilities() -> None:
@@ -383,9 +391,13 @@ def test_a_stream_that_another_process_goes_on_with_has_not_failed() -> None:
 # What is kept
 
 
-def test_a_record_survives_the_store() -> None:
-    record = record_of(ended("completed", "Hel", "lo"))
-    assert CODEC.validate_json(CODEC.dump_json(record)) == record
+@pytest.mark.anyio
+async def test_a_record_survives_the_store() -> None:
+    recording, store = ended("completed", "Hel", "lo"), MemoryStore()
+    await keep(store, recording)
+    record = await find(store, "default", recording.id)
+    assert record is not None
+    assert (record.object, record.input) == (response(recording), recording.about["input"])
     assert record.thread == Thread(
         ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}),
         (3, 4, 5, 6, 7, 7, 7),
@@ -394,8 +406,8 @@ def test_a_record_survives_the_store() -> None:
 
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
 def test_what_came_to_no_answer_is_not_gone_on_from(how: str) -> None:
-    record = record_of(ended(how, "Hel"))
-    assert record.thread is None
+    record, pieces = kept_response(ended(how, "Hel"))
+    assert (record.thread, pieces) == (None, {})
     assert CODEC.validate_json(CODEC.dump_json(record)) == record
 
 
