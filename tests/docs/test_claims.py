@@ -36,7 +36,7 @@ from gateway.http.connections import Timeouts
 from gateway.http.limits import Limits
 from gateway.sessions.batches import batch, files, run, running
 from gateway.sessions.recordings.registry import Keeping
-from gateway.store import breaker, interface, patience, redis
+from gateway.store import breaker, interface, memory, patience, pieces, redis, redis_records
 from gateway.wire import compiling, sampling
 from priority import admission, queue, shares, steptime, yielding
 from priority.lanes import DEFAULT_POLICIES, Lane
@@ -181,7 +181,12 @@ CLAIMS: dict[str, list[str]] = {
         f"A call takes at most {interface.MAX_WAIT_S * 1000:g} ms",
         f"for up to {patience.INSIST_S:g} seconds: a resumable reply",
         f"After {WORDS[breaker.MAX_FAILURES]} failures in a row",
-        f"zset | ID by when it was put (us); at most {redis.MAX_LISTED:,}",
+        f"zset | ID by when it was put (us); at most {redis_records.MAX_LISTED:,}",
+        f"parts of about {pieces.PIECE_BYTES >> 10} KiB",
+        f"twice up to {pieces.FANOUT**2} pieces",
+        f"all records together have {memory.MAX_BYTES // MIB} MiB",
+        f"an hour or longer may have {redis_records.MAX_TENANT_BYTES // MIB} MiB",
+        f"and with {redis_records.RECORD_BYTES} bytes for each",
         f"HASH by hotness; at most {redis.MAX_PREFIXES:,} | {redis.PREFIX_TTL_S / HOUR:g} h after",
         f"HASH by last use; at most {redis.MAX_PREFIXES:,} | {redis.RESIDENT_TTL_S:g} s after the last heartbeat",
         f"| {interface.ALIVE_S:g} s after the last of all |",
