@@ -23,6 +23,7 @@ from app.cli import main
 from app.settings import ENV_PREFIX, Settings, default_text, flag
 from engine.kernels.cpu import levels, prebuilt
 from engine.model.families import FAMILIES, NOT_YET
+from engine.model.gguf.kinds import KINDS
 from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operation import ALWAYS
 from gateway.endpoints.operations import OPERATIONS
@@ -66,11 +67,24 @@ def _families() -> Iterator[str]:
     yield f"""\
 {len(FAMILIES)} architectures are served, by their name in a model's config.json. Each is a short function in
 `engine/model/families`. Tests compare the logits of tiny random models of each with transformers': by plain torch, by
-the native kernels of the CPU, and by those for CUDA in Triton's interpreter. [Models](../guide/models.md) says how to
-serve one."""
-    yield _table("architecture | models", ((f"`{name}`", family.models) for name, family in FAMILIES.items()))
+the native kernels of the CPU, and by those for CUDA in Triton's interpreter; in 8 and 4 bits, and on two ranks where
+ranks can run them. Those with a `general.architecture` come as GGUF files, too, whose logits are compared likewise;
+files of Granite 4 call it `granite`, and those of Mistral Small 3.1 `llama`.
+[Models](../guide/models.md) says how to serve one."""
+    yield _table(
+        "architecture | models | as GGUF",
+        ((f"`{name}`", family.models, _kinds_of(name)) for name, family in FAMILIES.items()),
+    )
     yield "These are known, and not served yet:"
     yield _table("architecture | what it has that is not served", ((f"`{k}`", v) for k, v in NOT_YET.items()))
+
+
+def _kinds_of(architecture: str) -> str:
+    """The kinds of GGUF files that models of the architecture are converted to."""
+    rows = [(kind, name) for kind, row in KINDS.items() for name in (row.architecture, row.windowed) if name]
+    own = [kind for kind, name in rows if name == architecture]
+    describe = FAMILIES[architecture].describe
+    return _codes(dict.fromkeys(own or [kind for kind, name in rows if FAMILIES[name].describe is describe]))
 
 
 # Settings

@@ -24,6 +24,7 @@ from engine.model.tensors import (
     head_spec,
     layer_embeddings_spec,
     layer_specs,
+    layer_table_spec,
     packs_embedding,
 )
 from engine.planning.windows import Windows
@@ -234,9 +235,12 @@ def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_I
         maps.append(head)
     if (own := config.spec.layer_embeddings) is not None:
         maps.append(layer_embeddings_spec(own, config, recipe))
-        if (
+        table = layer_table_spec(own, recipe)
+        if kernels.keeps_narrow and isinstance(table.format, Integers):
+            maps.append(table)
+        elif (
             not kernels.keeps_narrow
-        ):  # else the table's file is mapped, of which the system keeps what there is room for
+        ):  # else its file is mapped, of which the system keeps what there is room for
             num_loose += own.vocab_size * own.width
     return tensor_bytes(maps, num_loose, kernels)
 

@@ -38,7 +38,8 @@ def program(
             scale=parts.map_scale,
         )
         combine = replace(map, kind="combine", scale=parts.scale, part=parts.size, norm=of_layers.norm)
-        ops += [map, replace(combine, rows=of_layers.table)]
+        table = of_layers.table
+        ops += [map, replace(combine, rows=table if isinstance(table, Tensor) else packed(table))]
     for number, (layer, own) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         ops += _layer(number, layer, own, tables, gathers=number == spec.last_with_keys)
     return [*ops, _finish(spec, weights.final_norm)]

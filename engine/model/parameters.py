@@ -60,8 +60,9 @@ class LayerWeights:
 class LayerEmbeddings:
     """See the description of the same name."""
 
-    table: Tensor
-    """[vocab, layers * size] in the type of the checkpoint; on a CPU, it may be the memory of the mapped file."""
+    table: Tensor | Linear
+    """[vocab, layers * size] in the type of the checkpoint; on a CPU, it may be the memory of the mapped file, or a
+    linear map whose rows it is: see `Kernels.keeps_narrow`."""
     map: Linear
     norm: Tensor
     """[size]"""

@@ -200,6 +200,11 @@ def embedding_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec
     return LinearSpec((part,), config.hidden_size)
 
 
+def layer_table_spec(own: LayerEmbeddings, recipe: Recipe = AS_IT_IS) -> LinearSpec:
+    """The table of the embeddings for each layer, as if it were a linear map: it can be stored like one."""
+    return LinearSpec((Part(own.table, own.vocab_size, recipe.storages(own.table)),), own.width)
+
+
 def layer_embeddings_spec(own: LayerEmbeddings, config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:
     """The map from the embedding to what layers read beside it, which is never quantized at load."""
     return LinearSpec((Part(own.map, own.width, recipe.storages(own.map)),), config.hidden_size)
@@ -223,7 +228,7 @@ def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str,
     """Every tensor that a checkpoint must have, by its full name."""
     yield from tensors_of(embedding_spec(config, recipe))
     if (own := config.spec.layer_embeddings) is not None:
-        yield f"{own.table}.weight", StoredTensor("weight", (own.vocab_size, own.width))
+        yield from tensors_of(layer_table_spec(own, recipe))
         yield from tensors_of(layer_embeddings_spec(own, config, recipe))
         yield f"{own.norm.name}.weight", StoredTensor("weight", (own.norm.size,))
     for number, layer in enumerate(config.layers):

@@ -150,6 +150,7 @@ class Decoder:
             return None
         mapped = (own.map(hidden) * spec.map_scale).view(-1, spec.size)
         normed = self.kernels.rms_norm(mapped, own.norm, self.config.spec.norm_eps)
+        assert isinstance(own.table, Tensor)
         rows = F.embedding(token_ids, own.table).to(hidden.dtype) * spec.scale
         both: Tensor = (rows + normed.view(rows.shape)) * 0.5**0.5
         return both.view(-1, spec.num_layers, spec.size)

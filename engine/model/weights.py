@@ -27,6 +27,7 @@ from engine.model.tensors import (
     expected_tensors,
     head_spec,
     layer_embeddings_spec,
+    layer_table_spec,
     linear_specs,
     norm_in_our_order,
     packs_embedding,
@@ -93,10 +94,17 @@ def _layer_embeddings(config: ModelConfig, reader: Reader, recipe: Recipe) -> La
     own = config.spec.layer_embeddings
     if own is None:
         return None
-    table = reader.read(f"{own.table}.weight").to(reader.kernels.device)
-    return LayerEmbeddings(
-        table, reader.linear(layer_embeddings_spec(own, config, recipe)), reader.norm(own.norm)
-    )
+    map = reader.linear(layer_embeddings_spec(own, config, recipe))
+    return LayerEmbeddings(_layer_table(reader, layer_table_spec(own, recipe)), map, reader.norm(own.norm))
+
+
+def _layer_table(reader: Reader, spec: LinearSpec) -> Tensor | Linear:
+    """The table as it is stored: the memory of the mapped file, or integers in the layout of a linear map."""
+    stored, format = reader.single(spec), spec.stored
+    if format == DENSE:
+        return stored["weight"].to(reader.kernels.device)
+    keeps = reader.kernels.keeps_narrow and isinstance(format, Integers)
+    return reader.pack(spec, stored) if keeps else reader.embedding(spec, stored)
 
 
 def load_layer(layer: Layer, reader: Reader, number: int, specs: Mapping[str, LinearSpec]) -> LayerWeights:

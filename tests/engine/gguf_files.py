@@ -69,6 +69,8 @@ write_file = partial(gguf_files.write_file, encode=encode)
 KINDS = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "ministral3": "mistral3",
     "phi3": "phi3",
     "glm4": "glm4",
@@ -115,21 +117,30 @@ _OF_YARN = {
 }
 
 
-def write_family(folder: Path, path: Path, types: Types = FLOAT32, **metadata: Any) -> Path:
-    """Writes a model of tests/engine/families.py as llama.cpp's converter does, with the `gguf` library's names."""
+def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "", **metadata: Any) -> Path:
+    """Writes a model of tests/engine/families.py as llama.cpp's converter does, with the `gguf` library's names.
+
+    Args:
+        kind: the architecture that the converter makes of it, where that does not follow from its type.
+    """
     config = json.loads((folder / "config.json").read_text())
-    kind = KINDS[config["model_type"]]
+    kind = kind or KINDS[config["model_type"]]
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     arrays: dict[str, Array] = {}
     for name, tensor in _parts(load_file(folder / "model.safetensors")).items():
-        found = names.get_name(name, (".weight", ".bias"))
+        named = f"{name}.weight" if name.endswith("layer_scalar") else name
+        found = names.get_name(named, (".weight", ".bias"))
         assert found is not None, name
         arrays[found] = _converted(name, tensor, config, kind).numpy()
     rope = config["rope_parameters"]
     if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):
             arrays[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], np.float32)
+    if kind == "gemma4":
+        num = _of_full_layers(config)["head_dim"] // 2
+        num_rotated = int(num * rope["full_attention"]["partial_rotary_factor"])
+        arrays["rope_freqs.weight"] = np.where(np.arange(num) < num_rotated, 1, 1e30).astype(np.float32)
     tokens = [f"<{number}>" for number in range(config["vocab_size"])]
     entries = {f"{kind}.{key}": value for key, value in _metadata(config, rope).items()}
     entries |= {name.replace("__", "."): value for name, value in metadata.items()}
@@ -152,7 +163,7 @@ def _parts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _converted(name: str, tensor: Tensor, config: dict[str, Any], kind: str) -> Tensor:
     """Gemma's norms with what the model adds; queries and keys of llama's like with neighbours that rotate together."""
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if kind in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return tensor + 1
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
     if kind not in ("mistral3", "smollm3", "granite") or heads is None:
@@ -171,7 +182,7 @@ def _metadata(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         entries["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
     if model not in ("smollm3", "qwen2", "qwen3") and (window := config.get("sliding_window")) is not None:
         entries["attention.sliding_window"] = window
-        if model in ("olmo3", "exaone4"):
+        if model in ("olmo3", "exaone4") or model.startswith("gemma4"):
             slides = [kind == "sliding_attention" for kind in config["layer_types"]]
             entries["attention.sliding_window_pattern"] = slides
     if full["rope_type"] in ("linear", "yarn"):
@@ -179,6 +190,8 @@ def _metadata(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         entries |= {
             f"rope.scaling.{key}": value for key, value in {"type": full["rope_type"], **scaling}.items()
         }
+    if model.startswith("gemma4"):
+        entries |= _of_gemma4(config)
     if "llama_4_scaling_beta" in rope:
         entries["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if model in ("phi3", "glm4"):
@@ -189,4 +202,27 @@ def _metadata(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         stretch = config["max_position_embeddings"] / old
         entries["rope.scaling.original_context_length"] = old
         entries["rope.scaling.attn_factor"] = float((1 + np.log(stretch) / np.log(old)) ** 0.5)
+    return entries
+
+
+def _of_full_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of layers without a window, the last of which is one."""
+    return {**config, **config["per_layer_config"][str(config["num_hidden_layers"] - 1)]}
+
+
+def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    """Heads of two sizes, and what is said of each layer."""
+    slides, full = [kind == "sliding_attention" for kind in config["layer_types"]], _of_full_layers(config)
+    entries: dict[str, Any] = {
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config.get("hidden_size_per_layer_input", 0),
+    }
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        entries |= {key: full["head_dim"], f"{key}_swa": config["head_dim"]}
+    if config["use_double_wide_mlp"]:
+        inner, num_own = config["intermediate_size"], len(slides) - config["num_kv_shared_layers"]
+        entries["feed_forward_length"] = [inner * (1 + (layer >= num_own)) for layer in range(len(slides))]
+    if config["attention_k_eq_v"]:
+        counts = full["num_key_value_heads"], config["num_key_value_heads"]
+        entries["attention.head_count_kv"] = [counts[is_windowed] for is_windowed in slides]
     return entries

@@ -22,6 +22,7 @@ from engine.kernels.cpu.linear import PackedLinear
 from engine.kernels.cpu.program import (
     GATES,
     KINDS,
+    PACKED_ROWS,
     STREAMS,
     HeadInput,
     Model,
@@ -159,7 +160,9 @@ class NativeDecoder:
             is_sampled=op.is_sampled,
         )
         self._kept += [op.linear, op.rows]
-        if op.rows is not None:
+        if isinstance(op.rows, PackedLinear):
+            made.rows, made.rows_type = op.rows.handle, PACKED_ROWS
+        elif op.rows is not None:
             made.rows, made.rows_type = op.rows.data_ptr(), DTYPES[op.rows.dtype]
         if op.heads is not None:
             keys, values = self._kv.layer(op.layer)

@@ -48,7 +48,7 @@ struct Op {
     int32_t window;
     int32_t is_sampled;  // of attention, before they are gathered: no row is wanted but the sampled ones
     int32_t table;       // of its sequences' block tables, that of its cache
-    const void* rows;    // of combine: [vocab][width of all parts], which is that of its linear
+    const void* rows;    // of combine: [vocab][width of all parts], which is that of its linear; or a Linear
     int32_t rows_type;
     char* keys;          // of this layer, in the first block
     char* values;

@@ -19,6 +19,8 @@ from engine.kernels.cpu.linear import PackedLinear
 KINDS = ("embed", "linear", "norm", "attend", "gather", "finish", "combine", "tap", "keep", "join")
 STREAMS = ("hidden", "qkv", "attended", "inner", "added", "prepared", "per_layer", "gates")
 GATES = ("silu", "gelu_tanh")
+PACKED_ROWS = -1
+"""The `rows_type` of rows that a linear map has."""
 
 
 class Shape(ctypes.Structure):
@@ -135,8 +137,9 @@ class NativeOp:
     part: int = -1
     """Of a linear map that reads gates: the layer whose part of the embeddings for layers they let through; -1 is none.
     Of combine: the width of a part."""
-    rows: Tensor | None = None
-    """Of combine: [vocab, width of all parts] in floating point; it stays where it is."""
+    rows: Tensor | PackedLinear | None = None
+    """Of combine: [vocab, width of all parts] in floating point, which stays where it is; or a linear map with these
+    rows."""
     heads: NativeHeads | None = None
     layer: int = 0
     """Of attention, the layer of the cache; of the others, after how many layers they run."""

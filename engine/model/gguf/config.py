@@ -118,25 +118,50 @@ def _entries(header: Header, kind: Kind) -> dict[str, object]:
     hidden, heads = fields.size(f"{name}.embedding_length"), fields.size(f"{name}.attention.head_count")
     depth = fields.size(f"{name}.block_count", most=MAX_LAYERS)
     head_dim = fields.size(f"{name}.attention.key_length", max(1, hidden // heads))
+    windowed_dim = fields.size(f"{name}.attention.key_length_swa", head_dim)
+    inner = _of_layers(fields, f"{name}.feed_forward_length", depth)
     window = max(0, fields.integer(f"{name}.attention.sliding_window", kind.window))
+    kinds = _layer_types(header, name, depth) if window else [FULL] * depth
     eps, eps_entry = kind.eps
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.size(f"{name}.attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        **_kv_heads(header, name, heads, kinds or [FULL] * depth),
+        "head_dim": windowed_dim,
+        "global_head_dim": head_dim,
         "num_hidden_layers": depth,
-        "intermediate_size": fields.size(f"{name}.feed_forward_length"),
+        "intermediate_size": min(inner),
+        "use_double_wide_mlp": max(inner) == 2 * min(inner),
         "max_position_embeddings": fields.size(f"{name}.context_length", most=MAX_POSITIONS),
         eps_entry: fields.positive(f"{name}.{eps}"),
         "query_pre_attn_scalar": hidden // heads if depth == kind.wide_depth else head_dim,
         "sliding_window": window or None,
-        "layer_types": _layer_types(header, name, depth) if window else [FULL] * depth,
+        "layer_types": kinds,
         "attention_bias": False,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **_rope(header, name, kind, head_dim),
-        **_numbers(fields, name, {entry: key for key, entry in kind.keys.items()}),
         **kind.entries,
+        **_numbers(fields, name, {entry: key for key, entry in kind.keys.items()}),
+    }
+
+
+def _of_layers(fields: Fields, key: str, depth: int, default: int | None = None) -> list[int]:
+    """A size of each layer, which the metadata give for all of them, or one by one."""
+    found = fields.integers(key) or (fields.size(key, default),)
+    if len(found) not in (1, depth):
+        raise CheckpointError(f"{fields.source}: {key} has {len(found)} entries for {depth} layers")
+    return [Fields(fields.source, {key: size}).size(key) for size in found] * (depth // len(found))
+
+
+def _kv_heads(header: Header, name: str, heads: int, kinds: list[str]) -> dict[str, object]:
+    """The heads of keys and values of layers with a window, and of those without one, whose keys may be values, too."""
+    counts = _of_layers(header.fields, f"{name}.attention.head_count_kv", len(kinds), heads)
+    of_kinds = dict(zip(reversed(kinds), reversed(counts), strict=True))
+    full = kinds.index(FULL) if FULL in kinds else 0
+    return {
+        "num_key_value_heads": of_kinds.get(SLIDING, counts[0]),
+        "num_global_key_value_heads": of_kinds.get(FULL, counts[0]),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in header.tensors,
     }
 
 
@@ -163,6 +188,12 @@ def _layer_types(header: Header, name: str, depth: int) -> list[str] | None:
 def _rope(header: Header, name: str, kind: Kind, head_dim: int) -> dict[str, object]:
     fields = header.fields
     rotated = fields.size(f"{name}.rope.dimension_count", head_dim)
+    windowed_dim = fields.size(f"{name}.attention.key_length_swa", head_dim)
+    if fields.size(f"{name}.rope.dimension_count_swa", windowed_dim) != windowed_dim:
+        raise CheckpointError(
+            f"{fields.source}: {name}.rope.dimension_count_swa is not key_length_swa, {windowed_dim}: only heads that "
+            "are rotated whole are supported"
+        )
     if rotated != head_dim and not kind.rotates_in_part:
         raise CheckpointError(
             f"{fields.source}: {name}.rope.dimension_count is {rotated}, and only heads that are rotated whole are "
@@ -203,9 +234,13 @@ def _numbers(fields: Fields, name: str, keys: Mapping[str, str]) -> dict[str, ob
 def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
     """The model with the tensors of the file: ggml's norms have no offsets, and biases are those that are there."""
     factors, ropes = header.tensors.get(_ROPE_FACTORS), spec.ropes
-    if factors is not None:
-        found = _factors(factors, spec.layers[0].attention.head_dim // 2)
-        ropes = tuple(replace(rope, scaling="factors", factors=found) for rope in ropes)
+    if factors is not None:  # those are of the layers without a window, if some have one
+        whole = next((layer for layer in spec.layers if not layer.attention.window), spec.layers[0]).attention
+        found = _factors(factors, whole.head_dim // 2)
+        ropes = tuple(
+            replace(rope, scaling="factors", factors=found) if number == whole.rope else rope
+            for number, rope in enumerate(ropes)
+        )
     first = spec.layers[0].attention
     attention = {
         "is_interleaved": kind.is_interleaved or first.is_interleaved,
@@ -221,8 +256,8 @@ def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
 
 
 def _without_offsets(layer: Layer) -> Layer:
-    norms = {name: replace(norm, offset=0.0) for name, norm in layer.norms().items()}
-    own = {name: norms.pop(name) for name in layer.attention.norms()}
+    norms = {name: replace(norm, offset=0.0) for name, norm in layer.norms().items() if norm.offset}
+    own = {name: norms.pop(name) for name in layer.attention.norms() if name in norms}
     return replace(layer, **norms).with_attention(**own)  # type: ignore[arg-type]
 
 

@@ -64,6 +64,9 @@ KINDS = {
     "llama": Kind(architecture="LlamaForCausalLM", windowed="MistralForCausalLM", is_interleaved=True),
     "qwen2": Kind(architecture="Qwen2ForCausalLM", entries=_EVERY_LAYER_SLIDES),
     "qwen3": Kind(architecture="Qwen3ForCausalLM", entries=_EVERY_LAYER_SLIDES),
+    # What images need of a rotation is what text has: as many positions in all of its sections.
+    "qwen2vl": Kind(architecture="Qwen2_5_VLForConditionalGeneration", entries=_EVERY_LAYER_SLIDES),
+    "qwen3vl": Kind(architecture="Qwen3VLForConditionalGeneration", entries=_EVERY_LAYER_SLIDES),
     "gemma2": Kind(
         architecture="Gemma2ForCausalLM",
         keys=_SOFTCAPS,
@@ -72,6 +75,21 @@ KINDS = {
         wide_depth=46,
     ),
     "gemma3": Kind(architecture="Gemma3ForCausalLM", keys=_SOFTCAPS, names=_FOUR_NORMS, wide_depth=62),
+    "gemma4": Kind(
+        architecture="Gemma4ForCausalLM",
+        keys={
+            "final_logit_softcapping": "final_logit_softcapping",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+        entries={"hidden_size_per_layer_input": 0},
+        names={
+            **_FOUR_NORMS,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+    ),
     "mistral3": Kind(architecture="Ministral3ForCausalLM", is_interleaved=True),
     "phi3": Kind(
         architecture="Phi3ForCausalLM",

@@ -6,7 +6,14 @@ import re
 
 from engine.model.gguf.kinds import Kind
 
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 
 _OF_A_LAYER = {
     "attn_norm": "input_layernorm",
@@ -22,6 +29,9 @@ _OF_A_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 
+_GGML_SCALAR, _SCALAR = "layer_output_scale.weight", "layer_scalar"
+"""A layer's one number, which transformers has no module for."""
+
 _GGML_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,5})\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
 _ENGINE_NAME = re.compile(r"(?:model\.layers\.(?P<layer>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
 
@@ -36,6 +46,8 @@ class Names:
 
     def engine_name(self, name: str) -> str | None:
         """The engine's name of ggml's tensor; None if it is none of the decoder's."""
+        if name.endswith(f".{_GGML_SCALAR}"):
+            return f"model.layers.{name.split('.')[1]}.{_SCALAR}"
         found = _GGML_NAME.fullmatch(name)
         if found is None:
             return None
@@ -47,6 +59,8 @@ class Names:
 
     def ggml_name(self, name: str) -> str:
         """ggml's name of the engine's tensor."""
+        if name.endswith(f".{_SCALAR}"):
+            return f"blk.{name.split('.')[2]}.{_GGML_SCALAR}"
         found = _ENGINE_NAME.fullmatch(name)
         if found is None or found["module"] not in self._ggml:
             return name

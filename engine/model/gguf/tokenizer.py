@@ -160,16 +160,19 @@ def _byte_level(fields: Fields, vocabulary: _Vocabulary) -> Json:
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in splitting.patterns
     ]
-    merges = [_two_parts(fields, merge) for merge in fields.strings("tokenizer.ggml.merges")]
     return _content(
         fields,
         vocabulary,
         normalizer={"type": "NFC"} if splitting.is_composed else None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [*cuts, bytes_of_a_piece]},
         decoder=bytes_of_a_piece,
-        model={"ignore_merges": splitting.has_whole_words, "merges": merges},
+        model={"ignore_merges": splitting.has_whole_words, "merges": _two_part_merges(fields)},
         adds_bos=splitting.adds_bos,
     )
+
+
+def _two_part_merges(fields: Fields) -> list[tuple[str, str]]:
+    return [_two_parts(fields, merge) for merge in fields.strings("tokenizer.ggml.merges")]
 
 
 def _two_parts(fields: Fields, merge: str) -> tuple[str, str]:
@@ -183,6 +186,15 @@ def _two_parts(fields: Fields, merge: str) -> tuple[str, str]:
 
 def _sentence_piece(fields: Fields, vocabulary: _Vocabulary) -> Json:
     """BPE over characters, as SentencePiece has it: spaces are ▁, and what is not in the vocabulary becomes bytes."""
+    return _of_characters(fields, vocabulary, _merges(vocabulary, _scores(fields, len(vocabulary.tokens))))
+
+
+def _listed_merges(fields: Fields, vocabulary: _Vocabulary) -> Json:
+    """The same with a list of merges, as Gemma 4 has it."""
+    return _of_characters(fields, vocabulary, _two_part_merges(fields))
+
+
+def _of_characters(fields: Fields, vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]]) -> Json:
     has_prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
     spaces: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     prefix: list[Json] = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
@@ -203,7 +215,7 @@ def _sentence_piece(fields: Fields, vocabulary: _Vocabulary) -> Json:
             "unk_token": unknown,
             "fuse_unk": True,
             "byte_fallback": True,
-            "merges": _merges(vocabulary, _scores(fields, len(vocabulary.tokens))),
+            "merges": merges,
         },
         adds_bos=True,
     )
@@ -309,5 +321,5 @@ def _around(fields: Fields, vocabulary: _Vocabulary, adds_bos: bool) -> Json:
     }
 
 
-_MODELS = {"gpt2": _byte_level, "llama": _sentence_piece}
+_MODELS = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _listed_merges}
 """By `tokenizer.ggml.model`."""

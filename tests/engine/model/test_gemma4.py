@@ -81,7 +81,7 @@ def test_the_table_keeps_the_type_of_the_file_and_small_maps_are_not_quantized(t
     decoder = model.decoder
     assert isinstance(decoder, NativeDecoder)
     (combine,) = (op for op in decoder.ops if op.kind == "combine")
-    assert combine.rows is not None
+    assert isinstance(combine.rows, torch.Tensor)
     assert combine.rows.dtype == torch.float32
     (out,) = (op.linear for op in decoder.ops if op.part == 0)
     assert out is not None

@@ -306,9 +306,10 @@ def test_logits_are_those_of_transformers_on_the_dequantised_weights(
 
 
 OF_GGUF: dict[str, dict[str, Any]] = {
-    **{family: {} for family in TINY if not family.startswith("Gemma 4")},
+    **{family: {} for family in TINY},
     "Gemma 2": {"query_pre_attn_scalar": 24},
     "Gemma 3": {"query_pre_attn_scalar": 24, "num_hidden_layers": 6, "layer_types": None},
+    "Gemma 4 E": {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512},
     "Granite 4, dense": {"position_embedding_type": "rope", "shared_intermediate_size": 128},
 }
 """What the converter has no key for is as in the models that people know."""
@@ -329,6 +330,22 @@ def test_logits_of_a_family_are_those_of_transformers(family: str, type: str, tm
     assert float((found - expected).abs().max()) <= 1e-4 * max(1.0, float(expected.abs().max()))
     if type == "Q8_0":
         assert read_config(path).quantization is not None
+        # Activations have 8 bits, in both.
+        rounded = _logits(path, torch.tensor(ids), make_kernels(unpacked=False))
+        team = load_library(print).start_team(1)
+        native = _logits(path, torch.tensor(ids), native_kernels(team, torch.float32))
+        assert float((native - rounded).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize(("family", "kind"), [("Qwen 2", "qwen2vl"), ("Qwen 3", "qwen3vl")])
+def test_the_text_part_of_a_model_that_sees_images(family: str, kind: str, tmp_path: Path) -> None:
+    folder = TINY[family].make(tmp_path)
+    sections: dict[str, Any] = {f"{kind}__rope__dimension_sections": [8, 2, 2, 0]}
+    path = write_family(folder, tmp_path / "model.gguf", kind=kind, **sections)
+    ids = [7 * i % 390 + 3 for i in range(90)]
+    expected = oracle_logits(folder, ids)
+    found = _logits(path, torch.tensor(ids), make_kernels(unpacked=True))
+    assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 def test_what_the_metadata_leave_out_is_as_llama_cpp_has_it(tmp_path: Path) -> None:

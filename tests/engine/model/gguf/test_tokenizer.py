@@ -244,6 +244,24 @@ def test_pieces_are_those_that_sentence_piece_merges(text: str) -> None:
     assert not found.special_ids & set(found.encode(text)) - {vocabulary["<unk>"]}
 
 
+@settings(max_examples=examples(100))
+@given(text=TEXTS)
+@example("the  river\n\n\nruns")
+def test_pieces_by_a_list_of_merges_are_those_of_the_tokenizer(text: str) -> None:
+    found, made = listed_pieces()
+    assert found.encode(text) == made.encode(text)
+
+
+@cache
+def listed_pieces() -> tuple[Tokenizer, Tokenizer]:
+    """The tokenizer of a file like Gemma 4's, and that of the tokenizer.json it was made : without a first space."""
+    made = metaspace_tokenizer()
+    made.normalizer = normalizers.Replace(" ", "▁")
+    listed = [" ".join(merge) for merge in json.loads(made.to_str())["model"]["merges"]]
+    found = read(made, model="gemma4", merges=listed, scores=None, add_space_prefix=False)
+    return found, Tokenizer(made.to_str(), {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD})
+
+
 def test_special_tokens_are_parsed_where_that_is_asked_for() -> None:
     found, vocabulary, _ = pieces()
     ids = found.encode(f"{ROLES[1]}the{EOS}", parse_special=True)
@@ -297,7 +315,7 @@ def test_tokens_that_users_define_are_found_in_any_text_and_shown() -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({"model": "t5"}, "tokenizer.ggml.model t5 is not supported; only gpt2 and llama are"),
+        ({"model": "t5"}, "tokenizer.ggml.model t5 is not supported; only gpt2, llama and gemma4 are"),
         ({"model": None}, "tokenizer.ggml.model is missing"),
         (
             {"pre": "poro-chat"},
