@@ -26,18 +26,18 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a key was used for."""
+    """A Claim says what a key was used for."""
 
     digest: str
-    """Of the request."""
+    """The digest of the request."""
     id: str
-    """Of the reply."""
+    """The id of the reply."""
 
 
 _CLAIMS = Records("idempotency", Claim, KEPT_S, lambda claim: len(claim.digest))
-"""By digest of the key."""
+"""Claims are found by the digest of the key."""
 _USED = Records("idempotency_used", str, KEPT_S, len)
-"""The digest of the key that a reply was made for, by the reply's id."""
+"""The digest of the key that a reply was made for is found by the reply's id."""
 
 
 def idempotency_key(http: HttpRequest) -> str | None:
@@ -59,7 +59,7 @@ def not_here() -> ApiError:
 
 
 class Idempotency:
-    """Which reply each tenant's keys of late belong to."""
+    """Idempotency knows which reply each tenant's keys of the last minutes belong to."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -74,7 +74,7 @@ class Idempotency:
         reply_id: str,
         make: Callable[[], Awaitable[Made]],
     ) -> Made | str:
-        """What `make` makes under `reply_id`; or the id of the reply that was made for this key before.
+        """Returns what `make` makes under `reply_id`, or the id of the reply that was made for this key before.
 
         If nothing is made, because `make` raises, the key is as good as new. Without a key it is made every time.
 

@@ -1,4 +1,4 @@
-"""Quotas: what a tenant may use is asked of the store before its request is queued, and set right after its end.
+"""Quotas: the store is asked for what a request may use before it is queued, and told what it used after its end.
 
 How long an answer will be nobody knows when it is asked for, so what is reserved is a guess from the tenant's last
 answers; the difference is charged or given back. Nothing but the first question is ever waited for.
@@ -25,7 +25,7 @@ from gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Store, Sto
 log = logging.getLogger("penstock.gateway")
 
 FIRST_GUESS_TOKENS = 512
-"""Of output, for a tenant that few answers are known of."""
+"""The output that is expected of a tenant few of whose answers are known."""
 _NUM_OUTPUTS = 64
 _FEW_OUTPUTS = 8
 _RECENT_S = 3_600.0
@@ -44,7 +44,7 @@ _BOUNDS = {
 
 
 class Reservation:
-    """One request's part of its tenant's quota, until `end`.
+    """A reservation is one request's part of its tenant's quota, until `end`.
 
     Its lease is renewed for as long as somebody holds it: one that is lost without an end is over after `LEASE_S`.
     """
@@ -69,7 +69,7 @@ class Reservation:
         self.num_prompt = num_prompt
         self.num_reserved = num_reserved
         self.headers: Mapping[str, str] = {}
-        """Where the tenant stands, as OpenAI's x-ratelimit headers; none without a quota."""
+        """OpenAI's x-ratelimit headers, which say where the tenant stands; none without a quota."""
         self.ended = False
         self._quotas = quotas
 
@@ -81,14 +81,14 @@ class Reservation:
 
 
 class Quotas:
-    """Between the endpoints and the store. For the event loop's thread."""
+    """Quotas stand between the endpoints and the store, on the event loop's thread."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
         self._open: WeakSet[Reservation] = WeakSet()
         self._outputs: dict[str, deque[tuple[float, int]]] = {}
-        """Of each tenant's last answers, when they ended and how many tokens they had."""
+        """By tenant, when its last answers ended and how many tokens they had."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def reserve(
@@ -118,7 +118,7 @@ class Quotas:
         return reservation
 
     def settle(self, reservation: Reservation, num_tokens_used: int) -> None:
-        """To be called by `Reservation.end`."""
+        """Charges what was used; `Reservation.end` calls it."""
         if reservation.client.quota == UNBOUNDED:
             return
         self._open.discard(reservation)
@@ -143,7 +143,7 @@ class Quotas:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While this is entered, leases are renewed; at its end what the store was not told yet is told."""
+        """Renews leases while it is entered, and tells the store at its end what it was not told yet."""
         try:
             async with meanwhile(every(LEASE_S / 3, self.renew, "renewing the leases")):
                 yield
@@ -152,13 +152,13 @@ class Quotas:
                 await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
 
     def _cost(self, client: Client, num_prompt: int, max_output: int) -> int:
-        """What to reserve: never more than ever fits because of a guess, but at least the prompt and one token."""
+        """The tokens to reserve: a guess that always fits, but at least the prompt and one token."""
         limit = client.quota.tokens_per_minute
         guess = num_prompt + min(max_output, self._typical_output(client.tenant.name))
         return guess if limit is None else max(num_prompt + 1, min(guess, limit))
 
     def _typical_output(self, tenant: str) -> int:
-        """No shorter than three quarters of the tenant's recent answers."""
+        """The length that three quarters of the tenant's recent answers do not exceed."""
         horizon = self._clock() - _RECENT_S
         recent = sorted(num_tokens for end_s, num_tokens in self._outputs.get(tenant, ()) if end_s >= horizon)
         if len(recent) < _FEW_OUTPUTS:
@@ -189,7 +189,7 @@ async def _tell(work: Coroutine[None, None, None]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """As Go and OpenAI write it: 0s, 12ms, 1.5s, 6m0s, 1h0m0s; rounded up to milliseconds."""
+    """Writes a duration as Go and OpenAI do: 0s, 12ms, 1.5s, 6m0s, 1h0m0s; it is rounded up to milliseconds."""
     milliseconds = max(0, math.ceil(round(seconds * 1000, 3)))
     if 0 < milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -234,7 +234,7 @@ def _refusal(grant: Grant, quota: Quota, num_tokens: int) -> ApiError:
 
 
 def _figures(grant: Grant, quota: Quota, num_tokens: int) -> tuple[int | None, int | None, int]:
-    """Limit, used, and what was asked for."""
+    """The limit that is reached, what of it is used, and what was asked for."""
     if grant.refused == "streams":
         return quota.max_streams, quota.max_streams, 1
     allotment = grant.tokens if grant.refused == "tokens" else grant.requests

@@ -21,36 +21,36 @@ TTL_S = 24 * 3600.0
 """A conversation is forgotten so long after it was last read or changed."""
 MAX_ITEMS = 2000
 MAX_BYTES = 1024 * 1024
-"""Of one conversation's text."""
+"""The text of one conversation may have so many bytes."""
 MAX_TITLE_CHARS = 60
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One record."""
+    """A conversation, as it is kept."""
 
     id: str
     created_at: int
     metadata: dict[str, str] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
     token_ids: Tokens = ()
-    """The context that the last answer was generated in; see Thread."""
+    """The context that the last answer was generated in, as a Thread has it."""
     num_written: int = 0
-    """As a Thread has it."""
+    """The pieces of token ids that were written for it, as a Thread has them."""
 
     def thread(self) -> Thread:
         return Thread(tuple(as_messages(self.items)), self.token_ids, self.num_written)
 
     @property
     def title(self) -> str:
-        """What the client called it, or the first words that a user said."""
+        """The title that the client gave, or the first words that a user said."""
         users = (item for item in self.items if item["type"] == "message" and item["role"] == "user")
         said = next(users, None)
         first = "" if said is None else as_messages([said])[0]["content"]
         return self.metadata.get("title") or _first_words(first)
 
     def add(self, items: Sequence[Item], param: str) -> None:
-        """Raises 400 if there is no room, or if an item is there already."""
+        """Adds items; raises 400 if there is no room, or if one of them is there already."""
         if len(self.items) + len(items) > MAX_ITEMS:
             raise invalid(f"A conversation may have at most {MAX_ITEMS} items.", param, "conversation_full")
         if _num_text_bytes([*self.items, *items]) > MAX_BYTES:
@@ -64,7 +64,7 @@ class Conversation:
         self.items += items
 
     def item(self, item_id: str) -> Item:
-        """Raises 404 if there is no such item."""
+        """The item of that id; raises 404 if there is none."""
         for item in self.items:
             if item["id"] == item_id:
                 return item
@@ -130,20 +130,20 @@ async def append(
 
 
 class ConversationLocks:
-    """The conversations that a response is at work on: there is one at a time."""
+    """ConversationLocks are the conversations that a response is at work on: one at a time."""
 
     def __init__(self) -> None:
         self._taken: set[tuple[str, str]] = set()
 
     def take(self, tenant: str, conversation_id: str) -> None:
-        """Raises 409 if another response has it."""
+        """Takes a conversation for a response; raises 409 if another response has it."""
         if (tenant, conversation_id) in self._taken:
             message = f"Another response is at work on the conversation '{conversation_id}'."
             raise invalid(message, "conversation", "conversation_locked", HTTPStatus.CONFLICT)
         self._taken.add((tenant, conversation_id))
 
     def release(self, tenant: str, conversation_id: str) -> None:
-        """Idempotent."""
+        """Gives a conversation back, which may have been given back already."""
         self._taken.discard((tenant, conversation_id))
 
 

@@ -1,4 +1,4 @@
-"""Ids of what one replica has: they begin with its tag, so that a switch knows whom to ask for them."""
+"""Ids that begin with the tag of the replica that made them, so that a switch knows whom to ask."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _OWNED = re.compile(rf"[a-z]+[-_]([0-9a-f]{{{TAG_CHARS}}})[0-9a-f]+")
 
 
 def tag_of(replica: str) -> str:
-    """The same for every process of this name."""
+    """The tag of a replica, which is the same for every process of its name."""
     return blake2b(replica.encode(), digest_size=TAG_CHARS // 2).hexdigest()
 
 
 def owned_id(prefix: str, tag: str, num_chars: int) -> str:
-    """A new id: the prefix, then so many hexadecimal digits."""
+    """A new id, which is the prefix and then so many hexadecimal digits."""
     return prefix + tag + secrets.token_hex((num_chars - TAG_CHARS) // 2)
 
 

@@ -15,20 +15,20 @@ from gateway.store.interface import LEASE_S, Allotment, Grant, Quota
 
 MINUTE_US = 60_000_000
 STREAMS_RETRY_S = 1.0
-"""When a stream ends nobody knows; it is worth asking again after this."""
+"""Nobody knows when a stream ends; it is worth asking again after this."""
 SECOND_US = 1_000_000
 MAX_AHEAD_US = 24 * 60 * MINUTE_US
 """No debt is longer than a day."""
 
 
 def cost_us(amount: int, limit: int) -> int:
-    """How far so much moves a bound's time; rounded towards zero, so that `limit` single ones fit in a minute."""
+    """How far an amount moves a bound's time, rounded towards zero, so that `limit` single ones fit in a minute."""
     whole = abs(amount) * MINUTE_US // max(1, limit)
     return whole if amount >= 0 else -whole
 
 
 def allotment(limit: int | None, ahead_us: int) -> Allotment | None:
-    """What a bound says whose time is so far ahead of now."""
+    """The allotment of a bound whose time is so far ahead of now."""
     if limit is None:
         return None
     remaining = max(0, MINUTE_US - ahead_us) * limit // MINUTE_US
@@ -36,7 +36,7 @@ def allotment(limit: int | None, ahead_us: int) -> Allotment | None:
 
 
 def judge(quota: Quota, num_tokens: int, num_streams: int, requests_us: int, tokens_us: int) -> Grant:
-    """What to answer, by how far ahead of now the two times are, before anything is reserved.
+    """The answer, by how far ahead of now the two times are before anything is reserved.
 
     A request that never fits waits for infinity.
     """
@@ -67,7 +67,7 @@ def _is_full(quota: Quota, num_streams: int) -> bool:
 
 
 def granted(quota: Quota, requests_us: int, tokens_us: int) -> Grant:
-    """The answer to one that was let in, by how far ahead the times are now that it is reserved."""
+    """The answer to a request that was let in, by how far ahead the times are now that it is reserved."""
     return Grant(
         None,
         0.0,
@@ -94,7 +94,7 @@ class _Account:
 
 
 class LocalQuotas:
-    """What tenants used, as this process knows it."""
+    """LocalQuotas count what tenants used, as far as this process knows."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -120,7 +120,7 @@ class LocalQuotas:
         return granted(quota, account.requests_us - now_us, account.tokens_us - now_us)
 
     def charge(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:
-        """Somebody else let it in: it counts here, too."""
+        """Counts a request that was let in elsewhere."""
         account, now_us = self._account(tenant)
         if quota.requests_per_minute is not None:
             account.requests_us += cost_us(1, quota.requests_per_minute)
@@ -150,7 +150,7 @@ class LocalQuotas:
         self._forget_idle(tenant, now_us)
 
     def _account(self, tenant: str) -> tuple[_Account, int]:
-        """With nothing in it that is over, and the time."""
+        """The tenant's account, without what is over, and the time."""
         now_us = int(self._clock() * SECOND_US)
         account = self._accounts.setdefault(tenant, _Account())
         account.requests_us = max(account.requests_us, now_us)

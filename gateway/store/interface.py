@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from pydantic import ConfigDict
 
 HALF_LIFE_S = 3600.0
-"""Of a prefix: twice as many hits are worth as much as being used so much later."""
+"""Twice as many hits of a prefix are worth as much as being used so much later."""
 MAX_WAIT_S = 0.1
 """No call takes longer, whatever state Redis is in."""
 
@@ -30,29 +30,29 @@ class StoreUnavailable(Exception):
 
 
 class Key(NamedTuple):
-    """What a record is found by. One tenant's keys never lead to another's records."""
+    """A Key is what a record is found by. One tenant's keys never lead to another's records."""
 
     kind: str
-    """"response", "conversation", "file" and so on; the README beside this file has all of them."""
+    """"response", "conversation", "file" and so on; docs/internals/store.md has all of them."""
     tenant: str
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class JournalChange:
-    """What is new of one stream since it was last written. Writing the same change twice changes nothing."""
+    """A JournalChange is what is new of a stream since it was last written. Writing it twice changes nothing."""
 
     stream_id: str
     header: bytes | None
     """What the stream was made from; None if it is written already."""
     offset: int
-    """How many tokens were written before."""
+    """The number of tokens that were written before."""
     token_ids: tuple[int, ...]
     """Words of 32 bits: tokens, and what `gateway.sessions.recordings.journal` writes down with them."""
     ttl_s: float
-    """Counted from now."""
+    """The time to live, counted from now."""
     end: bytes | None = None
-    """How it ended; after this nothing follows."""
+    """The way in which the stream ended, after which nothing follows."""
 
 
 JournalOutcome = Literal["written", "ended", "missing", "gap", "foreign"]
@@ -61,7 +61,7 @@ JournalOutcome = Literal["written", "ended", "missing", "gap", "foreign"]
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """A stream as it was recorded."""
+    """A Journal is a stream as it was recorded."""
 
     stream_id: str
     header: bytes
@@ -71,107 +71,107 @@ class Journal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What one tenant may use; None is without a bound."""
+    """A Quota is what one tenant may use; None is without a bound."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Prompt and output tokens."""
+    """The bound of prompt and output tokens together."""
     max_streams: int | None = None
-    """Requests at work at a time."""
+    """The bound of requests that are at work at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allotment:
-    """Where a tenant stands against one of its bounds per minute."""
+    """An Allotment says where a tenant stands against one of its bounds per minute."""
 
     limit: int
     remaining: int
     reset_s: float
-    """Until it is as if it had never been used."""
+    """The time until the bound is as if it had never been used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What came of asking for room within a quota."""
+    """A Grant is what came of asking for room within a quota."""
 
     refused: str | None
     """"requests", "tokens" or "streams": the bound that is reached; then nothing was reserved."""
     retry_after_s: float
-    """When it is worth asking again; 0 unless refused, infinite if it asks for more than ever fits."""
+    """The time after which it is worth asking again; 0 unless refused, infinite if it never fits."""
     requests: Allotment | None
     tokens: Allotment | None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixChange:
-    """A block that came to be resident, was found again, or is gone."""
+    """A PrefixChange is a block that came to be resident, was found again, or is gone."""
 
     __pydantic_config__ = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     hash: bytes
     parent: bytes | None
-    """None for the first block of a chain."""
+    """The hash of the block before; None for the first block of a chain."""
     depth: int
-    """Blocks from the start of the chain up to here, this one included."""
+    """The number of blocks from the start of the chain up to here, this one included."""
     token_ids: tuple[int, ...]
     salt: bytes
     hits: int
-    """Since it was first known."""
+    """The number of hits since the block was first known."""
     last_used_s: float
     """In seconds since 1970."""
     resident: bool
 
     @property
     def hotness(self) -> float:
-        """In seconds since 1970; grows with hits and the time of last use, and needs no recounting as time passes."""
+        """A time in seconds since 1970 that grows with hits and the last use, and needs no recounting."""
         return self.last_used_s + HALF_LIFE_S * math.log2(1 + max(0, self.hits))
 
 
 class Share(NamedTuple):
-    """What one tenant's records may take, and what they take."""
+    """A Share is what one tenant's records may take, and what they take."""
 
     max_bytes: int
     largest_bytes: int
-    """Of the tenant that has most."""
+    """The bytes of the tenant that has most."""
     num_evicted: int
     """Records that were given up before their time, for their tenant had too much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """What the operator sees of a store. All that is counted begins at 0 with the process."""
+    """StoreStats are what the operator sees of a store. All counts begin at 0 with the process."""
 
     state: Literal["ok", "gone"] = "ok"
-    """"gone" while Redis does not answer, and memory stands in for it."""
+    """The state is "gone" while Redis does not answer, and memory stands in for it."""
     breaker: Literal["closed", "open", "half_open"] = "closed"
     num_calls: int = 0
-    """To Redis, those that failed included."""
+    """The number of calls to Redis, those that failed included."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Calls that failed, by kind: "timeout", "pool", "refused", "connection", "response"."""
+    """The number of calls that failed, by kind: "timeout", "pool", "refused", "connection", "response"."""
     num_rejected: int = 0
-    """Calls that were not tried, because Redis was known to be gone."""
+    """The number of calls that were not tried, because Redis was known to be gone."""
     num_dirty: int = 0
-    """Records, deletions and releases that Redis does not know of yet."""
+    """The number of records, deletions and releases that Redis does not know of yet."""
     num_dropped: int = 0
-    """Of those, how many it will never know of: there were too many."""
+    """The number of those that it will never know of, because there were too many."""
     num_corrupt: int = 0
-    """Values in Redis that could not be read."""
+    """The number of values in Redis that could not be read."""
     num_records: int = 0
     num_bytes: int = 0
-    """In this process's memory."""
+    """The bytes of records in this process's memory."""
     shares: Mapping[str, Share] = field(default_factory=dict)
-    """By place: "memory" or "redis"."""
+    """The shares of tenants by place: "memory" or "redis"."""
 
 
 class Durable(Protocol):
-    """What outlives this process and is shared with others, beside records and quotas: streams, and who caches what.
+    """A Durable store has what outlives this process beside records and quotas: streams, and who caches what.
 
     Every method raises StoreUnavailable while the store does not answer.
     """
 
     @property
     def num_losses(self) -> int:
-        """Grows when what was written may be lost: it is to be written again."""
+        """A number that grows when what was written may be lost: then it is to be written again."""
 
     async def put(self, key: Key, value: bytes, ttl_s: float) -> None:
         """Puts a record that is too large for this process's memory; `Store.get` finds it."""
@@ -190,7 +190,7 @@ class Durable(Protocol):
     async def delete_journals(self, stream_ids: Sequence[str]) -> None: ...
 
     async def claim(self) -> Sequence[str]:
-        """Makes streams whose process is gone this one's; the ids of all that are this one's and have no end.
+        """Makes streams whose process is gone this one's, and returns the ids of all of its own that have no end.
 
         Those that it had before are told again: the answer that named them first may have been lost.
         """
@@ -198,29 +198,29 @@ class Durable(Protocol):
     # Prefixes
 
     async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
-        """This process's blocks; raises StoreUnavailable like `write_journals`."""
+        """Writes changes of this process's blocks; raises StoreUnavailable like `write_journals`."""
 
     async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many of the chain's first blocks each living replica holds; those that hold none are left out."""
+        """The number of the chain's first blocks that each living replica holds, where it holds any."""
 
     async def hottest(self, limit: int) -> Sequence[PrefixChange]:
-        """Blocks of the prefixes that were used most and last, the hottest first, whoever held them."""
+        """The blocks of the prefixes that were used most and last, the hottest first, whoever held them."""
 
 
 class Store(Protocol):
-    """What the gateway keeps. Every method may be called at any time; those that read may raise StoreUnavailable."""
+    """A Store has what the gateway keeps. Methods may be called at any time; reading may raise StoreUnavailable."""
 
     @property
     def durable(self) -> Durable | None:
-        """None if nothing that is written here is still there after a restart."""
+        """The durable part; None if nothing that is written here is still there after a restart."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """While this is entered, what was put is carried out; when it is left, all of it is done."""
+        """Carries out what was put, while it is entered; when it is left, all of it is done."""
 
     # Records: whatever was put last, forgotten `ttl_s` after it was put or read
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
-        """The value, or None. With `ttl_s`, its time to live begins again."""
+        """The value, or None. With `ttl_s` the record's time to live begins again."""
 
     async def put(self, key: Key, value: bytes, ttl_s: float) -> None: ...
 
@@ -231,10 +231,10 @@ class Store(Protocol):
         """Puts a new value if the old one is still there, in one go; False if it is not, and nothing was put."""
 
     async def delete(self, key: Key) -> bool:
-        """True if there was one."""
+        """Deletes a record; True if there was one."""
 
     async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
-        """Ids, the one that was put last first."""
+        """The ids of a tenant's records of one kind, the one that was put last first."""
 
     async def share(self, key: Key, value: bytes, ttl_s: float) -> None:
         """Puts a value that is the same whoever puts it: where it is already, it only lives longer. It has no list."""
@@ -251,7 +251,7 @@ class Store(Protocol):
         """Charges so many tokens more than were reserved for this lease; fewer, if it is negative."""
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
-        """(tenant, lease id) of all requests at work, at least every `LEASE_S / 3`."""
+        """Renews leases, as (tenant, lease id); to be called for all requests at work at least every `LEASE_S / 3`."""
 
     async def release(self, tenant: str, lease_id: str) -> None: ...
 
@@ -259,7 +259,7 @@ class Store(Protocol):
 
 
 HEARTBEAT_S = 2.0
-"""How often a process tells the others that it lives."""
+"""A process tells the others so often that it lives."""
 ALIVE_S = 3 * HEARTBEAT_S
 """A process that was not heard of for so long is gone."""
 LEASE_S = 30.0

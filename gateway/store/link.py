@@ -22,14 +22,14 @@ from gateway.store.patience import NUM_GLANCES, PATIENCE, Patience
 from gateway.store.scripts import SCRIPTS
 
 MAX_COMMANDS = 100
-"""That are sent in one go."""
+"""So many commands are sent in one go."""
 MAX_CONNECTIONS = 8
 POOL_WAIT_S = 0.05
 WORK_S = 0.08
-"""What a call may use of `MAX_WAIT_S`; the rest is for ending it."""
+"""A call may use so much of `MAX_WAIT_S`; the rest is for ending it."""
 
 MAX_LATE_GLANCES = 2 * NUM_GLANCES
-"""Glances that came late because this process did; then the call is given up, and Redis is not to blame."""
+"""A call is given up after so many glances that came late because this process did; Redis is not to blame then."""
 
 _TOO_LATE = "it took too long"
 _BACKSTOP_S = 5.0
@@ -37,12 +37,12 @@ _BACKSTOP_S = 5.0
 
 Argument: TypeAlias = str | bytes | int | float
 Command: TypeAlias = tuple[Argument, ...]
-"""One command; a script is called by its SHA-1, and sent as a whole only if Redis does not have it."""
+"""A Command may call a script, by its SHA-1; the script is sent as a whole only if Redis does not have it."""
 log = logging.getLogger("penstock.store")
 
 
 class Link:
-    """Redis at a URL."""
+    """A Link leads to the Redis at a URL."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
         breaker: Breaker | None = None,
     ) -> None:
-        """Raises ValueError if the URL is none."""
+        """Connects later; raises ValueError if the URL is none."""
         self.num_losses = 0
         self.num_calls = 0
         self.num_rejected = 0
@@ -83,7 +83,7 @@ class Link:
         self._client.response_callbacks.clear()
 
     async def one(self, command: Command) -> Any:
-        """What Redis answers: bytes, int, None or a list of these.
+        """Asks Redis, which answers with bytes, int, None or a list of these.
 
         Raises:
             StoreUnavailable: Redis did not answer in time, refused the command, or is known to be gone.
@@ -91,7 +91,7 @@ class Link:
         return (await self.all([command]))[0]
 
     async def all(self, commands: Sequence[Command]) -> list[Any]:
-        """The answers to all of them, in pieces of `MAX_COMMANDS`; raises like `one`, then some may be done."""
+        """Asks all of them, `MAX_COMMANDS` at a time; raises like `one`, and then some may be done."""
         if not commands:
             return []
         patience = PATIENCE.get()
@@ -137,7 +137,7 @@ class Link:
             task.exception()
 
     async def _judged(self, commands: Sequence[Command]) -> list[Any]:
-        """The answers; whatever comes of it, the breaker hears of it once."""
+        """Asks and tells the breaker once what came of it."""
         num_successes = self._num_successes
         try:
             answers = await self._ask_in_pieces(commands)
@@ -179,7 +179,7 @@ class Link:
         return answers
 
     async def _on_connect(self, connection: AbstractConnection) -> None:
-        """A Redis that is another process than before may have lost what the last one had."""
+        """Notices a Redis that is another process than before: it may have lost what the last one had."""
         await connection.on_connect()
         await connection.send_command("INFO", "server")
         info = await cast(Awaitable[bytes], connection.read_response())
@@ -195,7 +195,7 @@ class Link:
         self.breaker.succeeded()
 
     def _failed(self, error: BaseException, *, is_news: bool) -> None:
-        """No news if another call succeeded since this one was asked: there was too much to do at a time.
+        """Counts a failure, which is no news if another call succeeded since this one was asked: it was too much.
 
         Nor is a connection that did not become free: those that hold one say how it stands with Redis.
         """

@@ -1,4 +1,4 @@
-"""The store of a server without Redis: everything in this process, bounded, and gone with it."""
+"""A server without Redis has its store in this process: it is bounded, and gone with the process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gateway.store.interface import Grant, Key, Quota, Share, StoreStats
 
 MAX_BYTES = 64 * 1024 * 1024
 _OVERHEAD_BYTES = 256
-"""What an entry takes besides its content."""
+"""An entry takes so much besides its content."""
 _FEW = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value, and when it is forgotten."""
+    """An Entry is a value, and when it is forgotten."""
 
     value: bytes
     expires_s: float
@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass(slots=True)
 class _Share:
-    """What one tenant has."""
+    """A _Share is what one tenant has."""
 
     num_bytes: int = 0
     used: OrderedDict[Key, None] = field(default_factory=OrderedDict)
@@ -44,17 +44,17 @@ class _Share:
 
 
 class LocalRecords:
-    """Records that expire. When there is no more room, the tenant that has most loses what it used least recently."""
+    """LocalRecords expire. When there is no more room, the tenant that has most loses what it used least recently."""
 
     def __init__(self, clock: Callable[[], float], max_bytes: int) -> None:
         self.num_bytes = 0
         self.num_evicted = 0
-        """Records that had to go before they expired."""
+        """The number of records that had to go before they expired."""
         self.max_bytes = max_bytes
         self._clock = clock
         self._entries: dict[Key, Entry] = {}
         self._shares: dict[str, _Share] = {}
-        """By tenant; none is empty."""
+        """The shares by tenant, none of which is empty."""
         self._expiries: builtins.list[tuple[float, Key]] = []
         """A heap of times at which something may expire: those that an entry was given since, too."""
 
@@ -116,7 +116,7 @@ class LocalRecords:
         return entry
 
     def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
-        """Ids, the one that was put last first."""
+        """The ids of a tenant's records of one kind, the one that was put last first."""
         self._forget_expired()
         share = self._shares.get(tenant)
         return [] if share is None else builtins.list(islice(reversed(share.ids[kind]), max(0, limit)))
@@ -153,7 +153,7 @@ class LocalRecords:
 
 
 class MemoryStore:
-    """The interface in this process. Past `max_bytes` records are dropped, of the tenant that has most."""
+    """A MemoryStore keeps all in this process. Past `max_bytes` the tenant that has most loses records."""
 
     durable = None
 
@@ -164,7 +164,7 @@ class MemoryStore:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """There is nothing to start or to close; for what all stores have in common."""
+        """Does nothing: there is nothing to start or to close."""
         yield
 
     def stats(self) -> StoreStats:

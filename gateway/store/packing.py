@@ -1,4 +1,4 @@
-"""How values are written: compressed where that pays, and token ids four bytes each.
+"""Values are written compressed where that pays, and token ids as four bytes each.
 
 value    format (1 byte: "p" as it is, "z" zlib) | the rest
 prefix   a block as JSON, its bytes in base64
@@ -29,7 +29,7 @@ def pack(value: bytes) -> bytes:
 
 
 def unpack(packed: bytes) -> bytes:
-    """The reverse of `pack`.
+    """Reads what `pack` made.
 
     Raises:
         ValueError: this was not made by `pack`.
@@ -51,7 +51,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    """The reverse of `pack_tokens`.
+    """Reads what `pack_tokens` made.
 
     Raises:
         ValueError: this was not made by it.
@@ -72,14 +72,14 @@ def _bytes_as_text(packed: bytes) -> str:
 
 
 Base64 = Annotated[bytes, PlainValidator(_bytes_of_text), PlainSerializer(_bytes_as_text)]
-"""Bytes as a field of a record."""
+"""Bytes are in base64 as a field of a record."""
 
 Tokens = Annotated[
     tuple[int, ...],
     PlainValidator(lambda text: unpack_tokens(_bytes_of_text(text))),
     PlainSerializer(lambda token_ids: _bytes_as_text(pack_tokens(token_ids))),
 ]
-"""Token ids as a field of a record: packed and in base64, where JSON's numbers would be long and slow."""
+"""Token ids are packed and in base64 as a field of a record, where JSON's numbers would be long and slow."""
 
 
 def pack_prefix(change: PrefixChange) -> bytes:
@@ -87,5 +87,5 @@ def pack_prefix(change: PrefixChange) -> bytes:
 
 
 def unpack_prefix(packed: bytes) -> PrefixChange:
-    """Raises ValueError if this was not made by `pack_prefix`."""
+    """Reads what `pack_prefix` made; raises ValueError if it was not made by it."""
     return _PREFIX.validate_json(packed)

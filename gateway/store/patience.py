@@ -1,4 +1,4 @@
-"""Patience with Redis: what one request may wait for it, all its calls together, and what needs nothing else."""
+"""A request has some patience with Redis for all its calls together, and more where it needs nothing else."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ T = TypeVar("T")
 NUM_GLANCES = 4
 """A call that is not answered is looked after so often before it is given up."""
 INSIST_S = 5.0
-"""A request that only the store can answer asks for so long: the breaker probes twice meanwhile."""
+"""A request that only the store can answer asks again for so long: the breaker probes twice meanwhile."""
 _PAUSE_S = 0.05
 
 
 @dataclass(slots=True)
 class Patience:
-    """As much as one call may take: the calls of a request do not add up to more."""
+    """Patience is what one call may take: the calls of a request do not add up to more."""
 
     num_glances: int = NUM_GLANCES
 
 
 PATIENCE: ContextVar[Patience | None] = ContextVar("PATIENCE", default=None)
-"""None outside requests: there every call has all the time that a call may take."""
+"""The patience of the request that is served; None outside requests, where every call has all of its time."""
 
 
 class PatienceMiddleware:
-    """Gives every request its own."""
+    """The middleware gives every request its own patience."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -46,7 +46,7 @@ class PatienceMiddleware:
 
 
 async def insist(ask: Callable[[], Awaitable[T]], clock: Callable[[], float] | None = None) -> T:
-    """The answer to what the request cannot go on without, asked again for up to `INSIST_S`.
+    """Asks for what the request cannot go on without, again and again for up to `INSIST_S`.
 
     Raises:
         StoreUnavailable: there was none in all that time.

@@ -1,4 +1,4 @@
-"""Long sequences of bytes, kept in pieces that are found by their content.
+"""Long sequences of bytes are kept in pieces that are found by their content.
 
 Sequences that begin alike share the pieces of that beginning. So a chain of sequences, each of which is the one before
 it and a little more, takes space that grows with its last one and not with the sum of them all.
@@ -20,13 +20,13 @@ FANOUT = 16
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a record keeps of a sequence."""
+    """Pieces are what a record keeps of a sequence."""
 
     levels: tuple[tuple[str, ...], ...] = ()
-    """Ids of the last pieces, of the last lists of pieces, of the last lists of such lists, and so on: fewer than
+    """The ids of the last pieces, of the last lists of pieces, of the last lists of such lists, and so on: fewer than
     FANOUT each."""
     rest: Base64 = b""
-    """The end, which is no piece yet."""
+    """The end of the sequence, which is no piece yet."""
 
 
 def cut(items: Iterable[bytes]) -> tuple[Pieces, dict[str, bytes]]:
@@ -61,7 +61,7 @@ async def keep(store: Store, tenant: str, pieces: dict[str, bytes], ttl_s: float
 
 
 async def join(store: Store, tenant: str, pieces: Pieces, ttl_s: float) -> bytes | None:
-    """The sequence, whose pieces live longer now; None if one of them is gone.
+    """Reads a sequence, whose pieces live longer then; None if one of them is gone.
 
     The store is asked once for each level, whatever the length is.
 

@@ -1,4 +1,4 @@
-"""Records of one kind: what was put comes back as it was, and what cannot be read is none."""
+"""Records of one kind come back as they were put; what cannot be read is none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("penstock.store")
 
 
 class Records(Generic[T]):
-    """One kind of record, as JSON; large ones are read and written off the event loop.
+    """Records are of one kind, as JSON; large ones are read and written off the event loop.
 
     Everything that asks the store may raise StoreUnavailable.
     """
@@ -40,7 +40,7 @@ class Records(Generic[T]):
         self._changing: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, store: Store, tenant: str, id_: str, *, keep: bool = True) -> T | None:
-        """With `keep`, its time to live begins again."""
+        """The record, or None. With `keep` its time to live begins again."""
         key = Key(self.kind, tenant, id_)
         return await self._decoded(key, await store.get(key, self._ttl_s if keep else None))
 
@@ -53,7 +53,7 @@ class Records(Generic[T]):
         return await self._decoded(key, await store.add(key, await self._encoded(record), self._ttl_s))
 
     async def change(self, store: Store, tenant: str, id_: str, edit: Callable[[T], None]) -> T | None:
-        """The record as `edit` changed it, where no other process did meanwhile; None if there is none.
+        """Changes a record by `edit`, where no other process did meanwhile, and returns it; None if there is none.
 
         `edit` is called again if one did. What it raises leaves the record as it is.
         """
@@ -71,7 +71,7 @@ class Records(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def exclusive(self, tenant: str, id_: str) -> AsyncIterator[None]:
-        """While this is entered, nothing else in this process changes the record."""
+        """Keeps all else in this process from changing the record, while it is entered."""
         async with self._changing.setdefault(Key(self.kind, tenant, id_), asyncio.Lock()):
             yield
 

@@ -1,4 +1,4 @@
-"""The interface on Redis. What is kept under which key is in the README beside this file."""
+"""The store in Redis. The keys are listed in docs/internals/store.md."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ MAX_CLAIMED = 1000
 MAX_PREFIXES = 100_000
 PREFIX_TTL_S = 24 * 3600.0
 RESIDENT_TTL_S = 60.0
-"""For so long what a replica held is remembered after it was heard of last."""
+"""The blocks of a replica are remembered for so long after it was heard of last."""
 
 
 class RedisStore(RedisRecords):
-    """All that is kept, in Redis alone: every method raises StoreUnavailable while it does not answer."""
+    """A RedisStore keeps all in Redis alone: every method raises StoreUnavailable while it does not answer."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RedisStore(RedisRecords):
         self._has_beaten = False
         self._is_replaced = False
         self._since = b""
-        """When Redis first heard of any replica; another time, if it was emptied."""
+        """The time at which Redis first heard of any replica, which is another one if it was emptied."""
         self._num_forgotten = 0
 
     @property
@@ -228,7 +228,7 @@ class RedisStore(RedisRecords):
         return {_name_of(owner): count for owner, count in held.items() if count}
 
     async def hottest(self, limit: int) -> Sequence[PrefixChange]:
-        """Fewer than there are, if there is no time for more."""
+        """The blocks that were used most and last; fewer than there are, if there is no time for more."""
         deadline_s = time.monotonic() + MAX_WAIT_S / 2
         hot = self._key("hot")
         names = await self.link.one(("ZREVRANGE", hot, 0, limit - 1)) if limit > 0 else []
@@ -240,7 +240,7 @@ class RedisStore(RedisRecords):
         return found
 
     async def _prefixes(self, names: Sequence[bytes]) -> builtins.list[PrefixChange]:
-        """What is written of them; those that nothing is written of, or nothing right, are no longer hot."""
+        """Reads blocks; those of which nothing is written, or nothing right, are no longer hot."""
         keys = [self._key("prefix", name.decode(errors="replace")) for name in names]
         found, gone = [], []
         for name, packed in zip(names, await self.link.one(("MGET", *keys)), strict=True):
@@ -279,12 +279,12 @@ class RedisStore(RedisRecords):
         self._is_replaced = True
 
     async def _leave(self) -> None:
-        """This process is gone, and nobody needs to wait to find out."""
+        """Tells the others that this process is gone, so that nobody needs to wait to find out."""
         beat, resident = self._key("replicas"), self._key("resident", self._owner)
         await self.link.all([("ZREM", beat, self._owner), ("UNLINK", resident)])
 
     async def _ensure_beat(self) -> None:
-        """What is written by a process that nobody heard of is an orphan at once."""
+        """Beats before the first write: what a process writes that nobody heard of is an orphan at once."""
         if not self._has_beaten:
             await self.beat()
 
@@ -295,7 +295,7 @@ class RedisStore(RedisRecords):
 
 
 def _journal(stream_id: str, header: bytes, end: bytes | None, count: bytes, tokens: bytes) -> Journal:
-    """Raises ValueError if it is not whole."""
+    """Reads a journal; raises ValueError if it is not whole."""
     token_ids = unpack_tokens(tokens)
     if count != b"%d" % len(token_ids):
         raise ValueError("some of its tokens are missing")

@@ -1,4 +1,4 @@
-"""Records in Redis, and what each tenant's take there. The keys are listed in docs/internals/store.md."""
+"""Records in Redis, and the share that each tenant has there. The keys are listed in docs/internals/store.md."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gateway.store.link import Argument, Command, Link, log
 from gateway.store.packing import pack, unpack
 
 MAX_LISTED = 10_000
-"""Ids of one tenant and kind that `list` knows of."""
+"""`list` knows so many ids of one tenant and kind."""
 MAX_TENANT_BYTES = 256 * 1024 * 1024
-"""Of all records of one tenant that live for long."""
+"""The records of one tenant that live for long may have so many bytes."""
 COUNTED_S = 3600.0
 """Records with a shorter time to live do not count."""
 BOUNDED_ELSEWHERE = frozenset({"file_part"})
-"""Kinds that do not count: whoever uploads is told when there is no more room."""
+"""Records of these kinds do not count: whoever uploads is told when there is no more room."""
 RECORD_BYTES = 400
-"""What a record takes in Redis besides its value."""
+"""A record takes so much in Redis besides its value."""
 
 
 class RedisRecords:
-    """Records in Redis alone: every method raises StoreUnavailable while it does not answer."""
+    """RedisRecords are in Redis alone: every method raises StoreUnavailable while it does not answer."""
 
     def __init__(self, link: Link, namespace: str, clock: Callable[[], float] | None) -> None:
         """`clock` stands in for Redis's own time in tests."""
@@ -39,7 +39,7 @@ class RedisRecords:
         self._records_prefix = prefix_of(namespace)
         self._num_evicted = 0
         self._shares: dict[str, int] = {}
-        """By tenant, what it had when this process wrote for it last."""
+        """By tenant, the bytes that it had when this process wrote for it last."""
 
     @property
     def share_of_tenants(self) -> Share:
@@ -53,7 +53,7 @@ class RedisRecords:
         await self.put_all([(key, value, ttl_s)])
 
     async def put_all(self, records: Sequence[tuple[Key, bytes, float]], *, only_new: bool = False) -> None:
-        """Records with their times to live; with `only_new`, one that is there already stays as it is."""
+        """Puts records with their times to live; with `only_new`, one that is there already stays as it is."""
         records = [record for record in records if record[2] > 0]
         values = [value for _, value, _ in records]
         packed = await off_loop(sum(map(len, values)), lambda: list(map(pack, values)))
@@ -83,7 +83,7 @@ class RedisRecords:
         return await self.delete_all([key]) > 0
 
     async def delete_all(self, keys: Sequence[Key]) -> int:
-        """How many there were."""
+        """Deletes records, and returns how many there were."""
         calls = [self._call(scripts.DELETE, self._keys_of(key), key.id, _name_in_share(key)) for key in keys]
         return sum(await self.link.all(calls))
 
@@ -91,7 +91,7 @@ class RedisRecords:
         await self.share_all([(key, value, ttl_s)])
 
     async def share_all(self, records: Sequence[tuple[Key, bytes, float]]) -> None:
-        """Records that are the same whoever puts them: only those that are not there are sent."""
+        """Shares records: only those that are not there are sent."""
         there = await self.link.all([self._keep(scripts.KEEP, key, ttl_s) for key, _, ttl_s in records])
         await self.put_all([record for record, found in zip(records, there, strict=True) if not found])
 
@@ -119,7 +119,7 @@ class RedisRecords:
         return self._call(scripts.PUT, self._keys_of(key), packed, ms(ttl_s), *arguments)
 
     def _is_put(self, key: Key, answer: Any) -> bool:
-        """Whether it was, by the answer to `_put`."""
+        """Whether a record was put, by the answer to `_put`."""
         if not isinstance(answer, list):
             return False
         num_bytes, num_evicted = answer
@@ -147,7 +147,7 @@ class RedisRecords:
         return f"{self._records_prefix}records:{quote(kind, safe='')}:{hashed(tenant)}"
 
     def _keys_of(self, key: Key) -> tuple[str, ...]:
-        """Those of the record, of the index of its kind, and of its tenant's sizes and expiries."""
+        """The keys of the record, of the index of its kind, and of its tenant's sizes and expiries."""
         record, tenant = self._record(key), hashed(key.tenant)
         index = record if key.kind == PIECE else self._index(key.kind, key.tenant)
         shares = (f"{self._records_prefix}{section}:{tenant}" for section in ("sizes", "expiries"))
@@ -171,7 +171,7 @@ def _name_in_share(key: Key) -> str:
 
 
 def hashed(tenant: str) -> str:
-    """No two tenants have the same, and nobody reads a name out of it."""
+    """A hash of a tenant's name: no two tenants have the same, and nobody reads a name out of it."""
     return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

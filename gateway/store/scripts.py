@@ -1,4 +1,4 @@
-"""What Redis does in one go. Every script takes the time in microseconds first, or nothing, then it is Redis's own.
+"""Redis runs each script in one go. A script takes the time in microseconds first; without one it is Redis's own.
 
 The keys of one namespace are in one slot, so a script may also touch keys that it makes from a prefix and an id.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from hashlib import sha1
 
 SCRIPTS: dict[str, str] = {}
-"""By SHA-1, by which they are called."""
+"""The scripts by their SHA-1, by which they are called."""
 
 
 def _script(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The store of a server with Redis: this process's memory in front of it, and in its place while it is gone."""
+"""A server with Redis has this process's memory in front of it, and in its place while it is gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gateway.store.memory import MAX_BYTES, MemoryStore
 from gateway.store.redis import RedisStore
 
 FLUSH_S = 0.03
-"""So long what was put waits for more that goes with it."""
+"""What was put waits so long for more that goes with it."""
 BATCH_BYTES = 1024 * 1024
 MAX_DIRTY = 100_000
 CLOSE_S = 1.0
@@ -30,10 +30,10 @@ CLOSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What became of a record, for Redis to know."""
+    """A Pending is what became of a record, for Redis to know."""
 
     value: bytes | None
-    """None: it was deleted."""
+    """The value that was put; None if the record was deleted."""
     expires_s: float
     only_new: bool = False
     """Redis may have it already: then it only lives longer."""
@@ -44,7 +44,7 @@ class Pending:
 
 
 class Backlog:
-    """What Redis does not know of yet: the newest of each key, the oldest first to go when there is too much."""
+    """A Backlog is what Redis does not know of yet, the newest of each key; when there is too much the oldest go."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
@@ -68,17 +68,17 @@ class Backlog:
             self.num_dropped += 1
 
     def done(self, key: Key, pending: Pending) -> None:
-        """Redis knows; if something came after it, that is still to be done."""
+        """Forgets what Redis knows; if something came after it, that is still to be done."""
         if self._entries.get(key) is pending:
             self._pop(key)
 
     def postpone(self, key: Key) -> None:
-        """Others first: it may be this one that does not get through."""
+        """Puts a key behind all others: it may be this one that does not get through."""
         if key in self._entries:
             self._entries.move_to_end(key)
 
     def of(self, kind: str, tenant: str) -> dict[str, Pending]:
-        """By id, the oldest first."""
+        """What is pending of one tenant and kind by id, the oldest first."""
         return {
             key.id: pending
             for key, pending in self._entries.items()
@@ -86,7 +86,7 @@ class Backlog:
         }
 
     def batch(self) -> dict[Key, Pending]:
-        """The oldest, as many as go in one call; they stay here until they are done."""
+        """The oldest that go in one call; they stay here until they are done."""
         batch: dict[Key, Pending] = {}
         num_bytes = 0
         for key, pending in self._entries.items():
@@ -103,7 +103,7 @@ class Backlog:
 
 
 class SharedStore:
-    """The interface on memory and Redis together.
+    """A SharedStore is memory and Redis together.
 
     Records are in both, and Redis hears of them soon after; what was read from it is remembered, too. Quotas are
     counted in both, and Redis decides while it can. What is durable is in Redis alone.
@@ -123,7 +123,7 @@ class SharedStore:
         self._backlog = Backlog(max_dirty, max_dirty_bytes)
         self._releases: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._unshared: dict[str, int] = {}
-        """Tokens that were reserved here alone, by lease: Redis was gone, and has to be told of all that was used."""
+        """By lease, the tokens that were reserved here alone while Redis was gone, which has to be told of them."""
         self._num_losses_seen = remote.num_losses
         self._work = asyncio.Event()
         self._closing = asyncio.Event()
@@ -163,7 +163,7 @@ class SharedStore:
         return value
 
     async def _look_for_losses(self, key: Key, found: bytes | None) -> None:
-        """Redis may have been emptied since the last beat: what it lacks and this process has gives that away.
+        """Finds out whether Redis was emptied since the last beat: what it lacks and this process has gives that away.
 
         Raises StoreUnavailable if it cannot be asked.
         """
@@ -189,7 +189,7 @@ class SharedStore:
         return pending.value if pending.expires_s > self._clock() else None
 
     async def _remember(self, key: Key, value: bytes | None, ttl_s: float | None) -> None:
-        """For when Redis is gone."""
+        """Remembers what Redis has, for when it is gone."""
         if value is None:
             await self.local.delete(key)
         elif ttl_s is not None:
@@ -220,7 +220,7 @@ class SharedStore:
         return there
 
     async def replace(self, key: Key, old: bytes, new: bytes, ttl_s: float) -> bool:
-        """While Redis does not answer the last one to write wins: others cannot be seen."""
+        """Replaces a value; while Redis does not answer the last one to write wins, for others cannot be seen."""
         if not self._is_known_better(key):
             with suppress(StoreUnavailable):
                 is_done = await self.remote.replace(key, old, new, ttl_s)
@@ -233,7 +233,7 @@ class SharedStore:
         return True
 
     async def delete(self, key: Key) -> bool:
-        """Raises StoreUnavailable if nobody knows whether there was one; it is deleted as soon as can be."""
+        """Deletes a record, as soon as can be; raises StoreUnavailable if nobody knows whether there was one."""
         pending = self._backlog.get(key)
         there = await self.local.delete(key) or (pending is not None and pending.value is not None)
         is_known = there or pending is not None
@@ -261,7 +261,7 @@ class SharedStore:
         self._later(key, Pending(value, self._clock() + ttl_s, only_new=True))
 
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
-        """What is here is right, for nobody changes it; Redis is told that it is still wanted."""
+        """Reads pieces; one that is here is right, for nobody changes it, and Redis is told that it is still wanted."""
         found = dict(zip(keys, await self.local.shared(keys, ttl_s), strict=True))
         elsewhere = [key for key, value in found.items() if value is None]
         for key, value in found.items():
@@ -395,7 +395,7 @@ class SharedStore:
             self._backlog.done(key, pending)
 
     def _notice_losses(self) -> None:
-        """Redis may have lost what it had: it gets back what is here, unless another replica put it meanwhile."""
+        """Gives a Redis that lost what it had what is here, unless another replica put it meanwhile."""
         if self._num_losses_seen == self.remote.num_losses:
             return
         self._num_losses_seen = self.remote.num_losses

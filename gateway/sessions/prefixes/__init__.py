@@ -1,1 +1,1 @@
-"""Which prefixes are cached here, told to the store and found again in it: hints, for the engine alone decides."""
+"""The store is told which prefixes are cached here, and asked who has others: hints, for the engine alone decides."""

@@ -1,4 +1,4 @@
-"""What is cached here is told to the store, and what others have is found in it."""
+"""Replicas tell the store what they have cached, and find in it what others have."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gateway.sessions.prefixes.tracker import PrefixTracker
 from gateway.store.interface import Durable, PrefixChange, StoreUnavailable
 
 PRIVATE = b"\0private"
-"""Salts with this end are of prompts whose tokens stay in this process."""
+"""Salts end with this where the tokens of their prompts stay in this process."""
 
 
 class PrefixWriter:
-    """Tells the store what changed, a batch at a time, whatever state the store is in."""
+    """A PrefixWriter tells the store what changed, a batch at a time, whatever state the store is in."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class PrefixWriter:
         self._num_losses = store.num_losses
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """While this is entered, changes are written as they come."""
+        """Writes changes as they come, while it is entered."""
         return meanwhile(every(self._every_s, self.write, "writing what is cached"))
 
     async def write(self) -> None:
-        """One batch. What cannot be written now is kept for later."""
+        """Writes one batch. What cannot be written now is kept for later."""
         if self._store.num_losses != self._num_losses:
             self._num_losses = self._store.num_losses
             self._tracker.rewrite()
@@ -64,7 +64,7 @@ class PrefixWriter:
 
 
 class PrefixLocator:
-    """Answers which replicas hold the beginning of a prompt."""
+    """A PrefixLocator finds the replicas that hold the beginning of a prompt."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PrefixLocator:
         self._find_cached = find_cached
 
     async def locate(self, salt: bytes, token_ids: Sequence[int]) -> dict[str, object]:
-        """What of this prompt each replica would find, the best one first; this one is always among them.
+        """The part of this prompt that each replica would find, the best replica first; this one is always among them.
 
         A prompt never finds the block of its last token: its logits are needed.
         """
@@ -111,7 +111,7 @@ class PrefixLocator:
 
 
 def parse_token_ids(text: str, field: str = "tokens") -> list[int]:
-    """Token ids separated by commas.
+    """Reads token ids that are separated by commas.
 
     Raises:
         ApiError: 400, if it is anything else.

@@ -1,4 +1,4 @@
-"""The chains that are resident in this process, as its engine reports them, and which of them are hot."""
+"""A tracker knows the chains that are resident in this process, as its engine reports them, and which are hot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Counted = TypeVar("_Counted", int, bytes)
 
 MAX_TRACKED = 100_000
 MAX_RECENT = 1_000
-"""Of each salt: ends of chains and blocks at which a hit ended, the candidates for the hottest ones."""
+"""For each salt so many candidates for the hottest are known: ends of chains, and blocks at which a hit ended."""
 PASS_ON_S = 60.0
 """How often a block tells its parent of its hits: the blocks of a long chain are not all looked at with every hit."""
 
@@ -30,43 +30,43 @@ class _Block:
     parent: bytes | None
     depth: int
     token_ids: bytes
-    """Packed: a hundred thousand tuples of numbers would be large."""
+    """The tokens are packed: a hundred thousand tuples of numbers would be large."""
     salt: bytes
     hits: int
     last_used_s: float
     written: bool = False
-    """The store may know it."""
+    """The store may know the block."""
     owed: int = 0
     """Hits that its parent was not told of yet."""
     passed_on_s: float = -math.inf
-    """When it told its parent of its hits."""
+    """When the block told its parent of its hits last."""
     is_end: bool = False
     """A hit ended here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotPrefix:
-    """A prefix as the operator sees it, by its last block."""
+    """A HotPrefix is a prefix as the operator sees it, named by its last block."""
 
     leaf: bytes
     salt: bytes
     num_tokens: int
     hits: int
     last_used_s: float
-    """In seconds since 1970."""
+    """The time of the last use, in seconds since 1970."""
 
 
 class BlockChanges:
-    """Blocks that came and went since somebody last took them out."""
+    """BlockChanges are the blocks that came and went since somebody last took them out."""
 
     def __init__(self, salts: Collection[bytes] | None) -> None:
-        """Of these salts, or of all."""
+        """Only blocks of these salts are noted; of all, if it is None."""
         self._salts = salts
         self.stored: dict[bytes, None] = {}
         self.removed: dict[bytes, None] = {}
 
     def note(self, known: bytes, salt: bytes, *, resident: bool) -> None:
-        """What came and went in between is no change."""
+        """Notes a block that came or went; one that did both is no change."""
         if self._salts is None or salt in self._salts:
             of, other = (self.stored, self.removed) if resident else (self.removed, self.stored)
             if other.pop(known, self) is self:
@@ -78,7 +78,7 @@ class BlockChanges:
 
 
 class PrefixTracker:
-    """Every chain that is resident in this process's cache, as its engine's reports tell it. For the event loop."""
+    """A PrefixTracker has every chain that is resident in this process's cache. It is for the event loop's thread."""
 
     def __init__(self, *, max_blocks: int = MAX_TRACKED, clock: Callable[[], float] = time.time) -> None:
         """`clock` gives seconds since 1970: what it says outlives the process."""
@@ -91,17 +91,17 @@ class PrefixTracker:
         self._leaves: OrderedDict[bytes, None] = OrderedDict()
         """Blocks without a child, the one used longest ago first."""
         self._recent: dict[bytes, OrderedDict[bytes, None]] = {}
-        """By salt, the one used longest ago first."""
+        """By salt, the candidates for the hottest, the one used longest ago first."""
         self._num_at_depth: dict[int, int] = {}
         self._dirty: dict[bytes, None] = {}
         self._gone: dict[bytes, _Block] = {}
-        """No longer resident, which the store does not know yet."""
+        """Blocks that are no longer resident, which the store does not know yet."""
         self._remembered: dict[bytes, int] = {}
         self._listeners: dict[BlockChanges, None] = {}
 
     @contextlib.contextmanager
     def listening(self, salts: Collection[bytes] | None) -> Iterator[BlockChanges]:
-        """The blocks of these salts, or of all.
+        """The blocks of these salts, or of all, in changes that grow while it is entered.
 
         First those that are there, then, while this is entered, what comes and goes.
         """
@@ -115,7 +115,7 @@ class PrefixTracker:
             del self._listeners[changes]
 
     def take(self, events: Iterable[PrefixEvent]) -> None:
-        """What a step's report says; to be called with every report, in order."""
+        """Takes in what a step's report says; it has to be called with every report, in order."""
         for event in events:
             if isinstance(event, Stored):
                 self._add(event)
@@ -129,7 +129,7 @@ class PrefixTracker:
                     self._remove(known)
 
     def remember(self, blocks: Iterable[PrefixChange]) -> None:
-        """Hits from before a restart, for blocks that are about to come back."""
+        """Notes hits from before a restart, for blocks that are about to come back."""
         self._remembered = {block.hash: block.hits for block in blocks}
 
     # What there is
@@ -140,12 +140,12 @@ class PrefixTracker:
 
     @property
     def deepest(self) -> int:
-        """Blocks in the longest chain."""
+        """The number of blocks in the longest chain."""
         return max(self._num_at_depth, default=0)
 
     @property
     def num_unwritten(self) -> int:
-        """Changes that the store has not heard of."""
+        """The number of changes that the store has not heard of."""
         return len(self._dirty) + len(self._gone)
 
     def hottest(self, limit: int, salts: Iterable[bytes]) -> list[HotPrefix]:
@@ -186,7 +186,7 @@ class PrefixTracker:
                 self._note_gone(change.hash, _block(change))
 
     def rewrite(self) -> None:
-        """The store may have lost anything: all that is resident is to be written again."""
+        """Marks all that is resident to be written again: the store may have lost anything."""
         self._dirty = dict.fromkeys(self._blocks)
 
     def _note_gone(self, known: bytes, block: _Block) -> None:

@@ -1,4 +1,4 @@
-"""Prefixes that were hot before a restart, computed again for their KV alone while nobody needs the engine."""
+"""Prefixes that were hot before a restart are computed again, for their KV alone, while nobody needs the engine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from priority.lanes import Lane
 log = logging.getLogger("penstock.gateway")
 
 MAX_WARMED_BLOCKS = 4_096
-"""Asked of the store at once, however many tokens may be computed again."""
+"""The store is asked for so many blocks at most, however many tokens may be computed again."""
 TENANT = "warm-up"
-"""Who is charged for it in the queue."""
+"""The tenant that is charged for it in the queue."""
 
 
 class Warming(Generation):
-    """One prompt, computed once; its only output token is thrown away."""
+    """A Warming computes one prompt once; its only output token is thrown away."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes, now: float) -> None:
         request = Request(
@@ -58,19 +58,19 @@ class Warming(Generation):
         self._over.set()
 
     def look_after(self, now: float, timeouts: Timeouts) -> None:
-        """Nobody waits for it."""
+        """Does nothing, for nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmPrefix:
-    """A chain that was hot before a restart."""
+    """A WarmPrefix is a chain that was hot before a restart."""
 
     blocks: tuple[PrefixChange, ...]
-    """From its start on."""
+    """The blocks of the chain, from its start on."""
 
     @property
     def token_ids(self) -> list[int]:
-        """A prompt that leaves exactly these blocks in the cache."""
+        """The prompt that leaves exactly these blocks in the cache."""
         return [token_id for block in self.blocks for token_id in block.token_ids]
 
     @property
@@ -81,7 +81,7 @@ class WarmPrefix:
 def choose_prefixes(
     blocks: Sequence[PrefixChange], max_tokens: int, block_size: int
 ) -> tuple[list[WarmPrefix], int]:
-    """Whole chains, the hottest first, and how many tokens they are together.
+    """Chooses whole chains, the hottest first, and says how many tokens they are together.
 
     What several chains have in common counts once. Chains that are broken, or of another block size, are left out.
     """
@@ -98,7 +98,7 @@ def choose_prefixes(
 
 
 def _ends(known: dict[bytes, PrefixChange]) -> Iterable[PrefixChange]:
-    """Blocks at which hits ended: fewer went on to any one child, or there is none."""
+    """The blocks at which hits ended: fewer went on to any one child, or there is none."""
     passed_on: dict[bytes, int] = {}
     for block in known.values():
         if block.parent is not None:
@@ -113,7 +113,7 @@ def _is_sound(block: PrefixChange, block_size: int) -> bool:
 
 
 def _chain(known: dict[bytes, PrefixChange], end: PrefixChange) -> tuple[PrefixChange, ...]:
-    """From its start to `end`; empty if there is a gap."""
+    """The chain from its start to `end`; empty if there is a gap."""
     chain = [end]
     while chain[-1].parent is not None:
         parent = known.get(chain[-1].parent)
@@ -124,7 +124,7 @@ def _chain(known: dict[bytes, PrefixChange], end: PrefixChange) -> tuple[PrefixC
 
 
 class WarmUp:
-    """Computes the hottest prefixes again after a restart, one at a time, while nobody needs the engine."""
+    """A WarmUp computes the hottest prefixes again after a restart, one at a time, while nobody needs the engine."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class WarmUp:
         self._clock = clock
 
     async def run(self, store: Durable, tracker: PrefixTracker) -> None:
-        """Once, when the engine is ready; logs what it did, and raises nothing."""
+        """Computes them, once the engine is ready; logs what it did, and raises nothing."""
         limit = min(self._max_tokens // self._block_size, MAX_WARMED_BLOCKS)
         if limit <= 0:
             return
@@ -171,7 +171,7 @@ class WarmUp:
         log.info("computed %d prefixes again, %d tokens in %.1f s", len(done), num_done, seconds)
 
     async def _compute(self, prefix: WarmPrefix) -> bool:
-        """Begins anew after every interruption: what was computed by then is found in the cache."""
+        """Computes a prefix, anew after every interruption: what was computed by then is found in the cache."""
         while True:
             while not self._is_idle():
                 await asyncio.sleep(self._poll_s)
@@ -183,7 +183,7 @@ class WarmUp:
                 return False
 
     async def _compute_undisturbed(self, prefix: WarmPrefix) -> bool:
-        """False if somebody came in between."""
+        """Computes a prefix; False if somebody came in between."""
         task = asyncio.ensure_future(self._submit(prefix.token_ids, prefix.salt))
         try:
             while not task.done():

@@ -1,4 +1,4 @@
-"""What is written down of a recording, so that another process can go on with it.
+"""A journal is what is written down of a recording, so that another process can go on with it.
 
 A journal has words of 32 bits. A token is one of them: its id; in a reply of several choices, which take turns, with
 the highest bit set if its choice ends with it. Where log probabilities are told they follow: the token's own, as a
@@ -33,7 +33,7 @@ _ENDS = 1 << 31
 
 
 class CorruptJournal(ValueError):
-    """It was not written by this version of the server, or not by it at all."""
+    """The journal was not written by this version of the server, or not by it at all."""
 
 
 class _Header(BaseModel):
@@ -45,7 +45,7 @@ class _Header(BaseModel):
     detachable: bool
     max_detached_s: float | None
     attempts: int
-    """How many processes have worked on it."""
+    """The number of processes that have worked on it."""
     request: Request
 
 
@@ -85,7 +85,7 @@ def end_of(recording: Recording) -> bytes:
 async def change_of(
     recording: Recording, written: int | None, ttl_s: float, ended_ttl_s: float
 ) -> JournalChange:
-    """What the journal lacks of a recording.
+    """The change that the journal lacks of a recording.
 
     Args:
         written: words that it has; None, if it has not even the header.
@@ -107,18 +107,18 @@ async def change_of(
 
 
 class Token(NamedTuple):
-    """One that is written down."""
+    """A token that is written down."""
 
     choice: int
     """The number of its choice."""
     id: int
     logprobs: TokenLogprobs | None
     ends: bool
-    """Its choice ends with it; of a reply of one choice that is not written down."""
+    """Its choice ends with it; in a reply of one choice that is not written down."""
 
 
 def words_of(recording: Recording, start: int = 0) -> tuple[int, Callable[[], tuple[int, ...]]]:
-    """What is written down of its tokens, from the word of that number on, with which one begins.
+    """The words that are written down of a recording's tokens, from that number on, with which a token begins.
 
     Returns:
         How many words they are, and what makes them, wherever it is called.
@@ -145,7 +145,7 @@ def _words(token_ids: list[int], logprobs: list[TokenLogprobs], num_top: int) ->
 
 
 def tokens_of(request: Request, words: tuple[int, ...]) -> Iterator[Token]:
-    """The reverse of `words_of`.
+    """Reads what `words_of` made.
 
     Raises:
         CorruptJournal: they are no tokens of this request's.
@@ -186,11 +186,11 @@ def _float(bits: int) -> float:
 
 
 ScriptMaker = Callable[[str, dict[str, Any]], Script]
-"""Makes the script of the reply with that id, of what its format has to know."""
+"""A ScriptMaker makes the script of the reply with that id from what its format has to know."""
 
 
 class Replayer(Protocol):
-    """What is needed of `engine.planning.stopping.TextSink`."""
+    """A Replayer makes the texts of tokens again, as `engine.planning.stopping.TextSink` does."""
 
     def replay(
         self, request: Request, token_ids: Collection[int], max_len: int, *, is_whole: bool
@@ -198,7 +198,7 @@ class Replayer(Protocol):
 
 
 def replay(request: Request, words: tuple[int, ...], *, replayer: Replayer, max_len: int) -> Iterator[Output]:
-    """What the engine brought, as far as it was written down.
+    """Brings again what the engine brought, as far as it was written down.
 
     Raises:
         CorruptJournal: as `tokens_of`.
@@ -229,7 +229,7 @@ def rebuild(
     replayed: Callable[[Request, tuple[int, ...]], Iterable[Output]],
     prepare: Callable[[Recording], None] = lambda _: None,
 ) -> Recording:
-    """The recording as far as it was written down.
+    """Makes the recording again, as far as it was written down.
 
     Args:
         scripts: by kind.

@@ -39,23 +39,23 @@ log = logging.getLogger("penstock.gateway")
 _REPLAYED_BYTES = 64
 """Making a token's text again is as much work as reading so many bytes."""
 _WRITES = 2
-"""So often is it tried to write down a reply before it begins: a store that has much to do may be late once."""
+"""A reply is tried to be written down so often before it begins: a store that has much to do may be late once."""
 ABANDONED = "abandoned"
 """The error code of a reply that was cancelled since nobody read it."""
 MAX_ATTEMPTS = 3
-"""Processes that may die over one request; then it fails."""
+"""So many processes may die over one request; then it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """How long recordings are kept, and how much of them."""
+    """Keeping says how long recordings are kept, and how much of them."""
 
     keep_s: float = 300.0
-    """After the end."""
+    """A recording is kept for so long after its end."""
     max_age_s: float = 3_600.0
     """Nothing is generated for longer than this."""
     max_bytes: int = 64 * 1024 * 1024
-    """Of all that have ended; the oldest are forgotten first."""
+    """All that have ended may have so many bytes; the oldest are forgotten first."""
     flush_s: float = 0.05
     """How often what is new is written down."""
     claim_s: float = 2.0
@@ -67,7 +67,7 @@ EndHook = Callable[[Recording], Awaitable[None]]
 
 
 class Recordings:
-    """Every method is for the event loop."""
+    """Recordings are all of this process; every method is for the event loop's thread."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Recordings:
         self._clock = clock
         self.keeping = keeping or Keeping()
         self.on_end: dict[str, EndHook] = {}
-        """By kind: what is to be done before the client is told that its reply is complete."""
+        """By kind, what is done before the client is told that its reply is complete."""
         self.scripts: dict[str, ScriptMaker] = {}
-        """By kind."""
+        """By kind, what makes the script of a reply."""
         self.thoughts: Callable[[Reading], Thoughts | None] = _none
         """Counts the reasoning of a reply that is read so."""
         self.on_resume: Callable[[], None] = _nothing
@@ -97,10 +97,10 @@ class Recordings:
         self._unsettled: dict[str, Recording] = {}
         self._ended = EndedRecordings()
         self._written: dict[str, int] = {}
-        """Words that are in the journal; missing, if not even the header is."""
+        """By id, the words that are in the journal; missing if not even the header is."""
         self._dirty: dict[str, None] = {}
         self._doomed: dict[str, None] = {}
-        """Journals to be deleted."""
+        """Ids of journals that are to be deleted."""
         self._settling: dict[str, asyncio.Task[None]] = {}
         self._writing = Rounds(self._flush)
         self._claiming = asyncio.Lock()
@@ -149,7 +149,7 @@ class Recordings:
         return recording
 
     async def find(self, tenant: str, recording_id: str) -> Recording | None:
-        """One of the tenant's own that runs or has ended lately, wherever it ran.
+        """Finds a recording of the tenant's that runs or has ended lately, wherever it ran.
 
         Raises:
             StoreUnavailable: nobody could say for `INSIST_S` whether there is one.
@@ -160,7 +160,7 @@ class Recordings:
         return self.here(tenant, recording_id)
 
     async def _look_for(self, recording_id: str, journals: Durable) -> None:
-        """Makes one that the store has this process's own, unless another works on it."""
+        """Makes a recording that the store has this process's own, unless another process works on it."""
         try:
             journal = await journals.read_journal(recording_id)
             if journal is not None and journal.end is not None:
@@ -175,22 +175,22 @@ class Recordings:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all of them take, about."""
+        """The memory that all recordings take, about."""
         return self._ended.num_bytes + sum(recording.num_bytes for recording in self._unsettled.values())
 
     def here(self, tenant: str, recording_id: str) -> Recording | None:
-        """One of the tenant's own that this process has, whatever state the store is in."""
+        """The tenant's recording that this process has under that id, whatever state the store is in."""
         found = self._all.get(recording_id)
         return found if found is not None and found.tenant == tenant else None
 
     def cancel(self, recording: Recording, code: str = "cancelled") -> None:
-        """Ends it; who reads it is told. What it brought so far is kept."""
+        """Ends a recording and tells its readers. What it brought so far is kept."""
         if not recording.ended:
             recording.cancelled = True
             recording.fail(ApiError(409, "The reply was cancelled.", code=code))
 
     async def discard(self, recording: Recording) -> None:
-        """Ends and forgets it; if the store is there, for good."""
+        """Ends and forgets a recording; if the store is there, for good."""
         self.cancel(recording)
         if (settling := self._settling.get(recording.id)) is not None:
             await settling
@@ -201,7 +201,7 @@ class Recordings:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While this is entered, what is new is written down, and streams of dead processes are taken over."""
+        """Writes down what is new and takes over the streams of dead processes, while it is entered."""
         try:
             async with meanwhile(every(self.keeping.flush_s, self._keep, "writing the journal")):
                 yield
@@ -243,7 +243,7 @@ class Recordings:
             task.add_done_callback(lambda _: self._settling.pop(recording.id))
 
     async def _settle(self, recording: Recording) -> None:
-        """What is to be done once a reply has ended, before anybody is told."""
+        """Does what is to be done once a reply has ended, before anybody is told."""
         self._dispatch.release(recording)
         if (grammar := recording.request.sampling.grammar) is not None:
             recording.hold_to(grammar.plain)
@@ -277,7 +277,7 @@ class Recordings:
     # The journal
 
     async def _make_known(self, recording: Recording) -> None:
-        """Returns when it is written down, or was refused so often that the store is in trouble.
+        """Returns when the recording is written down, or was refused so often that the store is in trouble.
 
         Many begin at a time: they are written down together, and none has to find a connection of its own.
         """
@@ -286,7 +286,7 @@ class Recordings:
                 await self._writing.next()
 
     async def _write_down(self) -> None:
-        """All that is new, and deletes what is not wanted any more."""
+        """Writes all that is new, and deletes what is not wanted any more."""
         await self._writing.next()
         await self._delete_doomed()
 
@@ -303,7 +303,7 @@ class Recordings:
                 return
 
     async def _write(self, recordings: Sequence[Recording]) -> bool:
-        """False if the store is not there; then what is new stays noted."""
+        """Writes what is new of these; False if the store is not there, and then it stays noted."""
         for recording in recordings:
             self._dirty.pop(recording.id, None)
         wanted = [recording for recording in recordings if recording.journalled]
@@ -407,7 +407,7 @@ class Recordings:
             recording.fail(error)
 
     async def _take_up(self, journal: Journal) -> None:
-        """Keeps one that ended in another process; what another still works on cannot be followed from here."""
+        """Keeps a recording that ended in another process; one that is at work there cannot be followed from here."""
         recording = await self._load(journal)
         if recording is not None and recording.id not in self._all:
             recording.ended_s = self._clock()
@@ -417,7 +417,7 @@ class Recordings:
             self._ended.add(recording)
 
     async def _load(self, journal: Journal) -> Recording | None:
-        """The recording as far as it came."""
+        """Makes the recording again as far as it came; None if its journal cannot be read."""
         size = len(journal.header) + _REPLAYED_BYTES * len(journal.token_ids)
         try:
             return await off_loop(size, self._replayed, journal)

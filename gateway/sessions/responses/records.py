@@ -39,39 +39,39 @@ KEPT_S = 24 * 3600.0
 _PIECES_S = KEPT_S + 60.0
 """Pieces outlive every response that names them."""
 _MAX_REWRITES = 4
-"""Of a chain's token ids no more pieces are written than the last context has, so many times over."""
+"""No more pieces of token ids are written for a chain than its last context has, so many times over."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptThread:
-    """A thread as its response's record has it."""
+    """A KeptThread is a thread as its response's record has it."""
 
     messages: Pieces
-    """Each as JSON, followed by a comma."""
+    """Every message is JSON, followed by a comma."""
     token_ids: Pieces
     num_written: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResponse:
-    """What is kept of one response."""
+    """A KeptResponse is what is kept of one response."""
 
     object: JsonObject
     input: list[Item]
     thread: KeptThread | None
-    """None if the response came to no answer."""
+    """The thread to go on with; None if the response came to no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A response that was kept."""
+    """A Record is a response that was kept, with its whole thread."""
 
     object: JsonObject
     input: list[Item]
     thread: Thread | None
     """The thread to go on with; None if the response came to no answer."""
     is_broken: bool = False
-    """It came to an answer, and pieces of its thread are gone."""
+    """The response came to an answer, and pieces of its thread are gone."""
 
 
 RECORDS = Records(KIND, KeptResponse, KEPT_S, lambda kept: 4 * PIECE_BYTES + _num_chars(kept.input))
@@ -82,7 +82,7 @@ def _num_chars(items: Sequence[Item]) -> int:
 
 
 def shared_tokens(thread: Thread, prompt: Sequence[int]) -> tuple[int, int]:
-    """How many pieces of token ids a prompt has in common with the thread before it, and how many that wrote."""
+    """The number of pieces that a prompt's tokens share with the thread before it, and of those written for that."""
     step, known = PIECE_BYTES // TOKEN_BYTES, list(thread.token_ids)
     num_shared, most = 0, min(len(known), len(prompt)) // step
     while num_shared < most:
@@ -113,7 +113,7 @@ def continued(recording: Recording) -> Thread | None:
 
 
 def kept_response(recording: Recording) -> tuple[KeptResponse, dict[str, bytes]]:
-    """What is kept of a response that has ended, and the pieces that it names."""
+    """The record of a response that has ended, and the pieces that it names."""
     thread = continued(recording)
     object, input = response(recording), recording.about["input"]
     if thread is None:
@@ -134,7 +134,7 @@ async def keep(store: Store, recording: Recording) -> None:
 
 
 async def find(store: Store, tenant: str, response_id: str) -> Record | None:
-    """One of the tenant's own that has ended; from now on it is kept as long as a new one.
+    """Finds a response of the tenant's that has ended; from now on it is kept as long as a new one.
 
     Raises:
         ApiError: 503, if the store does not answer: nobody knows then.
@@ -155,7 +155,7 @@ async def _read(store: Store, tenant: str, response_id: str) -> Record | None:
 
 
 async def _thread(store: Store, tenant: str, kept: KeptThread) -> Thread | None:
-    """The thread; None if some of its messages are gone. It goes on without its token ids."""
+    """Reads a thread, without its token ids if some are gone; None if some of its messages are."""
     messages, token_ids = await asyncio.gather(
         *(join(store, tenant, pieces, _PIECES_S) for pieces in (kept.messages, kept.token_ids))
     )

@@ -19,7 +19,7 @@ from gateway.wire.prompts import Prompts, Tokenizer
 
 
 class Message(TypedDict):
-    """As chat templates know it."""
+    """A Message is one as chat templates know it."""
 
     role: str
     content: str
@@ -30,28 +30,28 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """Messages, and the context that the last answer to them was generated in.
+    """A Thread is messages, and the context that the last answer to them was generated in.
 
     The context need not fit the messages: instructions come and go, templates rewrite what is past, clients delete
     messages. What of it can be used is found out when it is extended.
     """
 
     messages: tuple[Message, ...] = ()
-    """Without the instructions of any one turn."""
+    """The messages, without the instructions of any one turn."""
     token_ids: Tokens = ()
-    """Prompt and output of the last answer; empty if nothing was generated yet, or it is not worth keeping."""
+    """The prompt and output of the last answer; empty if nothing was generated, or it is not worth keeping."""
     num_written: int = 0
-    """Pieces of token ids that were written for this thread, those of its past included."""
+    """The number of pieces of token ids that were written for this thread, those of its past included."""
 
 
 def num_chars(message: Message) -> int:
-    """About as many as its text takes."""
+    """The number of characters that a message's text takes, about."""
     calls = len(orjson.dumps(message["tool_calls"])) if "tool_calls" in message else 0
     return len(message["content"]) + len(message.get("reasoning_content", "")) + calls
 
 
 def turns(messages: Sequence[Message]) -> list[int]:
-    """Where turns begin: with what a user says, so that calls and their results stay together."""
+    """The places at which turns begin: with what a user says, so that calls and their results stay together."""
     return [i for i, message in enumerate(messages) if message["role"] == "user"]
 
 
@@ -70,7 +70,7 @@ def extend(
     tools: Sequence[dict[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The prompt for a thread and what is new, with as many of the thread's own tokens as possible.
+    """Makes the prompt for a thread and what is new, with as many of the thread's own tokens as possible.
 
     Args:
         instructions: a system message to go before all others, in this turn only.
@@ -88,7 +88,7 @@ def extend(
 
 
 def splice(tokenizer: Tokenizer, known: list[int], wanted: list[int]) -> list[int]:
-    """Tokens that say what `wanted` says, the first of them as in `known` for as long as both say the same.
+    """Makes tokens that say what `wanted` says, the first of them as in `known` for as long as both say the same.
 
     Special tokens cut both into runs. To say the same is to have the same special tokens around runs of the same text.
     """
@@ -117,7 +117,7 @@ def _text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
 
 
 def _continue_run(tokenizer: Tokenizer, known: list[int], wanted: list[int]) -> list[int]:
-    """`known` and what `wanted` says after it; `wanted` if that is not to be had."""
+    """Makes `known` go on with what `wanted` says after it; returns `wanted` if that cannot be."""
     said, text = _text(tokenizer, known), _text(tokenizer, wanted)
     if not said:
         return wanted
