@@ -30,16 +30,16 @@ _MAX_LINE_BYTES = 1024 * 1024
 
 
 class ChildFailed(RuntimeError):
-    """It ended; the message is the last line that it wrote."""
+    """The process ended; the message is the last line that it wrote."""
 
 
 class Child:
-    """One process. Its log becomes that of this one."""
+    """One process, whose log becomes part of this one's."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.pid = process.pid
         self.url = ""
-        """Where it listens."""
+        """The address that the process listens at, once it is ready."""
         self._process = process
         self._ready = asyncio.Event()
         self._lines: deque[str] = deque(maxlen=_NUM_LINES)
@@ -85,13 +85,13 @@ class Child:
         return self._lines[-1] if self._lines else "it wrote nothing"
 
     async def ended(self) -> int:
-        """Returns when it has ended, by itself or not: the exit status."""
+        """Returns the exit status when the process has ended, by itself or not."""
         # Not the process's own `wait`: if it is cancelled, others that wait may be, too.
         await asyncio.shield(self._reader)
         return await self._process.wait()
 
     async def stop(self, timeout_s: float) -> None:
-        """Asks it to end, and kills it if it has not after so long."""
+        """Asks the process to end, and kills it if it has not ended after the timeout."""
         self.ask_to_end()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -103,7 +103,7 @@ class Child:
                 await self.ended()
 
     def ask_to_end(self) -> None:
-        """It takes no new requests, and ends when its streams have."""
+        """Asks the process to take no new requests, and to end when its streams have."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
@@ -121,7 +121,7 @@ class Child:
             raise ChildFailed(self.last_line)
 
     async def _read(self) -> None:
-        """To the end of what it writes, which is its own end."""
+        """Reads what the process writes, until the process ends."""
         assert self._process.stderr is not None
         while True:
             try:
@@ -140,6 +140,6 @@ class Child:
 
 
 def package_parent() -> Path:
-    """The folder in which `penstock` lies: that of this checkout, or site-packages."""
+    """Returns the folder in which `penstock` lies: that of this checkout, or site-packages."""
     # penstock/lib/cluster/child.py in a wheel, cluster/child.py in a checkout.
     return _PARENT if (_PARENT / "penstock").is_dir() else _PARENT.parents[1]

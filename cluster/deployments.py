@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 import ray
 from ray import serve
@@ -35,18 +35,20 @@ from cluster.plan import OF_SWITCH, Plan, PlanError
 from gateway.endpoints.state import PATH, SECRET_HEADER
 
 NAMESPACE = "penstock"
-"""Of Ray's names: that of the directory is in it."""
+"""The namespace of Ray that the directory's name is in."""
 _ASK_S = 5.0
 _HEALTH_S = 1.0
 _MEET_S = 10.0
 """The longest that a new replica waits for switches: one of another model will never know it."""
 _LOOK_S = 0.1
 _NUM_PORTS = 100
-"""Ports that are tried from the first one on."""
+"""The number of ports that are tried, from the first one on."""
+_OPENER = build_opener(ProxyHandler({}))
+"""A client that never asks a proxy: all that it asks is on this machine, or in the cluster."""
 
 
 def find_directory(plan: Plan) -> Any | None:
-    """The handle of a cluster's directory; None if there is no such cluster."""
+    """Returns the handle of a cluster's directory; None if there is no such cluster."""
     try:
         return ray.get_actor(plan.directory, NAMESPACE)
     except ValueError:
@@ -54,7 +56,7 @@ def find_directory(plan: Plan) -> Any | None:
 
 
 def open_directory(plan: Plan, secret: str | None = None) -> Any:
-    """The same, made if there is none, with this secret or a new one."""
+    """Returns the handle of a cluster's directory, which is started if there is none, with this secret or a new one."""
     found = find_directory(plan)
     if found is not None:
         return found
@@ -70,7 +72,7 @@ def open_directory(plan: Plan, secret: str | None = None) -> Any:
 
 
 def replicas(args: dict[str, Any]) -> Any:
-    """The application of the replicas; `args` as in `cluster.plan.Plan`. Serve's config files name it."""
+    """Returns the application of the replicas, which Serve's config files name; `args` make a `cluster.plan.Plan`."""
     plan = Plan.parse(args)
     num_machines = len(machines())
     if num_machines > 1 and plan.listen == "loopback":
@@ -96,7 +98,7 @@ def replicas(args: dict[str, Any]) -> Any:
 
 
 def switches(args: dict[str, Any]) -> Any:
-    """The application of the switches, like `replicas`."""
+    """Returns the application of the switches, like `replicas`."""
     plan = Plan.parse(args)
     open_directory(plan)
     num_machines = len(machines())
@@ -108,7 +110,7 @@ def switches(args: dict[str, Any]) -> Any:
 
 
 def machines() -> list[str]:
-    """The addresses of the nodes of this Ray cluster that are alive."""
+    """Returns the addresses of the nodes of this Ray cluster that are alive."""
     return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
 
@@ -125,18 +127,18 @@ def _deployment(keeper: type[Keeper], plan: Plan, resources: dict[str, Any], **o
 
 
 def _with_version(deployment: Any, text: str) -> Any:
-    """Without a version of ours, Serve would replace all when the application is deployed anew, even to scale it."""
+    """Gives a deployment a version, without which Serve replaces all processes whenever the application is deployed."""
     return deployment.options(version=text, _internal=True)
 
 
 class Keeper:
-    """What Ray runs for each process of Penstock's."""
+    """The actor that Ray runs for each process of Penstock's."""
 
     _kind: Any
     _child: Child | None = None
 
     async def __init__(self, plan: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Returns when the process is ready.
+        """Starts the process, and returns when it is ready.
 
         Raises:
             ChildFailed, Stranger: the process does not start, or does not fit; the directory has been told why.
@@ -150,9 +152,9 @@ class Keeper:
         self._numbers: dict[str, float] = defaultdict(float)
         self._identity = ""
         self._is_stopping = False
-        """Serve ends it."""
+        """Serve is ending this actor."""
         self._is_draining = False
-        """The operator ends it, and Serve replaces it."""
+        """The operator is ending the process, and Serve is to replace it."""
         self._tasks: list[asyncio.Task[None]] = []
         try:
             self._child = await self._start()
@@ -167,7 +169,7 @@ class Keeper:
         self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._end_with_child())]
 
     async def __del__(self) -> None:
-        """Serve awaits this when the process is to end, for as long as `graceful_shutdown_timeout_s`."""
+        """Ends the process; Serve awaits this for as long as `graceful_shutdown_timeout_s`."""
         await self.stop()
 
     async def stop(self) -> None:
@@ -179,10 +181,10 @@ class Keeper:
             task.cancel()
 
     async def check_health(self) -> None:
-        """Raises if the process does not do well; Serve replaces it after the third time."""
+        """Raises if the process is not well; Serve replaces it after the third time."""
         assert self._child is not None
         if not self._is_stopping and self._child.is_running:
-            await asyncio.to_thread(_get, self._child.url, "/health")
+            await asyncio.to_thread(_get, f"{self._child.url}/health")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         return self._numbers
@@ -228,12 +230,12 @@ class Keeper:
         return answer
 
     async def _tell(self) -> None:
-        """Says every second that this is there; a directory that is gone for a while changes nothing."""
+        """Tells the directory every second that the process is there; nothing changes while the directory is gone."""
         assert self._child is not None
         while True:
             await asyncio.sleep(BEAT_S)
             with contextlib.suppress(OSError, http.client.HTTPException, RayError):
-                text = await asyncio.to_thread(_get, self._child.url, "/metrics")
+                text = await asyncio.to_thread(_get, f"{self._child.url}/metrics")
                 self._numbers = self._read(text.decode())
                 self._take(await self._beat())
 
@@ -244,7 +246,7 @@ class Keeper:
         raise NotImplementedError
 
     async def _end_with_child(self) -> None:
-        """Without its process a keeper is of no use: it ends, too, and Serve starts another one at once."""
+        """Ends this actor when its process has ended, so that Serve starts another one at once."""
         assert self._child is not None
         status = await self._child.ended()
         if self._is_stopping:
@@ -276,12 +278,13 @@ class Replica(Keeper):
 
     async def _join(self) -> None:
         assert self._child is not None
-        self._identity = await asyncio.to_thread(_identity, self._child.url, self._secret)
+        state = await asyncio.to_thread(_get, self._child.url + PATH, {SECRET_HEADER: self._secret})
+        self._identity = json.loads(state)["model"]
         # Serve may end another replica as soon as this one is there: by then the switches must know it.
         end_s = monotonic() + _MEET_S
         while (await self._beat()).num_switches > self._numbers["switches"] and monotonic() < end_s:
             await asyncio.sleep(_LOOK_S)
-            self._numbers = self._read((await asyncio.to_thread(_get, self._child.url, "/metrics")).decode())
+            self._numbers = self._read((await asyncio.to_thread(_get, f"{self._child.url}/metrics")).decode())
 
     def _read(self, metrics: str) -> dict[str, float]:
         return self._figures.of_replica(metrics)
@@ -327,39 +330,18 @@ class Switch(Keeper):
             new.replace(self._file)
 
 
-def _get(url: str, path: str) -> bytes:
+def _get(url: str, headers: Mapping[str, str] | None = None) -> bytes:
     """
     Raises:
-        OSError, http.client.HTTPException: no answer, or another status than 200.
+        OSError, http.client.HTTPException: no answer, or one that is an error.
     """
-    with _asked(url, path) as response:
-        return response.read()
-
-
-def _identity(url: str, secret: str) -> str:
-    """What the replica serves, as it tells switches."""
-    with _asked(url, PATH, {SECRET_HEADER: secret}) as response:
-        return str(json.load(response)["model"])
-
-
-@contextlib.contextmanager
-def _asked(
-    url: str, path: str, headers: Mapping[str, str] | None = None
-) -> Iterator[http.client.HTTPResponse]:
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_ASK_S)
-    try:
-        connection.request("GET", path, headers=dict(headers or {}))
-        response = connection.getresponse()
-        if response.status != 200:
-            raise http.client.HTTPException(f"{url}{path} answers with status {response.status}")
-        yield response
-    finally:
-        connection.close()
+    with _OPENER.open(Request(url, headers=dict(headers or {})), timeout=_ASK_S) as reply:
+        body: bytes = reply.read()
+        return body
 
 
 def _free_ports(host: str, first: int) -> Iterator[int]:
-    """Those from the first one on that nobody listens on; with 0, the system finds one."""
+    """Yields the ports from the first one on that nobody listens on, or 0, for which the system finds one."""
     if first == 0:
         yield 0
         return

@@ -1,6 +1,6 @@
-"""Who belongs to a cluster: a small actor of Ray's that replicas and switches tell every second that they are there.
+"""The directory of a cluster: a small actor of Ray's that replicas and switches tell every second that they are there.
 
-It holds nothing that is not told again: one that was restarted knows all after a second.
+The directory holds nothing that is not told again, so a restarted one knows everything after a second.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from time import monotonic
 from typing import Any, Literal
 
 BEAT_S = 1.0
-"""How often all say that they are there."""
+"""The interval at which replicas and switches say that they are there."""
 GONE_S = 10.0
-"""Who says nothing for so long is gone."""
+"""The silence after which a replica or a switch is taken to be gone."""
 _NUM_FAILURES = 8
 
 
 class Stranger(Exception):
-    """A replica that serves something else than the others."""
+    """A replica serves something else than the others do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a replica or a switch says of itself."""
+    """The state that a replica or a switch reports of itself."""
 
     kind: Literal["replica", "switch"]
     name: str
@@ -32,25 +32,25 @@ class Report:
     node: str
     """The address of its machine."""
     pid: int
-    """Of the process that serves."""
+    """The id of the process that serves."""
     identity: str = ""
-    """What a replica serves."""
+    """The identity of the model that a replica serves."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """What a replica was deployed with."""
+    """The plan that a replica was deployed with."""
     figures: Mapping[str, float] = field(default_factory=dict)
     is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What they are told in return."""
+    """The answer to a report."""
 
     replicas: tuple[str, ...] = ()
-    """Where replicas listen."""
+    """The addresses of the replicas."""
     refused: float = 0.0
-    """For a replica: its share of the requests a second that switches refused since all were too busy."""
+    """The replica's share of the requests a second that switches refused since all replicas were too busy."""
     drain: bool = False
-    """For a replica: it is to end when its streams have."""
+    """The replica is to end when its streams have."""
     num_switches: int = 0
 
 
@@ -61,14 +61,14 @@ class View:
     replicas: tuple[Report, ...]
     switches: tuple[Report, ...]
     failures: tuple[str, ...]
-    """Why processes did not start, or ended; the last ones."""
+    """The last reasons why processes did not start, or ended."""
 
 
 class Directory:
     """The state of one cluster."""
 
     def __init__(self, secret: str) -> None:
-        """`secret` is what replicas and switches know each other by."""
+        """Replicas and switches know each other by `secret`."""
         self._secret = secret
         self._heard: dict[str, tuple[Report, float]] = {}
         self._to_drain: set[str] = set()
@@ -106,7 +106,7 @@ class Directory:
         self._to_drain.discard(name)
 
     def drain(self, name: str) -> bool:
-        """From now on this replica is to end; whether there is such a one."""
+        """Asks a replica to end; False if there is none of this name."""
         self._forget_silent()
         is_there = any(one.name == name for one in self._of("replica"))
         if is_there:

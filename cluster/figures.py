@@ -1,4 +1,4 @@
-"""What the metrics of a replica or a switch say about how hard it is for it, as differences between two looks."""
+"""Figures of how loaded a replica or a switch is, as differences between two readings of its metrics."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ CURABLE = frozenset(("promise_out_of_reach", "queue_full", "queue_timeout"))
 
 
 class Figures:
-    """Reads `/metrics` again and again; what is counted becomes a rate a second."""
+    """Turns the counters of successive readings of `/metrics` into rates a second."""
 
     def __init__(self) -> None:
         self._totals: dict[str, float] | None = None
         self._read_s = 0.0
 
     def of_replica(self, text: str) -> dict[str, float]:
-        """`kv`, `promise`, `kept` and `missed` as `cluster.scaling.wanted_replicas` takes them, and the `switches` that
-        know it."""
+        """Returns `kv`, `promise`, `kept` and `missed` for `cluster.scaling.wanted_replicas`, and the number of
+        `switches` that know the replica."""
         now = _read(text)
         new, seconds = self._since(now)
         num_forecasts = new["penstock_promise_use_ratio_count"]
@@ -34,7 +34,7 @@ class Figures:
         }
 
     def of_switch(self, text: str) -> dict[str, float]:
-        """`replicas` that it knows, `streams` on their way, and requests `refused` that others would have taken."""
+        """Returns the `replicas` that a switch knows, its `streams`, and the requests `refused` for lack of others."""
         now = _read(text)
         new, seconds = self._since(now)
         return {
@@ -44,7 +44,7 @@ class Figures:
         }
 
     def _since(self, now: Mapping[str, float]) -> tuple[Mapping[str, float], float]:
-        """What was counted since the look before, and in how many seconds; nothing at the first."""
+        """Returns what was counted since the last reading, and in how many seconds; nothing at the first reading."""
         before, read_s = self._totals, self._read_s
         self._totals, self._read_s = dict(now), monotonic()
         if before is None:
@@ -54,7 +54,7 @@ class Figures:
 
 
 def _read(text: str) -> Mapping[str, float]:
-    """The samples that are looked at, over all lanes."""
+    """Returns the samples that are used, summed over all lanes."""
     sums: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:

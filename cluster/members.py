@@ -1,4 +1,4 @@
-"""The replicas of a switch: a stream of each one's state is held open, and the router is told what comes.
+"""The replicas of a switch: a stream of each one's state is held open, and its messages go to the router.
 
 A stream that breaks makes its replica suspect at once: nothing new is sent there until another stream is open.
 """
@@ -26,17 +26,17 @@ from priority.routing.state import StateError, parse_change, parse_snapshot
 log = logging.getLogger("penstock.switch")
 
 AGAIN_S = 0.25
-"""After which a stream that broke is opened again."""
+"""The pause before a stream that broke is opened again."""
 SILENT_S = 5.0
-"""After which a stream that says nothing is given up."""
+"""The silence after which a stream is given up."""
 MAX_LINE_BYTES = 256 * 1024 * 1024
 
 
 def parse_address(url: str) -> Address:
-    """The address in `http://HOST:PORT` or `https://HOST:PORT`.
+    """Returns the address in `http://HOST:PORT` or `https://HOST:PORT`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such address.
     """
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
@@ -59,7 +59,7 @@ class Member:
 
 
 class Members:
-    """All replicas, known or not."""
+    """All replicas of a switch, known or not."""
 
     def __init__(self, router: Router, switch: str, secret: str, identity: str, block_size: int) -> None:
         """
@@ -68,7 +68,7 @@ class Members:
             identity: what every replica has to serve.
         """
         self.known: dict[str, Member] = {}
-        """By name."""
+        """The replicas whose state is known, by name."""
         self._router = router
         self._switch = switch
         self._secret = secret
@@ -76,7 +76,7 @@ class Members:
         self._block_size = block_size
         self._tasks: dict[Address, asyncio.Task[None]] = {}
         self._told: dict[Address, str] = {}
-        """The last line of the log about each."""
+        """The last line of the log about each replica."""
 
     @contextlib.asynccontextmanager
     async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:
@@ -87,7 +87,7 @@ class Members:
             await self.set(())
 
     async def set(self, addresses: Iterable[Address]) -> None:
-        """From now on there are these and no others."""
+        """Makes these the addresses of all replicas."""
         wanted = set(addresses)
         for address in wanted - self._tasks.keys():
             self._tasks[address] = asyncio.create_task(self._keep_listening(address))
@@ -105,7 +105,7 @@ class Members:
             await asyncio.sleep(AGAIN_S)
 
     async def _listen(self, address: Address, stream: _StateStream) -> str:
-        """Until the stream is over; the reason."""
+        """Returns the reason when the stream is over."""
         headers: Headers = [(SECRET_HEADER.encode(), self._secret.encode())]
         target = f"{PATH}?switch={self._switch}".encode()
         try:
@@ -129,7 +129,7 @@ class Members:
             upstream.close()
 
     def _take(self, address: Address, line: bytes, stream: _StateStream) -> None:
-        """One message of a stream; raises StateError."""
+        """Takes one message of a stream; raises StateError."""
         try:
             message = orjson.loads(line)
         except orjson.JSONDecodeError:
@@ -160,7 +160,7 @@ class Members:
             self._router.on_gone(name)
 
     def _tell(self, address: Address, reason: str) -> None:
-        """A line in the log where something changed."""
+        """Writes a line into the log if something changed."""
         if self._told.get(address) != reason:
             self._told[address] = reason
             if reason:
@@ -170,17 +170,17 @@ class Members:
 
 
 class _StateStream:
-    """A stream of lines; a `cluster.upstream.Listener`."""
+    """A stream of messages, one a line; a `cluster.upstream.Listener`."""
 
     def __init__(self, on_line: Callable[[bytes, _StateStream], None]) -> None:
         self.name = ""
-        """Of the replica, once it has said it."""
+        """The name of the replica, once its snapshot has come."""
         self.over = asyncio.Event()
         self.reason = ""
         self._on_line = on_line
         self._status = 0
         self._begun: list[bytes] = []
-        """Pieces of a line that has no end yet."""
+        """The pieces of a line whose end has not come yet."""
         self._num_begun = 0
 
     def on_head(self, status: int, headers: Headers) -> None:  # noqa: ARG002

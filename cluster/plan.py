@@ -1,4 +1,4 @@
-"""What a cluster is deployed with: checked once, whether it comes from the command line or from a Serve config file."""
+"""The plan of a cluster: checked once, whether it comes from the command line or from a Serve config file."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ OF_SWITCH = frozenset(
 )
 """Settings that a switch has a use for, beside where it listens."""
 DRAIN_S = 30.0
-"""As Settings.drain_timeout."""
+"""The default of Settings.drain_timeout."""
 _MARGIN_S = 15.0
 _NAME = r"^[a-z0-9][a-z0-9-]{0,31}$"
 
 
 class PlanError(ValueError):
-    """A plan that cannot be; the message names the field."""
+    """The plan is not possible; the message names the field."""
 
 
 class Size(BaseModel):
-    """How many replicas; more than `least` as the load wants them."""
+    """The number of replicas; more than `least` as the load wants them."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -62,7 +62,7 @@ class Size(BaseModel):
 
 
 def _parse_size(value: object) -> object:
-    """Reads `3`, or `2-8`."""
+    """Reads a size like `3` or `2-8`."""
     if isinstance(value, Size | dict):
         return value
     found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(value))
@@ -72,7 +72,7 @@ def _parse_size(value: object) -> object:
 
 
 def _to_text(value: object) -> object:
-    """A setting may be a number or a truth in a config file."""
+    """Turns a number or a boolean of a config file into a setting's text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value) if isinstance(value, int | float) else value
@@ -87,7 +87,7 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(default="penstock", pattern=_NAME)
-    """Of the cluster: its applications are NAME-replicas and NAME-switches."""
+    """The cluster's name; its applications are NAME-replicas and NAME-switches."""
     settings: dict[str, _Text] = {}
     """Settings of `penstock serve`, by name (max_model_len), for every replica."""
     replicas: Annotated[Size, BeforeValidator(_parse_size)] = Size(least=1, most=1)
@@ -95,15 +95,15 @@ class Plan(BaseModel):
     """Cores that Ray sets aside for a replica."""
     gpus: float = Field(default=0, ge=0)
     listen: Literal["loopback", "node"] = "loopback"
-    """Where replicas can be reached: on their own machine alone, or at its address."""
+    """The replicas can be reached on their own machine alone, or at its address."""
     replica_port: int = Field(default=0, ge=0, le=65535)
     """The first port that a replica tries; with 0, any that is free."""
     surge: bool = False
-    """Start new replicas before the old ones end, where they are replaced by others."""
+    """Whether new replicas start before those end that they replace."""
     switches: int | None = Field(default=None, ge=1, le=1000)
-    """Without it, one on each machine."""
+    """The number of switches; None for one on each machine."""
     host: str = "127.0.0.1"
-    """Where switches listen."""
+    """The address that switches listen at."""
     port: int = Field(default=8000, ge=0, le=65535)
     """The first port that a switch tries; several on one machine take the next ones."""
     by_command: bool = False
@@ -144,12 +144,12 @@ class Plan(BaseModel):
         return self.drain_s + _MARGIN_S
 
     def environment(self, only: Iterable[str] | None = None) -> dict[str, str]:
-        """The settings as variables; flags could be seen by all who are on the machine."""
+        """Returns the settings as variables, since flags could be seen by all users of the machine."""
         names = self.settings.keys() if only is None else self.settings.keys() & set(only)
         return {f"PENSTOCK_{name.upper()}": self.settings[name] for name in sorted(names)}
 
     def replica_version(self) -> str:
-        """Another one wherever running replicas have to be replaced."""
+        """Returns a text that differs wherever running replicas have to be replaced."""
         return _digest(self.settings, self.cpus, self.gpus, self.listen, self.replica_port)
 
     def switch_version(self) -> str:

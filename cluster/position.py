@@ -1,4 +1,4 @@
-"""How far a client has come in a recorded reply, read off the events that pass, so that another replica can go on."""
+"""The position of a client in a recorded reply, read off the events that pass, so that another replica can go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTERRUPTIONS = tuple(code.encode() for code in INTERRUPTED)
 
 
 class Position:
-    """The last event of one stream that its client has. Only whole events are let through."""
+    """The last event of one stream that its client has. Only whole events are passed on."""
 
     def __init__(self, kind: str, id: str = "", number: int = -1) -> None:
         """
@@ -25,22 +25,22 @@ class Position:
         self.id = id
         self.number = number
         self.is_interrupted = False
-        """The replica said that it does not finish the reply; another one will."""
+        """The replica said that it will not finish the reply; another one will."""
         self._kind = kind
         self._is_completion = kind.endswith("/completions")
         self._marks = (b"\nid: ", b"\n") if self._is_completion else (b'"sequence_number":', b"}")
-        """What stands before and behind the number of an event."""
+        """The bytes before and behind the number of an event."""
         self._fault = b'data: {"error"' if self._is_completion else b"event: error"
-        """How an event begins that ends a stream before its time."""
+        """The beginning of an event that ends a stream early."""
         self._held = b""
 
     @property
     def path(self) -> str:
-        """Where the rest is asked for."""
+        """The path at which the rest of the reply is asked for."""
         return f"{self._kind}/{self.id}?stream=true&starting_after={self.number}"
 
     def feed(self, data: bytes) -> bytes:
-        """What of this, and of what came before, may go to the client."""
+        """Returns what may go to the client of this data and of what was held back before."""
         if self._held:
             data, self._held = self._held + data, b""
         if not data.endswith(b"\n\n") and data != KEEPALIVE:
@@ -52,7 +52,7 @@ class Position:
         return data
 
     def restart(self) -> None:
-        """What was begun by the connection that ended is dropped: another one sends it again, whole."""
+        """Drops the part of an event that came before a connection ended: the next one sends the whole event again."""
         self._held, self.is_interrupted = b"", False
 
     def _note(self, events: bytes) -> None:
@@ -70,7 +70,7 @@ class Position:
             self.number = max(self.number, int(number))
 
     def _without_interruption(self, events: bytes) -> bytes:
-        """Drops the event that says it, and what comes after."""
+        """Drops the event that announces an interruption, and all after it."""
         at = 0
         for event in events.split(b"\n\n"):
             lines = [line for line in event.split(b"\n") if not line.startswith(b":")]

@@ -25,26 +25,26 @@ from gateway.http.refusals import OLLAMA_PATH, OVERLOADED, anthropic_body, ollam
 from gateway.wire.frames import DONE, KEEPALIVE, error_frame
 
 MEND_S = 60.0
-"""For so long a replica is looked for that goes on with a stream."""
+"""The longest search for a replica that goes on with a stream."""
 _ASK_AGAIN_S = 0.25
 REPLICA_HEADER = b"x-penstock-replica"
-"""Says who answered; of a stream, who began it."""
+"""The header that names the replica that answered or, of a stream, began the answer."""
 _REFUSALS = (int(HTTPStatus.SERVICE_UNAVAILABLE), OVERLOADED)
 _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a client asks, as it goes on to a replica."""
+    """A client's request, as it is sent to a replica."""
 
     method: str
     path: str
     target: bytes
-    """With the query."""
+    """The path with the query."""
     headers: Headers
     body: bytes
     once: bool = False
-    """It is not sent again once a replica may have carried it out."""
+    """The request is not sent again once a replica may have carried it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,25 @@ class Place:
     replica: str
     address: Address
     headers: Headers = ()
-    """What else it is told."""
+    """Headers that the replica gets beside the client's."""
     leave: Callable[[], None] = field(default=lambda: None)
-    """To be called when the request is over there."""
+    """A function to call when the request is over at this replica."""
 
 
 class Guide(Protocol):
-    """Who knows the replicas."""
+    """Chooses replicas for one request."""
 
     def choose(self, excluded: frozenset[str]) -> Place:
-        """Raises ApiError if there is none, or the request is refused."""
+        """Returns a replica outside of `excluded`; raises ApiError if there is none, or the request is refused."""
 
     def has_others(self, excluded: frozenset[str]) -> bool:
-        """Whether there is a replica beside these."""
+        """Whether there is a replica beside those excluded."""
 
     def is_lost(self, replica: str) -> bool:
-        """Whether it has stopped to say how it does."""
+        """Whether a replica has stopped sending its state."""
 
     def owners(self, id: str) -> Iterator[Place]:
-        """Those who may have a reply, the likeliest first."""
+        """Yields the replicas that may have what an id names, the likeliest first."""
 
 
 class Relay:
@@ -86,7 +86,7 @@ class Relay:
         metrics: Metrics,
         position: Position | None = None,
     ) -> None:
-        """`position`: it is a stream that another replica can go on with."""
+        """`position` is given if the reply is a stream that another replica can go on with."""
         self.connection = connection
         self._message = message
         self._guide = guide
@@ -98,16 +98,16 @@ class Relay:
         self._status = 0
         self._headers: Headers = ()
         self._waiting = b""
-        """What came and did not go on yet."""
+        """The bytes that came from the replica and were not passed on yet."""
         self._is_over = False
-        """The replica's connection ended."""
+        """The replica's connection has ended."""
         self._is_whole = False
         self._is_stream = False
-        """What comes is a stream."""
+        """The replica's reply is a stream."""
         self._streams = False
         """The client was promised a stream."""
         self._has_begun = False
-        """The client has something that another replica's reply would not go on from."""
+        """The client has bytes that the beginning of another reply would not fit behind."""
         self._is_mending = False
 
     async def run(self) -> None:
@@ -135,7 +135,7 @@ class Relay:
         await self._rescue()
 
     async def run_by_id(self, id: str) -> None:
-        """Like `run`, of what only one replica has: they are asked one after another, the likeliest first."""
+        """Acts like `run` for what only one replica has: they are asked one after another, the likeliest first."""
         places = list(self._guide.owners(id))
         if not places:
             raise none_ready()
@@ -148,13 +148,13 @@ class Relay:
         await self._rescue()
 
     def end(self) -> None:
-        """Hangs up at the replica's: the client is gone, or has everything."""
+        """Closes the replica's connection, since the client is gone or has everything."""
         if self._upstream is not None:
             self._upstream.close()
             self._upstream = None
 
     def look_after(self, now: float, timeouts: Timeouts, *, stall_s: float, lost_s: float) -> None:
-        """Keeps a client that waits for another replica company, and gives a replica up that says nothing."""
+        """Lets a client that waits for another replica know, and gives up a replica that is silent."""
         self.connection.look_after(now, timeouts)
         upstream = self._upstream
         if upstream is None or self._waiting:
@@ -204,13 +204,13 @@ class Relay:
 
     @property
     def _may_ask(self) -> bool:
-        """Whether a replica may be asked, or another one after that which was asked last."""
+        """Whether a replica may be asked: the first one, or another one after the last."""
         was_refused = self._status in (HTTPStatus.NOT_FOUND, *_REFUSALS)
         may_be_done = self._message.once and self._was_sent and not was_refused
         return not (may_be_done or self._has_begun or self.connection.gone)
 
     def _next_place(self, excluded: frozenset[str], *, was_refused: bool) -> Place | None:
-        """None if a reply that was begun cannot be refused any more."""
+        """Returns the next replica to ask; None if there is none and the reply has begun."""
         try:
             return self._guide.choose(excluded)
         except ApiError:
@@ -221,10 +221,10 @@ class Relay:
             raise _lost() from None
 
     async def _ask(self, place: Place, message: Message, passed_over: tuple[int, ...] = ()) -> bool:
-        """Passes the reply of one replica on; False if it did not come to its end there.
+        """Passes one replica's reply on; False if the reply did not come to its end.
 
         Args:
-            passed_over: statuses of replies of which nothing is passed on.
+            passed_over: the statuses of replies that are not passed on.
         """
         self._status, self._waiting, self._was_sent = 0, b"", False
         self._is_over = self._is_whole = self._is_stream = False
@@ -256,7 +256,7 @@ class Relay:
             self.end()
 
     async def _head(self) -> bool:
-        """False if there will be none."""
+        """Waits for the head of the reply; False if there will be none."""
         while not self._status and not self._is_over and not self.connection.gone:
             await self._sleep()
         return self._status > 0 and not self.connection.gone
@@ -279,7 +279,7 @@ class Relay:
         return False
 
     async def _sleep(self) -> None:
-        """Until there is news; who waits for another replica is told that he is not forgotten."""
+        """Waits for news; a client that waits for another replica is sent a comment now and then."""
         connection = self.connection
         await connection.sleep()
         if connection.overdue:
@@ -288,13 +288,13 @@ class Relay:
                 await connection.send(KEEPALIVE, more=True)
 
     def _note_sent(self, body: bytes) -> None:
-        """From a comment, any reply can go on."""
+        """Notes that the client has the beginning of a reply: a comment alone is none, and any reply fits behind it."""
         self._has_begun = self._has_begun or body not in (b"", KEEPALIVE)
 
     # When it died
 
     async def _rescue(self) -> None:
-        """The replica is gone, and the client has the beginning of its reply, or nothing."""
+        """Ends a reply whose replica is gone, by another replica or with an error."""
         connection = self.connection
         if not (connection.committed or connection.gone):
             raise _unsure() if self._message.once and self._was_sent else _lost()
@@ -311,7 +311,7 @@ class Relay:
             connection.abort()
 
     async def _mend(self, position: Position) -> bool:
-        """Goes on with the stream at whichever replica takes it over, within the same reply."""
+        """Goes on with the stream at the replica that takes it over, within the same reply."""
         self._is_mending = True
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + MEND_S
@@ -329,7 +329,7 @@ class Relay:
 
 
 def last_words(path: str) -> bytes:
-    """What ends a stream whose replica died, as the API that was asked spells it; nothing if it has no words for it."""
+    """Returns the bytes that end a stream whose replica died, in the API's format; nothing if it has none for that."""
     error = _lost()
     if path.startswith(OLLAMA_PATH):
         return ollama_body(error) + b"\n"

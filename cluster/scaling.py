@@ -1,4 +1,4 @@
-"""How many replicas are wanted, by promises missed or refused, and KV in use; not by the length of a queue.
+"""The number of replicas that are wanted, by promises missed or refused, and KV in use; not by the length of a queue.
 
 Ray Serve pickles this module into its controller, which may have no Penstock: nothing but the standard library is
 imported here.
@@ -13,15 +13,15 @@ from typing import Any
 TARGET = 0.7
 """The part of what a replica can promise, or of its KV, that should be taken."""
 SLACK = 0.1
-"""Fleets within so much of the target stay as they are."""
+"""The distance from the target within which a fleet stays as it is."""
 MISSED = 0.01
 """The part of the promises that may be missed or refused without more replicas."""
 MOST_AT_ONCE = 2.0
-"""A fleet grows to so many times its size in one decision; it shrinks by one."""
+"""The factor by which a fleet grows at most in one decision; it shrinks by one replica."""
 
 
 def wanted_replicas(figures: Sequence[Mapping[str, float]]) -> int:
-    """The number of replicas that the load of these wants.
+    """Returns the number of replicas that the load wants.
 
     Args:
         figures: of each replica, `kv`, the part of its KV in use; `promise`, the part of the promised time to first

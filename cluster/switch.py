@@ -19,10 +19,10 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.asks import Asks, owner_tag
 from cluster.members import Member, Members
 from cluster.metrics import Metrics
 from cluster.position import Position
+from cluster.queries import QueryReader, owner_tag
 from cluster.relay import Message, Place, Relay, none_ready
 from cluster.upstream import Address, Headers, end_to_end
 from engine.planning.request import Pooling
@@ -43,20 +43,20 @@ from gateway.sessions.owners import tag_in
 from gateway.wire.frames import Json
 from gateway.wire.prompts import Prompts
 from priority.queue import Refusal
-from priority.routing.router import Ask, Router
+from priority.routing.router import RouteQuery, Router
 
 STALL_S = 30.0
-"""A replica that says nothing for so long, not even that it is there, is given up."""
+"""The silence after which a replica is given up in a stream, which is never without a comment for so long."""
 LOST_S = 10.0
-"""So is one that says nothing to a request, if its stream of state ended, too."""
+"""The silence after which a replica is given up in any reply, if its stream of state has ended."""
 _UNKNOWN = Operation(Passing.ANY, summary="A replica will say what is wrong")
 _WITH_PARAMETERS = [(compile_path(path)[0], of) for path, of in OPERATIONS.items() if "{" in path]
 _CHOOSE = "/choose"
-"""Before the path of a request that somebody else passes on."""
+"""The prefix of the paths at which other proxies ask where a request goes."""
 _NGINX_LOCATION = "@replica"
-"""Where an nginx that has asked goes on with the request (deploy/nginx-switch.conf)."""
+"""The location in which an nginx that has asked goes on with the request (deploy/nginx-switch.conf)."""
 MOST_CHOSEN = 32
-"""Places of one tenant that are kept for requests that somebody else passes on: nobody says that they were not sent."""
+"""The places of one tenant that are kept for other proxies, which do not say whether they send the requests."""
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER, SECRET_HEADER.encode())
 )
@@ -64,16 +64,16 @@ _NOT_PASSED_ON = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchOptions:
-    """What the operator sets."""
+    """The options that the operator sets."""
 
     secret: str
     identity: str
-    """What every replica has to serve."""
+    """The identity of the model that every replica has to serve."""
     block_size: int
     pooling: Pooling = Pooling.LAST
-    """How embeddings are made of a prompt."""
+    """The way in which embeddings are made of a prompt."""
     clients: Mapping[bytes, Client] = field(default_factory=dict)
-    """As the replicas have them."""
+    """The clients that the replicas know, by the digest of their keys."""
     allowed_hosts: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -83,20 +83,20 @@ class Switch:
     """One switch; an ASGI application by `app`."""
 
     def __init__(self, options: SwitchOptions, prompts: Prompts, router: Router | None = None) -> None:
-        """`router` chooses; another one than usual is for comparing with."""
+        """`router` chooses the replicas; another one than the usual is for comparisons."""
         self.options = options
         self.access = Access(options.clients)
         self.metrics = Metrics()
         self.draining = False
-        """Nothing new is taken in."""
+        """No new request is taken in."""
         self.router = router or Router()
         name = secrets.token_hex(8)
         self.members = Members(self.router, name, options.secret, options.identity, options.block_size)
         self.name = name
-        self._asks = Asks(prompts, options.block_size, options.limits, options.pooling)
+        self._queries = QueryReader(prompts, options.block_size, options.limits, options.pooling)
         self._relays: dict[Relay, None] = {}
         self._chosen: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
-        """What gives each of a tenant's last places up that others were told of."""
+        """The functions that give up the last places of each tenant that other proxies were told of."""
         self._empty = asyncio.Event()
         self._empty.set()
         self._num_any = 0
@@ -108,13 +108,13 @@ class Switch:
 
     @contextlib.asynccontextmanager
     async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:
-        """While this is entered, replicas are listened to and clients looked after."""
+        """Listens to the replicas and looks after the clients while it is entered."""
         tick = every(self.options.timeouts.tick_s, self._tick, "looking after the streams")
         async with meanwhile(tick), self.members.running(addresses):
             yield
 
     async def drained(self, timeout_s: float) -> None:
-        """Returns when nothing is on its way any more, or after so long."""
+        """Returns when no request is on its way any more, or after the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -148,7 +148,7 @@ class Switch:
             await (await answer_fault(http, error))(scope, receive, send)
 
     async def _own(self, http: HttpRequest) -> Response | None:
-        """The reply to what is asked of the switch itself."""
+        """Returns the reply to a request for the switch itself; None if it is for a replica."""
         path: str = http.scope["path"]
         if path == "/health":
             return Json({"status": "ok"})
@@ -165,7 +165,7 @@ class Switch:
         return None
 
     async def _choose(self, http: HttpRequest, path: str) -> Response:
-        """Tells a proxy of somebody else's where a request is to go; its place there is reserved."""
+        """Tells another proxy where a request is to go, and reserves its place there."""
         self._check_open()
         chosen = self._chosen[self._client(http).tenant.name]
         way = await self._way(http, path)
@@ -227,7 +227,7 @@ class Switch:
         except ApiError:  # the replica will say so
             asked = {}
         assert operation.body is not None
-        ask = await self._asks.read(operation.body, asked, len(body), client.tenant)
+        ask = await self._queries.read(operation.body, asked, len(body), client.tenant)
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
         has_key = "idempotency-key" in http.headers
         is_recorded = is_recorded and asked.get("stream") is True and (has_key or _outlives(asked))
@@ -249,7 +249,7 @@ class Switch:
                 self._empty.set()
 
     def next_of(self, members: list[Member]) -> Member:
-        """One after another."""
+        """Returns one member after another."""
         self._num_any += 1
         return members[self._num_any % len(members)]
 
@@ -257,10 +257,10 @@ class Switch:
 class _Guide:
     """A `cluster.relay.Guide` for one request."""
 
-    def __init__(self, switch: Switch, ask: Ask | None = None, owner: str | None = None) -> None:
+    def __init__(self, switch: Switch, ask: RouteQuery | None = None, owner: str | None = None) -> None:
         """
         Args:
-            ask: what the model is asked; None for what any replica can answer as well as any other.
+            ask: the request to the model; None for what any replica can answer as well as any other.
             owner: the tag of a replica that is to be asked first.
         """
         self._switch = switch
@@ -289,7 +289,7 @@ class _Guide:
             raise none_ready()
         return _place(self._switch.next_of([one for one in beside if not one.is_draining] or beside))
 
-    def _by_forecast(self, ask: Ask, excluded: frozenset[str]) -> Place:
+    def _by_forecast(self, ask: RouteQuery, excluded: frozenset[str]) -> Place:
         router, known = self._switch.router, self._switch.members.known
         now = monotonic()
         owner = next((name for name, member in known.items() if member.tag == self._owner), None)
@@ -315,19 +315,19 @@ class _Guide:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How one request is passed on."""
+    """The way in which one request is passed on."""
 
     guide: _Guide
     id: str = ""
-    """It goes to the owner of this, if it names one."""
+    """The id whose owner gets the request, or ""."""
     position: Position | None = None
-    """Where its client is in a stream that is recorded."""
+    """The client's position in a stream that is recorded."""
     once: bool = False
-    """See `Message`."""
+    """The request makes something that stays; see `Message`."""
 
 
 def _operation(method: str, path: str) -> tuple[Operation, str]:
-    """What is asked, by the gateway's table, and the first parameter of the path, or ""."""
+    """Returns the operation, by the gateway's table, and the first parameter of the path, or ""."""
     method = "GET" if method == "HEAD" else method
     if path in OPERATIONS:
         return OPERATIONS[path].get(method, _UNKNOWN), ""
@@ -354,6 +354,6 @@ def _message(http: HttpRequest, body: bytes, *, once: bool) -> Message:
 
 
 def _outlives(body: Mapping[str, Any]) -> bool:
-    """Whether the reply goes on in another process if its own dies."""
+    """Whether the reply outlives its process: it is in the background or resumable."""
     options = body.get("stream_options")
     return body.get("background") is True or (isinstance(options, dict) and options.get("resumable") is True)

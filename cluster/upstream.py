@@ -1,4 +1,4 @@
-"""One request to one replica, over a connection of its own: parsed on the way back, with pressure both ways.
+"""One request to one replica, over its own connection; its reply is parsed, and read as fast as the client takes it.
 
 A connection on the same machine or rack costs a tenth of a millisecond. One for each request means that a connection
 refused is proof that nobody listens, that a client's leaving is told by hanging up, and that no request is lost to a
@@ -40,36 +40,36 @@ class Address:
 
 
 class Listener(Protocol):
-    """Who is told of a reply."""
+    """The receiver of a reply."""
 
     def on_head(self, status: int, headers: Headers) -> None: ...
 
     def on_body(self, body: bytes) -> None: ...
 
     def on_end(self, *, is_whole: bool) -> None:
-        """Told once; `is_whole` if the reply came to its proper end."""
+        """Called once, when the reply is over; `is_whole` if it came to its proper end."""
 
 
 class Upstream(asyncio.Protocol):
     """The connection to a replica, from the request to the end of its reply."""
 
     def __init__(self, listener: Listener, *, is_head: bool = False) -> None:
-        """`is_head`: the reply has no body, whatever its headers say."""
+        """With `is_head` the reply has no body, whatever its headers say."""
         self._clock = asyncio.get_running_loop().time
         self.heard_s = self._clock()
-        """When something came last."""
+        """The time at which something came last."""
         self._listener = listener
         self._is_head = is_head
         self._transport: asyncio.Transport | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self.on_body = self._body.append
-        """For the parser, which so calls nothing in Python for an event."""
+        """The parser's callback: a built-in, so that an event calls nothing in Python."""
         self._is_over = False
         self._parser = httptools.HttpResponseParser(self)
 
     def close(self) -> None:
-        """Hangs up; the listener is told nothing more."""
+        """Closes the connection; the listener is told nothing more."""
         self._is_over = True
         if self._transport is not None:
             self._transport.abort()
@@ -134,12 +134,12 @@ class Upstream(asyncio.Protocol):
 
 @cache
 def tls_context() -> ssl.SSLContext:
-    """Trusts the system's authorities, or those that SSL_CERT_FILE names."""
+    """Returns a context that trusts the system's authorities, or those that SSL_CERT_FILE names."""
     return ssl.create_default_context()
 
 
 async def connect(address: Address, request: bytes, listener: Listener, *, is_head: bool = False) -> Upstream:
-    """Sends a request.
+    """Opens a connection and sends a request.
 
     Raises:
         OSError: nobody listens there, it took too long, or its certificate is not to be trusted; nothing was sent.
@@ -160,7 +160,7 @@ async def connect(address: Address, request: bytes, listener: Listener, *, is_he
 
 
 def request_bytes(method: str, target: bytes, address: Address, headers: Headers, body: bytes) -> bytes:
-    """A request whose connection is not used again."""
+    """Returns the bytes of a request whose connection is not used again."""
     host = b"host: " + address.authority.encode()
     lines = [b"%b %b HTTP/1.1" % (method.encode(), target), host, b"connection: close"]
     lines += [b"%b: %b" % header for header in headers]
@@ -170,5 +170,5 @@ def request_bytes(method: str, target: bytes, address: Address, headers: Headers
 
 
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers that are for the other end, not for one connection (RFC 9110, 7.6.1)."""
+    """Returns the headers that are for the other end, not for one connection (RFC 9110, 7.6.1)."""
     return [header for header in headers if header[0] not in _HOP_BY_HOP]

@@ -20,7 +20,7 @@ class Prometheus:
     """A Prometheus process that scrapes one server every second and deletes its folder when it ends."""
 
     def __init__(self, target: str) -> None:
-        """Starts it; `target` is the URL of the server to scrape."""
+        """Starts a Prometheus; `target` is the URL of the server to scrape."""
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-prometheus-"))
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

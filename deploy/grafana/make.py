@@ -26,7 +26,7 @@ def quantiles(metric: str, most: int = 99, by: str = "lane") -> list[Query]:
 
 
 def share(part: str, whole: str, name: str, by: str = "") -> Query:
-    """The rate of one counter by that of another."""
+    """Returns an expression for the rate of one counter over that of another."""
     parts, _ = rate(part, by)
     wholes, _ = rate(whole, by)
     return f"{parts} / {wholes}", name

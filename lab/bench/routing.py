@@ -17,7 +17,7 @@ from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.queue import Refusal
 from priority.room import Held
 from priority.routing.index import BlockIndex
-from priority.routing.router import Ask, Choice, Router
+from priority.routing.router import Choice, RouteQuery, Router
 from priority.routing.state import HASH_BYTES, Change, LaneWork, Load, Snapshot
 
 _BLOCK_SIZE = 16
@@ -103,7 +103,7 @@ class _Fleet:
 
     def _ask(self, hashes: list[bytes]) -> None:
         num_prompt = len(hashes) * _BLOCK_SIZE + 1
-        ask = Ask(lane=Lane.INTERACTIVE, tenant="a", num_prompt=num_prompt, hashes=hashes)
+        ask = RouteQuery(lane=Lane.INTERACTIVE, tenant="a", num_prompt=num_prompt, hashes=hashes)
         started = time.thread_time()
         choice = self.router.choose(ask, 0.0)
         self.choices_us.append((time.thread_time() - started) * 1e6)

@@ -1,4 +1,4 @@
-"""Who holds which block: hashes to sets of replicas, in bounded memory.
+"""An index of who holds which block: hashes to sets of replicas, in bounded memory.
 
 A set of replicas is an integer with a bit for each (its slot), so that sets are joined and narrowed in one operation.
 A replica that holds a block mostly holds those before it in the chain as well, for blocks are evicted from the ends
@@ -24,16 +24,16 @@ class BlockIndex:
 
     def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         self.num_blocks = 0
-        """Different hashes."""
+        """The number of different hashes."""
         self.limit = _SHARDS
-        """First bytes of the hashes that are kept are below this."""
+        """The bound of the first bytes of the hashes that are kept."""
         self._max_blocks = max_blocks
         self.shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._expected: dict[bytes, int] = {}
         """Blocks that a request will make resident, and the replica that it was sent to last."""
 
     def add(self, hashes: Iterable[bytes], bit: int) -> None:
-        """Blocks became resident at the replica of this bit."""
+        """Notes that blocks became resident at the replica of a bit."""
         shards, limit = self.shards, self.limit
         for known in hashes:
             first = known[0]
@@ -51,7 +51,7 @@ class BlockIndex:
             shards[self.limit] = {}
 
     def remove(self, hashes: Iterable[bytes], bit: int) -> None:
-        """Blocks were evicted there. Those that are not known are no fault."""
+        """Notes that blocks were evicted there, some of which may be unknown."""
         for known in hashes:
             shard = self.shards[known[0]]
             left = shard.get(known, 0) & ~bit
@@ -61,12 +61,12 @@ class BlockIndex:
                 self.num_blocks -= 1
 
     def expect(self, hashes: Iterable[bytes], bit: int) -> None:
-        """A request was sent there that will make these blocks resident. Past a bound nothing is expected."""
+        """Notes that a request was sent there which will make these blocks resident; past a bound it does nothing."""
         if len(self._expected) < _MAX_EXPECTED:
             self._expected.update(dict.fromkeys(hashes, bit))
 
     def expect_no_longer(self, hashes: Iterable[bytes], bit: int) -> None:
-        """It ended: what is resident was said by the replica."""
+        """Notes that the request ended: what is resident was said by the replica."""
         expected = self._expected
         for known in hashes:
             if expected.get(known) == bit:
@@ -77,7 +77,7 @@ class BlockIndex:
         return _SHARDS
 
     def sweep(self, number: int, bits: int) -> None:
-        """Takes these replicas out of one of the 256 parts."""
+        """Takes the replicas of these bits out of one of the 256 parts."""
         shard = self.shards[number]
         kept = {known: left for known, held in shard.items() if (left := held & ~bits)}
         self.num_blocks -= len(shard) - len(kept)

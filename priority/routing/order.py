@@ -1,4 +1,4 @@
-"""Replicas by load, so that the least loaded of any set are found without looking at all."""
+"""An order of replicas by load, so that the least loaded of any set are found without looking at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import floor, log
 
 CLOSE = 1.05
-"""Forecasts within this factor are as good as equal."""
+"""The factor within which forecasts are taken as equal."""
 
 
 class LoadOrder:
@@ -15,9 +15,9 @@ class LoadOrder:
 
     def __init__(self) -> None:
         self._buckets: dict[int, int] = {}
-        """The replicas of each bucket that has any."""
+        """The bits of the replicas in each bucket that has any."""
         self._ascending: list[int] = []
-        """The buckets that have any."""
+        """The buckets that have any, in ascending order."""
         self._bucket_of: dict[int, int] = {}
 
     def put(self, bit: int, forecast_s: float) -> None:
@@ -38,7 +38,7 @@ class LoadOrder:
                 del self._ascending[bisect_left(self._ascending, bucket)]
 
     def least(self, among: int, later: int) -> Iterator[int]:
-        """Slots of those `among`, the least loaded first; in a bucket, those of `later` come after the others."""
+        """Yields the slots of `among`, the least loaded first; in a bucket, those of `later` come last."""
         for bucket in self._ascending:
             some = self._buckets[bucket] & among
             if some:

@@ -29,38 +29,38 @@ from priority.routing.replica import Replica, Reservation
 from priority.routing.state import Change, Snapshot, StateError
 
 STALE_S = 1.0
-"""A replica that has pushed nothing for so long is passed over."""
+"""The silence after which a replica is passed over."""
 LEASE_S = 10.0
-"""A reservation that nobody ended is given up so long after its forecast."""
+"""The time after its forecast at which a reservation that nobody ended is given up."""
 _SHORT_PROMPT = 64
 _LENGTHS = 3
-"""Different lengths of hits that are looked at."""
+"""The number of different lengths of hits that are considered."""
 _FEW = 2
-"""Replicas that are forecast for each of them, and of the rest."""
+"""The number of replicas that are forecast for each length, and of the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What the choice needs to know of a request."""
+class RouteQuery:
+    """The facts of a request that the choice goes by."""
 
     lane: Lane
     tenant: str
     num_prompt: int
     hashes: Sequence[bytes] = ()
-    """Of its full blocks, by `prefix_index.extend_hashes` with the tenant's salt."""
+    """The hashes of the prompt's full blocks, by `prefix_index.extend_hashes` with the tenant's salt."""
     waited_s: float = 0.0
-    """Since it came in."""
+    """Seconds since the request came in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Where a request goes."""
+    """The replica that a request goes to."""
 
     replica: str
     ticket: int
-    """Names the reservation: to be sent along, so that the replica can say when it counts the request."""
+    """The name of the reservation, which is sent along, so that the replica can say when it counts the request."""
     forecast_s: float
-    """Seconds to its first token."""
+    """Seconds to the request's first token."""
     num_cached: int
     """Prompt tokens that the replica is taken to hold."""
 
@@ -73,7 +73,7 @@ class _Candidate:
 
 
 class OutOfStep(StateError):
-    """A change that does not follow the one before: the stream has to be opened again for a new snapshot."""
+    """A change does not follow the one before: the stream has to be opened again for a new snapshot."""
 
 
 class Router:
@@ -86,27 +86,27 @@ class Router:
         self._stale_s = stale_s
         self._slots: list[Replica | None] = []
         self._fresh: OrderedDict[str, Replica] = OrderedDict()
-        """Those that are not suspect, whose last push is the oldest first."""
+        """The replicas that are not suspect, with the oldest last push first."""
         self._usable = 0
-        """Bits of those that are fresh and not draining."""
+        """Bits of the replicas that are fresh and not draining."""
         self._had_cold = 0
-        """Bits of those that had a request without a hit in this round of all."""
+        """Bits of the replicas that had a request without a hit in this round."""
         self._num_cold = 0
         self._orders: dict[Lane, LoadOrder] = {}
-        """Of the lanes that somebody asked for."""
+        """The replicas by load, for each lane that was asked for."""
         self._tickets: dict[int, Reservation] = {}
         self._num_tickets = 0
         self._leases: list[tuple[float, int]] = []
-        """(end, ticket), a heap."""
+        """A heap of (end, ticket)."""
         self._gone = _Gone()
 
     # What replicas push
 
     def on_snapshot(self, snapshot: Snapshot, now: float) -> None:
-        """A stream was opened; whatever was known of this replica is forgotten.
+        """Takes the first message of a stream; whatever was known of this replica is forgotten.
 
         Raises:
-            StateError: it serves another model, or in other blocks, than the others.
+            StateError: the replica serves another model, or in other blocks, than the others.
         """
         self.on_gone(snapshot.replica)
         for other in self.replicas.values():
@@ -119,7 +119,7 @@ class Router:
         self._rank(replica)
 
     def on_change(self, name: str, change: Change, now: float) -> None:
-        """The next message of a stream.
+        """Takes the next message of a stream.
 
         Raises:
             OutOfStep: one is missing, or the replica is not known; it has been forgotten.
@@ -141,7 +141,7 @@ class Router:
         self._gone.sweep(self.index)
 
     def on_gone(self, name: str) -> None:
-        """The stream of a replica broke: it is forgotten, and what was reserved there released."""
+        """Forgets a replica whose stream broke, and releases what was reserved there."""
         replica = self.replicas.pop(name, None)
         if replica is None:
             return
@@ -156,7 +156,7 @@ class Router:
 
     # What is asked
 
-    def choose(self, ask: Ask, now: float, excluded: Iterable[str] = ()) -> Choice | Refusal:
+    def choose(self, ask: RouteQuery, now: float, excluded: Iterable[str] = ()) -> Choice | Refusal:
         """Chooses a replica and reserves the request's place there.
 
         Args:
@@ -177,7 +177,7 @@ class Router:
         return found if isinstance(found, Refusal) else self._reserve(ask, found, now)
 
     def note_done(self, ticket: int) -> None:
-        """The request of this ticket ended, was refused or failed; told twice, or late, is no fault."""
+        """Ends the reservation of a request that ended, was refused or failed; it may be called late, or twice."""
         reservation = self._tickets.pop(ticket, None)
         if reservation is not None:
             was_counted = reservation.is_counted
@@ -188,12 +188,12 @@ class Router:
 
     @property
     def num_reserved(self) -> int:
-        """Requests that were sent and are not known to be over."""
+        """The number of requests that were sent and are not known to be over."""
         return len(self._tickets)
 
     # The choice
 
-    def _pick(self, ask: Ask, usable: int) -> _Candidate | Refusal:
+    def _pick(self, ask: RouteQuery, usable: int) -> _Candidate | Refusal:
         candidates = self._candidates(ask, usable)
         in_time, least_late_s = [], float("inf")
         for one in candidates:
@@ -211,15 +211,15 @@ class Router:
             return max(close, key=lambda one: (one.num_cached, -one.forecast_s, -one.replica.slot))
         return min(close, key=lambda one: (one.replica.last_cold, one.replica.slot))
 
-    def _candidates(self, ask: Ask, usable: int) -> list[_Candidate]:
+    def _candidates(self, ask: RouteQuery, usable: int) -> list[_Candidate]:
         candidates = []
         for num_blocks, holders in self.index.match(ask.hashes, usable, _LENGTHS):
             usable &= ~holders
             candidates += self._least(ask, holders, num_blocks)
         return candidates + self._least(ask, usable, 0)
 
-    def _least(self, ask: Ask, among: int, num_blocks: int) -> list[_Candidate]:
-        """Of these replicas, which all hold so many blocks, the few with the least load."""
+    def _least(self, ask: RouteQuery, among: int, num_blocks: int) -> list[_Candidate]:
+        """Returns the few replicas with the least load among some that all hold the same number of blocks."""
         order = self._orders.get(ask.lane) or self._new_order(ask.lane)
         found = []
         for slot in islice(order.least(among, self._had_cold), _FEW):
@@ -232,7 +232,7 @@ class Router:
             found.append(_Candidate(replica, num_cached, forecast_s))
         return found
 
-    def _reserve(self, ask: Ask, found: _Candidate, now: float) -> Choice:
+    def _reserve(self, ask: RouteQuery, found: _Candidate, now: float) -> Choice:
         replica = found.replica
         self._num_tickets += 1
         ticket = self._num_tickets
@@ -304,9 +304,9 @@ class _Gone:
 
     def __init__(self) -> None:
         self._swept = 0
-        """Those that the sweep that runs takes out."""
+        """Bits that the current sweep takes out."""
         self._next = 0
-        """Those that came too late for it."""
+        """Bits that came too late for the current sweep."""
         self._part = 0
 
     @property
@@ -317,7 +317,7 @@ class _Gone:
         self._next |= bit
 
     def sweep(self, index: BlockIndex) -> None:
-        """One part."""
+        """Sweeps one part of the index."""
         if not self._swept:
             self._swept, self._next, self._part = self._next, 0, 0
         if self._swept:
@@ -328,25 +328,25 @@ class _Gone:
 
 
 class RandomRouter(Router):
-    """To compare with: any replica."""
+    """A router to compare with, which chooses at random."""
 
     def __init__(self, *, seed: int = 0, stale_s: float = STALE_S) -> None:
         super().__init__(stale_s=stale_s)
         self._random = Random(seed)
 
-    def _pick(self, ask: Ask, usable: int) -> _Candidate | Refusal:  # noqa: ARG002
+    def _pick(self, ask: RouteQuery, usable: int) -> _Candidate | Refusal:  # noqa: ARG002
         return _Candidate(self._random.choice(self._among(usable)), 0, 0.0)
 
 
 class LeastRouter(Router):
-    """To compare with: the replica with the fewest requests."""
+    """A router to compare with, which chooses the replica with the fewest requests."""
 
-    def _pick(self, ask: Ask, usable: int) -> _Candidate | Refusal:  # noqa: ARG002
+    def _pick(self, ask: RouteQuery, usable: int) -> _Candidate | Refusal:  # noqa: ARG002
         return _Candidate(min(self._among(usable), key=lambda one: (one.num_requests, one.last_cold)), 0, 0.0)
 
 
 class RoundRobinRouter(Router):
-    """To compare with: one replica after another."""
+    """A router to compare with, which chooses one replica after another."""
 
-    def _pick(self, ask: Ask, usable: int) -> _Candidate | Refusal:  # noqa: ARG002
+    def _pick(self, ask: RouteQuery, usable: int) -> _Candidate | Refusal:  # noqa: ARG002
         return _Candidate(min(self._among(usable), key=lambda one: one.last_cold), 0, 0.0)

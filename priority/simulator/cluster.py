@@ -20,7 +20,7 @@ from engine.planning.prefix_index import block_hash, chain_start, extend_hashes
 from engine.planning.request import Request, SamplingParams, Sequence
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
-from priority.routing.router import Ask, LeastRouter, RandomRouter, RoundRobinRouter, Router
+from priority.routing.router import LeastRouter, RandomRouter, RoundRobinRouter, RouteQuery, Router
 from priority.routing.state import Change, Load, Snapshot
 from priority.simulator.run import (
     BLOCK_SIZE,
@@ -171,7 +171,7 @@ class _Pool:
         Raises:
             Refusal: nobody takes it.
         """
-        ask = Ask(
+        ask = RouteQuery(
             lane=served.arrival.lane,
             tenant=served.arrival.tenant,
             num_prompt=served.arrival.num_prompt,

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cluster import members
-from cluster.asks import Asks
+from cluster.queries import QueryReader
 from cluster.switch import MOST_CHOSEN, Switch, SwitchOptions
 from cluster.upstream import Address
 from engine.planning.prefix_events import Stored
@@ -26,7 +26,7 @@ from gateway.service import ServiceOptions
 from gateway.sessions.owners import tag_in, tag_of
 from gateway.wire.prompts import Prompts
 from priority.lanes import Lane, Tenant
-from priority.routing.router import Ask, Router
+from priority.routing.router import RouteQuery, Router
 from priority.routing.state import parse_change, parse_snapshot
 from tests.cluster.scripted_replicas import PATIENCE_S, serving
 from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, completion_body, make_tokenizer
@@ -424,7 +424,7 @@ async def test_a_prompt_has_the_blocks_that_a_replica_makes_of_it(path: str, bod
 
 async def read_in_both(
     path: str, body: dict[str, Any], pooling: Pooling = Pooling.LAST
-) -> tuple[Ask, list[Request]]:
+) -> tuple[RouteQuery, list[Request]]:
     """What a switch finds in a body, and the requests that a replica makes of it."""
     gateway, tokenizer = make_gateway("a"), make_tokenizer(THINKING)
     gateway.service.prompts = Prompts(tokenizer)
@@ -434,7 +434,7 @@ async def read_in_both(
         while sum(gateway.queue.depths().values()):
             requests.append(await gateway.taken())
         asking.cancel()
-    asks, kind = Asks(Prompts(tokenizer), 16, Limits(), pooling), OPERATIONS[path]["POST"].body
+    asks, kind = QueryReader(Prompts(tokenizer), 16, Limits(), pooling), OPERATIONS[path]["POST"].body
     assert kind is not None
     return await asks.read(kind, body, 1, Tenant(name="default")), requests
 

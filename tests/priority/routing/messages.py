@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.room import Held
-from priority.routing.router import Ask
+from priority.routing.router import RouteQuery
 from priority.routing.state import Change, LaneWork, Load, Snapshot
 from tests.priority.simulated_engine import COEFFICIENTS
 
@@ -94,7 +94,7 @@ def ask(
     lane: Lane = Lane.INTERACTIVE,
     tenant: str = "a",
     waited_s: float = 0.0,
-) -> Ask:
+) -> RouteQuery:
     """A prompt of exactly these blocks and a few tokens, or of so many tokens."""
     length = BLOCK_SIZE * len(hashes) + 5 if num_prompt is None else num_prompt
-    return Ask(lane=lane, tenant=tenant, num_prompt=length, hashes=hashes, waited_s=waited_s)
+    return RouteQuery(lane=lane, tenant=tenant, num_prompt=length, hashes=hashes, waited_s=waited_s)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from priority.lanes import Lane
 from priority.queue import Refusal
-from priority.routing.router import LEASE_S, STALE_S, Ask, Choice, OutOfStep, Router
+from priority.routing.router import LEASE_S, STALE_S, Choice, OutOfStep, RouteQuery, Router
 from priority.routing.state import Change, LaneWork, Load, StateError
 from tests.few import examples
 from tests.priority.routing.messages import ask, chain, change, load, snapshot
@@ -26,13 +26,13 @@ def router_of(states: Mapping[str, Load], blocks: Mapping[str, Sequence[bytes]] 
     return router
 
 
-def chosen(router: Router, request: Ask, now: float = 0.0, excluded: Iterable[str] = ()) -> Choice:
+def chosen(router: Router, request: RouteQuery, now: float = 0.0, excluded: Iterable[str] = ()) -> Choice:
     found = router.choose(request, now, excluded)
     assert isinstance(found, Choice), found
     return found
 
 
-def refused(router: Router, request: Ask, now: float = 0.0) -> Refusal:
+def refused(router: Router, request: RouteQuery, now: float = 0.0) -> Refusal:
     found = router.choose(request, now)
     assert isinstance(found, Refusal), found
     return found

@@ -1,4 +1,4 @@
-"""What the choice of a replica has to know of a request: lane, tenant, and the hashes of its prompt's blocks.
+"""Reads of a request what the choice of a replica goes by: lane, tenant, and the hashes of its prompt's blocks.
 
 The prompt is made by the code that makes it in a replica. Where that cannot be done, since a body is wrong or a thread
 is known to its owner alone, the request has no hashes; a replica will say what is wrong with it.
@@ -42,13 +42,13 @@ from gateway.wire.prompts import Prompts
 from gateway.wire.sampling import lane_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, StrictBody, read
 from priority.lanes import Tenant
-from priority.routing.router import Ask
+from priority.routing.router import RouteQuery
 
 _CHARS_PER_TOKEN = 4
-"""Where only the length of a body is known."""
+"""The assumed length of a token where only the length of a body is known."""
 
 _WAITING_BYTES = 64 * 1024 * 1024
-"""Of one tenant's texts, what may wait to be tokenised; a request beyond it goes on without hashes."""
+"""The bytes of one tenant's texts that may wait to be tokenised; a request beyond them goes on without hashes."""
 
 _UNDERSTAND: dict[type[StrictBody], Callable[[Any, Limits], object]] = {
     MessagesBody: as_chat,
@@ -57,14 +57,14 @@ _UNDERSTAND: dict[type[StrictBody], Callable[[Any, Limits], object]] = {
     OllamaEmbedBody: understand_embed,
     OllamaEmbeddingBody: understand_embedding,
 }
-"""What bodies of other APIs come to."""
+"""The functions that turn bodies of other APIs into OpenAI's."""
 
 Body = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A `gateway.endpoints.prompting.Prompted`. How long a prompt may be is left for the replicas to say."""
+    """A `gateway.endpoints.prompting.Prompted` that leaves it to the replicas to say how long a prompt may be."""
 
     prompts: Prompts
     options: ServiceOptions
@@ -76,8 +76,8 @@ class _Model:
         return self
 
 
-class Asks:
-    """For one model."""
+class QueryReader:
+    """Reads the requests for one model."""
 
     def __init__(self, prompts: Prompts, block_size: int, limits: Limits, pooling: Pooling) -> None:
         """`pooling` is how the model's embeddings are made."""
@@ -88,7 +88,7 @@ class Asks:
         self._model = _Model(prompts, ServiceOptions(models=(), limits=limits), prompts.tokenizer.vocab_size)
         self._threads = FairThreads(2, _WAITING_BYTES)
 
-    async def read(self, kind: type[StrictBody], body: Body, num_bytes: int, tenant: Tenant) -> Ask:
+    async def read(self, kind: type[StrictBody], body: Body, num_bytes: int, tenant: Tenant) -> RouteQuery:
         """
         Args:
             kind: the body's type, that of an operation that is passed on by its prompt.
@@ -115,14 +115,14 @@ class Asks:
             num_blocks = (len(longest) - 1) // self._block_size
             size = _CHARS_PER_TOKEN * len(longest)
             await off_loop(size, extend_hashes, hashes, longest, num_blocks, self._block_size, salt)
-        return Ask(lane=lane, tenant=tenant.name, num_prompt=num_prompt, hashes=hashes)
+        return RouteQuery(lane=lane, tenant=tenant.name, num_prompt=num_prompt, hashes=hashes)
 
     def _understood(self, kind: type[StrictBody], body: Body) -> object:
         asked = read(kind, body, self._limits)
         return _UNDERSTAND[kind](asked, self._limits) if kind in _UNDERSTAND else asked
 
     async def _encode(self, asked: object, prompting: Prompting) -> list[list[int]]:
-        """The prompts of a request; none if it asks for nothing, or goes on from what its owner alone knows."""
+        """Returns the prompts of a request; none if it asks for nothing, or goes on from what its owner alone knows."""
         match asked:
             case (ChatBody() as chat) | Understood(chat=ChatBody() as chat, raw=None):
                 return [(await prompting.conversation(chat))[0]]
@@ -144,7 +144,7 @@ class Asks:
         return []
 
     async def _thread(self, body: ResponseBody, prompting: Prompting) -> list[int]:
-        """The prompt of a response that goes on from nothing."""
+        """Returns the prompt of a response that goes on from nothing."""
         effort = None if body.reasoning is None else body.reasoning.effort
         variables = prompting.variables(body.chat_template_kwargs, effort)
         messages = as_messages(input_items(body.input))
@@ -159,7 +159,7 @@ class Asks:
 
 
 def owner_tag(body: Body) -> str | None:
-    """The tag of the replica that has what a new response goes on from; None if it goes on from nothing."""
+    """Returns the tag of the replica that has what a new response goes on from; None if it goes on from nothing."""
     for name in ("previous_response_id", "conversation"):
         given = body.get(name)
         given = given.get("id") if isinstance(given, dict) else given
