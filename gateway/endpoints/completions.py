@@ -60,7 +60,7 @@ class CompletionsApi:
         body = await self._intake.read(http, ChatBody)
         batch = await self._intake.chat(client, body, arrival_s)
         if (asked := _recorded(http, body)) is not None:
-            asked.check(body, {})
+            asked.check(body, {"functions": body.functions is not None})
             start = partial(self._start_chat, client, replace(batch, is_recorded=True), body)
             return await self._record(client, CHAT, asked, body, start)
         self._intake.check_room(batch, len(await http.body()))
@@ -278,6 +278,7 @@ def _told(body: ChatBody | CompletionBody, num_logprobs: int | None) -> Told:
         best=Best(num, of, shows_logprobs, bool(body.use_beam_search)) if of > num else None,
         num_prompt_top=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
+        functions=isinstance(body, ChatBody) and body.functions is not None,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits, parse_object
-from gateway.wire.schemas import AllowedChoice, ChatBody, Message, NamedTool
+from gateway.wire.schemas import AllowedChoice, ChatBody, Function, Message, NamedFunction, NamedTool
 from gateway.wire.tools.use import ToolUse, tool_use
 
 _LIMITS = Limits()
@@ -90,6 +90,10 @@ def chat_tools(body: ChatBody) -> ToolUse:
     Raises:
         ApiError: 400, if the choice and the tools do not fit each other.
     """
+    if body.functions is not None:
+        return _function_use(body, body.functions)
+    if body.function_call not in (None, "none", "auto"):
+        raise _missing("functions")
     tools: list[dict[str, Any]] = [dict(tool) for tool in body.tools or ()]
     choice, one_call = body.tool_choice, body.parallel_tool_calls is False
     if isinstance(choice, NamedTool):
@@ -98,3 +102,16 @@ def chat_tools(body: ChatBody) -> ToolUse:
         names = [tool.function.name for tool in choice.allowed_tools.tools]
         return tool_use(tools, choice.allowed_tools.mode, names, one_call=one_call)
     return tool_use(tools, choice or "auto", one_call=one_call)
+
+
+def _function_use(body: ChatBody, functions: Sequence[Function]) -> ToolUse:
+    """The older form, in which at most one is called."""
+    if body.tools is not None or body.tool_choice is not None:
+        raise invalid(
+            "Give 'tools' and 'tool_choice', or 'functions' and 'function_call', not both.", "functions"
+        )
+    tools = [{"type": "function", "function": dict(function)} for function in functions]
+    choice, fields = body.function_call or "auto", ("functions", "function_call")
+    if isinstance(choice, NamedFunction):
+        return tool_use(tools, "required", [choice.name], one_call=True, fields=fields)
+    return tool_use(tools, choice, one_call=True, fields=fields)

@@ -290,7 +290,7 @@ class StreamWriter:
         """The last chunk of a choice; the last of the last choice carries the timings."""
         extra = f',"timings":{json.dumps(timings)}' if timings else ""
         start = f'{self._opening},"choices":[{{"index":{index},{self._shape.empty_delta}'
-        tail = self._tail_of(f'"{finish_reason(reason, has_calls=has_calls)}"', extra)
+        tail = self._tail_of(f'"{finish_reason(reason, self._shape.called if has_calls else None)}"', extra)
         return f'{start},"logprobs":null{tail}'.encode("ascii")
 
     def usage(self, usage: Usage) -> bytes:

@@ -140,8 +140,10 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
 _LANES = {
     "default": Lane.STANDARD,
     "flex": Lane.BATCH,
+    "scale": Lane.INTERACTIVE,
     "priority": Lane.INTERACTIVE,
     "fast": Lane.INTERACTIVE,
+    "ultrafast": Lane.INTERACTIVE,
 }
 _TIERS = {Lane.BATCH: "flex", Lane.INTERACTIVE: "priority", Lane.STANDARD: "default"}
 

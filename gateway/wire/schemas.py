@@ -6,6 +6,7 @@ header, or refused by name: none is silently ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
@@ -16,12 +17,17 @@ from gateway.http.errors import ApiError, invalid, unsupported
 from gateway.http.limits import Limits
 from gateway.wire.mistakes import explained
 
-ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 
 _INT64 = 2**63
+_SHOWN = re.compile(r"[\w.:\[\]-]{1,100}", re.ASCII)
+_MOST_SHOWN = 16
+"""Names of members that a reply's header tells."""
 
 
 STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+TOLERANT = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+"""For messages and their parts, which clients send back as another server gave them."""
 
 Entry = TypeVar("Entry")
 Many = Annotated[list[Entry], Field(fail_fast=True)]
@@ -37,10 +43,14 @@ class StrictBody(BaseModel):
 
     They are counted before anything is made of them.
     """
+    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {}
+    """The types that may stand at places whose other members are taken although nothing comes of them."""
     NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
     """Fields of OpenAI's that are refused by name unless they are null."""
     IGNORED: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are taken although nothing comes of them: they could not change the answer."""
+    """Places of fields that are taken although nothing comes of them: they could hardly change the answer."""
+    NEUTRAL: ClassVar[Mapping[str, object]] = {}
+    """What some of these ask for if it is what is done in any case."""
 
 
 Schema = dict[str, object] | bool
@@ -172,19 +182,23 @@ class Sampled(StrictBody):
         return self.best_of or self.n or 1
 
 
+class TolerantBody(StrictBody):
+    model_config = TOLERANT
+
+
 # There may be thousands of them: each is a plain dict.
-@with_config(STRICT)
+@with_config(TOLERANT)
 class ContentPart(TypedDict):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(StrictBody):
+class FunctionCall(TolerantBody):
     name: Annotated[str, Field(min_length=1)]
     arguments: str
 
 
-class ToolCall(StrictBody):
+class ToolCall(TolerantBody):
     """A call that an assistant made, as it was told to the client."""
 
     id: str
@@ -193,7 +207,7 @@ class ToolCall(StrictBody):
     index: int | None = None
 
 
-class Message(StrictBody):
+class Message(TolerantBody):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[ContentPart] | None = None
     name: str | None = None
@@ -214,6 +228,14 @@ MOST_MESSAGES = {
     "messages[].tool_calls": "max_tool_calls",
     "tools": "max_tools",
     "chat_template_kwargs": "max_template_variables",
+}
+
+TOLERANT_IN_MESSAGES: Mapping[str, tuple[type, ...]] = {
+    "messages[]": (Message,),
+    "messages[].content[]": (ContentPart,),
+    "messages[].tool_calls[]": (ToolCall,),
+    "messages[].tool_calls[].function": (FunctionCall,),
+    "messages[].function_call": (FunctionCall,),
 }
 
 # Tools go to the chat template as they are, with what else is said of them.
@@ -264,10 +286,19 @@ def known_tools(tools: object) -> object:
     return tools
 
 
+def known_choice(choice: object) -> object:
+    """Clients are told which kind of tool it is that this server cannot be made to call."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+        raise unsupported_value("tool_choice.type", kind)
+    return choice
+
+
 class Chat(StrictBody):
     """A conversation, and what its template is told beside it."""
 
     MOST: ClassVar[Mapping[str, str | int]] = MOST_MESSAGES
+    TOLERANT_AT = TOLERANT_IN_MESSAGES
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     tools: Annotated[Many[Tool], BeforeValidator(known_tools)] | None = None
@@ -295,8 +326,6 @@ class ChatBody(Chat, Sampled):
     NOT_SUPPORTED = frozenset(
         {
             "audio",
-            "function_call",
-            "functions",
             "moderation",
             "web_search_options",
         }
@@ -304,11 +333,20 @@ class ChatBody(Chat, Sampled):
     MOST: ClassVar[Mapping[str, str | int]] = {
         **Sampled.MOST,
         **Chat.MOST,
+        "functions": "max_tools",
         "top_logprobs": "max_top_logprobs",
     }
 
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    tool_choice: (
+        Annotated[
+            Literal["none", "auto", "required"] | NamedTool | AllowedChoice, BeforeValidator(known_choice)
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
+    functions: Many[Function] | None = None
+    """An older form of `tools`, with `function_call` for `tool_choice`: at most one of them is called."""
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     include_reasoning: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -341,6 +379,7 @@ class TokenizeBody(StrictBody):
     """`POST /tokenize`: a prompt or messages."""
 
     MOST = MOST_MESSAGES
+    TOLERANT_AT = TOLERANT_IN_MESSAGES
 
     model: str | None = None
     prompt: str | None = None
@@ -363,6 +402,7 @@ class LocateBody(StrictBody):
     """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
 
     MOST = MOST_MESSAGES
+    TOLERANT_AT = TOLERANT_IN_MESSAGES
 
     tokens: Many[Annotated[int, Field(ge=0)]] | None = None
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
@@ -385,9 +425,10 @@ def read(
     Raises:
         ApiError: 400 that names the first field that is wrong.
     """
-    for name in sorted(kind.IGNORED & values.keys()):
-        if values[name]:
-            ignore(name)
+    for place in sorted(kind.IGNORED):
+        for name, value in _at(values, steps_to(place)):
+            if value and value != kind.NEUTRAL.get(place):
+                ignore(name)
     for name in sorted(kind.NOT_SUPPORTED & values.keys()):
         if values[name] is not None:
             raise unsupported(name)
@@ -395,6 +436,8 @@ def read(
         number = getattr(limits, most) if isinstance(most, str) else most
         for name, found in _at(values, steps_to(place)):
             _at_most(name, found, number)
+    for name in _extras(kind, values):
+        ignore(name)
     unread = kind.NOT_SUPPORTED | (kind.IGNORED - kind.model_fields.keys())
     return validated(kind, {name: value for name, value in values.items() if name not in unread})
 
@@ -426,6 +469,17 @@ def _at(value: object, steps: Sequence[str], name: str = "") -> Iterator[tuple[s
     elif isinstance(value, list):
         for i, item in enumerate(value):
             yield from _at(item, steps[1:], f"{name}[{i}]")
+
+
+def _extras(kind: type[StrictBody], values: Mapping[str, object]) -> list[str]:
+    """Members that ask for something and of which nothing comes, such as `messages[].cache_control`; not very many."""
+    found: set[str] = set()
+    for place, types in kind.TOLERANT_AT.items():
+        known = frozenset[str]().union(*(one.__annotations__ for one in types))
+        for _, item in _at(values, steps_to(place)):
+            if isinstance(item, dict) and not item.keys() <= known:
+                found |= {f"{place}.{name}" for name in item.keys() - known if item[name]}
+    return sorted(filter(_SHOWN.fullmatch, found))[:_MOST_SHOWN]
 
 
 def check_counts(body: Sampled, limits: Limits) -> None:

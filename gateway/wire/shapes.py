@@ -16,6 +16,7 @@ from gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
     Call,
+    CallBegun,
     Piece,
     ReasoningDelta,
     TextDelta,
@@ -97,6 +98,8 @@ class Told:
     """Those of the prompt and of each choice."""
     best: Best | None = None
     """Which choices are shown; None for all."""
+    functions: bool = False
+    """A call is told in the older form, as a `function_call`."""
 
 
 NOTHING = Told()
@@ -111,6 +114,8 @@ class Shape(Protocol):
     texts: Mapping[type[Piece], tuple[str, str]]
     """What stands before and after the text in the delta of a piece that is text, by the piece's type."""
     empty_delta: str
+    called: str
+    """Why a choice ended that called a tool."""
 
     def piece(self, piece: Piece) -> str:
         """The delta that brings a piece of a reply."""
@@ -138,10 +143,13 @@ class ChatShape:
     def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
         self._tokens = tokens
         self._told = told
+        self.called = "function_call" if told.functions else "tool_calls"
 
     def piece(self, piece: Piece) -> str:
         if isinstance(piece, TextDelta | ReasoningDelta):
             return _text_delta(self.texts, piece)
+        if self._told.functions:
+            return _function_delta(piece)
         if isinstance(piece, ArgumentsDelta):
             arguments = encode_basestring_ascii(piece.text)
             call = f'{{"index":{piece.index},"function":{{"arguments":{arguments}}}}}'
@@ -179,9 +187,9 @@ class ChatShape:
     def _choice(self, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
         choice: dict[str, object] = {
             "index": index,
-            "message": _message(answer),
+            "message": _message(answer, functions=self._told.functions),
             "logprobs": self._logprobs(delta) if delta.logprobs else None,
-            "finish_reason": finish_reason(delta.finish_reason, has_calls=bool(answer.calls)),
+            "finish_reason": finish_reason(delta.finish_reason, self.called if answer.calls else None),
         }
         return choice | ({"token_ids": delta.token_ids} if self._told.token_ids else {})
 
@@ -203,6 +211,7 @@ class CompletionShape:
     first_delta = ""
     texts: Mapping[type[Piece], tuple[str, str]] = {TextDelta: ('"text":', "")}
     empty_delta = '"text":""'
+    called = ""
 
     def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
         self._tokens = tokens
@@ -297,10 +306,10 @@ def _logprob(tokens: TokenText, token_id: int, logprob: float) -> TokenLogprob:
     return {"token": text.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(text)}
 
 
-def finish_reason(reason: FinishReason | None, *, has_calls: bool) -> str | None:
-    """As OpenAI names it."""
-    if reason is FinishReason.STOP and has_calls:
-        return "tool_calls"
+def finish_reason(reason: FinishReason | None, called: str | None) -> str | None:
+    """Why a choice ended, as OpenAI names it; `called` if it ended with a call of a tool."""
+    if reason is FinishReason.STOP and called is not None:
+        return called
     return None if reason is None else reason.value
 
 
@@ -309,12 +318,24 @@ def call_json(call: Call) -> dict[str, object]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _message(answer: Answer) -> dict[str, object]:
+def _function_delta(piece: CallBegun | ArgumentsDelta) -> str:
+    if isinstance(piece, CallBegun):
+        return _function(name=piece.name, arguments="")
+    return _function(arguments=piece.text)
+
+
+def _function(**call: str) -> str:
+    return f'"delta":{{"function_call":{json.dumps(call, separators=(",", ":"))}}}'
+
+
+def _message(answer: Answer, *, functions: bool) -> dict[str, object]:
     """Content is null if there is none beside something else."""
     message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
-    if answer.calls:
+    if answer.calls and functions:
+        message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
+    elif answer.calls:
         message["tool_calls"] = [call_json(call) for call in answer.calls]
     if not answer.text and (answer.reasoning or answer.calls):
         message["content"] = None

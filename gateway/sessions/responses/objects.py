@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -27,6 +27,8 @@ from gateway.sessions.responses.schemas import (
     Role,
     TextConfig,
     TextPart,
+    sealed,
+    unsealed,
 )
 from gateway.sessions.responses.threads import Message
 from gateway.wire.conversation import as_call
@@ -99,6 +101,7 @@ class ReasoningItem(TypedDict):
     status: ItemStatus
     summary: list[object]
     content: list[ReasoningText]
+    encrypted_content: NotRequired[str]
 
 
 Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
@@ -133,6 +136,8 @@ def _listed(item: InputItem) -> Item:
             "output": "\n".join(_texts(item.output)),
         }
     texts = [part["text"] for part in item.content or ()]
+    if not texts and (known := unsealed(item.encrypted_content)) is not None:
+        texts = [known]
     return reasoning_item(item.id or new_id("rs"), texts, status)
 
 
@@ -169,14 +174,20 @@ def call_item(item_id: str, call: Call, status: ItemStatus) -> CallItem:
     }
 
 
-def reasoning_item(item_id: str, texts: Sequence[str], status: ItemStatus) -> ReasoningItem:
-    return {
+def reasoning_item(
+    item_id: str, texts: Sequence[str], status: ItemStatus, *, seals: bool = False
+) -> ReasoningItem:
+    """With `seals`, the texts are there as one opaque string, too."""
+    item: ReasoningItem = {
         "id": item_id,
         "type": "reasoning",
         "status": status,
         "summary": [],
         "content": [reasoning_part(text) for text in texts],
     }
+    if seals and texts:
+        item["encrypted_content"] = sealed("\n".join(texts))
+    return item
 
 
 def text_part(text: str, logprobs: Sequence[ChosenLogprob] = ()) -> OutputText:
@@ -281,6 +292,7 @@ def about(
         "input": items,
         "history": list(history),
         "store": body.stored,
+        "seals": body.seals_reasoning,
         "background": bool(body.background),
         "conversation": body.conversation,
         "echo": _echo(body, lane),
@@ -309,7 +321,7 @@ def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
         "store": body.stored,
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": [_TOOL | tool for tool in body.tools or ()],
-        "text": {"format": _format(body.text), "verbosity": "medium"},
+        "text": {"format": _format(body.text), "verbosity": (body.text and body.text.verbosity) or "medium"},
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
         "user": body.user,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -15,13 +16,15 @@ from gateway.http.limits import Limits
 from gateway.wire.schemas import (
     HINTS,
     OPEN,
-    STRICT,
+    TOLERANT,
     Many,
     Sampled,
     Schema,
     StrictBody,
+    TolerantBody,
     ToolName,
     check_counts,
+    known_choice,
     known_tools,
     unsupported_value,
     validated,
@@ -39,6 +42,9 @@ Role = Literal["user", "assistant", "system", "developer"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 LOGPROBS = "message.output_text.logprobs"
+SEALED = "reasoning.encrypted_content"
+_SEAL = "penstock1."
+"""What sealed reasoning begins with; base64 of the text follows, for its client may read it anyway."""
 
 # What else could be included belongs to items that no reply of this server has.
 Includable = Literal[
@@ -72,7 +78,7 @@ def _known_items(field: str) -> BeforeValidator:
 
 
 # There may be thousands of them: each is a plain dict.
-@with_config(STRICT)
+@with_config(TOLERANT)
 class TextPart(TypedDict):
     type: Literal["input_text", "output_text"]
     text: str
@@ -81,7 +87,7 @@ class TextPart(TypedDict):
     prompt_cache_breakpoint: NotRequired[None]
 
 
-class InputMessage(StrictBody):
+class InputMessage(TolerantBody):
     """A message of the client's, or one that this API returned and gets back."""
 
     type: Literal["message"] | None = None
@@ -92,7 +98,7 @@ class InputMessage(StrictBody):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class InputCall(StrictBody):
+class InputCall(TolerantBody):
     """A call of a tool that a response made, given back."""
 
     type: Literal["function_call"]
@@ -103,7 +109,7 @@ class InputCall(StrictBody):
     status: ItemStatus | None = None
 
 
-class InputCallOutput(StrictBody):
+class InputCallOutput(TolerantBody):
     """What a tool came to."""
 
     type: Literal["function_call_output"]
@@ -113,19 +119,19 @@ class InputCallOutput(StrictBody):
     status: ItemStatus | None = None
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class SummaryText(TypedDict):
     type: Literal["summary_text"]
     text: str
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class ReasoningText(TypedDict):
     type: Literal["reasoning_text"]
     text: str
 
 
-class InputReasoning(StrictBody):
+class InputReasoning(TolerantBody):
     """What a response reasoned, given back."""
 
     type: Literal["reasoning"]
@@ -150,6 +156,12 @@ InputItem = Annotated[
     Discriminator(lambda item: _TAGS.get(_kind(item), "Message")),
 ]
 _TAGS = {"function_call": "Call", "function_call_output": "Output", "reasoning": "Reasoning"}
+TOLERANT_IN_INPUT: Mapping[str, tuple[type, ...]] = {
+    "input[]": (InputMessage, InputCall, InputCallOutput, InputReasoning),
+    "input[].content[]": (TextPart, ReasoningText),
+    "input[].output[]": (TextPart,),
+    "input[].summary[]": (SummaryText,),
+}
 InputItems = Annotated[Many[InputItem], _known_items("input")]
 Items = Annotated[Many[InputItem], _known_items("items")]
 
@@ -193,7 +205,7 @@ class TextFormat(StrictBody):
 
 class TextConfig(StrictBody):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 def _its_id(conversation: object) -> object:
@@ -228,7 +240,9 @@ class ResponseBody(Sampled):
         "tools": "max_tools",
         "chat_template_kwargs": "max_template_variables",
     }
-    IGNORED = HINTS | {"prompt_cache_retention"}
+    IGNORED = HINTS | {"prompt_cache_retention", "text.verbosity"}
+    NEUTRAL: ClassVar[Mapping[str, object]] = {"text.verbosity": "medium"}
+    TOLERANT_AT = TOLERANT_IN_INPUT
 
     input: str | Annotated[InputItems, Field(min_length=1)]
     instructions: str | None = None
@@ -249,7 +263,12 @@ class ResponseBody(Sampled):
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: (
+        Annotated[
+            Literal["none", "auto", "required"] | NamedTool | AllowedTools, BeforeValidator(known_choice)
+        ]
+        | None
+    ) = None
     tools: Annotated[Many[FunctionTool], BeforeValidator(known_tools)] | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -260,6 +279,10 @@ class ResponseBody(Sampled):
     def num_logprobs(self) -> int | None:
         """Most likely tokens that are told at each place; None if no log probabilities are."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    @property
+    def seals_reasoning(self) -> bool:
+        return SEALED in (self.include or ())
 
     @property
     def stored(self) -> bool:
@@ -282,6 +305,21 @@ def _check_unsupported(body: ResponseBody) -> None:
         raise invalid(f"'top_logprobs' is only allowed when 'include' has '{LOGPROBS}'.", "top_logprobs")
     if body.stream_options is not None and body.stream_options.include_usage is not None:
         raise unsupported("stream_options.include_usage")
+
+
+def sealed(text: str) -> str:
+    """Reasoning as one opaque string, which clients that keep nothing else of it send back."""
+    return _SEAL + b64encode(text.encode(errors="replace")).decode("ascii")
+
+
+def unsealed(text: str | None) -> str | None:
+    """The reasoning in such a string; None if another server made it."""
+    if text is None or not text.startswith(_SEAL):
+        return None
+    try:
+        return b64decode(text.removeprefix(_SEAL), validate=True).decode()
+    except ValueError:
+        return None
 
 
 def text_form(text: TextConfig | None) -> Form | None:

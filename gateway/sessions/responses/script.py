@@ -58,6 +58,8 @@ class _Open:
     """The kind of its deltas, and what they begin with."""
     call: Call
     """Its call, if it is one."""
+    seals: bool
+    """Reasoning is told as an opaque string, too."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[ChosenLogprob] = field(default_factory=list)
     """Of a message's tokens, if they were asked for."""
@@ -68,7 +70,7 @@ class _Open:
         if self.kind == "function_call":
             return call_item(item_id, Call(self.call.id, self.call.name, "".join(self.texts)), status)
         if self.kind == "reasoning":
-            return reasoning_item(item_id, texts, status)
+            return reasoning_item(item_id, texts, status, seals=self.seals)
         return message_item(item_id, "assistant", texts, status, self.logprobs)
 
     def part(self, text: str) -> OutputText | ReasoningText:
@@ -81,8 +83,17 @@ class ResponseScript:
     Ids follow from the response's own and the place of the item: whoever makes the items again makes the same.
     """
 
-    def __init__(self, response_id: str, parser: ReplyParser, tokens: TokenText, num_top: int = 0) -> None:
-        """`tokens` and `num_top` spell log probabilities, where they are asked for."""
+    def __init__(
+        self,
+        response_id: str,
+        parser: ReplyParser,
+        tokens: TokenText,
+        num_top: int = 0,
+        *,
+        seals: bool = False,
+    ) -> None:
+        """`tokens` and `num_top` spell log probabilities, where they are asked for; see _Open of `seals`."""
+        self._seals = seals
         self._response_id = response_id
         self._parser = parser
         self._tokens = tokens
@@ -140,7 +151,7 @@ class ResponseScript:
         if kind != "function_call":
             place["content_index"] = 0
         self._num_items += 1
-        self._open = opened = _Open(kind, place, _delta(kind, place), call or Call("", ""))
+        self._open = opened = _Open(kind, place, _delta(kind, place), call or Call("", ""), self._seals)
         item = opened.item("in_progress")
         yield ItemEvent("response.output_item.added", {"output_index": place["output_index"], "item": item})
         if kind != "function_call":
@@ -171,7 +182,8 @@ class ResponseScript:
 def script(tokens: TokenText, response_id: str, about: JsonObject) -> ResponseScript:
     """`tokens` spells log probabilities."""
     parser = Reading(**about["reading"]).parser(response_id)
-    return ResponseScript(response_id, parser, tokens, about["echo"]["top_logprobs"])
+    num_top, seals = about["echo"]["top_logprobs"], about.get("seals", False)
+    return ResponseScript(response_id, parser, tokens, num_top, seals=seals)
 
 
 def _delta(kind: str, place: JsonObject) -> tuple[str, str]:

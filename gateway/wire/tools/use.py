@@ -51,23 +51,26 @@ def tool_use(
     names: Collection[str] | None = None,
     *,
     one_call: bool = False,
+    fields: tuple[str, str] = ("tools", "tool_choice"),
 ) -> ToolUse:
     """What a request asks for.
 
     Args:
         names: the only tools that may be called; with the mode "auto" the model is told of no others.
+        fields: of the request, for what is refused.
 
     Raises:
         ApiError: 400, if one of them is not there, or a name is there twice.
     """
     known = [tool["function"]["name"] for tool in tools]
+    given, chosen = fields
     if len(set(known)) < len(known):
-        raise invalid("Two of the 'tools' have the same name.", "tools")
+        raise invalid(f"Two of the '{given}' have the same name.", given)
     unknown = next((name for name in names or () if name not in known), None)
     if unknown is not None:
-        raise invalid(f"'tool_choice' names '{unknown}', which is not among the tools.", "tool_choice")
+        raise invalid(f"'{chosen}' names '{unknown}', which is not among the {given}.", chosen)
     if mode == "required" and not known:
-        raise invalid("'tool_choice' asks for a call, but there are no tools.", "tool_choice")
+        raise invalid(f"'{chosen}' asks for a call, but there are no {given}.", chosen)
     if mode == "none":
         return NO_TOOLS
     if mode == "required":

@@ -84,7 +84,7 @@ WRONG_CHAT = [
     ({"service_tier": "gold"}, "service_tier"),
     ({"tools": [7]}, "tools[0]"),
     ({"tool_choice": "any"}, "tool_choice"),
-    ({"functions": []}, "functions"),
+    ({"moderation": {}}, "moderation"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"reasoning_effort": 1}, "reasoning_effort"),
     ({"modalities": ["audio"]}, "modalities[0]"),
@@ -122,7 +122,6 @@ WRONG_CHAT = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "critic", "content": "Hi"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": "Hi", "x": 1}]}, "messages[0].x"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": "Hi"}] * 2049}, "messages"),
     (

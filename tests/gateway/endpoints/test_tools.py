@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -90,8 +90,8 @@ async def openai_client(here: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
         )
 
 
-async def asked_of(here: Gateway, asking: Coroutine[Any, Any, Any], *texts: str) -> Any:
-    task = asyncio.create_task(asking)
+async def asked_of(here: Gateway, asking: Awaitable[Any], *texts: str) -> Any:
+    task = asyncio.ensure_future(asking)
     here.answer(await here.taken(), *texts)
     return await task
 
@@ -338,8 +338,6 @@ CALLED = {
             | {"tool_choice": "required"},
             "tools",
         ),
-        ({"functions": [FUNCTION]}, "functions"),
-        ({"function_call": "auto"}, "function_call"),
         ({"messages": [CALLED]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
