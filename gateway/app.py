@@ -22,6 +22,7 @@ from gateway.endpoints.conversations import ConversationsApi
 from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.files import FilesApi
+from gateway.endpoints.input_tokens import InputTokensApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.message_batches import MessageBatchesApi
 from gateway.endpoints.messages import MessagesApi
@@ -80,6 +81,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     routes = [
         *completions.routes(),
         *embeddings.routes(),
+        *InputTokensApi(service, intake, responses).routes(),
         *responses.routes(),
         *FilesApi(service, intake, files).routes(),
         *batches.routes(),
