@@ -25,6 +25,14 @@ from gateway.sessions.responses.objects import as_messages, input_items, respons
 from gateway.sessions.responses.schemas import ResponseBody
 from gateway.sessions.responses.threads import Thread, extend, num_chars
 from gateway.wire.anthropic.bodies import MessagesBody, as_chat
+from gateway.wire.decisions import (
+    DecidedBody,
+    Decisions,
+    DecisionsBody,
+    SystemOneBody,
+    understand_decisions,
+    understand_system,
+)
 from gateway.wire.embeddings import Embedded, EmbeddingsBody, RerankBody, ScoreBody
 from gateway.wire.ollama.bodies import (
     EmbeddingAsked,
@@ -51,6 +59,8 @@ _WAITING_BYTES = 64 * 1024 * 1024
 """The bytes of one tenant's texts that may wait to be tokenised; a request beyond them goes on without hashes."""
 
 _UNDERSTAND: dict[type[StrictBody], Callable[[Any, Limits], object]] = {
+    DecisionsBody: understand_decisions,
+    SystemOneBody: understand_system,
     MessagesBody: as_chat,
     OllamaChatBody: understand_chat,
     OllamaGenerateBody: understand_prompt,
@@ -101,15 +111,16 @@ class QueryReader:
         prompts: list[list[int]] = []
         try:
             understood = await off_loop(num_bytes, self._understood, kind, body)
-            asked = understood.chat if isinstance(understood, Understood) else understood
+            asked = _body_of(understood)
             prompting = Prompting(self._model, lambda _: None, self._threads, tenant.name)
             prompts = await self._encode(understood, prompting)
         except (ApiError, RecursionError):  # the replica will say so
             pass
-        lane = lane_of(asked.service_tier if isinstance(asked, Sampled | Embedded) else None, tenant)
+        tier = asked.service_tier if isinstance(asked, Sampled | Embedded | DecidedBody) else None
+        lane = lane_of(tier, tenant)
         num_prompt = sum(map(len, prompts)) or max(1, num_bytes // _CHARS_PER_TOKEN)
         hashes: list[bytes] = []
-        if prompts and (isinstance(asked, Sampled) or self._pooling is Pooling.LAST):
+        if prompts and (isinstance(asked, Sampled | DecidedBody) or self._pooling is Pooling.LAST):
             salt, longest = self._salt(asked, tenant), max(prompts, key=len)
             # The block of the last token is computed in any case.
             num_blocks = (len(longest) - 1) // self._block_size
@@ -126,12 +137,15 @@ class QueryReader:
         match asked:
             case (ChatBody() as chat) | Understood(chat=ChatBody() as chat, raw=None):
                 return [(await prompting.conversation(chat))[0]]
-            case Understood(chat=ChatBody(), raw=str() as text, suffix=suffix):
-                return [await prompting.encode_text(text, "prompt", suffix=suffix or "")]
+            case Understood(chat=ChatBody(), raw=str() as text):
+                return [await prompting.encode_text(text, "prompt")]
             case CompletionBody():
                 return await prompting.encode_prompts(asked)
             case ResponseBody(previous_response_id=None, conversation=None):
                 return [await self._thread(asked, prompting)]
+            case Decisions():
+                shared, rests = await prompting.branched(asked)
+                return [shared + rests[0], *rests[1:]]
             case EmbeddingsBody():
                 return await prompting.encode_inputs(asked)
             case RerankBody():
@@ -156,6 +170,13 @@ class QueryReader:
         if isinstance(asked, Sampled):
             return salt_of(tenant, is_private=asked.store is False, asked=asked.cache_salt)
         return salt_of(tenant)
+
+
+def _body_of(understood: object) -> object:
+    """The body that says who asks for which lane."""
+    if isinstance(understood, Understood):
+        return understood.chat
+    return understood.body if isinstance(understood, Decisions) else understood
 
 
 def owner_tag(body: Body) -> str | None:

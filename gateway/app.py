@@ -19,10 +19,10 @@ from gateway.access import quotas
 from gateway.endpoints.batches import BatchesApi, Handler
 from gateway.endpoints.completions import CompletionsApi
 from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.decisions import DecisionsApi
 from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.files import FilesApi
-from gateway.endpoints.input_tokens import InputTokensApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.message_batches import MessageBatchesApi
 from gateway.endpoints.messages import MessagesApi
@@ -81,7 +81,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     routes = [
         *completions.routes(),
         *embeddings.routes(),
-        *InputTokensApi(service, intake, responses).routes(),
+        *DecisionsApi(service, intake).routes(),
         *responses.routes(),
         *FilesApi(service, intake, files).routes(),
         *batches.routes(),

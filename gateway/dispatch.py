@@ -203,7 +203,7 @@ class Dispatch:
         if not self._queue.cancel(request.request_id):
             self._engine.cancel(request.request_id)
             stream.was_begun = True
-        for _ in range(stream.num_unfinished(request.request_id)):
+        for _ in range(1 if request.branches else stream.num_unfinished(request.request_id)):
             self._metrics.note_finished(Lane(request.lane), FinishReason.CANCELLED, None)
 
     def _put(self, request: Request) -> Forecast | None:
@@ -257,6 +257,8 @@ class Dispatch:
 
     def _note_finished(self, output: Output, stream: Generation) -> None:
         assert output.finish_reason is not None
+        if stream.requests[0].branches and not stream.finished:
+            return  # all branches are one answer
         lane = Lane(stream.requests[0].lane)
         self._metrics.note_finished(lane, output.finish_reason, output.timings)
         self._note_promise(lane, output, stream)

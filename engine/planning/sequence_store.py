@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.planning.beams import Beams, BeamSequence
 from engine.planning.block_tables import BlockTables
-from engine.planning.request import FinishReason, Output, Request, Sequence
+from engine.planning.request import FinishReason, Output, Request, Sequence, Timings
 from engine.planning.step import RequestQueue
 
 
@@ -112,7 +112,7 @@ class SequenceStore:
         unbegun = list(sequence.unbegun)
         yield self._finish(sequence, reason, error, now)
         for index in unbegun:
-            yield self._finish(Sequence(sequence.request, index, sequence.order), reason, error, now)
+            yield self._finish_unbegun(sequence.request, index, reason, error, now)
 
     def _abort_search(
         self, beams: Beams, reason: FinishReason, error: str | None, now: float
@@ -149,6 +149,15 @@ class SequenceStore:
         self._remove(sequence)
         self._ended.append(sequence.request)
         return output
+
+    def _finish_unbegun(
+        self, request: Request, index: int, reason: FinishReason, error: str | None, now: float
+    ) -> Output:
+        """Ends a choice that there is no sequence of."""
+        timings = Timings(arrival_s=request.arrival_s, num_prompt_tokens=len(request.prompt_token_ids))
+        timings.note_end(0, now)
+        self._ended.append(request)
+        return Output(request.request_id, index, finish_reason=reason, error=error, timings=timings)
 
     def _settle(self, now: float) -> None:
         """Tells the queue which choices ended; by then it has been charged for what they did."""

@@ -226,8 +226,6 @@ class StepResults(SequenceStore):
         first, *_ = followers = sequence.followers
         follower = self._choice_after(sequence, first)
         sequence.followers, follower.followers = range(0), followers[1:]
-        num_shared = sequence.num_prompt_tokens - len(sequence.request.branches[sequence.index].token_ids)
-        follower.block_hashes = sequence.block_hashes[: num_shared // self.tables.block_size]
         self._enqueue_waiting(follower)
         return follower
 

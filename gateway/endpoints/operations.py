@@ -6,7 +6,6 @@ from gateway.endpoints.batches import BatchBody
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from gateway.endpoints.cursors import CursorQuery
 from gateway.endpoints.files import FilesQuery, UploadForm
-from gateway.endpoints.input_tokens import InputTokensBody
 from gateway.endpoints.message_batches import MessageBatchBody
 from gateway.endpoints.operation import (
     EVENTS,
@@ -23,6 +22,7 @@ from gateway.endpoints.operation import (
 )
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
+from gateway.wire.decisions import DecisionsBody, SystemOneBody
 from gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody
 from gateway.wire.ollama.bodies import (
     OllamaChatBody,
@@ -72,6 +72,12 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/completions/{id}": {
         "GET": _followed("Follow a resumable continuation, after the event that was seen last"),
         "DELETE": Operation(BY_ID, "Stop and forget a resumable continuation"),
+    },
+    "/v1/decisions": {
+        "POST": Operation(BY_PROMPT, "Answer questions about an input with probabilities", DecisionsBody)
+    },
+    "/v1/systemone": {
+        "POST": Operation(BY_PROMPT, "Answer questions about a state with probabilities", SystemOneBody)
     },
     "/v1/embeddings": {"POST": Operation(BY_PROMPT, "Turn texts into vectors", EmbeddingsBody)},
     **{path: {"POST": _RERANK} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
@@ -129,9 +135,6 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/responses": {
         "POST": _recorded("Take a turn of a conversation, waited for or in the background", ResponseBody)
-    },
-    "/v1/responses/input_tokens": {
-        "POST": Operation(ANY, "Count the tokens of a turn", InputTokensBody, statuses=(404, 429, 503))
     },
     "/v1/responses/{id}": {
         "GET": Operation(

@@ -10,7 +10,14 @@ from gateway.http.errors import invalid
 from gateway.http.off_loop import FairThreads, off_loop
 from gateway.service import ServiceOptions
 from gateway.wire.beams import width_field
-from gateway.wire.conversation import as_dict, chat_tools, check_messages, num_chars_of
+from gateway.wire.conversation import (
+    as_dict,
+    chat_tools,
+    check_messages,
+    num_chars_of,
+    thinking_switches,
+)
+from gateway.wire.decisions import LEAD, Decisions
 from gateway.wire.embeddings import Embedded, EmbeddingsBody
 from gateway.wire.prompts import Prompts, check_token_ids
 from gateway.wire.sampling import context_exceeded
@@ -103,6 +110,15 @@ class Prompting:
         )
         return truncated(prompt, body), use
 
+    async def branched(self, asked: Decisions) -> tuple[list[int], list[list[int]]]:
+        """The tokens that all questions have in common, and those that each has after them."""
+        messages, texts = asked.messages, [question.text for question in asked.questions]
+        num_shared = sum(len(message["content"]) for message in messages)
+        self.check_length(num_shared + max(map(len, texts)), asked.field)
+        num_texts = len(messages) + len(texts)
+        branched = partial(self._service.prompts.branched, messages, LEAD, texts, thinking_switches(False))
+        return await self.run(num_shared + sum(map(len, texts)) + MESSAGE_CHARS * num_texts, branched)
+
     def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
         """What the chat template is told beside messages and tools.
 
@@ -174,13 +190,9 @@ class Prompting:
 
         return await off_loop(4 * sum(map(len, prompts)), check)
 
-    async def encode_text(
-        self, text: str, field: str, *, add_special: bool = True, suffix: str = ""
-    ) -> list[int]:
-        """The tokens of a text; with a `suffix`, those that ask for what is between the two."""
+    async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
         encode = partial(self._service.prompts.text, add_special=add_special)
-        around = self._service.prompts.around
-        (token_ids,) = await self._encoded([text], field, around if suffix else encode, suffix)
+        (token_ids,) = await self._encoded([text], field, encode)
         return token_ids
 
     async def _encoded(

@@ -19,7 +19,7 @@ from gateway.wire.streams import Stream
 from gateway.wire.writers import Writer
 
 _NUMBER_BYTES = 8
-"""What is made of an embedding's number is as much work as reading so many bytes."""
+"""What is made of a number of an embedding, or of a score, is as much work as reading so many bytes."""
 
 
 class Reply(Response):
@@ -64,7 +64,7 @@ class Reply(Response):
         milliseconds = math.ceil((self._service.clock() - arrival_s) * 1000)
         headers = {**self._quota_headers, "openai-processing-ms": str(milliseconds)}
         deltas = sorted(stream.take(), key=lambda taken: taken[0])
-        size = _NUMBER_BYTES * sum(len(delta.embedding or ()) for _, delta in deltas)
+        size = _NUMBER_BYTES * sum(len(delta.embedding or delta.scores or ()) for _, delta in deltas)
         body = await off_loop(size, self._job.writer.whole, stream, deltas)
         await stream.connection.send_whole(json_pieces(body), headers)
 

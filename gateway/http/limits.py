@@ -43,6 +43,8 @@ class Limits:
     max_prompts: int = 64
     max_inputs: int = 1024
     """Texts of one request for embeddings."""
+    max_branches: int = 8192
+    """Questions of one request for decisions, and tokens of their answers but for each first one."""
     max_choices: int = 128
     """Choices of one request, those of all its prompts together."""
     max_beams: int = 16

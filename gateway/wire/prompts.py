@@ -24,6 +24,8 @@ from gateway.http.errors import invalid
 
 # A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
 _MARK, _REPLACEMENT = "\ufdd0", "\ufffd"
+_SLOT = "\ufdd1"
+"""Another one, for the place of a text that is rendered once for all that can stand there."""
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
 
@@ -98,17 +100,38 @@ class Prompts:
         """
         if tools and "tools" not in self.variables:
             messages = self._with_tools(messages, tools)
-        if self._has_observations:
-            messages = list(_with_observations(messages))
-        marked = [
-            {key: self._role(value) if key == "role" else self._mark(value) for key, value in message.items()}
-            for message in map(_with_thinking, messages)
-        ]
+        marked = self._marked(messages)
         context = {name: self._mark(value) for name, value in (variables or {}).items()}
         context["tools"] = self._mark(list(tools)) or None
         if not continues:
             return self._encode_rendered(self._render(marked, add_generation_prompt, context))
         return self._encode_rendered(_cut_after(self._render(marked, False, context), marked[-1]["content"]))
+
+    def branched(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        lead: str,
+        ends: Sequence[str],
+        variables: Mapping[str, Any],
+    ) -> tuple[list[int], list[list[int]]]:
+        """The tokens that conversations begin with which differ in how their last message ends, and the rest of each.
+
+        Args:
+            lead: what stands in all of them before the end.
+
+        Raises:
+            ApiError: 400, if there is no template or it does not take these messages.
+        """
+        *before, last = messages
+        messages = [*before, {**last, "content": last["content"] + lead + _SLOT}]
+        head, slot, tail = self._render(self._marked(messages), True, dict(variables)).rpartition(_SLOT)
+        if not slot:
+            message = "The model's chat template does not show the last message as it is."
+            raise invalid(message, "messages", "chat_template_error")
+        # Encoded behind the lead, for some tokenizers put a space before every text.
+        num_lead = len(self._encode_rendered(lead))
+        rests = [self._encode_rendered(lead + self._mark(end) + tail)[num_lead:] for end in ends]
+        return self._encode_rendered(head), rests
 
     def check_variables(self, variables: Mapping[str, Any], field: str) -> None:
         """Raises 400 for a variable of the template that is not the client's to set."""
@@ -151,6 +174,14 @@ class Prompts:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             message = f"The model's chat template does not take these messages: {error}"
             raise invalid(message, "messages", "chat_template_error") from None
+
+    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        if self._has_observations:
+            messages = list(_with_observations(messages))
+        return [
+            {key: self._role(value) if key == "role" else self._mark(value) for key, value in message.items()}
+            for message in map(_with_thinking, messages)
+        ]
 
     def _role(self, role: str) -> str:
         """OpenAI's newer name for "system", which most templates do not know."""

@@ -203,6 +203,13 @@ class Formats:
             return None
         return Thoughts(reading.reasoning, reading.is_open, self._tokenizer.token_bytes)
 
+    def closing(self, prompt: Sequence[int]) -> list[int]:
+        """The tokens that end the reasoning which a prompt has begun; none if it has not."""
+        if self.reasoning is None or not self.is_open(prompt):
+            return []
+        closing = REASONING_FORMATS[self.reasoning].closing
+        return self._tokenizer.encode(f"\n{closing}\n\n", parse_special=True)
+
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends within reasoning that it has begun."""
         if self.reasoning is None:

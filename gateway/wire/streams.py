@@ -23,6 +23,9 @@ LOGPROB_BYTES = 100
 """What one log probability takes, about, here and on the wire."""
 
 
+_UNANSWERED = frozenset({FinishReason.CANCELLED, FinishReason.FAILED})
+
+
 @dataclass(slots=True)
 class Delta:
     """What is new for one choice since the reader last looked."""
@@ -116,7 +119,8 @@ class Generation:
     @property
     def num_used_tokens(self) -> int:
         """What it counts as in its tenant's quota: prompt and output, nothing if it never left the queue or failed."""
-        if not self.num_output_tokens and not self.was_begun:
+        answers_without_tokens = not _UNANSWERED.issuperset(self.finish_reasons)
+        if not self.num_output_tokens and not self.was_begun and not answers_without_tokens:
             return 0
         return self.num_output_tokens + self.num_prompt_tokens
 

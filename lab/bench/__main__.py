@@ -49,6 +49,11 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Figures], Callable[[F
         runs.measure_store,
         report.print_store,
     ),
+    "decisions": (
+        "decisions beside chat completions with log probabilities",
+        runs.measure_decisions,
+        report.print_decisions,
+    ),
     "routing": ("the choice of a replica", _routing, report.print_routing),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 from app.bench.ceilings import Ceilings
 from app.bench.report import print_ceilings, print_failures
 from app.bench.statistics import number, table
+from lab.bench.decisions import WAYS
 from lab.bench.depth import gains
 from lab.bench.store import RATE, STREAMS
 
@@ -104,6 +105,29 @@ def print_formats(rows: list[Row]) -> None:
     print(
         "\nratio: the speed beside --quantize of the same width; +MiB: taken while loading, beside what stays"
     )
+
+
+def print_decisions(rows: list[Row]) -> None:
+    head = [
+        "decisions a second: model, questions",
+        "decisions",
+        "chats",
+        "32 at once",
+        "ratio",
+        "of 32",
+        "CPU ms",
+        "of 32",
+    ]
+    lines = [
+        [
+            f"{row['model']}, {row['questions']}",
+            *(number(row["per_s"][way]) for way in WAYS),
+            *(f"{row['per_s']['decisions'] / row['per_s'][way]:.1f}" for way in WAYS[1:]),
+            *(number(row["cpu_ms"][way]) for way in (WAYS[0], WAYS[2])),
+        ]
+        for row in rows
+    ]
+    print("\n" + table(head, lines))
 
 
 def print_store(store: Row) -> None:

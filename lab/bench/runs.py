@@ -22,6 +22,7 @@ from app.bench.runs import (
 )
 from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from engine.cores import num_cores
+from lab.bench.decisions import DecisionsBench
 from lab.bench.drafts import DraftsBench
 from lab.bench.redis_process import RedisProcess, find_redis
 from lab.bench.store import StoreBench
@@ -52,6 +53,17 @@ def measure_store(options: argparse.Namespace) -> Row:
                 say(f"{subject.name}: the first token while Redis is well, and while it is not")
                 results["trouble"] = bench.trouble(start)
     return results
+
+
+def measure_decisions(options: argparse.Namespace) -> list[Row]:
+    """Decisions a second of each model, and of chats that ask the same."""
+    rows: list[Row] = []
+    for subject in _subjects(options):
+        say(f"{subject.name}: decisions and chats, in turns")
+        with start_server(subject, "auto") as server:
+            bench = DecisionsBench(server, quick=options.quick)
+            rows += ({"model": subject.name, **row} for row in bench.rows())
+    return rows
 
 
 def measure_parts(options: argparse.Namespace) -> Row:

@@ -404,6 +404,23 @@ READ = [
     ("/v1/embeddings", {"model": MODEL, "input": ["x", LONG], "service_tier": "flex"}),
     *((path, {"model": MODEL, "query": "x", "documents": [LONG, "y"]}) for path in RERANK),
     *((path, {"model": MODEL, "text_1": "x", "text_2": [LONG, "y"]}) for path in ("/score", "/v1/score")),
+    (
+        "/v1/decisions",
+        {
+            "model": MODEL,
+            "input": LONG,
+            "questions": [{"type": "predicate", "instructions": "Is it long?"}],
+            "service_tier": "flex",
+        },
+    ),
+    (
+        "/v1/systemone",
+        {
+            "model": MODEL,
+            "state": {"said": LONG},
+            "questions": {"a": {"type": "noul", "instructions": "Is it?"}},
+        },
+    ),
     ("/api/embed", {"model": MODEL, "input": [LONG, "x"]}),
     ("/api/embeddings", {"model": MODEL, "prompt": LONG}),
 ]

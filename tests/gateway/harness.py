@@ -179,10 +179,19 @@ class Gateway:
 
     def answer(self, request: Request, *texts: str) -> None:
         """Every choice gets a token a text, and ends."""
+        if request.branches:
+            self.score(request)
+            return
         for text in texts[:-1]:
             self.deliver(*(self.output(request, text, index) for index in range(request.n)))
         for index in range(request.n):
             self.finish(request, texts[-1], index)
+
+    def score(self, request: Request, *scores: list[float]) -> None:
+        """Ends all branches in one step, with log probabilities of their candidates."""
+        told = scores or [[-1.0] * len(branch.candidates) for branch in request.branches]
+        ended = {"finish_reason": FinishReason.LENGTH, "timings": make_timings(request), "token_ids": []}
+        self.deliver(*(self.output(request, "", i, scores=own, **ended) for i, own in enumerate(told)))
 
     async def left(self) -> None:
         """Returns when no stream is there any more."""

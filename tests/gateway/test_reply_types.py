@@ -16,7 +16,6 @@ import pytest
 from anthropic.types.messages import DeletedMessageBatch, MessageBatch, MessageBatchIndividualResponse
 from anthropic.types.shared import ErrorResponse
 from openai.types import chat, conversations, responses, shared
-from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import ValidationError
 
@@ -33,6 +32,9 @@ USAGE: Any = {"stream": True, "stream_options": {"include_usage": True}}
 TIMED = frozenset({"timings"})
 STORED = TIMED | {"store"}
 IN_EVENTS = frozenset({"response.timings", "response.store"})
+IN_USAGE = frozenset(
+    f"usage.{name}" for name in ("total_tokens", "input_tokens_details", "output_tokens_details")
+)
 LIKELY = frozenset({"logprobs[].bytes", "logprobs[].top_logprobs[].bytes"})
 
 
@@ -104,6 +106,17 @@ def test_embeddings(http: httpx.Client) -> None:
     check(openai.types.CreateEmbeddingResponse, post(http, "/v1/embeddings", {"input": ["a", "b"]}))
 
 
+def test_decisions(http: httpx.Client) -> None:
+    choices = [{"value": "yes"}, {"value": True}, {"value": "no", "description": "not at all"}]
+    questions = [
+        {"type": "predicate", "instructions": "Is it a greeting?", "name": "greeting"},
+        {"type": "choice", "instructions": "Is it polite?", "choices": choices},
+        {"type": "score", "instructions": "How polite?", "levels": [{"label": "not"}, {"label": "very"}]},
+    ]
+    reply = post(http, "/v1/decisions", {"input": "Hello!", "questions": questions})
+    check(openai.types.Decision, reply, adds=TIMED | {"answers[].label_mass"})
+
+
 def test_responses(http: httpx.Client) -> None:
     asked = {"input": "Hello!", "max_output_tokens": 9, "include": ["message.output_text.logprobs"]}
     whole = post(http, RESPONSES, {**asked, "top_logprobs": 1})
@@ -114,7 +127,6 @@ def test_responses(http: httpx.Client) -> None:
     check(ResponseItemList, http.get(f"{path}/input_items").text)
     events = data(post(http, RESPONSES, {**asked, "top_logprobs": 1, "stream": True}))
     check(responses.ResponseStreamEvent, *events, adds=IN_EVENTS | LIKELY)
-    check(InputTokenCountResponse, post(http, f"{RESPONSES}/input_tokens", {"input": "Hello!"}))
 
 
 def test_conversations(http: httpx.Client) -> None:
@@ -204,6 +216,17 @@ def test_ollama(http: httpx.Client) -> None:
     check(ollama.ListResponse, http.get("/api/tags").text, adds=frozenset({"models[].name"}))
     check(ollama.ProcessResponse, http.get("/api/ps").text)
     check(ollama.ShowResponse, post(http, "/api/show", {}))
+    questions = {
+        "greeting": {"type": "noul", "instructions": "Is it a greeting?"},
+        "polite": {
+            "type": "choice",
+            "instructions": "Is it polite?",
+            "criteria": {"yes": None, "no": "not at all"},
+        },
+        "how": {"type": "score", "instructions": "How polite?", "criteria": ["not", "very"]},
+    }
+    reply = post(http, "/v1/systemone", {"state": "Hello!", "questions": questions})
+    check(ollama.SystemOneResponse, reply, adds=TIMED | IN_USAGE)
 
 
 # With reasoning, calls of tools, and faults

@@ -45,6 +45,9 @@ def answering_at_once() -> Iterator[str]:
 
     def answer() -> None:
         while (request := gateway.queue.take(lambda _: True)) is not None:
+            if request.branches:
+                gateway.score(request)
+                continue
             found = [logprobs((7, -0.5), (8, -1.0))] if request.sampling.num_logprobs is not None else []
             for index in range(request.n):
                 first = _of_prompt(request) if index == 0 else {}

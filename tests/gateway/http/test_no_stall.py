@@ -62,6 +62,10 @@ SHORT, MANY_BYTES = "All work and no play. " * 46, 1024 * 1015
 CALL = '{"id":"a","type":"function","function":{"name":"f","arguments":"{}"}}'
 PROMPTS = f'{{{MODEL_JSON},"prompt":["a"' + ',"a"' * 63 + "],"
 WORD = "All work and no play. " * 11
+DECISIONS = "/v1/decisions"
+QUESTION = '{"type":"predicate","instructions":"Is it so, now?"}'
+IN_QUESTIONS = f'{{{MODEL_JSON},"input":"Hi","questions":['
+CHOICES = '{"type":"choice","name":"%%d","instructions":"","choices":[%s]}'
 LONG = "All work and no play. " * (CONTEXT * 3 // 4 // 22)
 
 # Every field that takes a list or a map, at its largest: right, wrong, and as large as it is let in.
@@ -198,6 +202,32 @@ CORPUS: dict[str, tuple[str, bytes]] = {
         f'{{{MODEL_JSON},"messages":[{{"role":"user","content":"{LONG}"}}]}}'.encode(),
     ),
     "too long a text": (COMPLETIONS, f'{{{MODEL_JSON},"prompt":"{"a" * 4_000_000}"}}'.encode()),
+    "questions": (DECISIONS, filled(f'{{{MODEL_JSON},"input":"Hi","questions":[', QUESTION, "]}")),
+    "questions, as many as may be": (
+        DECISIONS,
+        filled(
+            f'{{{MODEL_JSON},"input":"{LONG[:20_000]}","questions":[',
+            QUESTION,
+            "]}",
+            20_000 + 400 * (len(QUESTION) + 1),
+        ),
+    ),
+    "choices": (
+        DECISIONS,
+        numbered(IN_QUESTIONS, CHOICES % ",".join(f'{{"value":"{i:03}"}}' for i in range(255)), "]}", 16),
+    ),
+    "long choices": (
+        DECISIONS,
+        numbered(
+            IN_QUESTIONS, CHOICES % ",".join(f'{{"value":"{i}{"a" * 15_000}"}}' for i in range(255)), "]}", 1
+        ),
+    ),
+    "criteria": (
+        "/v1/systemone",
+        numbered(
+            f'{{{MODEL_JSON},"state":{{}},"questions":{{', '"%d":{"type":"noul","instructions":[]}', "}}", 400
+        ),
+    ),
 }
 
 

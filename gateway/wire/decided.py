@@ -1,0 +1,143 @@
+"""Answers to questions: what the log probabilities of labels come to, as OpenAI has it and as TypeSafe has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import exp, fsum, log
+
+from gateway.wire.decisions import Asked, Option
+from gateway.wire.frames import timings_of, usage_of
+from gateway.wire.labels import Steps
+from gateway.wire.streams import Delta, Generation
+
+
+class _Writer:
+    """Makes answers of the log probabilities of tokens."""
+
+    def __init__(self, model: str, asked: Sequence[Asked], steps: Sequence[Sequence[Steps]]) -> None:
+        """`steps` are those of each question's labels."""
+        self._model = model
+        self._asked = asked
+        self._steps = steps
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        scores = [delta.scores or [] for _, delta in deltas]
+        answers = [
+            (asked, *probabilities_of(labels, scores))
+            for asked, labels in zip(self._asked, self._steps, strict=True)
+        ]
+        usage = usage_of(generation)
+        return {
+            "model": self._model,
+            "answers": self.answers(answers),
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": 0,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.prompt_tokens,
+            },
+            "timings": timings_of(generation),
+        }
+
+    def answers(self, found: Iterable[tuple[Asked, list[float], float]]) -> object:
+        """Spells what was found: by question, the probabilities of its options, and the mass that they had."""
+        raise NotImplementedError
+
+
+class DecisionsWriter(_Writer):
+    """Answers as OpenAI has them."""
+
+    def answers(self, found: Iterable[tuple[Asked, list[float], float]]) -> object:
+        return [
+            {"type": asked.kind, "name": asked.name, **_decision(asked, values), "label_mass": mass}
+            for asked, values, mass in found
+        ]
+
+
+class SystemOneWriter(_Writer):
+    """Answers as TypeSafe has them."""
+
+    def answers(self, found: Iterable[tuple[Asked, list[float], float]]) -> object:
+        return {
+            asked.name: {**_system_decision(asked, values), "label_mass": mass}
+            for asked, values, mass in found
+        }
+
+
+def _decision(asked: Asked, values: list[float]) -> dict[str, object]:
+    pairs = list(zip(asked.options, values, strict=True))
+    if asked.kind == "predicate":
+        return {"probability": values[0]}
+    if asked.kind == "choice":
+        return {
+            "choice": _likeliest(asked, values).value,
+            "confidence": choice_confidence(values),
+            "probabilities": [{"value": o.value, "probability": p} for o, p in pairs],
+        }
+    return {
+        "score": expected_level(values),
+        "confidence": score_confidence(values),
+        "probabilities": [
+            {"label": option.label, "value": level, "probability": value}
+            for level, (option, value) in enumerate(pairs)
+        ],
+    }
+
+
+def _system_decision(asked: Asked, values: list[float]) -> dict[str, object]:
+    by_label = {option.label: value for option, value in zip(asked.options, values, strict=True)}
+    if asked.kind == "predicate":
+        return {"type": "noul", "noul": values[0]}
+    if asked.kind == "choice":
+        choice, confidence = _likeliest(asked, values).value, choice_confidence(values)
+        return {"type": "choice", "choice": choice, "confidence": confidence, "probabilities": by_label}
+    return {
+        "type": "score",
+        "score": expected_level(values),
+        "legend": {option.label: option.description for option in asked.options},
+        "confidence": score_confidence(values),
+        "probabilities": by_label,
+    }
+
+
+def _likeliest(asked: Asked, values: list[float]) -> Option:
+    return asked.options[values.index(max(values))]
+
+
+def probabilities_of(labels: Sequence[Steps], scores: Sequence[Sequence[float]]) -> tuple[list[float], float]:
+    """The probabilities of a question's labels, which add up to 1, and what they add up to among all texts.
+
+    Args:
+        scores: by branch, the log probabilities of its candidates.
+    """
+    logs = [
+        fsum(_log_sum([scores[branch][place] for place in places]) for branch, places in steps)
+        for steps in labels
+    ]
+    mass = _log_sum(logs)
+    return [exp(each - mass) for each in logs], min(1.0, exp(mass))
+
+
+def _log_sum(logs: Sequence[float]) -> float:
+    """The logarithm of a sum of which the logarithms are given."""
+    peak = max(logs)
+    return peak + log(fsum(exp(each - peak) for each in logs))
+
+
+def choice_confidence(values: Sequence[float]) -> float:
+    """How far the likeliest stands above all being alike: 0 if they are, 1 if it is certain."""
+    alike = 1 / len(values)
+    return max(0.0, (max(values) - alike) / (1 - alike))
+
+
+def score_confidence(values: Sequence[float]) -> float:
+    """How near the levels lie to the likeliest: 1 if it is certain, 0 if as far as the middle is when all are alike."""
+    best, middle = values.index(max(values)), (len(values) - 1) / 2
+    distance = fsum(value * abs(level - best) for level, value in enumerate(values))
+    alike = fsum(abs(level - middle) for level in range(len(values))) / len(values)
+    return max(0.0, 1 - distance / alike)
+
+
+def expected_level(values: Sequence[float]) -> float:
+    return fsum(level * value for level, value in enumerate(values))

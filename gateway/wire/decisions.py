@@ -1,0 +1,404 @@
+"""Bodies of OpenAI's `/v1/decisions` and of TypeSafe's `/v1/systemone`, and what they ask of a model.
+
+Each question becomes a text after the input, and each of its answers a label.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from gateway.http.errors import invalid
+from gateway.http.limits import Limits
+from gateway.wire.conversation import as_call
+from gateway.wire.schemas import STRICT, Many, ServiceTier, StrictBody, unsupported_value
+
+MAX_QUESTIONS = 400
+MAX_OPTIONS = 255
+_PARTS_OF = ("content", "output", "instructions")
+_PARTS = ("input_text", "input_json", "output_text", "refusal")
+_CALLS = ("function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output")
+_QUESTIONS = ("predicate", "choice", "score")
+_YES, _NO = "Yes", "No"
+LEAD = "\n\nAnswer the following about the text above with one of the answers listed, exactly as it is written.\n\n"
+"""What stands between the input and every question."""
+
+
+# Bodies
+
+
+def _kind(item: object) -> str:
+    """The type of an item, capitalised: then the path of a field does not show it."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return str(kind or "message").capitalize()
+
+
+BY_TYPE = Discriminator(
+    _kind,
+    custom_error_type="unknown_type",
+    custom_error_message="Input should have a type that is known here",
+)
+
+
+def _known(field: str, *kinds: str) -> BeforeValidator:
+    """Clients are told which kind of item, or of part, it is that this server does not know."""
+
+    def check(items: object) -> object:
+        for i, item in enumerate(items if isinstance(items, list) else ()):
+            _check_kind(f"{field}[{i}]", item, kinds)
+            for name in _PARTS_OF if isinstance(item, dict) else ():
+                for j, part in enumerate(parts if isinstance(parts := item.get(name), list) else ()):
+                    _check_kind(f"{field}[{i}].{name}[{j}]", part, _PARTS)
+        return items
+
+    return BeforeValidator(check)
+
+
+def _check_kind(field: str, item: object, kinds: Sequence[str]) -> None:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if isinstance(kind, str) and kind not in kinds:
+        raise unsupported_value(f"{field}.type", kind)
+
+
+@with_config(STRICT)
+class DecisionText(TypedDict):
+    type: Literal["input_text", "output_text"]
+    text: str
+    prompt_cache_breakpoint: NotRequired[dict[str, Any] | None]
+
+
+@with_config(STRICT)
+class DecisionRefusal(TypedDict):
+    type: Literal["refusal"]
+    refusal: str
+
+
+@with_config(STRICT)
+class DecisionJson(TypedDict):
+    type: Literal["input_json"]
+    data: dict[str, Any] | list[dict[str, Any]]
+
+
+Part = Annotated[
+    Annotated[DecisionText, Tag("Input_text")]
+    | Annotated[DecisionText, Tag("Output_text")]
+    | Annotated[DecisionRefusal, Tag("Refusal")]
+    | Annotated[DecisionJson, Tag("Input_json")],
+    BY_TYPE,
+]
+Content = str | Annotated[Many[Part], Field(min_length=1)]
+
+
+class DecisionMessage(StrictBody):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class _CallItem(StrictBody):
+    call_id: str
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class DecisionCall(_CallItem):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class DecisionCustomCall(_CallItem):
+    """A call of a tool whose input is any text."""
+
+    type: Literal["custom_tool_call"]
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class DecisionOutput(_CallItem):
+    """What a call came to."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    output: str | Many[Part]
+
+
+DecisionItem = Annotated[
+    Annotated[DecisionMessage, Tag("Message")]
+    | Annotated[DecisionCall, Tag("Function_call")]
+    | Annotated[DecisionCustomCall, Tag("Custom_tool_call")]
+    | Annotated[DecisionOutput, Tag("Function_call_output")]
+    | Annotated[DecisionOutput, Tag("Custom_tool_call_output")],
+    BY_TYPE,
+]
+
+
+class _AskedQuestion(StrictBody):
+    instructions: Content
+    name: str | None = None
+
+
+class PredicateQuestion(_AskedQuestion):
+    type: Literal["predicate"]
+
+
+class Choice(StrictBody):
+    value: Annotated[str, Field(min_length=1)] | bool
+    description: str | None = None
+
+
+class ChoiceQuestion(_AskedQuestion):
+    type: Literal["choice"]
+    choices: Annotated[Many[Choice], Field(min_length=2)]
+
+
+class Level(StrictBody):
+    label: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+
+
+class ScoreQuestion(_AskedQuestion):
+    type: Literal["score"]
+    levels: Annotated[Many[Level], Field(min_length=2)]
+
+
+DecisionQuestion = Annotated[
+    Annotated[PredicateQuestion, Tag("Predicate")]
+    | Annotated[ChoiceQuestion, Tag("Choice")]
+    | Annotated[ScoreQuestion, Tag("Score")],
+    BY_TYPE,
+]
+
+
+class DecidedBody(StrictBody):
+    """What both APIs have in common."""
+
+    model: Annotated[str, Field(min_length=1)]
+    user: str | None = None
+    service_tier: ServiceTier | None = None
+
+
+class DecisionsBody(DecidedBody):
+    """`POST /v1/decisions`."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = {
+        "input": "max_messages",
+        "input[].content": "max_content_parts",
+        "input[].output": "max_content_parts",
+        "questions": MAX_QUESTIONS,
+        "questions[].instructions": "max_content_parts",
+        "questions[].choices": MAX_OPTIONS,
+        "questions[].levels": MAX_OPTIONS,
+    }
+
+    input: str | Annotated[Many[DecisionItem], Field(min_length=1), _known("input", "message", *_CALLS)]
+    questions: Annotated[Many[DecisionQuestion], Field(min_length=1), _known("questions", *_QUESTIONS)]
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+
+
+Text = str | dict[str, Any] | list[Any]
+"""A text, or JSON that is shown as one."""
+
+
+class NoulCriteria(StrictBody):
+    true: Text | None = None
+    false: Text | None = None
+
+
+class NoulSystemQuestion(StrictBody):
+    type: Literal["noul"]
+    instructions: Text
+    criteria: NoulCriteria | None = None
+
+
+class ChoiceSystemQuestion(StrictBody):
+    type: Literal["choice"]
+    instructions: Text
+    criteria: Annotated[
+        dict[Annotated[str, Field(min_length=1)], Text | None], Field(min_length=2, max_length=MAX_OPTIONS)
+    ]
+
+
+class ScoreSystemQuestion(StrictBody):
+    type: Literal["score"]
+    instructions: Text
+    criteria: Annotated[list[Text], Field(min_length=2, max_length=MAX_OPTIONS)]
+
+
+SystemQuestion = Annotated[
+    Annotated[NoulSystemQuestion, Tag("Noul")]
+    | Annotated[ChoiceSystemQuestion, Tag("Choice")]
+    | Annotated[ScoreSystemQuestion, Tag("Score")],
+    BY_TYPE,
+]
+
+
+class SystemOneBody(DecidedBody):
+    """`POST /v1/systemone`."""
+
+    NOT_SUPPORTED = frozenset({"assets"})
+    IGNORED = frozenset({"keep_alive"})
+    MOST: ClassVar[Mapping[str, str | int]] = {"questions": MAX_QUESTIONS}
+
+    state: Text
+    questions: Annotated[dict[str, SystemQuestion], Field(min_length=1)]
+
+
+# What is asked of the model
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One of the answers that a question may have."""
+
+    label: str
+    """The text that the model would answer with."""
+    value: str | bool
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question, whichever API it came by."""
+
+    field: str
+    """Its place in the body."""
+    kind: Literal["predicate", "choice", "score"]
+    name: str | None
+    instructions: str
+    options: tuple[Option, ...]
+    options_field: str = "criteria"
+    """The place of an option in the question."""
+
+    @property
+    def text(self) -> str:
+        """What the model is asked."""
+        lines = (f"- {o.label}: {o.description}" if o.description else f"- {o.label}" for o in self.options)
+        return "\n".join((self.instructions, *lines)).strip()
+
+    def option_field(self, number: int) -> str:
+        return f"{self.field}.{self.options_field.format(number)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """All that one body asks."""
+
+    body: DecidedBody
+    field: str
+    """The place of the input in the body."""
+    messages: list[dict[str, Any]]
+    """The input as chat templates know it, which ends with the user."""
+    questions: list[Asked]
+
+
+def understand_decisions(body: DecisionsBody, _: Limits) -> Decisions:
+    """
+    Raises:
+        ApiError: 400, if two choices of a question are the same, or an output comes of no call.
+    """
+    questions = [_asked(f"questions[{i}]", question) for i, question in enumerate(body.questions)]
+    messages = _messages(body)
+    if messages[-1]["role"] != "user":
+        messages.append({"role": "user", "content": ""})
+    return Decisions(body, "input", messages, questions)
+
+
+def understand_system(body: SystemOneBody, _: Limits) -> Decisions:
+    questions = [_system_asked(name, question) for name, question in body.questions.items()]
+    return Decisions(body, "state", [{"role": "user", "content": _text(body.state)}], questions)
+
+
+def _asked(field: str, question: PredicateQuestion | ChoiceQuestion | ScoreQuestion) -> Asked:
+    text = _content_text(question.instructions)
+    if isinstance(question, PredicateQuestion):
+        return Asked(field, "predicate", question.name, text, (Option(_YES, True), Option(_NO, False)))
+    if isinstance(question, ScoreQuestion):
+        levels = tuple(Option(level.label, level.label, level.description or "") for level in question.levels)
+        return _distinct(Asked(field, "score", question.name, text, levels, "levels[{}].label"))
+    # A string and a boolean may have the same text: then quotes tell them apart.
+    spellings = Counter(_spelt(choice.value) for choice in question.choices)
+    spell = _spelt if max(spellings.values()) == 1 else json.dumps
+    choices = tuple(Option(spell(c.value), c.value, c.description or "") for c in question.choices)
+    return _distinct(Asked(field, "choice", question.name, text, choices, "choices[{}].value"))
+
+
+def _spelt(value: str | bool) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _distinct(asked: Asked) -> Asked:
+    seen: set[str] = set()
+    for i, option in enumerate(asked.options):
+        if option.label in seen:
+            raise invalid("Two answers of a question are the same.", asked.option_field(i))
+        seen.add(option.label)
+    return asked
+
+
+def _system_asked(name: str, question: Any) -> Asked:
+    field, text = f"questions.{name}", _text(question.instructions)
+    if isinstance(question, NoulSystemQuestion):
+        said = question.criteria or NoulCriteria()
+        options = Option(_YES, True, _text(said.true)), Option(_NO, False, _text(said.false))
+        return Asked(field, "predicate", name, text, options)
+    if isinstance(question, ScoreSystemQuestion):
+        levels = enumerate(map(_text, question.criteria))
+        return Asked(field, "score", name, text, tuple(Option(str(i), level, level) for i, level in levels))
+    choices = tuple(Option(choice, choice, _text(said)) for choice, said in question.criteria.items())
+    return Asked(field, "choice", name, text, choices)
+
+
+def _text(content: Text | None) -> str:
+    return content if isinstance(content, str) else "" if content is None else _json(content)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _content_text(content: Content | Sequence[Part]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(map(_part_text, content))
+
+
+def _part_text(part: Part) -> str:
+    if part["type"] == "input_json":
+        return _json(part["data"])
+    return part["refusal"] if part["type"] == "refusal" else part["text"]
+
+
+def _messages(body: DecisionsBody) -> list[dict[str, Any]]:
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    messages: list[dict[str, Any]] = []
+    calls: set[str] = set()
+    for i, item in enumerate(body.input):
+        if isinstance(item, DecisionMessage):
+            messages.append({"role": item.role, "content": _content_text(item.content)})
+        elif isinstance(item, DecisionOutput):
+            if item.call_id not in calls:
+                raise invalid(f"There is no call '{item.call_id}' before this output.", f"input[{i}].call_id")
+            text = _content_text(item.output)
+            messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+        else:
+            calls.add(item.call_id)
+            arguments = item.arguments if isinstance(item, DecisionCall) else _json({"input": item.input})
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            call = as_call(item.call_id, item.name, arguments)
+            messages[-1].setdefault("tool_calls", []).append(call)
+    return messages
