@@ -16,21 +16,15 @@ _EXACT_INPUTS = 1024
 """So many products of 8-bit integers have a sum below 2^24, so that float32 adds them in any order without rounding."""
 
 
-class Linear(Protocol):
-    """A packed linear map: [..., in] -> [..., out]."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that the weight takes."""
-
-    def __call__(self, x: Tensor, /) -> Tensor: ...
+Linear = Callable[[Tensor], Tensor]
+"""A packed linear map: [..., in] -> [..., out]."""
 
 
 class LinearPacker(Protocol):
     """Packs a weight, given as the named tensors of a format, and a bias [out] or None; it may keep these tensors.
 
     With `gated`, the rows are those of gates, then those of ups. A packer whose kernels compute silu(gate) * up in one
-    may pack them as one map; the others give both, one after the other, for `silu_mul`.
+    may pack them as one map; the others give both, one after the other, for `glu`.
     """
 
     def __call__(
@@ -50,27 +44,13 @@ class DenseLinear:
         self.weight = weight
         self.bias = bias
 
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes
-
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
-class ChainedLinear:
+def chained(linear: Linear, then: Callable[[Tensor], Tensor]) -> Linear:
     """A linear map whose outputs go through a function of whole rows, such as a cap, or a sum over ranks."""
-
-    def __init__(self, linear: Linear, then: Callable[[Tensor], Tensor]) -> None:
-        self._linear = linear
-        self._then = then
-
-    @property
-    def num_bytes(self) -> int:
-        return self._linear.num_bytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._then(self._linear(x))
+    return lambda x: then(linear(x))
 
 
 class IntegerLinear:
@@ -86,10 +66,6 @@ class IntegerLinear:
         self._tensors = tensors
         self._format = format
         self._bias = bias
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def __call__(self, x: Tensor) -> Tensor:
         integers, row_scale = quantize_rows(x)

@@ -5,7 +5,7 @@ The decoder and the sampler call nothing but what is in the table. `select` says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,7 +17,7 @@ from engine.kernels import reference, sequence_table
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
 from engine.kernels.kv_cache import HasKV, KVShape
-from engine.kernels.linear import ChainedLinear, DenseLinear, IntegerLinear, Linear, LinearPacker
+from engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker, chained
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
 from engine.kernels.ranks import Ranks
 from engine.kernels.reference import TokenPlaces
@@ -108,8 +108,7 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     kv_places: Callable[[Batch, int], Tensor]
     rotate_and_write: RotateAndWrite
-    silu_mul: Callable[[Tensor], Tensor]
-    gelu_mul: Callable[[Tensor], Tensor]
+    glu: Callable[[Tensor, str], Tensor]
     attention: Callable[[Batch, KVShape], Attention]
     """Prepares one step's attention, which every layer then calls."""
     gather: Gather
@@ -130,14 +129,9 @@ class Kernels:
     def cap(self, head: Linear, scale: float, softcap: float) -> Linear:
         """An output head whose logits are multiplied by `scale` and, with a softcap, bent by tanh."""
         if not isinstance(head, native.PackedLinear):
-            return ChainedLinear(head, partial(reference.cap, scale=scale, softcap=softcap))
+            return chained(head, partial(reference.cap, scale=scale, softcap=softcap))
         head.cap(scale, softcap)
         return head
-
-    @property
-    def glu(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        """By the name of an activation, gates and ups -> activation(gates) * ups."""
-        return {"silu": self.silu_mul, "gelu_tanh": self.gelu_mul}
 
 
 def reference_kernels(
@@ -176,8 +170,7 @@ def reference_kernels(
         add_rms_norm=reference.add_rms_norm,
         kv_places=reference.kv_places,
         rotate_and_write=reference.rotate_and_write,
-        silu_mul=reference.silu_mul,
-        gelu_mul=reference.gelu_mul,
+        glu=reference.glu,
         attention=reference.PagedAttention,
         gather=sequence_table.gather,
         choose=choose,

@@ -138,10 +138,6 @@ class UnpackedLinear:
         self.weight = weight
         self.bias = bias
 
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.num_bytes
-
     def __call__(self, x: Tensor) -> Tensor:
         weight, x = self.weight, permuted(x, self.weight)
         out = x.new_empty((*x.shape[:-1], weight.out_features))

@@ -60,16 +60,14 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """[..., 2 n] -> silu(first half) * second half, [..., n]; silu is rounded to the dtype before the product is."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """[..., 2 n] -> activation(first half) * second half, [..., n]; the first is rounded to the dtype first.
 
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """[..., 2 n] -> gelu(first half) * second half, [..., n], by gelu's approximation with tanh."""
+    Args:
+        activation: "silu", or "gelu_tanh", gelu's approximation with tanh.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -142,7 +143,7 @@ class LayerwiseDecoder:
     def through(self, layer: Layer, stream: Stream, see: See = lambda *_: None) -> Stream:
         """The stream after a layer; each of its linear maps has the weight of the moment at which it runs."""
         spec = self._config.spec.layers[layer.index]
-        reader = _ReaderAtUse(layer, self._kernels, see, self._kernels.glu[spec.feed_forward.activation])
+        reader = _ReaderAtUse(layer, self._kernels, see, spec.feed_forward.activation)
         weights = load_layer(spec, reader, layer.index, layer.specs)
         decoder = self._decoder(stream.batch, layer.index, [weights])
         hidden, delta = decoder.layers(stream.hidden, stream.batch)
@@ -169,33 +170,24 @@ class LayerwiseDecoder:
 class _ReaderAtUse(Reader):
     """Reads the weights of linear maps when they run."""
 
-    def __init__(self, layer: Layer, kernels: Kernels, see: See, glu: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(layer, replace(kernels, silu_mul=_as_it_is, gelu_mul=_as_it_is))
-        self._see, self._glu = see, glu
+    def __init__(self, layer: Layer, kernels: Kernels, see: See, activation: str) -> None:
+        super().__init__(layer, replace(kernels, glu=_multiplied_already))
+        self._see, self._glu, self._activation = see, kernels.glu, activation
 
     def linear(self, spec: LinearSpec) -> Linear:
-        return _LinearAtUse(spec, super().linear, self._see, self._glu)
+        """A linear map that is read when it runs. One of gates and ups multiplies them, too: see `LinearPacker`."""
+        return partial(self._run, spec)
 
-
-@dataclass(frozen=True, slots=True)
-class _LinearAtUse:
-    """A linear map that is read when it runs. One of gates and ups multiplies them, too: see `LinearPacker`."""
-
-    spec: LinearSpec
-    read: Callable[[LinearSpec], Linear]
-    see: See
-    glu: Callable[[Tensor], Tensor]
-    num_bytes = 0
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        self.see(self.spec, x)
-        linear = self.read(self.spec)
-        if not self.spec.gated:
+    def _run(self, spec: LinearSpec, x: Tensor) -> Tensor:
+        self._see(spec, x)
+        linear = super().linear(spec)
+        if not spec.gated:
             return linear(x)
-        return torch.cat([self.glu(linear(part)) for part in torch.split(x, _TOKENS_AT_A_TIME)])
+        parts = torch.split(x, _TOKENS_AT_A_TIME)
+        return torch.cat([self._glu(linear(part), self._activation) for part in parts])
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _multiplied_already(x: Tensor, activation: str) -> Tensor:  # noqa: ARG001
     return x
 
 

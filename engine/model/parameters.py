@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from engine.kernels.linear import Linear
 
-
-class FeedForward(Protocol):
-    """The part of a layer after attention: [T, hidden] -> [T, hidden]."""
-
-    def __call__(self, x: Tensor, /) -> Tensor: ...
+FeedForward = Callable[[Tensor], Tensor]
+"""The part of a layer after attention: [T, hidden] -> [T, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +20,12 @@ class GatedMlp:
     gate_up: Linear
     """hidden -> gate, up, one after the other."""
     down: Linear
-    glu: Callable[[Tensor], Tensor]
+    glu: Callable[[Tensor, str], Tensor]
     """gate, up -> activation(gate) * up"""
+    activation: str = "silu"
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        return self.down(self.glu(self.gate_up(x)))
+        return self.down(self.glu(self.gate_up(x), self.activation))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.cpu.native import VERY_UNLIKELY
-from engine.kernels.linear import Linear
+from engine.kernels.linear import Linear, chained
 from engine.model.drafts import SharedTokens
 from engine.model.transformer import ForwardPass
 
@@ -46,17 +46,4 @@ class Translation:
 
     def head(self, head: Linear) -> Linear:
         """The output head with a logit for each of the target's tokens."""
-        return _TranslatedHead(head, self.columns)
-
-
-@dataclass(frozen=True, slots=True)
-class _TranslatedHead:
-    head: Linear
-    columns: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.head.num_bytes
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        return F.pad(self.head(x), (0, 1), value=VERY_UNLIKELY).index_select(1, self.columns)
+        return chained(head, lambda x: F.pad(x, (0, 1), value=VERY_UNLIKELY).index_select(1, self.columns))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.heap import trim_heap
-from engine.kernels.linear import ChainedLinear, Linear
+from engine.kernels.linear import Linear, chained
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import gathered
 from engine.model.config import ModelConfig
@@ -115,11 +115,11 @@ def load_layer(layer: Layer, reader: Reader, number: int, specs: Mapping[str, Li
         field: reader.norm(norm, f"{LAYERS}{number}.", heads.get(field))
         for field, norm in layer.norms().items()
     }
-    glu = reader.kernels.glu[layer.feed_forward.activation]
+    glu, activation = reader.kernels.glu, layer.feed_forward.activation
     return LayerWeights(
         qkv=linears["qkv"],
         o=linears["o"],
-        feed_forward=GatedMlp(linears["gate_up"], linears["down"], glu),
+        feed_forward=GatedMlp(linears["gate_up"], linears["down"], glu, activation),
         per_layer_gate=linears.get("per_layer_gate"),
         per_layer_out=linears.get("per_layer_out"),
         scalar=float(reader.read(f"{LAYERS}{number}.{layer.scalar}")) if layer.scalar else 1.0,
@@ -189,8 +189,8 @@ class Reader:
         if ranks is None:
             return linear
         if spec.gathers is not None:
-            return ChainedLinear(linear, partial(gathered, ranks=ranks, num_outputs=spec.gathers))
-        return ChainedLinear(linear, ranks.sum) if spec.sums else linear
+            return chained(linear, partial(gathered, ranks=ranks, num_outputs=spec.gathers))
+        return chained(linear, ranks.sum) if spec.sums else linear
 
     def single(self, spec: LinearSpec) -> NamedTensors:
         """The tensors of its only part, which may be the memory of the mapped file."""

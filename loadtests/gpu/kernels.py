@@ -210,7 +210,8 @@ def elementwise(bench: Bench) -> None:
     _emit_rate("add_rms_norm", rows, 4 * num_bytes, time_s)
     del hidden
     gate_up = bench.copies(rows, 2 * config.intermediate_size)
-    _emit_rate("silu_mul", rows, gate_up[0].nbytes * 3 // 2, bench.in_turn(gate_up, kernels.silu_mul))
+    time_s = bench.in_turn(gate_up, lambda x: kernels.glu(x, "silu"))
+    _emit_rate("silu_mul", rows, gate_up[0].nbytes * 3 // 2, time_s)
     del gate_up
     _rotate(bench, rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,8 +104,8 @@ class Bench:
         times_s = dict.fromkeys(self.sizes.quantized_rows, 0.0)
         num_bytes = num_weights = 0
         for out_features, in_features in map_sizes(self.config):
-            maps = list(self._copies(layout, out_features, in_features))
-            num_bytes += maps[0].num_bytes
+            maps, size = self._copies(layout, out_features, in_features)
+            num_bytes += size
             num_weights += out_features * in_features
             for rows in times_s:
                 x = torch.randn(rows, in_features, device=self.device).to(self.dtype)
@@ -122,18 +122,18 @@ class Bench:
                 f"a large product {self.ceilings.flop_per_s / 1e12:,.0f} TFLOP/s",
             )
 
-    def _copies(self, layout: Layout, out_features: int, in_features: int) -> Iterator[Linear]:
-        """As many maps as must be used in turn, so that no weight is left in a cache."""
-        first = self._map(layout, out_features, in_features)
-        yield first
-        for _ in range(min(64, self.sizes.walked_bytes // first.num_bytes) - 1):
-            yield self._map(layout, out_features, in_features)
+    def _copies(self, layout: Layout, out_features: int, in_features: int) -> tuple[list[Linear], int]:
+        """As many maps as must be used in turn, so that no weight is left in a cache, and the bytes of a weight."""
+        first, size = self._map(layout, out_features, in_features)
+        others = range(min(64, self.sizes.walked_bytes // size) - 1)
+        return [first, *(self._map(layout, out_features, in_features)[0] for _ in others)], size
 
-    def _map(self, layout: Layout, out_features: int, in_features: int) -> Linear:
+    def _map(self, layout: Layout, out_features: int, in_features: int) -> tuple[Linear, int]:
         if layout.code is None:
-            weight = torch.randn(out_features, in_features, device=self.device, dtype=self.dtype)
-            return DenseLinear(weight, None)
-        return self.make_linear(random_weight(layout, layout.code, out_features, in_features, self.device))
+            dense = torch.randn(out_features, in_features, device=self.device, dtype=self.dtype)
+            return DenseLinear(dense, None), dense.nbytes
+        weight = random_weight(layout, layout.code, out_features, in_features, self.device)
+        return self.make_linear(weight), weight.num_bytes
 
     def _seconds(self, maps: list[Linear], x: Tensor) -> float:
         def runs() -> None:

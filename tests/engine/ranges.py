@@ -113,7 +113,7 @@ def rms_norm(x: Range, weight: Tensor, eps: float, dtype: torch.dtype = torch.fl
 
 
 def silu_mul(gate: Range, up: Range, dtype: torch.dtype = torch.float32) -> Range:
-    """`reference.silu_mul` of what has that dtype; silu falls left of its minimum at -1.278, and rises right of it."""
+    """`reference.glu` with silu, of what has that dtype; silu falls left of its minimum at -1.278, and rises beyond."""
     ends = [end * torch.sigmoid(end) for end in (gate.low, gate.high)]
     holds_minimum = (gate.low < -1.2784645) & (gate.high > -1.2784645)
     low = torch.minimum(*ends).where(~holds_minimum, ends[0].new_tensor(-0.2784646))

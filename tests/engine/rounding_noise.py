@@ -60,8 +60,7 @@ class NoisyReference:
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
             layer_norm=lambda *of: self.moved(self.reference.layer_norm(*of), 2, of[0].shape[-1]),
-            silu_mul=lambda gate_up: self.moved(self.reference.silu_mul(gate_up), 2, FUNCTION),
-            gelu_mul=lambda gate_up: self.moved(self.reference.gelu_mul(gate_up), 2, FUNCTION),
+            glu=lambda gate_up, activation: self.moved(self.reference.glu(gate_up, activation), 2, FUNCTION),
             rotate_and_write=self.rotate_and_write,
             attention=self.attention,
         )
@@ -148,10 +147,6 @@ class NoisyReference:
 class _NoisyLinear:
     noisy: NoisyReference
     product: Linear
-
-    @property
-    def num_bytes(self) -> int:
-        return self.product.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.noisy.moved(self.product(self.noisy.read(x)), 2, x.shape[-1])

@@ -60,7 +60,7 @@ class FakeCard:
         fakes: dict[str, Any] = {
             "rms_norm": self.rms_norm,
             "add_rms_norm": self.add_rms_norm,
-            "silu_mul": lambda x: self.read("silu_mul", 1.5 * x.nbytes),
+            "glu": lambda x, _: self.read("silu_mul", 1.5 * x.nbytes),
             "rotate_and_write": self.rotate,
             "attention": self.attention,
         }

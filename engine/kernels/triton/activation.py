@@ -9,17 +9,9 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Does what `reference.silu_mul` does, in one pass; its result is all that is allocated."""
-    return _glu(gate_up, gelu=False)
-
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """Does what `reference.gelu_mul` does, in one pass; its result is all that is allocated."""
-    return _glu(gate_up, gelu=True)
-
-
-def _glu(gate_up: Tensor, *, gelu: bool) -> Tensor:
+def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """Does what `reference.glu` does, in one pass; its result is all that is allocated."""
+    gelu = activation == "gelu_tanh"
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     if num_rows := gate_up.numel() // (2 * size):

@@ -73,12 +73,6 @@ class Workspace:
         self.segment_scales = torch.empty(rows, 2, dtype=torch.float32, device=device)
         """The largest score of each row and segment, and the sum of the exponentials."""
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of device memory that the workspace takes."""
-        tables = sum(segments.num_bytes for segments in self.segments.values())
-        return self.segment_outputs.nbytes + self.segment_scales.nbytes + tables
-
     def num_items(self, num_sequences: int) -> int:
         """The most segments of so many sequences: one for each, and as many more as decode programs run at once.
 

@@ -41,10 +41,6 @@ class Segments:
             torch.zeros(max_sequences + 1, dtype=torch.int32, device=device),
         )
 
-    @property
-    def num_bytes(self) -> int:
-        return self.item_sequences.nbytes + self.first_items.nbytes
-
 
 def reduced_segments(group: int, block_d: int) -> int:
     """Segments that one program of the reduction adds up at a time, of all heads of a group."""

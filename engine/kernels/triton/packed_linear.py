@@ -45,10 +45,6 @@ class PackedLinear:
         self._card = card
 
     @property
-    def num_bytes(self) -> int:
-        return self.weight.num_bytes
-
-    @property
     def kind(self) -> Hashable:
         """Maps of one kind run the same kernels."""
         weight = self.weight

@@ -74,10 +74,6 @@ class TritonChoose:
         self._searches = empty(max_rows, NUM_STAGES, SEARCH_SIZE, dtype=torch.int64)
         self._histograms = empty(max_rows, NUM_STAGES, BINS, dtype=torch.int64)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in vars(self).values() if isinstance(tensor, Tensor))
-
     def __call__(
         self,
         logits: Tensor,

@@ -162,14 +162,16 @@ def parts(weights: Weights) -> Iterator[Tensor | Linear]:
 
 
 def real_bytes(weights: Weights) -> int:
-    """Counts the bytes of all storages, shared ones once; packed linears count by `num_bytes`, without biases."""
+    """Counts the bytes of all storages, shared ones once; packed linears count without biases."""
     storages: dict[int, int] = {}
     packed = 0
     for part in parts(weights):
-        if isinstance(part, PackedLinear | IntegerLinear):
+        if isinstance(part, PackedLinear):
             packed += part.num_bytes
             continue
         tensors = [part] if isinstance(part, Tensor) else []
+        if isinstance(part, IntegerLinear):
+            packed += sum(tensor.nbytes for tensor in part._tensors.values())
         if isinstance(part, DenseLinear):
             tensors = [tensor for tensor in (part.weight, part.bias) if tensor is not None]
         for tensor in tensors:

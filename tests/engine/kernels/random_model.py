@@ -144,7 +144,7 @@ class NativeModel:
                 qkv=packed(*layer["qkv"]),
                 o=packed(*layer["o"]),
                 feed_forward=GatedMlp(
-                    packed(*layer["gate_up"], gated=True), packed(*layer["down"]), reference.silu_mul
+                    packed(*layer["gate_up"], gated=True), packed(*layer["down"]), reference.glu
                 ),
             )
             for layer, norms in zip(checkpoint.layers, checkpoint.norms, strict=True)
@@ -186,7 +186,7 @@ class TableModel:
                 qkv=linear(*layer["qkv"]),
                 o=linear(*layer["o"]),
                 feed_forward=GatedMlp(
-                    linear(*layer["gate_up"], gated=True), linear(*layer["down"]), kernels.silu_mul
+                    linear(*layer["gate_up"], gated=True), linear(*layer["down"]), kernels.glu
                 ),
             )
             for layer, norms in zip(checkpoint.layers, checkpoint.norms, strict=True)
@@ -228,7 +228,7 @@ class PlainModel:
             queries = reference.rotate_and_write(qkv, q_norm, k_norm, eps, places, layer_kv, shape)
             hidden = hidden + F.linear(attention(queries, layer_kv, window), *layer["o"])
             gate_up = F.linear(reference.rms_norm(hidden, post_norm, eps), *layer["gate_up"])
-            hidden = hidden + F.linear(reference.silu_mul(gate_up), *layer["down"])
+            hidden = hidden + F.linear(reference.glu(gate_up), *layer["down"])
         wanted = hidden[batch.sample_rows.long()]
         return F.linear(reference.rms_norm(wanted, c.final_norm, c.config.spec.norm_eps), c.lm_head)
 

@@ -180,7 +180,6 @@ def test_leading_dimensions_are_kept() -> None:
     linear = IntegerLinear(format.quantize(torch.randn(5, 64)), format, torch.randn(5))
     x = torch.randn(2, 3, 64)
     assert torch.equal(linear(x), linear(x.view(6, 64)).view(2, 3, 5))
-    assert linear.num_bytes == 5 * 64 + 5 * 2 * 8
 
 
 # ---- native, at every level ----

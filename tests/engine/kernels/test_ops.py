@@ -169,7 +169,7 @@ def test_a_kernel_that_does_not_run_is_replaced_alone(
     chosen, said = choose_on_a_gpu()
     assert chosen.name == "triton"
     assert getattr(chosen, name) == getattr(reference_kernels(CPU, torch.float32), name)
-    assert chosen.silu_mul != reference_kernels(CPU, torch.float32).silu_mul
+    assert chosen.glu != reference_kernels(CPU, torch.float32).glu
     assert chosen.is_static == is_static
     assert f"the Triton kernel {name} does not run here (out of resource: shared memory)" in said[0]
     assert (len(said) == 1) == is_static
@@ -249,7 +249,7 @@ def test_the_trials_run_every_operation_of_a_table() -> None:
     said: list[str] = []
     assert only_what_runs(table, plain, trials(table, CONFIG, LoadOptions()), said.append) == table
     assert said == []
-    assert called == names
+    assert list(dict.fromkeys(called)) == names
 
 
 @pytest.mark.parametrize("module", ["triton", "torch._dynamo"])

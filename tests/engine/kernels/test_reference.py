@@ -14,12 +14,12 @@ from engine.kernels.reference import (
     PagedAttention,
     TokenPlaces,
     add_rms_norm,
+    glu,
     kv_places,
     quantize_kv,
     rms_norm,
     rotary,
     rotate_and_write,
-    silu_mul,
     write_kv,
 )
 from engine.quant.float8 import FLOAT8
@@ -229,9 +229,9 @@ def test_the_residual_stream_is_normed_with_what_is_added_to_it() -> None:
     assert torch.equal(normed, rms_norm(hidden + delta, weight, 1e-6))
 
 
-def test_silu_mul_gates_the_second_half_with_the_first() -> None:
+def test_glu_gates_the_second_half_with_the_first() -> None:
     gate, up = torch.randn(2, 4, 6)
-    assert_within(silu_mul(torch.cat((gate, up), -1)), ranges.silu_mul(exactly(gate), exactly(up)))
+    assert_within(glu(torch.cat((gate, up), -1)), ranges.silu_mul(exactly(gate), exactly(up)))
 
 
 def test_linear_is_a_matrix_and_a_bias() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels import reference
-from engine.kernels.triton.activation import BLOCK, silu_mul
+from engine.kernels.triton.activation import BLOCK, glu
 from tests.engine.kernels.random_inputs import check_silu_mul
 from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.few import examples
@@ -28,16 +28,16 @@ def test_it_is_the_reference(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     gate_up = (scale * torch.randn(num_rows, 2 * size, generator=generator)).to(device, dtype)
-    for function in (silu_mul, reference.silu_mul):
+    for function in (glu, reference.glu):
         check_silu_mul(function, gate_up)
 
 
 def test_closed_and_open_gates(device: torch.device) -> None:
     gates = torch.tensor([-60000.0, -100.0, 0.0, 100.0, 60000.0], dtype=torch.float16, device=device)
-    found = silu_mul(torch.cat((gates, torch.ones_like(gates)))[None])
+    found = glu(torch.cat((gates, torch.ones_like(gates)))[None])
     assert found.tolist() == [[0.0, 0.0, 0.0, 100.0, 60000.0]]
 
 
 def test_other_dimensions_are_kept(device: torch.device) -> None:
     gate_up = torch.randn(2, 3, 10, device=device)
-    check_silu_mul(silu_mul, gate_up)
+    check_silu_mul(glu, gate_up)

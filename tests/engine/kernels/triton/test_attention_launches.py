@@ -15,6 +15,7 @@ from engine.kernels.triton import attention
 from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
 from tests.engine.kernels.triton.test_attention import DECODE, AttentionInput
+from tests.engine.kernels.triton.test_attention_segments import workspace_bytes
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -81,4 +82,4 @@ def test_a_workspace_knows_its_size(device: torch.device) -> None:
     workspace = Workspace(shape, torch.float16, 8, 5, device, windows=(0, 7), chip=Chip(9))
     items = 5 + 9  # 9 SMs run 18 programs, of 2 heads each
     rows = items * 2 * 16
-    assert workspace.num_bytes == 4 * (rows * (80 + 2) + 2 * (items + 6))
+    assert workspace_bytes(workspace) == 4 * (rows * (80 + 2) + 2 * (items + 6))
