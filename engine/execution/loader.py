@@ -28,7 +28,6 @@ from engine.execution.share import agreed, own_budget, own_device, own_options, 
 from engine.kernels.cpu.native import (
     NativeDecoder,
     NativeDraft,
-    NativeTaps,
     NativeUnavailable,
     PackedLinear,
 )
@@ -90,7 +89,7 @@ class LoadedModel:
     """None if no steps are captured."""
     memory: MemoryPlan
     features: Tensor | None = None
-    """[blocks, block size, width], what it keeps of its tokens for a head: see `NativeTaps`."""
+    """[blocks, block size, width], what it keeps of its tokens for a head: see `NativeOp.rows`."""
     draft: LoadedDraft | None = None
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
@@ -268,12 +267,12 @@ class _Head:
         features = torch.zeros((kv.num_blocks, kv.block_size, config.layer.hidden_size), dtype=_FEATURES)
         embedding = weights.rows if own.embedding is None else own.embedding
         decoder = make_head(config, own, embedding, kernels, kv, features, _longest(target))
-        lm_head, fuse, (a, b, c) = own.lm_head, own.fuse, self.taps
+        lm_head, fuse = own.lm_head, own.fuse
         assert kernels.team is not None
         assert isinstance(target.decoder, NativeDecoder)
         assert isinstance(lm_head, PackedLinear)
         assert isinstance(fuse, PackedLinear)
-        target.decoder.tap(NativeTaps(after=(a, b, c), fuse=fuse, features=features))
+        target.decoder.tap(self.taps, fuse, features)
         native = NativeDraft(kernels.team, decoder, lm_head, own.drafted)
         draft = _draft_of(
             target, config.layer, kernels, kv, decoder, lm_head, native=native, reads_target=True

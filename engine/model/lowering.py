@@ -11,6 +11,8 @@ from torch import Tensor
 
 from engine.kernels.cpu import native
 from engine.kernels.linear import Linear
+from engine.model.eagle import EagleConfig
+from engine.model.eagle_weights import EagleWeights
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.rotary import RotaryTables
 from engine.model.spec import Layer, ModelSpec, Norm
@@ -51,17 +53,30 @@ def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
 
 
 def head_program(
-    spec: ModelSpec, layer: LayerWeights, final_norm: Tensor, tables: RotaryTables
+    head: EagleConfig, weights: EagleWeights, features: Tensor, tables: RotaryTables
 ) -> list[native.NativeOp]:
-    """The operations of an EAGLE-3 head: a layer whose first linear map reads two rows, joined."""
-    first, *rest = _layer(0, spec.layers[0], layer, tables, gathers=True)
-    return [
-        native.NativeOp(kind="embed", time="embed"),
-        native.NativeOp(kind="join", time="norm", linear=first.linear, norm=first.norm),
-        replace(first, source="prepared", norm=None),
-        *rest,
-        _finish(spec, final_norm),
-    ]
+    """The operations of an EAGLE-3 head: a layer whose first linear map reads two rows, joined.
+
+    These are the norm of a token's embedding, and behind it that of the features of the token before, which are the
+    residual of the layer. It sees the tokens from the second one of a sequence on.
+
+    Args:
+        features: those that the target's taps write, of the same width.
+    """
+    spec = head.layer.spec
+    first, *rest = _layer(0, spec.layers[0], weights.layer, tables, gathers=True, first=1)
+    join = native.NativeOp(
+        kind="join",
+        time="norm",
+        linear=first.linear,
+        norm=first.norm,
+        rows=features,
+        rows_norm=weights.hidden_norm,
+        adds=head.residual_is_normed,
+    )
+    read = replace(first, source="prepared", norm=None)
+    embed = native.NativeOp(kind="embed", time="embed")
+    return [embed, join, read, *rest, _finish(spec, weights.final_norm)]
 
 
 def _finish(spec: ModelSpec, weight: Tensor) -> native.NativeOp:
@@ -75,15 +90,15 @@ def _finish(spec: ModelSpec, weight: Tensor) -> native.NativeOp:
 
 
 def _layer(
-    number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool
+    number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool, first: int = 0
 ) -> list[native.NativeOp]:
-    *ops, last = _parts(number, layer, own, tables, gathers=gathers)
+    *ops, last = _parts(number, layer, own, tables, gathers=gathers, first=first)
     assert own.scalar == 1.0 or last.kind == "norm"
     return [*ops, replace(last, after=own.scalar)]
 
 
 def _parts(
-    number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool
+    number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool, first: int
 ) -> Iterator[native.NativeOp]:
     attention, mlp = layer.attention, own.feed_forward
     assert isinstance(mlp, GatedMlp)
@@ -101,6 +116,7 @@ def _parts(
         scale=attention.scale,
         softcap=attention.softcap,
         window=attention.window,
+        first=first,
     )
 
     def linear(time: str, linear: Linear, source: str, target: str, **more: Any) -> native.NativeOp:

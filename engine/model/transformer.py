@@ -63,11 +63,8 @@ def make_head(
     """
     assert kernels.team is not None
     spec = head.layer.spec
-    ops = head_program(spec, weights.layer, weights.final_norm, RotaryTables(spec, max_position))
-    reads = native.NativeHeadInput(
-        norm=weights.hidden_norm, features=features, residual_is_normed=head.residual_is_normed
-    )
-    return _native_decoder(kernels.team, kv, spec, ops, embedding, reads)
+    ops = head_program(head, weights, features, RotaryTables(spec, max_position))
+    return _native_decoder(kernels.team, kv, spec, ops, embedding)
 
 
 def _native_decoder(
@@ -76,7 +73,6 @@ def _native_decoder(
     spec: ModelSpec,
     ops: Sequence[native.NativeOp],
     embedding: Tensor | Linear,
-    head: native.NativeHeadInput | None = None,
 ) -> native.NativeDecoder:
     return native.NativeDecoder(
         team,
@@ -85,7 +81,6 @@ def _native_decoder(
         hidden_size=spec.hidden_size,
         eps=spec.norm_eps,
         embedding=embedding if isinstance(embedding, Tensor) else packed(embedding),
-        head=head,
     )
 
 
@@ -159,7 +154,7 @@ class Decoder:
         """What a layer adds of the embedding that its tokens have for it, [T, size]."""
         assert own.per_layer_gate is not None
         assert own.per_layer_out is not None
-        gated = self.kernels.glu[spec.activation](torch.cat((own.per_layer_gate(hidden), part), dim=-1))
+        gated = self.kernels.glu(torch.cat((own.per_layer_gate(hidden), part), dim=-1), spec.activation)
         return self._norm(own.per_layer_out(gated), spec.norm, own.per_layer_norm)
 
     def normed(self, hidden: Tensor, delta: Tensor | None) -> Tensor:

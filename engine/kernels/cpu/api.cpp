@@ -72,8 +72,8 @@ Decoder* penstock_decoder_new(Team* team, const Model* model) {
     return guarded([&] { return new Decoder(*team, *model); });
 }
 
-void penstock_decoder_tap(Decoder* decoder, const Taps* taps, const Op* ops, int32_t num_ops) {
-    decoder->tap(*taps, ops, num_ops);
+void penstock_decoder_set_program(Decoder* decoder, const Op* ops, int32_t num_ops) {
+    decoder->set_program(ops, num_ops);
 }
 
 void penstock_decoder_free(Decoder* decoder) { delete decoder; }
@@ -103,13 +103,7 @@ int32_t penstock_draft(Team* team, Decoder* decoder, const Linear* head, Chooser
     return status_of([&] { return draft(*team, *decoder, *head, *chooser, *args); });
 }
 
-int32_t penstock_gather(const GatherArgs* args) {
-    switch (gather(*args)) {
-        case Gathered::kBadSlot: return kBadSlot;
-        case Gathered::kBadStarts: return kBadStarts;
-        default: return kOk;
-    }
-}
+int32_t penstock_gather(const GatherArgs* args) { return gather(*args); }
 
 double penstock_measure_peak(Team* team, int32_t instruction) {
     return guarded([&] { return measure_peak(*team, static_cast<Instruction>(instruction)); });

@@ -137,17 +137,6 @@ PENSTOCK_INLINE v8 fold_halves(const wide (&x)[kBlockParts], v8 (*combine)(v8, v
 
 PENSTOCK_INLINE v8 plus(v8 a, v8 b) { return a + b; }
 
-// The largest lane.
-PENSTOCK_INLINE float highest_of(v8 x) {
-#if PENSTOCK_AVX2
-    const __m128 fours = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
-    const __m128 twos = _mm_max_ps(fours, _mm_movehl_ps(fours, fours));
-    return _mm_cvtss_f32(_mm_max_ss(twos, _mm_movehdup_ps(twos)));
-#else
-    return max(x);
-#endif
-}
-
 inline void multiply(float* scores, const float* scales, int from, int to) {
     for (int i = from; i < to; i += kWide) store(scores + i, load_as<wide>(scores + i) * load_as<wide>(scales + i));
 }
@@ -163,7 +152,7 @@ PENSTOCK_INLINE float highest(const float* scores, int from, int to) {
     for (wide& part : found) part = all<wide>(-std::numeric_limits<float>::infinity());
     for (int i = from; i < to; i += kBlockTokens)
         unrolled<kBlockParts>(PENSTOCK_EACH(p) { found[p] = max(found[p], load_as<wide>(scores + i + p * kWide)); });
-    return highest_of(fold_halves(found, max));
+    return max(fold_halves(found, max));
 }
 
 // Writes 2^(score - peak) times the scales as weights, and adds it to the row's sums.
@@ -212,9 +201,7 @@ void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, cons
         const float shrink = exp2(splat(before - peak))[0];
         unrolled<kBlockParts>(PENSTOCK_EACH(p) { sums[p] *= all<wide>(shrink); });
         float* out = rows.out + row * rows.out_stride;
-        int i = 0;
-        for (; i + kWide <= rows.head_dim; i += kWide) store(out + i, load_as<wide>(out + i) * all<wide>(shrink));
-        for (; i < rows.head_dim; i += kLanes) store(out + i, load(out + i) * splat(shrink));
+        multiply(out, rows.head_dim, shrink);
     }
     weigh(scores, low, high, peak, scales ? scales->values : nullptr, weights, sums);
     unrolled<kBlockParts>(PENSTOCK_EACH(p) { store(total + p * kWide, sums[p]); });

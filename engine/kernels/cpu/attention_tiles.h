@@ -96,17 +96,13 @@ PENSTOCK_INLINE void multiply_kept_rows(const TileProduct& p, int columns) {
 // `rows` are those of one pass.
 inline void multiply_tiles(const TileProduct& p, int rows, int columns) {
     if (rows <= kTileHeight) {
-        int j = 0;
-        for (; j + 4 <= columns; j += 4) multiply_tiles<1, 4>(p, j);
-        if (columns - j == 3) multiply_tiles<1, 3>(p, j);
-        if (columns - j == 2) multiply_tiles<1, 2>(p, j);
-        if (columns - j == 1) multiply_tiles<1, 1>(p, j);
+        for (int j = 0; j < columns; j += 4)
+            with_count<4>(std::min(4, columns - j), [&](auto count) { multiply_tiles<1, count()>(p, j); });
     } else if (p.fresh && p.steps == 2) {
         multiply_kept_rows(p, columns);
     } else {
-        int j = 0;
-        for (; j + 2 <= columns; j += 2) multiply_tiles<2, 2>(p, j);
-        if (columns - j == 1) multiply_tiles<2, 1>(p, j);
+        for (int j = 0; j < columns; j += 2)
+            with_count<2>(std::min(2, columns - j), [&](auto count) { multiply_tiles<2, count()>(p, j); });
     }
 }
 

@@ -32,26 +32,23 @@ struct Pair {
     V even, odd;
 };
 
-template <class V>
-using Integers = std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int>;
-
 // As many 16 bits as V has lanes, with zeros above them.
 template <class V>
-PENSTOCK_INLINE Integers<V> load_unsigned(const void* from) {
+PENSTOCK_INLINE IntsOf<V> load_unsigned(const void* from) {
 #if PENSTOCK_AVX512
     if constexpr (sizeof(V) == 64)
-        return (Integers<V>)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+        return (IntsOf<V>)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 #endif
     typedef uint16_t Narrow __attribute__((vector_size(sizeof(V) / 2)));
     Narrow narrow;
     std::memcpy(&narrow, from, sizeof narrow);
-    return __builtin_convertvector(narrow, Integers<V>);
+    return __builtin_convertvector(narrow, IntsOf<V>);
 }
 
 // Numbers that the cache has side by side, the even ones and the odd ones.
 template <class V>
 PENSTOCK_INLINE Pair<V> load_pairs(const BFloat* from) {
-    Integers<V> both;
+    IntsOf<V> both;
     std::memcpy(&both, from, sizeof both);
     return {(V)(both << 16), (V)(both & int32_t(0xffff0000))};
 }
@@ -102,20 +99,12 @@ class VectorProducts {
     static void advance(const Rows<WideOperand>& rows, const Span<W>& span, const SpanTokens& tokens,
                         AttentionScratch& scratch) {
         const SpanScales* scales = gather_scales(span, tokens, scratch);
-        with_rows(rows.count, [&](auto count) { score<count>(rows, span, tokens); });
+        with_count<kFewRows>(rows.count, [&](auto count) { score<count>(rows, span, tokens); });
         for (int r = 0; r < rows.count; r++) fold_row(rows, r, tokens, scales);
-        with_rows(rows.count, [&](auto count) { add_values<count>(rows, span, tokens); });
+        with_count<kFewRows>(rows.count, [&](auto count) { add_values<count>(rows, span, tokens); });
     }
 
    private:
-    // Calls function with a number of rows, as a constant.
-    template <class Function>
-    static void with_rows(int count, const Function& function) {
-        unrolled<kFewRows>([&](auto r) {
-            if (r + 1 == count) function(std::integral_constant<int, r + 1>());
-        });
-    }
-
     // scores [rows][tokens of the span] = queries times keys
     template <int kRows>
     static void score(const Rows<WideOperand>& rows, const Span<W>& span, const SpanTokens& tokens) {

@@ -23,12 +23,10 @@ class Decoder {
         for (const Op& op : ops_)
             if (op.shape) head_dim = std::max(head_dim, op.shape->head_dim), group = std::max(group, op.shape->group());
         for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(head_dim, group, attention_.limits);
-        if (model.head) head_ = *model.head;
     }
 
-    // From now on every step writes the features of its tokens: the program is another one.
-    void tap(const Taps& taps, const Op* ops, int num_ops) {
-        taps_ = taps;
+    // From now on the program is another one.
+    void set_program(const Op* ops, int num_ops) {
         ops_.assign(ops, ops + num_ops);
         capacity_ = 0;
     }
@@ -64,13 +62,12 @@ class Decoder {
             if (op.linear) depth = std::max(depth, op.linear->depth);
             if (op.to == Stream::added) added_ = allocate_hot<float>(rows * ld_hidden_);
             if (op.to == Stream::per_layer) parts_ = allocate_hot<float>(rows * (ld_parts_ = padded(op.linear->n)));
+            if (op.kind == OpKind::join) joined_ = allocate_hot<float>(rows * (ld_joined_ = 2 * ld_hidden_));
+            if (op.kind == OpKind::keep) {
+                joined_ = allocate_hot<float>(rows * (ld_joined_ = padded(op.linear->k)));
+                features_ = allocate_hot<float>(rows * padded(op.linear->n));
+            }
             if (op.to == Stream::gates) gates_ = allocate_hot<float>(rows * (ld_gates_ = padded(op.linear->n)));
-        }
-        if (is_head()) joined_ = allocate_hot<float>(rows * 2 * ld_hidden_);
-        if (taps_.fuse) {
-            depth = std::max(depth, taps_.fuse->depth);
-            joined_ = allocate_hot<float>(rows * ld_taps());
-            features_ = allocate_hot<float>(rows * padded(taps_.width));
         }
         input_.reserve(static_cast<int>(rows), depth);
         qkv_ = allocate_hot<float>(rows * ld_qkv_);
@@ -136,9 +133,9 @@ class Decoder {
             case OpKind::attend: return add_attention(op);
             case OpKind::tap: return add<&Decoder::run_tap>(static_cast<uint32_t>(op.adds), chunks, op.time);
             case OpKind::keep:
-                add_product({taps_.fuse, converted(floats(joined_.get(), ld_taps()), rows_, taps_.fuse), rows_,
-                             features_.get(), padded(taps_.width), Form::f32, nullptr, nullptr}, op.time);
-                return add<&Decoder::run_keep>(0, chunks, op.time);
+                add_product({op.linear, converted(floats(joined_.get(), ld_joined_), rows_, op.linear), rows_,
+                             features_.get(), padded(op.linear->n), Form::f32, nullptr, nullptr}, op.time);
+                return add<&Decoder::run_keep>(argument, chunks, op.time);
             case OpKind::combine: return add<&Decoder::run_combine>(argument, chunks, op.time);
             case OpKind::join: return add<&Decoder::run_join>(argument, chunks, op.time);
             case OpKind::gather:
@@ -249,7 +246,7 @@ class Decoder {
                 step_.tables(op.table),
                 static_cast<size_t>(step_.max_blocks),
                 op.window,
-                is_head(),
+                op.first,
                 op.keys,
                 op.values,
                 static_cast<size_t>(op.stride),
@@ -258,10 +255,6 @@ class Decoder {
                 stream(Stream::attended).rows,
                 ld_q_};
     }
-
-    bool is_head() const { return head_.norm != nullptr; }
-
-    size_t ld_taps() const { return padded(Taps::kCount * model_.hidden); }
 
     size_t block_of(const int32_t* tables, int sequence, int position) const {
         return tables[static_cast<size_t>(sequence) * step_.max_blocks + position / kBlockTokens];
@@ -298,42 +291,43 @@ class Decoder {
 
     void run_tap(uint32_t index, int chunk, int) {
         for_rows(chunk, step_.tokens, [&](int t) {
-            float* out = joined_.get() + t * ld_taps() + index * model_.hidden;
+            float* out = joined_.get() + t * ld_joined_ + index * model_.hidden;
             std::memcpy(out, hidden_.get() + t * ld_hidden_, model_.hidden * sizeof(float));
         });
     }
 
-    void run_keep(uint32_t, int chunk, int) {
+    void run_keep(uint32_t index, int chunk, int) {
+        const int width = ops_[index].linear->n;
         for_rows(chunk, step_.tokens, [&](int t) {
-            BFloat* out = taps_.features + place_of(sequence_of_[t], step_.positions[t]) * taps_.width;
-            to_operands(features_.get() + t * padded(taps_.width), taps_.width, taps_.width, out);
+            BFloat* out = static_cast<BFloat*>(ops_[index].rows) + place_of(sequence_of_[t], step_.positions[t]) * width;
+            to_operands(features_.get() + t * padded(width), width, width, out);
         });
     }
 
-    // A head's input: the rows of embeddings become its residual.
     void run_join(uint32_t index, int chunk, int) {
         const Op& op = ops_[index];
         const int width = model_.hidden;
         for_rows(chunk, step_.tokens, [&](int t) {
-            float *row = hidden_.get() + t * ld_hidden_, *joined = joined_.get() + t * 2 * ld_hidden_;
+            float *row = hidden_.get() + t * ld_hidden_, *joined = joined_.get() + t * ld_joined_;
             rms_norm(row, op.norm, width, model_.eps, joined);
-            read_features(t, row);
-            rms_norm(row, head_.norm, width, model_.eps, joined + width);
-            if (head_.residual_is_normed) std::memcpy(row, joined + width, width * sizeof(float));
+            read_features(op, t, row);
+            rms_norm(row, op.rows_norm, width, model_.eps, joined + width);
+            if (op.adds) std::memcpy(row, joined + width, width * sizeof(float));
             input_.convert(*op.linear, t, joined);
         });
     }
 
     // Those of the token before; zeros before the first.
-    void read_features(int t, float* out) const {
+    void read_features(const Op& op, int t, float* out) const {
         const int before = step_.positions[t] - 1, width = model_.hidden;
+        const BFloat* features = static_cast<const BFloat*>(op.rows);
         if (goes_on_)
             std::memcpy(out, sampled_hidden_.get() + t * ld_hidden_, width * sizeof(float));
         else if (before < 0)
             std::memset(out, 0, width * sizeof(float));
         else
-            std::transform(head_.features + place_of(sequence_of_[t], before) * width,
-                           head_.features + (place_of(sequence_of_[t], before) + 1) * width, out,
+            std::transform(features + place_of(sequence_of_[t], before) * width,
+                           features + (place_of(sequence_of_[t], before) + 1) * width, out,
                            [](BFloat x) { return to_float(x); });
     }
 
@@ -351,10 +345,11 @@ class Decoder {
     }
 
     static void add_row(const float* x, int n, const Op& op, float* to) {
-        for (int i = 0; i < n; i += kLanes) {
-            const v8 sum = load_first(to + i, n - i) + load_first(x + i, n - i) * splat(op.scale);
-            store_first(to + i, sum * splat(op.after), n - i);
-        }
+        for_vectors(n, PENSTOCK_VECTORS(v, i, count) {
+            using V = decltype(v);
+            const V sum = load_first<V>(to + i, count) + load_first<V>(x + i, count) * all<V>(op.scale);
+            store_first(to + i, sum * all<V>(op.after), count);
+        });
     }
 
     void run_convert(uint32_t index, int chunk, int worker) {
@@ -411,8 +406,6 @@ class Decoder {
     void (Decoder::*embed_)(int, float*) const;
     const Attention attention_;
     AttentionTasks tasks_;
-    Taps taps_{};
-    HeadInput head_{};
     bool goes_on_ = false;
 
     std::vector<AttentionScratch> attention_scratch_;  // per worker
@@ -430,11 +423,11 @@ class Decoder {
     int rows_ = 0;  // of the operation that is planned
     bool is_sampled_ = false;
     Form inner_form_ = Form::f32;
-    size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_inner_ = 0, ld_parts_ = 0, ld_gates_ = 0;
+    size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_inner_ = 0, ld_parts_ = 0, ld_gates_ = 0, ld_joined_ = 0;
     Prepared input_;  // of the product that comes next
     Buffer<float> hidden_, qkv_, attended_, inner_, added_, sampled_hidden_, sampled_attended_;
     Buffer<float> parts_, gates_;  // of all layers, and what one of them lets through of its own
-    Buffer<float> joined_, features_;  // what `fuse`, or a head, reads, and what `fuse` makes
+    Buffer<float> joined_, features_;  // what a head, or `keep`, reads side by side, and what the latter makes of it
 };
 
 }  // namespace penstock

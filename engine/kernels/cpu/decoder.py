@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import c_int32
 
 import torch
 from torch import Tensor
@@ -24,15 +23,11 @@ from engine.kernels.cpu.program import (
     KINDS,
     PACKED_ROWS,
     STREAMS,
-    HeadInput,
     Model,
-    NativeHeadInput,
     NativeHeads,
     NativeOp,
-    NativeTaps,
     Op,
     Shape,
-    Taps,
     step_of,
     tapped,
 )
@@ -51,7 +46,6 @@ class NativeDecoder:
         kv: its blocks have BLOCK_SIZE tokens; what is inside a block is private.
         ops: the program; the attention of each layer has heads of its cache's shape.
         embedding: [vocab, hidden], or a linear layer whose rows it is.
-        head: what a head reads; None for an ordinary decoder.
     """
 
     def __init__(
@@ -63,7 +57,6 @@ class NativeDecoder:
         hidden_size: int,
         eps: float,
         embedding: Tensor | PackedLinear,
-        head: NativeHeadInput | None = None,
     ) -> None:
         self.hidden_size = hidden_size
         self.ops = tuple(ops)
@@ -90,8 +83,6 @@ class NativeDecoder:
             num_ops=len(made),
         )
         self._set_embedding(model, embedding)
-        if head is not None:
-            model.head = ctypes.pointer(self._head_input(head))
         self._library = library = team.library
         self.handle = created(library.call("penstock_decoder_new", team.handle, ctypes.byref(model)))
         weakref.finalize(self, library.call, "penstock_decoder_free", self.handle)
@@ -143,7 +134,7 @@ class NativeDecoder:
         return made
 
     def _op(self, op: NativeOp) -> Op:
-        norm_size = self.hidden_size if op.rows is None else op.part
+        norm_size = op.part if op.kind == "combine" else self.hidden_size
         made = Op(
             kind=KINDS.index(op.kind),
             time=TIMES.index(op.time),
@@ -152,7 +143,7 @@ class NativeDecoder:
             linear=None if op.linear is None else op.linear.handle,
             norm=None if op.norm is None else self._address(op.norm, norm_size),
             is_centered=op.is_centered,
-            adds=op.number if op.kind == "tap" else op.adds,
+            adds=op.adds,
             scale=op.scale,
             after=op.after,
             gate=GATES.index(op.gate),
@@ -164,12 +155,17 @@ class NativeDecoder:
             made.rows, made.rows_type = op.rows.handle, PACKED_ROWS
         elif op.rows is not None:
             made.rows, made.rows_type = op.rows.data_ptr(), DTYPES[op.rows.dtype]
+        if op.kind in ("keep", "join"):
+            _check_features(op, self._kv.num_blocks, self.hidden_size)
+        if op.rows_norm is not None:
+            made.rows_norm = self._address(op.rows_norm, self.hidden_size)
         if op.heads is not None:
             keys, values = self._kv.layer(op.layer)
             made.shape = ctypes.pointer(self._shape(op.heads, op.layer))
             made.stride = keys.stride(0) * keys.itemsize
             made.table = self._kv.layout.places[op.layer].table
-            made.window, made.keys, made.values = op.heads.window, keys.data_ptr(), values.data_ptr()
+            made.window, made.first = op.heads.window, op.heads.first
+            made.keys, made.values = keys.data_ptr(), values.data_ptr()
         return made
 
     def _shape(self, heads: NativeHeads, layer: int) -> Shape:
@@ -225,25 +221,15 @@ class NativeDecoder:
                 layers[op.layer][op.time] = op.linear
         return layers
 
-    def tap(self, taps: NativeTaps) -> None:
-        """From now on every step writes the features of its tokens."""
-        width = taps.fuse.out_features
-        if taps.fuse.in_features != len(taps.after) * self.hidden_size or taps.fuse.gated:
-            raise ValueError(f"fuse: {len(taps.after)} times {self.hidden_size} inputs expected")
+    def tap(self, after: Sequence[int], fuse: PackedLinear, features: Tensor) -> None:
+        """From now on every step writes the features of its tokens; see `tapped`."""
+        if fuse.in_features != len(after) * self.hidden_size or fuse.gated:
+            raise ValueError(f"fuse: {len(after)} times {self.hidden_size} inputs expected")
         num_layers = len(self._kv.layout.places)
-        if not all(0 <= number < num_layers for number in taps.after):
-            raise ValueError(f"hidden states after {taps.after} layers, and there are {num_layers}")
-        _check_features(taps.features, self._kv.num_blocks, width)
-        self._kept.append(taps)
-        arguments = Taps((c_int32 * 3)(*taps.after), width, taps.fuse.handle, taps.features.data_ptr())
-        ops = self._made(tapped(self.ops, taps.after))
-        self._library.call("penstock_decoder_tap", self.handle, ctypes.byref(arguments), ops, len(ops))
-
-    def _head_input(self, head: NativeHeadInput) -> HeadInput:
-        _check_features(head.features, self._kv.num_blocks, self.hidden_size)
-        self._kept.append(head)
-        norm = self._address(head.norm, self.hidden_size)
-        return HeadInput(norm, head.features.data_ptr(), head.residual_is_normed)
+        if not all(0 <= number < num_layers for number in after):
+            raise ValueError(f"hidden states after {after} layers, and there are {num_layers}")
+        ops = self._made(tapped(self.ops, after, fuse, features))
+        self._library.call("penstock_decoder_set_program", self.handle, ops, len(ops))
 
     def _set_embedding(self, model: Model, embedding: Tensor | PackedLinear) -> None:
         if isinstance(embedding, Tensor):
@@ -275,7 +261,11 @@ def _check_kv(kv: KVCache, num_layers: int) -> None:
         raise ValueError("a contiguous KV cache on the CPU expected")
 
 
-def _check_features(features: Tensor, num_blocks: int, width: int) -> None:
+def _check_features(op: NativeOp, num_blocks: int, hidden_size: int) -> None:
+    features, linear = op.rows, op.linear
+    assert features is not None
+    assert linear is not None
+    width = linear.out_features if op.kind == "keep" else hidden_size
     expect_shape("features", features, (num_blocks, BLOCK_SIZE, width))
     if features.dtype != torch.bfloat16 or not features.is_contiguous():
         raise ValueError(f"contiguous bfloat16 features expected, not {features.dtype}")

@@ -14,6 +14,7 @@ namespace penstock {
 // Of eight floats: 6 x 16 sums, 2 weights and a broadcast are 15 of 16 registers. Of sixteen: 6 x 64 sums, 4 weights
 // and a broadcast, 29 of 32.
 constexpr int kTileRows = 6;
+constexpr int kParts = kPanel / kWide;  // vectors of 16 outputs
 constexpr int kTilePanels = kWide == 16 ? 4 : 1;  // of a tile with several rows
 constexpr int kDepth = 512;         // k per block: keeps the rows of a chunk in the second-level cache
 constexpr int kStreamAhead = 6144;  // bytes: how far ahead weights that are read only once are fetched

@@ -10,7 +10,6 @@
 
 namespace penstock {
 
-constexpr int kSixteen = kPanel / kWide;  // vectors
 constexpr int kDecodedPanels = 4;         // at a time
 
 // What weights are decoded to for a product that reads W, and how many neighbours in k lie side by side.
@@ -21,16 +20,16 @@ template <class D>
 constexpr int kTogether = std::is_same_v<D, BFloat> ? 2 : 1;
 
 // Writes 32 numbers, given as the vectors that hold them.
-PENSTOCK_INLINE void store_decoded(float* out, const wide (&x)[2 * kSixteen]) {
-    for (int i = 0; i < 2 * kSixteen; i++) store(out + i * kWide, x[i]);
+PENSTOCK_INLINE void store_decoded(float* out, const wide (&x)[2 * kParts]) {
+    for (int i = 0; i < 2 * kParts; i++) store(out + i * kWide, x[i]);
 }
 
-PENSTOCK_INLINE void store_decoded(BFloat* out, const wide (&x)[2 * kSixteen]) {
+PENSTOCK_INLINE void store_decoded(BFloat* out, const wide (&x)[2 * kParts]) {
 #if PENSTOCK_AVX512 && defined(__AVX512BF16__)
     const __m512bh both = _mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
     std::memcpy(out, &both, sizeof both);
 #else
-    for (int i = 0; i < 2 * kSixteen; i++) store_operands(out + i * kWide, x[i]);
+    for (int i = 0; i < 2 * kParts; i++) store_operands(out + i * kWide, x[i]);
 #endif
 }
 
@@ -129,18 +128,18 @@ struct LaneScales {
 #else
         float lanes[2 * kPanel];
         for (int i = 0; i < 2 * kPanel; i++) lanes[i] = scales[i / kTogether<D> % kPanel];
-        for (int i = 0; i < 2 * kSixteen; i++) part[i] = load_as<wide>(lanes + i * kWide);
+        for (int i = 0; i < 2 * kParts; i++) part[i] = load_as<wide>(lanes + i * kWide);
 #endif
     }
 
-    wide part[2 * kSixteen];
+    wide part[2 * kParts];
 };
 
 template <class D>
 PENSTOCK_INLINE void decode_scaled_numbers(const uint8_t* in, int vectors, const LaneScales<D>& scales, D* out) {
     for (int v = 0; v < vectors; v += 2, in += 2 * kPanel, out += 2 * kPanel) {
-        wide x[2 * kSixteen];
-        unrolled<2 * kSixteen>(PENSTOCK_EACH(i) { x[i] = load_numbers(in + i * kWide) * scales.part[i]; });
+        wide x[2 * kParts];
+        unrolled<2 * kParts>(PENSTOCK_EACH(i) { x[i] = load_numbers(in + i * kWide) * scales.part[i]; });
         store_decoded(out, x);
     }
 }
@@ -149,13 +148,13 @@ template <class D>
 PENSTOCK_INLINE void decode_places(const uint8_t* in, int units, const Table& table, const LaneScales<D>& scales,
                                    D* out) {
     for (int unit = 0; unit < units; unit++, in += 64, out += kUnit * kPanel) {
-        wide_int lanes[kSixteen];
+        wide_int lanes[kParts];
         std::memcpy(lanes, in, sizeof lanes);
         unrolled<kUnit / 2>(PENSTOCK_EACH(pair) {
-            wide x[2 * kSixteen];
-            unrolled<2 * kSixteen>(PENSTOCK_EACH(i) {
-                constexpr int kShift = 4 * (2 * pair + i / kSixteen);
-                x[i] = table.at(lanes[i % kSixteen] >> kShift) * scales.part[i];
+            wide x[2 * kParts];
+            unrolled<2 * kParts>(PENSTOCK_EACH(i) {
+                constexpr int kShift = 4 * (2 * pair + i / kParts);
+                x[i] = table.at(lanes[i % kParts] >> kShift) * scales.part[i];
             });
             store_decoded(out + pair * 2 * kPanel, x);
         });

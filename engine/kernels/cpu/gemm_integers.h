@@ -15,7 +15,6 @@
 namespace penstock {
 
 // The sums of 16 outputs.
-constexpr int kParts = kPanel / kWide;
 struct IntegerSums {
     wide_int part[kParts];
 };

@@ -1,9 +1,7 @@
 // The inputs of a step made from the table of sequences; engine/kernels/sequence_table.py is the specification.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
+#include "program.h"
 
 namespace penstock {
 
@@ -26,14 +24,12 @@ struct GatherArgs {
     int32_t* out_block_tables() const { return numbers() + num_sequences; }       // [S][num_blocks]
 };
 
-enum class Gathered { kDone, kBadSlot, kBadStarts };
-
-inline Gathered check(const GatherArgs& a) {
+inline Status check(const GatherArgs& a) {
     for (int s = 0; s < a.num_sequences; s++) {
-        if (a.slots[s] < -1 || a.slots[s] >= a.num_rows - 1) return Gathered::kBadSlot;
-        if (a.query_starts[s] < 0 || a.query_starts[s + 1] < a.query_starts[s]) return Gathered::kBadStarts;
+        if (a.slots[s] < -1 || a.slots[s] >= a.num_rows - 1) return kBadSlot;
+        if (a.query_starts[s] < 0 || a.query_starts[s + 1] < a.query_starts[s]) return kBadStarts;
     }
-    return a.query_starts[a.num_sequences] <= a.num_tokens ? Gathered::kDone : Gathered::kBadStarts;
+    return a.query_starts[a.num_sequences] <= a.num_tokens ? kOk : kBadStarts;
 }
 
 // The rows of padding: of a slot that nobody has, or of no sequence.
@@ -68,9 +64,9 @@ inline void gather_sequence(const GatherArgs& a, int s) {
 }
 
 // Nothing is changed where the step is refused.
-inline Gathered gather(const GatherArgs& a) {
-    const Gathered checked = check(a);
-    if (checked != Gathered::kDone) return checked;
+inline Status gather(const GatherArgs& a) {
+    const Status checked = check(a);
+    if (checked != kOk) return checked;
     for (int s = 0; s < a.num_sequences; s++) gather_sequence(a, s);
     blank_tokens(a, a.query_starts[a.num_sequences], a.num_tokens);
     return checked;

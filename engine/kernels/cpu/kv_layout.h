@@ -137,7 +137,7 @@ inline float sum_of_squares(const float* x, int n) {
     v8 sums[4];
     std::memcpy(sums, parts, sizeof sums);
     for (; i < n; i += kLanes) {
-        const v8 part = load_first(x + i, n - i);
+        const v8 part = load_first<v8>(x + i, n - i);
         sums[0] = fma(part, part, sums[0]);
     }
     return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
@@ -146,42 +146,38 @@ inline float sum_of_squares(const float* x, int n) {
 // x / rms(x) * weight; `out` may be `x`.
 inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
     const float scale = 1.0f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps);
-    int i = 0;
-    for (; i + kWide <= n; i += kWide) store(out + i, load_as<wide>(x + i) * all<wide>(scale) * load_as<wide>(weight + i));
-    for (; i < n; i += kLanes) {
-        const v8 y = load_first(x + i, n - i) * splat(scale) * load_first(weight + i, n - i);
-        store_first(out + i, y, n - i);
-    }
+    for_vectors(n, PENSTOCK_VECTORS(v, i, count) {
+        using V = decltype(v);
+        store_first(out + i, load_first<V>(x + i, count) * all<V>(scale) * load_first<V>(weight + i, count), count);
+    });
 }
 
 // x less its mean, the same way; `out` may be `x`.
 inline void layer_norm(const float* x, const float* weight, int n, float eps, float* out) {
     v8 sums{};
-    for (int i = 0; i < n; i += kLanes) sums += load_first(x + i, n - i);
+    for (int i = 0; i < n; i += kLanes) sums += load_first<v8>(x + i, n - i);
     const float mean = sum(sums) / static_cast<float>(n);
-    for (int i = 0; i < n; i += kLanes) store_first(out + i, load_first(x + i, n - i) - splat(mean), n - i);
+    for_vectors(n, PENSTOCK_VECTORS(v, i, count) {
+        store_first(out + i, load_first<decltype(v)>(x + i, count) - all<decltype(v)>(mean), count);
+    });
     rms_norm(out, weight, n, eps, out);
 }
 
 inline void multiply(float* x, int n, float factor) {
-    for (int i = 0; i < n; i += kLanes) store_first(x + i, load_first(x + i, n - i) * splat(factor), n - i);
+    for_vectors(n, PENSTOCK_VECTORS(v, i, count) {
+        store_first(x + i, load_first<decltype(v)>(x + i, count) * all<decltype(v)>(factor), count);
+    });
 }
 
 // Rotates pairs of numbers that are `half` apart, and scales them.
 inline void rotate(float* head, const float* cos, const float* sin, int half, float scale) {
-    int i = 0;
-    for (; i + kWide <= half; i += kWide) {
-        const wide a = load_as<wide>(head + i), b = load_as<wide>(head + half + i);
-        const wide c = load_as<wide>(cos + i), s = load_as<wide>(sin + i);
-        store(head + half + i, (b * c + a * s) * all<wide>(scale));
-        store(head + i, (a * c - b * s) * all<wide>(scale));
-    }
-    for (; i < half; i += kLanes) {
-        const v8 a = load_first(head + i, half - i), b = load_first(head + half + i, half - i);
-        const v8 c = load_first(cos + i, half - i), s = load_first(sin + i, half - i);
-        store_first(head + half + i, (b * c + a * s) * splat(scale), half - i);
-        store_first(head + i, (a * c - b * s) * splat(scale), half - i);
-    }
+    for_vectors(half, PENSTOCK_VECTORS(v, i, count) {
+        using V = decltype(v);
+        const V a = load_first<V>(head + i, count), b = load_first<V>(head + half + i, count);
+        const V c = load_first<V>(cos + i, count), s = load_first<V>(sin + i, count);
+        store_first(head + half + i, (b * c + a * s) * all<V>(scale), count);
+        store_first(head + i, (a * c - b * s) * all<V>(scale), count);
+    });
 }
 
 // Some heads of one token, queries or keys: normalised, rotated, and multiplied by a factor.

@@ -72,7 +72,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "penstock_linear_unpack": (None, (_POINTER, _POINTER, _POINTER)),
     "penstock_linear_apply": (c_int32, (_POINTER, _POINTER, _POINTER, c_int64, c_int32, _POINTER)),
     "penstock_decoder_new": (_POINTER, (_POINTER, _POINTER)),
-    "penstock_decoder_tap": (None, (_POINTER, _POINTER, _POINTER, c_int32)),
+    "penstock_decoder_set_program": (None, (_POINTER, _POINTER, c_int32)),
     "penstock_decoder_free": (None, (_POINTER,)),
     "penstock_decoder_run": (c_int32, (_POINTER, _POINTER, _POINTER)),
     "penstock_chooser_new": (_POINTER, (_POINTER,)),

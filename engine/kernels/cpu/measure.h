@@ -34,43 +34,40 @@ inline double run_fma8(int rounds, float* sink) {
     return 2.0 * kLanes * kChains * rounds;
 }
 
+// Loops of an instruction that adds `operations` of them to a sum; add(sum, operand) is the instruction.
+template <class V, class Add>
+double run_chains(int rounds, V operand, int operations, const Add& add) {
+    V sums[kChains];
+    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = operand; });
+    for (int round = 0; round < rounds; round++) unrolled<kChains>(PENSTOCK_EACH(i) { add(sums[i], operand); });
+    return static_cast<double>(operations) * kChains * rounds;
+}
+
+#define PENSTOCK_ADD(instruction, constraint)                                          \
+    [](auto& sum, const auto& x) __attribute__((always_inline)) {                      \
+        asm volatile(instruction " %1, %1, %0" : "+" constraint(sum) : constraint(x)); \
+    }
+
 #if defined(__AVX512F__)
 inline double run_fma16(int rounds, float*) {
-    __m512 sums[kChains], operand = _mm512_set1_ps(0.5f);
-    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = operand; });
-    for (int round = 0; round < rounds; round++)
-        unrolled<kChains>(PENSTOCK_EACH(i) {
-            asm volatile("vfmadd231ps %1, %1, %0" : "+v"(sums[i]) : "v"(operand));
-        });
-    return 2.0 * 16 * kChains * rounds;
+    return run_chains(rounds, _mm512_set1_ps(0.5f), 2 * 16, PENSTOCK_ADD("vfmadd231ps", "v"));
 }
 #endif
 
 #if defined(__AVX512BF16__)
 inline double run_pairs(int rounds, float*) {
-    __m512 sums[kChains], operand = _mm512_set1_ps(0.5f);
-    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = operand; });
-    for (int round = 0; round < rounds; round++)
-        unrolled<kChains>(PENSTOCK_EACH(i) {
-            asm volatile("vdpbf16ps %1, %1, %0" : "+v"(sums[i]) : "v"(operand));
-        });
-    return 2.0 * 32 * kChains * rounds;
+    return run_chains(rounds, _mm512_set1_ps(0.5f), 2 * 32, PENSTOCK_ADD("vdpbf16ps", "v"));
 }
 #endif
 
 #if PENSTOCK_VNNI
 inline double run_vnni(int rounds, float*) {
-    wide_int sums[kChains], operand = wide_int{} + 0x01010101;
-    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = operand; });
-    for (int round = 0; round < rounds; round++)
-        unrolled<kChains>(PENSTOCK_EACH(i) {
+    const wide_int operand = wide_int{} + 0x01010101;
 #if PENSTOCK_AVX512
-            asm volatile("vpdpbusd %1, %1, %0" : "+v"(sums[i]) : "v"(operand));
+    return run_chains(rounds, operand, 2 * sizeof operand, PENSTOCK_ADD("vpdpbusd", "v"));
 #else
-            asm volatile("%{vex%} vpdpbusd %1, %1, %0" : "+x"(sums[i]) : "x"(operand));
+    return run_chains(rounds, operand, 2 * sizeof operand, PENSTOCK_ADD("%{vex%} vpdpbusd", "x"));
 #endif
-        });
-    return 2.0 * sizeof(wide_int) * kChains * rounds;
 }
 #endif
 

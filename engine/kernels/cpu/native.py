@@ -6,7 +6,7 @@ from engine.kernels.cpu.drafts import VERY_UNLIKELY, NativeDraft
 from engine.kernels.cpu.inputs import NativeGather
 from engine.kernels.cpu.library import NativeLibrary, Team, load_library
 from engine.kernels.cpu.linear import PACKED, PackedLinear
-from engine.kernels.cpu.program import NativeHeadInput, NativeHeads, NativeOp, NativeTaps
+from engine.kernels.cpu.program import NativeHeads, NativeOp
 from engine.kernels.cpu.sampling import NativeChoose, NativeMostLikely
 
 __all__ = [
@@ -17,12 +17,10 @@ __all__ = [
     "NativeDecoder",
     "NativeDraft",
     "NativeGather",
-    "NativeHeadInput",
     "NativeHeads",
     "NativeLibrary",
     "NativeMostLikely",
     "NativeOp",
-    "NativeTaps",
     "NativeUnavailable",
     "PackedLinear",
     "Team",

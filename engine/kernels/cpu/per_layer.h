@@ -26,18 +26,11 @@ inline void combine(const Op& op, int token_id, float eps, float* row) {
 
 // out = activation(gates) * part
 inline void let_through(Gate gate, const float* gates, const float* part, int n, float* out) {
-    const auto product = [&](const float* x, const float* y) {
-        const wide gates = load_as<wide>(x);
-        return (gate == Gate::silu ? silu(gates) : gelu(gates)) * load_as<wide>(y);
-    };
-    int i = 0;
-    for (; i + kWide <= n; i += kWide) store(out + i, product(gates + i, part + i));
-    if (i == n) return;
-    float x[kWide] = {}, y[kWide] = {}, last[kWide];
-    std::copy(gates + i, gates + n, x);
-    std::copy(part + i, part + n, y);
-    store(last, product(x, y));
-    std::copy(last, last + (n - i), out + i);
+    for_vectors(n, PENSTOCK_VECTORS(v, i, count) {
+        const auto x = load_first<decltype(v)>(gates + i, count);
+        const auto y = load_first<decltype(v)>(part + i, count);
+        store_first(out + i, (gate == Gate::silu ? silu(x) : gelu(x)) * y, count);
+    });
 }
 
 }  // namespace penstock

@@ -66,16 +66,18 @@ inline Cut cut(const Linear& linear, int rows, int threads) {
 }
 
 // x * sigmoid(x), from the exponential that cannot overflow.
-PENSTOCK_INLINE wide silu(wide x) {
-    const wide one = all<wide>(1.0f), e = exp(x < wide{} ? x : -x);
-    return x * (x < wide{} ? e : one) / (one + e);
+template <class V>
+PENSTOCK_INLINE V silu(V x) {
+    const V one = all<V>(1.0f), e = exp(x < V{} ? x : -x);
+    return x * (x < V{} ? e : one) / (one + e);
 }
 
 // x * Phi(x) by its approximation with tanh, which is x * sigmoid(2 u).
-PENSTOCK_INLINE wide gelu(wide x) {
-    const wide u = all<wide>(1.5957691216057308f) * (x + all<wide>(0.044715f) * x * x * x);
-    const wide one = all<wide>(1.0f), e = exp(u < wide{} ? u : -u);
-    return x * (u < wide{} ? e : one) / (one + e);
+template <class V>
+PENSTOCK_INLINE V gelu(V x) {
+    const V u = all<V>(1.5957691216057308f) * (x + all<V>(0.044715f) * x * x * x);
+    const V one = all<V>(1.0f), e = exp(u < V{} ? u : -u);
+    return x * (u < V{} ? e : one) / (one + e);
 }
 
 // Some rows of sums, and the outputs that they become: times scales, plus bias, through the activation, plus residual.

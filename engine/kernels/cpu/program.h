@@ -27,11 +27,15 @@ enum class OpKind : int32_t {
     finish,   // the norm of hidden -> what the caller gets
     combine,  // the token's own embeddings for all layers, times `scale` -> with the norms of `per_layer`, both / sqrt(2)
     tap,      // hidden is the next of the hidden states that a head reads
-    keep,     // writes the features that a head reads
-    join,     // a head's input
+    keep,     // writes the features that a head reads: what `linear` makes of all taps side by side
+    join,     // a head's input: `hidden`, the rows of embeddings, becomes the residual; see Op
 };
 
 // One step of the program that a description of a model becomes.
+//
+// A head (EAGLE-3) has one layer. The row of a token reads the norm of the token's embedding beside the norm of the
+// features of the token before it, and these are its residual. The first token of a sequence has none before it: nobody
+// sees it.
 struct Op {
     OpKind kind;
     Kind time;
@@ -39,38 +43,23 @@ struct Op {
     const Linear* linear;
     const float* norm;  // weights, or null
     int32_t is_centered;
-    int32_t adds;       // of a tap, which of them it is
+    int32_t adds;       // of a tap, which of them it is; of join, whether the norm of the features is the residual
     float scale, after;
     Gate gate;
     int32_t part;       // of a linear: it reads that part of `per_layer`, times the activation of `from`; or -1. Of
                         // combine: the width of a part
     const Shape* shape;
     int32_t window;
+    int32_t first;       // no token sees those before it but itself
     int32_t is_sampled;  // of attention, before they are gathered: no row is wanted but the sampled ones
     int32_t table;       // of its sequences' block tables, that of its cache
-    const void* rows;    // of combine: [vocab][width of all parts], which is that of its linear; or a Linear
+    void* rows;          // of combine: [vocab][width of all parts], which is that of its linear; or a Linear. Of keep
+                         // and join, the features: bfloat16 [blocks][kBlockTokens][width], in blocks of the KV cache
     int32_t rows_type;
+    const float* rows_norm;  // of the features
     char* keys;          // of this layer, in the first block
     char* values;
     int64_t stride;      // bytes from block to block
-};
-
-// What a head (EAGLE-3) reads of its target's tokens: their fused hidden states, [blocks][kBlockTokens][width], in the
-// blocks of the target's KV cache. The target writes them with its keys and values; `taps` of a target say from what.
-struct Taps {
-    static constexpr int kCount = 3;
-    int32_t after[kCount];  // so many layers; fewer than the target has
-    int32_t width;
-    const Linear* fuse;  // reads them one after another
-    BFloat* features;
-};
-
-// A head has one layer. The row of a token reads the norm of the token's embedding beside the norm of the features of
-// the token before it, and these are its residual. The first token of a sequence has none before it: nobody sees it.
-struct HeadInput {
-    const float* norm;        // of the features; that of the embedding is the operation's
-    const BFloat* features;   // as wide as the head
-    int32_t residual_is_normed;
 };
 
 struct Model {
@@ -85,7 +74,6 @@ struct Model {
     int64_t kv_bytes;
     const Op* ops;
     int32_t num_ops;
-    const HeadInput* head;  // or null: an ordinary decoder
 };
 
 struct Step {

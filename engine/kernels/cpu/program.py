@@ -41,26 +41,11 @@ class Op(ctypes.Structure):
         ("gate", c_int32),
         ("part", c_int32),
         ("shape", ctypes.POINTER(Shape)),
-        *fields(c_int32, "window is_sampled table"),
+        *fields(c_int32, "window first is_sampled table"),
         ("rows", c_void_p),
         ("rows_type", c_int32),
-        *fields(c_void_p, "keys values"),
+        *fields(c_void_p, "rows_norm keys values"),
         ("stride", c_int64),
-    ]
-
-
-class Taps(ctypes.Structure):
-    _fields_ = [
-        ("after", c_int32 * 3),
-        ("width", c_int32),
-        *fields(c_void_p, "fuse features"),
-    ]
-
-
-class HeadInput(ctypes.Structure):
-    _fields_ = [
-        *fields(c_void_p, "norm features"),
-        ("residual_is_normed", c_int32),
     ]
 
 
@@ -75,7 +60,6 @@ class Model(ctypes.Structure):
         ("kv_bytes", c_int64),
         ("ops", ctypes.POINTER(Op)),
         ("num_ops", c_int32),
-        ("head", ctypes.POINTER(HeadInput)),
     ]
 
 
@@ -111,6 +95,8 @@ class NativeHeads:
     """c: a score s becomes c tanh(s / c); 0 is none."""
     window: int = 0
     """A token sees itself and at most window - 1 tokens before it; 0 is no bound."""
+    first: int = 0
+    """No token sees those before it but itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +113,9 @@ class NativeOp:
     """[hidden]: what is read goes through it; it is read as float32. Of combine: [width of a part]."""
     is_centered: bool = False
     """Whether the mean is subtracted before the norm."""
-    adds: bool = False
-    """Whether the target is added to."""
+    adds: int = 0
+    """Whether the target is added to. Of a tap, which of the hidden states that a head reads it is; of join, whether
+    the norm of the features is the residual."""
     scale: float = 1.0
     """The result is multiplied by it, before it is added."""
     after: float = 1.0
@@ -139,42 +126,15 @@ class NativeOp:
     Of combine: the width of a part."""
     rows: Tensor | PackedLinear | None = None
     """Of combine: [vocab, width of all parts] in floating point, which stays where it is; or a linear map with these
-    rows."""
+    rows. Of keep and join, the features of tokens: bfloat16 [blocks, BLOCK_SIZE, width], in the blocks of the KV cache,
+    where they stay."""
+    rows_norm: Tensor | None = None
+    """[hidden], of features."""
     heads: NativeHeads | None = None
     layer: int = 0
     """Of attention, the layer of the cache; of the others, after how many layers they run."""
     is_sampled: bool = False
     """Of attention: whether no rows are wanted but the sampled ones, which are gathered next."""
-    number: int = 0
-    """Of a tap: which of the hidden states that a head reads it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeTaps:
-    """What a target keeps of each token for a head: hidden states after some of its layers, fused."""
-
-    after: tuple[int, int, int]
-    """So many layers."""
-    fuse: PackedLinear
-    """Reads the three one after another."""
-    features: Tensor
-    """bfloat16 [blocks, BLOCK_SIZE, width], in the blocks of the KV cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeHeadInput:
-    """What a decoder of one layer reads beside the embeddings of its tokens, which makes it a head: EAGLE-3.
-
-    Its qkv reads the norm of a token's embedding, and behind it that of the features of the token before; the features
-    are the residual of the layer. It sees the tokens from the second one of a sequence on.
-    """
-
-    norm: Tensor
-    """[hidden]"""
-    features: Tensor
-    """Those that the target's taps write, of the same width."""
-    residual_is_normed: bool
-    """Whether the norm of the features is the residual."""
 
 
 def step_of(batch: Batch, block_tables: Tensor) -> Step:
@@ -200,16 +160,22 @@ def step_of(batch: Batch, block_tables: Tensor) -> Step:
     )
 
 
-def tapped(ops: Sequence[NativeOp], after: Sequence[int]) -> list[NativeOp]:
-    """The program with taps of the hidden states after so many layers, and the features kept once all are there."""
+def tapped(
+    ops: Sequence[NativeOp], after: Sequence[int], fuse: PackedLinear, features: Tensor
+) -> list[NativeOp]:
+    """The program with taps of the hidden states after so many layers, and the features kept once all are there.
+
+    Args:
+        fuse: makes features of the hidden states, one after another.
+    """
     found: list[NativeOp] = []
     done = set()
     for op in ops:
         if op.kind != "embed" and op.layer not in done:
             done.add(op.layer)
             numbers = [number for number, layer in enumerate(after) if layer == op.layer]
-            found += [NativeOp(kind="tap", time="prepare", number=number) for number in numbers]
+            found += [NativeOp(kind="tap", time="prepare", adds=number) for number in numbers]
             if numbers and op.layer == max(after):
-                found.append(NativeOp(kind="keep", time="prepare"))
+                found.append(NativeOp(kind="keep", time="prepare", linear=fuse, rows=features))
         found.append(op)
     return found

@@ -247,17 +247,30 @@ PENSTOCK_INLINE void store(float* p, V x) {
 
 // ---- the ends of rows ------------------------------------------------------------------------------------------
 
-PENSTOCK_INLINE void store_first(float* out, v8 x, int count) {
-    if (count >= kLanes) return store(out, x);
+template <class V>
+PENSTOCK_INLINE void store_first(float* out, V x, int count) {
+    if (count >= static_cast<int>(sizeof(V) / sizeof(float))) return store(out, x);
     for (int i = 0; i < count; i++) out[i] = x[i];
 }
 
-PENSTOCK_INLINE v8 load_first(const float* in, int count) {
-    if (count >= kLanes) return load(in);
-    v8 x = splat(0.0f);
+template <class V>
+PENSTOCK_INLINE V load_first(const float* in, int count) {
+    if (count >= static_cast<int>(sizeof(V) / sizeof(float))) return load_as<V>(in);
+    V x{};
     for (int i = 0; i < count; i++) x[i] = in[i];
     return x;
 }
+
+// Calls function(vector, i, count) for the vectors of n floats, from float i on, of which there are `count` more: wide ones,
+// then eight floats at a time. The vector tells the type; what it holds does not count.
+template <class Function>
+PENSTOCK_INLINE void for_vectors(int n, const Function& function) {
+    int i = 0;
+    for (; i + kWide <= n; i += kWide) function(wide{}, i, kWide);
+    for (; i < n; i += kLanes) function(v8{}, i, n - i);
+}
+
+#define PENSTOCK_VECTORS(vector, i, count) [&](auto vector, int i, int count) __attribute__((always_inline))
 
 // ---- reductions, always the same tree --------------------------------------------------------------------------
 
@@ -284,10 +297,17 @@ PENSTOCK_INLINE v8 max(v8 a, v8 b) {
 PENSTOCK_INLINE wide max(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
 #endif
 
+// The largest lane.
 PENSTOCK_INLINE float max(v8 x) {
+#if PENSTOCK_AVX2
+    const __m128 fours = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    const __m128 twos = _mm_max_ps(fours, _mm_movehl_ps(fours, fours));
+    return _mm_cvtss_f32(_mm_max_ss(twos, _mm_movehdup_ps(twos)));
+#else
     float m = x[0];
     for (int i = 1; i < kLanes; i++) m = x[i] > m ? x[i] : m;
     return m;
+#endif
 }
 
 // ---- masks: lanes are all ones or zero --------------------------------------------------------------------------
