@@ -25,10 +25,10 @@ from app.keys import KeyFile, weights_of
 from app.log import Progress, log, progress
 from app.settings import EngineSettings, FrontSettings, Settings
 from app.store import make_store
+from engine.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
-from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.model.drafts import DraftSource, check_draft, shared_tokens
 from engine.model.eagle import check_eagle, is_eagle, read_eagle
 from engine.model.split import check_split

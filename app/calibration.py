@@ -10,7 +10,7 @@ from typing import Any
 
 from app.checkpoint import DEMO_MODEL
 from app.errors import OperatorError
-from engine.model.config import ModelConfig
+from engine.config import ModelConfig
 from engine.model.texts import Text, Texts
 from engine.planning.tokenizer import Tokenizer
 

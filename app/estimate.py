@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.config import LoadOptions, ModelConfig
 from engine.execution.memory import Budget, MemoryPlan, budget, plan_memory
 from engine.kernels.cpu.native import PACKED, NativeUnavailable
 from engine.kernels.ops import reference_kernels
 from engine.kernels.select import check_native
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
 from engine.model.tensors import check_recipe, make_recipe
 from engine.sizes import size_text

@@ -17,8 +17,8 @@ from app.doctor import Level, check_compiler
 from app.errors import OperatorError
 from app.hub import fetched_before, look_at
 from app.settings import Settings, choices, flag
+from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError
-from engine.model.config import LoadOptions, ModelConfig
 from engine.sizes import size_text
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from app.checkpoint import DEMO_NAME, asked_for, find_checkpoint
 from app.cli import EXIT_INTERRUPTED
 from app.errors import OperatorError
 from app.log import configure_log, progress
+from engine.config import GROUP_SIZES, ModelConfig
 from engine.errors import CheckpointError
-from engine.model.config import GROUP_SIZES, ModelConfig
 from engine.model.parse import read_config
 from engine.model.texts import Outcome, Text, Texts
 

@@ -31,9 +31,9 @@ from pydantic_settings import (
 
 from app.checkpoint import asked_for
 from app.errors import OperatorError, suggestion
+from engine.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from engine.cores import num_cores
 from engine.kernels.cpu import levels, prebuilt
-from engine.model.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"

@@ -23,9 +23,9 @@ from app.settings import FrontSettings
 from cluster.members import Members, parse_address
 from cluster.switch import Switch, SwitchOptions
 from cluster.upstream import Address
+from engine.config import LoadOptions
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_tokenizer
-from engine.model.config import LoadOptions
 from engine.planning.embedding import read_embedding
 from gateway.http.background import meanwhile
 from gateway.wire.prompts import Prompts

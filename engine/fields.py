@@ -126,7 +126,7 @@ class Fields:
                 return one
         *most, last = map(str, allowed)
         only = f"{', '.join(most)} and {last} are" if most else f"{last} is"
-        raise CheckpointError(f"{self.source}: {name} {value!s:.40} is not supported; only {only}")
+        raise self.error(f"{name} {value!s:.40} is not supported; only {only}")
 
     def strings(self, name: str) -> list[str]:
         value = self._typed(name, list, "a list of strings", [])
@@ -187,8 +187,12 @@ class Fields:
             raise self._fault(name, wanted)
         return value
 
+    def error(self, text: str) -> CheckpointError:
+        """What is wrong with an entry, behind the name of the file."""
+        return CheckpointError(f"{self.source}: {text}")
+
     def _fault(self, name: str, wanted: str) -> CheckpointError:
         value = self._values.get(name)
-        if value is None:
-            return CheckpointError(f"{self.source}: {name} is missing")
-        return CheckpointError(f"{self.source}: {name} must be {wanted}, not {value!r:.60}")
+        return self.error(
+            f"{name} is missing" if value is None else f"{name} must be {wanted}, not {value!r:.60}"
+        )

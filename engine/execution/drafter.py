@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.execution.draft_kv import DraftChunk, DraftKV
-from engine.execution.loader import LoadedDraft
+from engine.execution.loader import LoadedModel
 from engine.execution.seats import Seats, StepShape
 from engine.execution.uploads import send_apart
 from engine.planning.request import Sequence
@@ -36,7 +36,7 @@ class Drafter:
     """
 
     def __init__(
-        self, model: LoadedDraft, seats: Seats, launch: Callable[[Plan], StepInFlight], max_tokens: int
+        self, model: LoadedModel, seats: Seats, launch: Callable[[Plan], StepInFlight], max_tokens: int
     ) -> None:
         self.model = model
         self._seats = seats

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.config import LoadOptions, ModelConfig
 from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.execution.buffers import StepBuffers
@@ -38,7 +39,6 @@ from engine.kernels.ranks import Ranks
 from engine.kernels.select import check_native, native_kernels, select
 from engine.kernels.sequence_table import SequenceTable
 from engine.model.checkpoint import read_config
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.drafts import DraftSource, SharedTokens, check_draft
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.eagle import EagleConfig, check_eagle, is_eagle, read_eagle
@@ -90,24 +90,19 @@ class LoadedModel:
     memory: MemoryPlan
     features: Tensor | None = None
     """[blocks, block size, width], what it keeps of its tokens for a head: see `NativeOp.rows`."""
-    draft: LoadedDraft | None = None
+    draft: LoadedModel | None = None
+    """Its draft model. The two have blocks of the same numbers, and one table of the running sequences, sampler and
+    buffers."""
+    reads_target: bool = False
+    """Whether it is a head: what its target computed of a token, which it reads, is better than what it makes of it."""
+    native: NativeDraft | None = None
+    """Of a draft model: all its passes in one call, which needs the target's numbers of tokens."""
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copies all that belongs to the tokens of these blocks; what a draft model has of a copy counts as lost."""
         self.kv.copy_blocks(sources, targets)
         if self.features is not None:
             self.features[targets.long()] = self.features[sources.long()]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedDraft(LoadedModel):
-    """A draft model. Its cache has blocks of the same numbers as that of the model that it drafts for, whose tables of
-    the running sequences, sampler and buffers are its own, too."""
-
-    reads_target: bool = False
-    """Whether it is a head: what the target computed of a token, which it reads, is better than what it makes of it."""
-    native: NativeDraft | None = None
-    """All its passes in one call; it needs the target's numbers of tokens."""
 
 
 def load_model(
@@ -189,130 +184,42 @@ def load_model(
     return model if companion is None else companion.attach(model, weights)
 
 
-class _Companion(Protocol):
-    """What drafts for a model and can be loaded with it."""
-
-    @property
-    def size(self) -> DraftSize: ...
-
-    def attach(self, target: LoadedModel, weights: Weights) -> LoadedModel: ...
-
-
 @dataclass(frozen=True, slots=True)
-class _Draft:
-    """A draft model that can be loaded."""
+class _Companion:
+    """A draft model or a head that can be loaded with its target."""
 
-    source: Checkpoint
-    vocab: int
-    """The tokens of the target."""
-    kernels: Kernels
-    beside: KVLayout
-    """The layout of the target's cache."""
-    options: LoadOptions
-    tokens: SharedTokens | None
-
-    @property
-    def size(self) -> DraftSize:
-        config, kernels = self.source.config, self.kernels
-        layout = KVLayout.of(config, self.options.block_size, beside=self.beside)
-        return DraftSize(
-            weight_bytes(config, kernels, self.source.recipe), layout.block_bytes(kernels.kv_dtype)
-        )
-
-    def attach(self, target: LoadedModel, weights: Weights) -> LoadedModel:  # noqa: ARG002
-        config, kernels = self.source.config, self.kernels
-        own = load_weights(config, self.source.files, kernels, lambda *_: None, self.source.recipe)
-        kv = _kv_beside(target, config, kernels)
-        decoder = make_decoder(config, own, kernels, kv, _longest(target))
-        lm_head, native = own.lm_head, None
-        if self.tokens is not None or config.vocab_size != self.vocab:
-            translation = Translation.of(self.tokens, self.vocab, config.vocab_size).to(kernels.device)
-            decoder, lm_head = translation.decoder(decoder), translation.head(lm_head)
-        elif kernels.team is not None:
-            assert isinstance(decoder, NativeDecoder)
-            assert isinstance(lm_head, PackedLinear)
-            native = NativeDraft(kernels.team, decoder, lm_head)
-        draft = _draft_of(target, config, kernels, kv, decoder, lm_head, native=native)
-        return replace(target, draft=draft)
+    size: DraftSize
+    attach: Callable[[LoadedModel, Weights], LoadedModel]
+    """Loads it: the target, of which the weights are given, with its draft."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """An EAGLE-3 head that can be loaded."""
-
-    config: EagleConfig
-    files: TensorFiles
-    recipe: Recipe
-    taps: tuple[int, ...]
-    """So many layers of the target are done where the head reads."""
-    kernels: Kernels
-    beside: KVLayout
-    """The layout of the target's cache."""
-    options: LoadOptions
-
-    @property
-    def size(self) -> DraftSize:
-        config, kernels, block_size = self.config.layer, self.kernels, self.options.block_size
-        num_loose = config.hidden_size + sum(norm.size for _, norm in config.spec.norms())
-        if has_embedding(self.files):
-            num_loose += config.vocab_size * config.hidden_size
-        weights = tensor_bytes(eagle_specs(self.config, self.recipe).values(), num_loose, kernels)
-        block = KVLayout.of(config, block_size, beside=self.beside).block_bytes(kernels.kv_dtype)
-        return DraftSize(weights, block + block_size * config.hidden_size * _FEATURES.itemsize)
-
-    def attach(self, target: LoadedModel, weights: Weights) -> LoadedModel:
-        config, kernels = self.config, self.kernels
-        own = load_eagle(config, self.files, kernels, self.recipe)
-        kv = _kv_beside(target, config.layer, kernels)
-        features = torch.zeros((kv.num_blocks, kv.block_size, config.layer.hidden_size), dtype=_FEATURES)
-        embedding = weights.rows if own.embedding is None else own.embedding
-        decoder = make_head(config, own, embedding, kernels, kv, features, _longest(target))
-        lm_head, fuse = own.lm_head, own.fuse
-        assert kernels.team is not None
-        assert isinstance(target.decoder, NativeDecoder)
-        assert isinstance(lm_head, PackedLinear)
-        assert isinstance(fuse, PackedLinear)
-        target.decoder.tap(self.taps, fuse, features)
-        native = NativeDraft(kernels.team, decoder, lm_head, own.drafted)
-        draft = _draft_of(
-            target, config.layer, kernels, kv, decoder, lm_head, native=native, reads_target=True
-        )
-        return replace(target, features=features, draft=draft)
-
-
-def _draft_of(
+def _with_draft(
     target: LoadedModel,
     config: ModelConfig,
     kernels: Kernels,
     kv: KVCache,
     decoder: ForwardPass,
     lm_head: Linear,
-    *,
-    native: NativeDraft | None = None,
-    reads_target: bool = False,
-) -> LoadedDraft:
+    **more: Any,
+) -> LoadedModel:
+    """The target with a draft model of these parts, and `more`, which are fields of LoadedModel."""
     most = min(target.options.max_num_seqs, _MOST_CAPTURED)
-    return LoadedDraft(
+    draft = replace(
+        target,
         config=config,
         options=replace(target.options, max_drafts=0, max_num_seqs=most, max_batch_tokens=2 * most),
-        device=target.device,
         kernels=kernels,
-        max_model_len=target.max_model_len,
         decoder=decoder,
         lm_head=lm_head,
         kv=kv,
-        table=target.table,
-        sampler=target.sampler,
         buffers=target.buffers if kernels.is_static else None,
-        memory=target.memory,
-        native=native,
-        reads_target=reads_target,
+        **more,
     )
+    return replace(target, draft=draft)
 
 
-def _kv_beside(target: LoadedModel, config: ModelConfig, kernels: Kernels) -> KVCache:
+def _kv_beside(target: LoadedModel, layout: KVLayout, kernels: Kernels) -> KVCache:
     """A draft's cache, of as many blocks as the target's."""
-    layout = KVLayout.of(config, target.kv.block_size, beside=target.kv.layout)
     return KVCache(layout, target.kv.num_blocks, kernels.kv_dtype, kernels.device)
 
 
@@ -363,20 +270,38 @@ def _open_draft(
     kernels: Kernels,
     options: LoadOptions,
     say: Callable[[str], None],
-) -> _Draft:
-    folder = draft.folder
+) -> _Companion:
+    folder, tokens = draft.folder, draft.tokens
     config = read_config(folder)
     check_draft(target, config, _max_model_len(target, options))
     if kernels.team is not None:
         _check_native(config, options)
-    files, recipe = open_files(folder), make_recipe(config, options)
-    check_tensors(config, files, recipe)
-    tokens = draft.tokens
+    source = Checkpoint(config, open_files(folder), make_recipe(config, options))
+    check_tensors(config, source.files, source.recipe)
     some = "" if tokens is None else f"; it has {sum(i >= 0 for i in tokens.same)} of the model's tokens"
     say(f"the draft model is {folder}{some}")
-    own = _own_kernels(kernels, config, options, say)
-    beside = KVLayout.of(target, options.block_size)
-    return _Draft(Checkpoint(config, files, recipe), target.vocab_size, own, beside, options, tokens)
+    kernels = _own_kernels(kernels, config, options, say)
+    layout = KVLayout.of(config, options.block_size, beside=KVLayout.of(target, options.block_size))
+    size = DraftSize(weight_bytes(config, kernels, source.recipe), layout.block_bytes(kernels.kv_dtype))
+    return _Companion(size, lambda model, _: _load_draft(model, source, tokens, kernels, layout))
+
+
+def _load_draft(
+    target: LoadedModel, source: Checkpoint, tokens: SharedTokens | None, kernels: Kernels, layout: KVLayout
+) -> LoadedModel:
+    config, vocab = source.config, target.config.vocab_size
+    own = load_weights(config, source.files, kernels, lambda *_: None, source.recipe)
+    kv = _kv_beside(target, layout, kernels)
+    decoder = make_decoder(config, own, kernels, kv, _longest(target))
+    lm_head, native = own.lm_head, None
+    if tokens is not None or config.vocab_size != vocab:
+        translation = Translation.of(tokens, vocab, config.vocab_size).to(kernels.device)
+        decoder, lm_head = translation.decoder(decoder), translation.head(lm_head)
+    elif kernels.team is not None:
+        assert isinstance(decoder, NativeDecoder)
+        assert isinstance(lm_head, PackedLinear)
+        native = NativeDraft(kernels.team, decoder, lm_head)
+    return _with_draft(target, config, kernels, kv, decoder, lm_head, native=native)
 
 
 def _open_head(
@@ -385,16 +310,57 @@ def _open_head(
     kernels: Kernels,
     options: LoadOptions,
     say: Callable[[str], None],
-) -> _Head:
-    config = read_eagle(draft.folder)
-    check_eagle(target, config)
-    _check_native(config.layer, options)
-    files, recipe = EagleFiles(draft.folder), make_recipe(config.layer, options)
-    check_eagle_tensors(config, files, recipe)
-    taps = config.taps_of(target)
-    after = ", ".join(str(tap) for tap in sorted(taps))
+) -> _Companion:
+    head = read_eagle(draft.folder)
+    check_eagle(target, head)
+    _check_native(head.layer, options)
+    files, recipe = EagleFiles(draft.folder), make_recipe(head.layer, options)
+    check_eagle_tensors(head, files, recipe)
+    after = ", ".join(str(tap) for tap in sorted(head.taps_of(target)))
     say(f"drafts come from the head {draft.folder}, which reads the model after {after} of its layers")
-    return _Head(config, files, recipe, taps, kernels, KVLayout.of(target, options.block_size), options)
+    layout = KVLayout.of(head.layer, options.block_size, beside=KVLayout.of(target, options.block_size))
+    size = _head_size(head, files, recipe, kernels, layout)
+    return _Companion(
+        size, lambda model, weights: _load_head(model, weights, head, files, recipe, kernels, layout)
+    )
+
+
+def _head_size(
+    head: EagleConfig, files: TensorFiles, recipe: Recipe, kernels: Kernels, layout: KVLayout
+) -> DraftSize:
+    config = head.layer
+    num_loose = config.hidden_size + sum(norm.size for _, norm in config.spec.norms())
+    if has_embedding(files):
+        num_loose += config.vocab_size * config.hidden_size
+    weights = tensor_bytes(eagle_specs(head, recipe).values(), num_loose, kernels)
+    features = layout.block_size * config.hidden_size * _FEATURES.itemsize
+    return DraftSize(weights, layout.block_bytes(kernels.kv_dtype) + features)
+
+
+def _load_head(
+    target: LoadedModel,
+    weights: Weights,
+    head: EagleConfig,
+    files: TensorFiles,
+    recipe: Recipe,
+    kernels: Kernels,
+    layout: KVLayout,
+) -> LoadedModel:
+    own = load_eagle(head, files, kernels, recipe)
+    kv = _kv_beside(target, layout, kernels)
+    features = torch.zeros((kv.num_blocks, kv.block_size, head.layer.hidden_size), dtype=_FEATURES)
+    embedding = weights.rows if own.embedding is None else own.embedding
+    decoder = make_head(head, own, embedding, kernels, kv, features, _longest(target))
+    assert kernels.team is not None
+    assert isinstance(target.decoder, NativeDecoder)
+    assert isinstance(own.lm_head, PackedLinear)
+    assert isinstance(own.fuse, PackedLinear)
+    target.decoder.tap(head.taps_of(target.config), own.fuse, features)
+    native = NativeDraft(kernels.team, decoder, own.lm_head, own.drafted)
+    model = _with_draft(
+        target, head.layer, kernels, kv, decoder, own.lm_head, native=native, reads_target=True
+    )
+    return replace(model, features=features)
 
 
 def _check_native(config: ModelConfig, options: LoadOptions) -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from engine.config import LoadOptions, ModelConfig
 from engine.errors import NotEnoughMemory
 from engine.execution.memory import GpuMemory, Measured, read_card
 from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.ops import Kernels
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parameters import Weights
 from engine.model.transformer import make_decoder
 from engine.sampling.sampler import MAX_TOP_LOGPROBS

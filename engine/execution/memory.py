@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.config import LoadOptions, ModelConfig
 from engine.errors import NotEnoughMemory
 from engine.free_memory import available_bytes
 from engine.kernels.kv_cache import KVLayout
 from engine.kernels.ops import Kernels
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.tensors import (
     AS_IT_IS,
     LinearSpec,

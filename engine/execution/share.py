@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.config import LoadOptions
 from engine.cores import num_cores
 from engine.execution.memory import Budget
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import Ranks
-from engine.model.config import LoadOptions
 from engine.quant.formats import Format, NamedTensors
 
 

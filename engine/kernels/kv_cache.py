@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.quant.float8 import FLOAT8, LARGEST
 
 _PAGE = 4096
@@ -39,33 +38,6 @@ def numbers_and_scales(layer_kv: Tensor) -> tuple[Tensor, Tensor | None]:
         return layer_kv, None
     numbers = layer_kv if layer_kv.dtype == torch.int8 else layer_kv.view(torch.uint8)
     return numbers, layer_kv.view(torch.float32)
-
-
-class HasHeads(Protocol):
-    """What one layer's attention says of its heads."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def shares(self) -> int | None: ...
-
-
-class HasAttention(Protocol):
-    @property
-    def attention(self) -> HasHeads: ...
-
-
-class HasKV(Protocol):
-    """Whatever knows the keys and values of every layer: a model's configuration."""
-
-    @property
-    def layers(self) -> Sequence[HasAttention]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +90,7 @@ class KVLayout:
     block_size: int
 
     @classmethod
-    def of(cls, model: HasKV, block_size: int, *, beside: KVLayout | None = None) -> KVLayout:
+    def of(cls, model: ModelConfig, block_size: int, *, beside: KVLayout | None = None) -> KVLayout:
         """The layout of a model; `beside` that of another, all layers lie in the first of its tables."""
         heads = [layer.attention for layer in model.layers]
         shapes = [

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.kernels import reference, sequence_table
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
-from engine.kernels.kv_cache import HasKV, KVShape
+from engine.kernels.kv_cache import KVShape
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker, chained
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
 from engine.kernels.ranks import Ranks
@@ -29,31 +29,6 @@ from engine.sampling.tables import Choose, MostLikely
 
 Say = Callable[[str], None]
 """Told lines for the operator."""
-
-
-class DecoderShape(HasKV, Protocol):
-    """What kernels have to know of a model."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
-class StepLimits(Protocol):
-    """What kernels have to know of the steps to come."""
-
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def max_query_len(self) -> int: ...
-    @property
-    def max_rows(self) -> int: ...
-    @property
-    def num_threads(self) -> int | None: ...
-    @property
-    def kv_dtype(self) -> str:
-        """See `LoadOptions.kv_dtype`; kernels have to know whether it is quantized."""
 
 
 class Attention(Protocol):

@@ -9,16 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.config import LoadOptions, ModelConfig
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
-from engine.kernels.kv_cache import QUANTIZED, HasHeads, KVCache, KVLayout, KVShape
+from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear, LinearPacker
-from engine.kernels.ops import DecoderShape, Kernels, Say, StepLimits, reference_kernels
+from engine.kernels.ops import Kernels, Say, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import SequenceTable, StepTokens
 from engine.quant.formats import Format, NamedTensors
 from engine.sampling.tables import Filters, SamplingTables
+from engine.spec import Attention
 
 PREFILLED = 160
 """Tokens of a prompt that is attended on trial: more than a decode kernel ever has of one sequence."""
@@ -28,7 +30,7 @@ Trial = Callable[[], object]
 
 
 def select(
-    model: DecoderShape, device: torch.device, dtype: torch.dtype, limits: StepLimits, say: Say
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, limits: LoadOptions, say: Say
 ) -> Kernels:
     """The fastest table for a model on a device.
 
@@ -73,7 +75,7 @@ def _unheard(_: str) -> None: ...
 
 
 def triton_kernels(
-    model: DecoderShape, device: torch.device, dtype: torch.dtype, limits: StepLimits, say: Say = _unheard
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, limits: LoadOptions, say: Say = _unheard
 ) -> Kernels:
     """Triton between the linear maps, and for those that are quantized; cuBLAS has the others.
 
@@ -119,9 +121,9 @@ def triton_kernels(
     )
 
 
-def _by_shape(model: DecoderShape, limits: StepLimits) -> dict[KVShape, dict[int, HasHeads]]:
+def _by_shape(model: ModelConfig, limits: LoadOptions) -> dict[KVShape, dict[int, Attention]]:
     """The attention of all layers by its number, apart for each shape of caches."""
-    found: dict[KVShape, dict[int, HasHeads]] = {}
+    found: dict[KVShape, dict[int, Attention]] = {}
     places = KVLayout.of(model, limits.block_size).places
     for number, (place, layer) in enumerate(zip(places, model.layers, strict=True)):
         found.setdefault(place.shape, {})[number] = layer.attention
@@ -166,7 +168,7 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
 
 
 def _with_triton(
-    model: DecoderShape, device: torch.device, dtype: torch.dtype, limits: StepLimits, say: Say
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, limits: LoadOptions, say: Say
 ) -> Kernels:
     plain = reference_kernels(device, dtype)
     try:
@@ -204,7 +206,7 @@ def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], sa
     return replace(kernels, is_static=is_static, **failed)  # type: ignore[arg-type]
 
 
-def trials(kernels: Kernels, model: DecoderShape, limits: StepLimits) -> dict[str, Trial]:
+def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[str, Trial]:
     """A trial of every operation that a table of kernels brings, by name, in the shapes of the model."""
     device, dtype = kernels.device, kernels.activation_dtype
     kv = KVCache(KVLayout.of(model, limits.block_size), 1, kernels.kv_dtype, device)
@@ -269,7 +271,7 @@ def _failure(trial: Trial) -> Exception | None:
     return None
 
 
-def check_native(model: DecoderShape, limits: StepLimits) -> None:
+def check_native(model: ModelConfig, limits: LoadOptions) -> None:
     """Checks that the native kernels can serve a model.
 
     Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.config import GenerationDefaults, ModelConfig
 from engine.model import parse
-from engine.model.config import GenerationDefaults, ModelConfig
 from engine.model.gguf import config as gguf
 from engine.model.gguf.container import is_gguf
 from engine.model.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
-from engine.model.config import ModelConfig
 from engine.planning.tokenizer import Tokenizer
 
 _LEAST_SHARED = 0.25

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.config import ModelConfig
 from engine.model.gguf.container import is_gguf
 from engine.model.parse import parse_config
 
@@ -65,14 +65,12 @@ def read_eagle(folder: Path) -> EagleConfig:
     name = "transformer_layer_config"
     of_layer = fields.nested(name) if fields.has(name) else fields  # `speculators` nests it
     if of_layer.text("model_type", "llama") != "llama":
-        raise CheckpointError(
-            f"{of_layer.source}: model_type {of_layer.text('model_type')} is not supported in a head; only llama is"
+        raise of_layer.error(
+            f"model_type {of_layer.text('model_type')} is not supported in a head; only llama is"
         )
     layer = parse_config(of_layer, "LlamaForCausalLM")
     if layer.num_layers != 1:
-        raise CheckpointError(
-            f"{of_layer.source}: num_hidden_layers is {layer.num_layers}, and a head has one layer"
-        )
+        raise of_layer.error(f"num_hidden_layers is {layer.num_layers}, and a head has one layer")
     return EagleConfig(
         layer=layer,
         num_drafted=fields.size("draft_vocab_size", layer.vocab_size, most=layer.vocab_size),
@@ -119,8 +117,8 @@ def _taps(fields: Fields) -> tuple[int, ...]:
     """vLLM counts the layers that are done; SGLang's `eagle_config` has the number of the last of them."""
     nested = fields.nested("eagle_config")
     if not nested.flag("use_aux_hidden_state", True):
-        raise CheckpointError(f"{nested.source}: a head that does not use_aux_hidden_state is not supported")
+        raise nested.error("a head that does not use_aux_hidden_state is not supported")
     taps = fields.integers(_TAPS) or tuple(number + 1 for number in nested.integers(_TAPS))
     if len(taps) not in (0, NUM_TAPS):
-        raise CheckpointError(f"{fields.source}: {_TAPS} has {len(taps)} entries, and {NUM_TAPS} are read")
+        raise fields.error(f"{_TAPS} has {len(taps)} entries, and {NUM_TAPS} are read")
     return taps

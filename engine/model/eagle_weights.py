@@ -15,7 +15,6 @@ from engine.kernels.ops import Kernels
 from engine.model.eagle import NUM_TAPS, EagleConfig
 from engine.model.parameters import LayerWeights
 from engine.model.safetensors import TensorFiles
-from engine.model.spec import Norm
 from engine.model.tensors import (
     AS_IT_IS,
     SIZE_FIELDS,
@@ -30,6 +29,7 @@ from engine.model.tensors import (
 from engine.model.weights import Reader, load_layer
 from engine.quant.storage import StoredTensor
 from engine.quant.storages.names import EMBEDDING, LM_HEAD
+from engine.spec import Norm
 
 _HIDDEN_NORM, _FUSE, _DRAFTED = "model.layers.0.hidden_norm", "fc", "d2t"
 _LAYERS = ("midlayer.", "layers.0.")

@@ -15,7 +15,7 @@ from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.rotary import RotaryTables
-from engine.model.spec import Layer, ModelSpec, Norm
+from engine.spec import Layer, ModelSpec, Norm
 
 
 def program(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from engine.config import QUANT_METHODS, GenerationDefaults, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.config import QUANT_METHODS, GenerationDefaults, ModelConfig
 from engine.model.families import FAMILIES, NOT_YET
 from engine.model.families.common import MAX_POSITIONS
 
@@ -86,11 +86,11 @@ def _architecture(fields: Fields) -> str:
             return name
     for name in named:
         if name in NOT_YET:
-            raise CheckpointError(f"{fields.source}: {name} is known but not served yet: {NOT_YET[name]}")
+            raise fields.error(f"{name} is known but not served yet: {NOT_YET[name]}")
     found = (
         f"architecture {' '.join(named[0].split())} is not supported" if named else "architectures is missing"
     )
-    raise CheckpointError(f"{fields.source}: {found}; supported are {', '.join(FAMILIES)}")
+    raise fields.error(f"{found}; supported are {', '.join(FAMILIES)}")
 
 
 def _quantization(fields: Fields) -> Fields | None:

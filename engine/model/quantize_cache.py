@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.kernels.cpu.build import cache_directory
 from engine.model import safetensors, tensor_writer
-from engine.model.config import ModelConfig
 from engine.model.safetensors import TensorFiles
 from engine.model.tensor_writer import TensorWriter, bytes_of
 from engine.model.tensors import Recipe, check_tensors, head_spec, linear_specs, rounded

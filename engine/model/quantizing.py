@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
-from engine.model.config import ModelConfig
 from engine.model.layerwise import Layer, LayerwiseDecoder, Stream
 from engine.model.parse import read_config
 from engine.model.safetensors import DTYPES, TensorFiles

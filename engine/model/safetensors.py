@@ -187,7 +187,7 @@ def _entry(file: Path, first: int, fields: Fields) -> TensorEntry:
     dtype, shape = fields.text("dtype"), fields.integers("shape")
     num_bytes = end - start
     if start < 0 or num_bytes < 0 or any(size < 0 for size in shape):
-        raise CheckpointError(f"{fields.source}: data_offsets or shape is negative")
+        raise fields.error("data_offsets or shape is negative")
     if dtype in DTYPES and num_bytes != prod(shape) * DTYPES[dtype].itemsize:
-        raise CheckpointError(f"{fields.source}: {num_bytes} bytes cannot hold {dtype} of shape {shape}")
+        raise fields.error(f"{num_bytes} bytes cannot hold {dtype} of shape {shape}")
     return TensorEntry(file, dtype, shape, first + start, num_bytes)

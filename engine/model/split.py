@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
-from engine.model.config import ModelConfig
 from engine.model.gguf.container import is_gguf
-from engine.model.spec import Layer
+from engine.spec import Layer
 
 
 def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.kernels.ranks import Ranks
-from engine.model.config import ModelConfig
 from engine.model.safetensors import TensorEntry, TensorFiles
 from engine.model.tensors import expected_shapes, layer_specs
 

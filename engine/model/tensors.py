@@ -10,17 +10,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device
 from engine.model.safetensors import TensorFiles
-from engine.model.spec import HeadOrder, LayerEmbeddings, LinearMap, Rows
 from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors, Rounding, by_rows
 from engine.quant.integers import Integers, common_format
 from engine.quant.quantization import Quantization
 from engine.quant.storage import PLAIN, Storage, Storages, StoredTensor
 from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
+from engine.spec import HeadOrder, LayerEmbeddings, LinearMap, Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.model.config import ModelConfig
+from engine.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

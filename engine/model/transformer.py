@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
 from engine.kernels.kv_cache import KVCache, KVShape
@@ -17,13 +18,12 @@ from engine.kernels.ops import Attention as AttendStep
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import embed
 from engine.kernels.reference import TokenPlaces
-from engine.model.config import ModelConfig
 from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
 from engine.model.lowering import embedding_scale, head_program, packed, program
 from engine.model.parameters import LayerWeights, Weights
 from engine.model.rotary import RotaryTables
-from engine.model.spec import Attention, Layer, LayerEmbedding, ModelSpec, Norm
+from engine.spec import Attention, Layer, LayerEmbedding, ModelSpec, Norm
 
 ForwardPass = Callable[[Batch], Tensor]
 """The layers of a decoder: batch -> hidden states [R, hidden] of its sample rows after the final norm.

@@ -8,15 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.heap import trim_heap
 from engine.kernels.linear import Linear, chained
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import gathered
-from engine.model.config import ModelConfig
 from engine.model.parameters import GatedMlp, LayerEmbeddings, LayerWeights, Weights
 from engine.model.safetensors import TensorFiles
-from engine.model.spec import HeadOrder, Layer, Norm
 from engine.model.tensors import (
     AS_IT_IS,
     LinearSpec,
@@ -36,6 +35,7 @@ from engine.quant.formats import DENSE, Format, NamedTensors, by_rows
 from engine.quant.integers import Integers, widen
 from engine.quant.storage import BadTensor
 from engine.quant.storages.names import LAYERS
+from engine.spec import HeadOrder, Layer, Norm
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""

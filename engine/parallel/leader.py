@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from engine.config import LoadOptions
 from engine.errors import CheckpointError, NotEnoughMemory
 from engine.kernels.ranks import Ranks
-from engine.model.config import LoadOptions
 from engine.model.dtype import choose_device
 from engine.parallel.group import Group
 from engine.parallel.messages import ChooseTokens, Load, Message, Narrator

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 
-from engine.model.config import LoadOptions
+from engine.config import LoadOptions
 from engine.planning.request import Request, Sequence
 from engine.planning.step import Chunk, Masks, Plan
 

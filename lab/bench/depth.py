@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.workloads import story_question
+from engine.config import MAX_DRAFTS, LoadOptions
 from engine.execution.loader import load_model
 from engine.model.checkpoint import read_tokenizer
-from engine.model.config import MAX_DRAFTS, LoadOptions
 from engine.model.drafts import DraftSource
 from engine.planning.request import DraftCount, Request, SamplingParams
 from gateway.wire.prompts import Prompts

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from app.simulate.plots import OTHER, OURS, new_figure, plain_axes, save
-from engine.model.config import MAX_DRAFTS
+from engine.config import MAX_DRAFTS
 from lab.bench.depth import gains
 
 _COLOURS = (OURS, "#009e73", "#d55e00")

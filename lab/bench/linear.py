@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from app.bench.measures import measure_linear
+from engine.config import ModelConfig
 from engine.kernels.cpu.native import NativeUnavailable, load_library
 from engine.kernels.linear import DenseLinear
 from engine.model.checkpoint import read_config
-from engine.model.config import ModelConfig
 from engine.model.dtype import choose_dtype
 from engine.model.tensors import linear_specs
 from engine.quant.formats import Rounding

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from engine.config import LoadOptions, ModelConfig
 from engine.execution.loader import LoadedModel, load_model
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
-from engine.model.config import LoadOptions, ModelConfig
 from engine.planning.request import Request, SamplingParams, Sequence
 from lab.bench.planning import measure_planning
 

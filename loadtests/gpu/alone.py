@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from engine.config import LoadOptions
 from engine.engine import Engine, EngineState
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
-from engine.model.config import LoadOptions
 from engine.model.parse import read_config
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.scheduler import SchedulerLimits

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from app.bench import checkpoint as bench
-from engine.model.config import LoadOptions
+from engine.config import LoadOptions
 from engine.model.parse import read_config
 from engine.model.tensors import expected_tensors, make_recipe
 from engine.quant.float8 import FLOAT8

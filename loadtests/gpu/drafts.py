@@ -10,8 +10,8 @@ import sys
 import traceback
 from random import Random
 
+from engine.config import LoadOptions
 from engine.execution.loader import load_model
-from engine.model.config import LoadOptions
 from engine.model.drafts import DraftSource
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.step import Plan

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.config import LoadOptions, ModelConfig
 from engine.fields import Fields
 from engine.kernels import ops
 from engine.kernels.batch import Batch, blank_batch
@@ -21,7 +22,6 @@ from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_qu
 from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.select import select
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import parse_config
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.sampling.sampler import Sampler

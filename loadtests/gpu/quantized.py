@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.fields import Fields
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.packed import UNIT, Code, PackedWeight, UnpackedLinear
-from engine.model.config import ModelConfig
 from engine.model.parse import parse_config
 from loadtests.gpu.figures import emit, emit_skip, say
 from loadtests.gpu.sizes import KERNELS, KernelSizes, parse_arguments, serving

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.estimate import card_rows, card_table, estimate
+from engine.config import LoadOptions
 from engine.execution.memory import (
     DraftSize,
     GpuMemory,
@@ -21,7 +22,6 @@ from engine.execution.memory import (
 )
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
-from engine.model.config import LoadOptions
 from engine.model.parse import parse_config
 from engine.model.tensors import Recipe
 from engine.quant.quantization import Quantization

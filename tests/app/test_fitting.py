@@ -27,11 +27,11 @@ from app.doctor import Check, Level
 from app.estimate import estimate
 from app.fitting import Fitting, _tables, ladder
 from app.settings import Settings
+from engine.config import LoadOptions, ModelConfig
 from engine.execution import loader, memory
 from engine.execution.memory import Budget, GpuMemory, card_budget
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.gguf.config import read_config as gguf_config
 from engine.model.parse import parse_config, read_config
 from engine.quant import checkpoints

@@ -11,12 +11,12 @@ import torch
 from app import cli, kernels
 from app.checkpoint import find_checkpoint
 from app.errors import OperatorError, describe_failure
+from engine.config import LoadOptions
 from engine.errors import InstructionSetError
 from engine.kernels.cpu import build, prebuilt
 from engine.kernels.cpu.build import NativeUnavailable
 from engine.kernels.cpu.levels import TILES, Machine, this_machine
 from engine.kernels.select import select
-from engine.model.config import LoadOptions
 from engine.model.parse import read_config
 from tests.app.command import penstock
 

@@ -15,7 +15,7 @@ from app import settings as settings_module
 from app.cli import _parse_settings, _Parser
 from app.errors import OperatorError
 from app.settings import EngineSettings, FrontSettings, Settings, choices, default_text
-from engine.model.config import MAX_RANKS
+from engine.config import MAX_RANKS
 from priority.lanes import DEFAULT_POLICIES, Lane
 
 SOURCES = ("flag", "variable", "file")

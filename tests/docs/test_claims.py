@@ -21,8 +21,9 @@ from app.settings import choices
 from app.simulate.inputs import GPU_COST
 from cluster import members, plan, relay, switch
 from docs.generate import FOLDER, parser_of
+from engine import config
 from engine.kernels.cpu.levels import LEVELS
-from engine.model import config, quantize_cache
+from engine.model import quantize_cache
 from engine.model.families import FAMILIES
 from engine.model.gguf.container import TYPES
 from engine.model.gguf.kinds import KINDS

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from engine.config import ModelConfig
 from engine.fields import Fields
 from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVLayout
-from engine.model.config import ModelConfig
 from engine.model.families.common import Sizes
-from engine.model.spec import Rope
+from engine.spec import Rope
 
 
 def llama_config(

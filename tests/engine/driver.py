@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
+from engine.config import MAX_DRAFTS, LoadOptions
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.launching import launch_fitting
-from engine.model.config import MAX_DRAFTS, LoadOptions
 from engine.model.drafts import DraftSource
 from engine.parallel.leader import Followers, ParallelRunner
 from engine.planning.block_tables import BlockTables

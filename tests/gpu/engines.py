@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from engine.config import LoadOptions
 from engine.engine import Engine, EngineState
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
-from engine.model.config import LoadOptions
 from engine.planning.request import Output, Request, Sequence
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport

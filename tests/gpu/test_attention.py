@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config import LoadOptions
 from engine.kernels.kv_cache import QUANTIZED
 from engine.kernels.ops import Kernels
 from engine.kernels.select import select
-from engine.model.config import LoadOptions
 from tests.engine.kernels.random_inputs import AttentionInput, Lengths
 from tests.engine.ranges import assert_within
 from tests.gpu.cuda import DEVICE, DTYPES, config_of, needs_cuda, table

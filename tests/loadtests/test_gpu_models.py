@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from engine.config import LoadOptions
 from engine.execution.loader import load_model
 from engine.fields import Fields
 from engine.kernels.batch import blank_batch
-from engine.model.config import LoadOptions
 from engine.model.parse import parse_config, read_config
 from engine.model.tensors import expected_shapes, linear_specs, make_recipe
 from engine.planning.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.fields import Fields
 from engine.model.families import cohere, fused, gemma, gemma4, granite, llama, olmo
-from engine.model.spec import ModelSpec
+from engine.spec import ModelSpec
 
 _TIED = {"tie_word_embeddings": True}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.fields import Fields
 from engine.model.families.common import FINAL_NORM, FULL, Sizes, layer_types, read_rope
-from engine.model.spec import ModelSpec
+from engine.spec import ModelSpec
 
 
 def cohere2(fields: Fields) -> ModelSpec:

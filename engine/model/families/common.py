@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.spec import Attention, GatedMlp, Layer, ModelSpec, Norm, Rope
+from engine.spec import Attention, GatedMlp, Layer, ModelSpec, Norm, Rope
 
 MAX_LAYERS = 4096
 """No model has more layers. Lists with an entry for each layer are made before the tensors prove that the layers are
@@ -56,8 +56,8 @@ class Sizes:
         hidden, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
         activation = fields.text("hidden_activation", fields.text("hidden_act", "silu"))
         if activation not in _ACTIVATIONS:
-            raise CheckpointError(
-                f"{fields.source}: hidden_act {activation} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+            raise fields.error(
+                f"hidden_act {activation} is not supported; supported are {', '.join(_ACTIVATIONS)}"
             )
         found = cls(
             hidden=hidden,
@@ -147,9 +147,7 @@ def layer_types(fields: Fields, num_layers: int, is_full: Callable[[int], bool])
     """
     kinds = fields.strings("layer_types") or [FULL if is_full(i) else SLIDING for i in range(num_layers)]
     if len(kinds) < num_layers or {*kinds} - {FULL, SLIDING}:
-        raise CheckpointError(
-            f"{fields.source}: layer_types does not say sliding_attention or full_attention for each layer"
-        )
+        raise fields.error("layer_types does not say sliding_attention or full_attention for each layer")
     return kinds[:num_layers]
 
 
@@ -180,14 +178,12 @@ def read_rope(
         rope = rope.nested(kind)
     scaling = rope.text("rope_type", rope.text("type", "default"))
     if scaling not in _SCALINGS:
-        raise CheckpointError(
-            f"{rope.source}: rope_type {scaling} is not supported; supported are {', '.join(_SCALINGS)}"
-        )
+        raise rope.error(f"rope_type {scaling} is not supported; supported are {', '.join(_SCALINGS)}")
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", share))
     rotated = int(sizes.head_dim * share)
     if not 0 < share <= 1 or rotated % 2 or not rotated:
-        raise CheckpointError(
-            f"{rope.source}: partial_rotary_factor {share:g} rotates {rotated} of {sizes.head_dim} dimensions, which "
+        raise rope.error(
+            f"partial_rotary_factor {share:g} rotates {rotated} of {sizes.head_dim} dimensions, which "
             "must be an even number of them"
         )
     theta = rope.positive("rope_theta", fields.positive("rope_theta", theta))
@@ -243,8 +239,8 @@ def _longrope(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
     long, short = (tuple(map(float, rope.numbers(name))) for name in ("long_factor", "short_factor"))
     for name, factors in (("long_factor", long), ("short_factor", short)):
         if len(factors) != count or min(factors) <= 0:
-            raise CheckpointError(
-                f"{rope.source}: {name} has {len(factors)} entries, and it must have {count}, all greater than 0"
+            raise rope.error(
+                f"{name} has {len(factors)} entries, and it must have {count}, all greater than 0"
             )
     stretch = rope.positive("factor", sizes.max_position / original)
     usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))

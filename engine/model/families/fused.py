@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.fields import Fields
 from engine.model.families.common import FUSED_GATE_UP, FUSED_QKV, Sizes, read_rope
-from engine.model.spec import ModelSpec
+from engine.spec import ModelSpec
 
 
 def phi3(fields: Fields) -> ModelSpec:

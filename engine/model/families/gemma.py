@@ -6,7 +6,7 @@ import math
 
 from engine.fields import Fields
 from engine.model.families.common import FINAL_NORM, FULL, Sizes, layer_types, read_rope
-from engine.model.spec import Layer, ModelSpec, Norm, Rope
+from engine.spec import Layer, ModelSpec, Norm, Rope
 
 GEMMA2 = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 GEMMA3 = {**GEMMA2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.families.common import FULL, SLIDING, Sizes, check_heads, layer_types, read_rope
-from engine.model.spec import Layer, LayerEmbedding, LayerEmbeddings, ModelSpec, Norm
+from engine.spec import Layer, LayerEmbedding, LayerEmbeddings, ModelSpec, Norm
 
 GEMMA4 = {
     "head_dim": 256,
@@ -27,11 +26,9 @@ MAX_COUNT = 1 << 16
 def gemma4(fields: Fields) -> ModelSpec:
     """The last `num_kv_shared_layers` read the keys and values of the last layer of their kind before them."""
     if fields.flag("enable_moe_block"):
-        raise CheckpointError(f"{fields.source}: enable_moe_block is not served yet: mixtures of experts")
+        raise fields.error("enable_moe_block is not served yet: mixtures of experts")
     if fields.text("use_bidirectional_attention", "") == "all":
-        raise CheckpointError(
-            f"{fields.source}: use_bidirectional_attention is not supported: tokens see later ones"
-        )
+        raise fields.error("use_bidirectional_attention is not supported: tokens see later ones")
     sizes = Sizes.of(fields)
     kinds = layer_types(fields, sizes.num_layers, lambda layer: (layer + 1) % 6 == 0)
     kinds[-1] = FULL
@@ -40,8 +37,8 @@ def gemma4(fields: Fields) -> ModelSpec:
     for number, kind in enumerate(kinds):
         found = [other for other in range(min(number, max(0, num_own))) if kinds[other] == kind]
         if number >= num_own and not found:
-            raise CheckpointError(
-                f"{fields.source}: num_kv_shared_layers leaves no layer with {kind} and keys and values of its own"
+            raise fields.error(
+                f"num_kv_shared_layers leaves no layer with {kind} and keys and values of its own"
             )
         shares = found[-1] if number >= num_own else None
         own = _sizes(fields, sizes, number if shares is None else shares, kind)
@@ -114,8 +111,8 @@ def _embeddings(fields: Fields, sizes: Sizes) -> LayerEmbeddings | None:
         return None
     vocab_size = fields.size("vocab_size_per_layer_input", fields.size("vocab_size"))
     if vocab_size < fields.size("vocab_size"):
-        raise CheckpointError(
-            f"{fields.source}: vocab_size_per_layer_input is {vocab_size}, and some of the {fields.size('vocab_size')} "
+        raise fields.error(
+            f"vocab_size_per_layer_input is {vocab_size}, and some of the {fields.size('vocab_size')} "
             "tokens have no embedding for each layer"
         )
     return LayerEmbeddings(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.families.common import Sizes, read_rope
-from engine.model.spec import Attention, GatedMlp, ModelSpec
+from engine.spec import Attention, GatedMlp, ModelSpec
 
 
 def granite(fields: Fields) -> ModelSpec:
@@ -21,12 +20,12 @@ def granite4(fields: Fields) -> ModelSpec:
     sizes = Sizes.of(fields)
     others = {*fields.strings("layer_types")} - {"attention", "full_attention"}
     if others or not fields.strings("layer_types"):
-        raise CheckpointError(
-            f"{fields.source}: layer_types {', '.join(sorted(others)) or 'is missing'}: Granite's layers with a state "
+        raise fields.error(
+            f"layer_types {', '.join(sorted(others)) or 'is missing'}: Granite's layers with a state "
             "are not served yet"
         )
     if fields.integer("num_local_experts", 8):
-        raise CheckpointError(f"{fields.source}: num_local_experts: Granite's experts are not served yet")
+        raise fields.error("num_local_experts: Granite's experts are not served yet")
     attention = _attention(fields, sizes)
     if fields.text("position_embedding_type", "") != "rope":
         attention = replace(attention, rope=None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.families.common import FULL, Sizes, layer_types, read_rope
-from engine.model.spec import ModelSpec
+from engine.spec import ModelSpec
 
 
 def llama(fields: Fields) -> ModelSpec:
@@ -63,7 +62,7 @@ def smollm3(fields: Fields) -> ModelSpec:
         int((layer + 1) % every != 0) for layer in range(sizes.num_layers)
     ]
     if len(rotates) < sizes.num_layers:
-        raise CheckpointError(f"{fields.source}: no_rope_layers does not have an entry for each layer")
+        raise fields.error("no_rope_layers does not have an entry for each layer")
     window = fields.optional_size("sliding_window") if fields.flag("use_sliding_window") else None
     kinds = layer_types(fields, sizes.num_layers, lambda layer: not window or bool(rotates[layer]))
     layer = sizes.layer(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.fields import Fields
 from engine.model.families.common import FULL, SLIDING, Sizes, layer_types, read_rope
-from engine.model.spec import Attention, Layer, ModelSpec, Norm
+from engine.spec import Attention, Layer, ModelSpec, Norm
 
 
 def olmo2(fields: Fields) -> ModelSpec:

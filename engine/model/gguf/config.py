@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from engine.config import GenerationDefaults, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.config import GenerationDefaults, ModelConfig
 from engine.model.families.common import FULL, MAX_LAYERS, MAX_POSITIONS, SLIDING
 from engine.model.gguf.container import SUPPORTED, GgufTensor, Header, read_bytes, read_header
 from engine.model.gguf.kinds import Kind
 from engine.model.gguf.names import Names
 from engine.model.parse import parse_config
-from engine.model.spec import Layer, ModelSpec
+from engine.spec import Layer, ModelSpec
 
 _UNSUPPORTED = (
     "attention.scale",
@@ -76,7 +76,7 @@ def read_config(path: Path) -> ModelConfig:
     entries, tokens = _entries(header, kind), fields.strings("tokenizer.ggml.tokens")
     architecture = kind.windowed if kind.windowed and entries["sliding_window"] else kind.architecture
     if not tokens:
-        raise CheckpointError(f"{fields.source}: tokenizer.ggml.tokens is missing")
+        raise fields.error("tokenizer.ggml.tokens is missing")
     config = parse_config(Fields(fields.source, {**entries, "vocab_size": len(tokens)}), architecture)
     return replace(
         config,
@@ -167,12 +167,12 @@ def _kv_heads(header: Header, name: str, heads: int, kinds: list[str]) -> dict[s
 
 def _refuse_the_unsupported(fields: Fields, name: str, kind: Kind) -> None:
     if fields.integer(f"{name}.expert_count", 0):
-        raise CheckpointError(f"{fields.source}: {name}.expert_count: mixtures of experts are not supported")
+        raise fields.error(f"{name}.expert_count: mixtures of experts are not supported")
     for key in _UNSUPPORTED:
         if key not in kind.keys and fields.number(f"{name}.{key}", 0.0):
-            raise CheckpointError(f"{fields.source}: {name}.{key} is not supported")
+            raise fields.error(f"{name}.{key} is not supported")
     if not fields.flag(f"{name}.rope.scaling.finetuned", True) and name == "granite":
-        raise CheckpointError(f"{fields.source}: {name} without positions is not supported")
+        raise fields.error(f"{name} without positions is not supported")
 
 
 def _layer_types(header: Header, name: str, depth: int) -> list[str] | None:
@@ -195,8 +195,8 @@ def _rope(header: Header, name: str, kind: Kind, head_dim: int) -> dict[str, obj
             "are rotated whole are supported"
         )
     if rotated != head_dim and not kind.rotates_in_part:
-        raise CheckpointError(
-            f"{fields.source}: {name}.rope.dimension_count is {rotated}, and only heads that are rotated whole are "
+        raise fields.error(
+            f"{name}.rope.dimension_count is {rotated}, and only heads that are rotated whole are "
             f"supported, all {head_dim} dimensions"
         )
     rope = _scaling(header, name, rotated // 2)
@@ -218,8 +218,8 @@ def _scaling(header: Header, name: str, count: int) -> dict[str, object]:
     scaling = fields.text(f"{name}.rope.scaling.type", "none")
     if scaling not in _SCALINGS or (scaling != "none" and _ROPE_FACTORS in header.tensors):
         beside = f" beside {_ROPE_FACTORS}" if scaling in _SCALINGS else ""
-        raise CheckpointError(
-            f"{fields.source}: {name}.rope.scaling.type {scaling!r:.40} is not supported{beside}; "
+        raise fields.error(
+            f"{name}.rope.scaling.type {scaling!r:.40} is not supported{beside}; "
             f"supported are {', '.join(_SCALINGS)}"
         )
     return {**known, "rope_type": _SCALINGS[scaling]}

@@ -124,14 +124,12 @@ class _Vocabulary:
     def read(cls, fields: Fields) -> _Vocabulary:
         tokens, types = fields.strings("tokenizer.ggml.tokens"), fields.integers("tokenizer.ggml.token_type")
         if not tokens:
-            raise CheckpointError(f"{fields.source}: tokenizer.ggml.tokens is missing")
+            raise fields.error("tokenizer.ggml.tokens is missing")
         if len(types) != len(tokens):
-            raise CheckpointError(
-                f"{fields.source}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
-            )
+            raise fields.error(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
         if len(set(tokens)) < len(tokens):
             again = next(token for token, count in Counter(tokens).items() if count > 1)
-            raise CheckpointError(f"{fields.source}: tokenizer.ggml.tokens has {again!r:.80} twice")
+            raise fields.error(f"tokenizer.ggml.tokens has {again!r:.80} twice")
         ids = {
             f"{name}_token": token_id(fields, key)
             for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -178,9 +176,7 @@ def _two_part_merges(fields: Fields) -> list[tuple[str, str]]:
 def _two_parts(fields: Fields, merge: str) -> tuple[str, str]:
     space = merge.find(" ", 1)
     if space < 0:
-        raise CheckpointError(
-            f"{fields.source}: tokenizer.ggml.merges has {merge!r:.80}, which are not two tokens"
-        )
+        raise fields.error(f"tokenizer.ggml.merges has {merge!r:.80}, which are not two tokens")
     return merge[:space], merge[space + 1 :]
 
 
@@ -224,9 +220,7 @@ def _of_characters(fields: Fields, vocabulary: _Vocabulary, merges: Sequence[tup
 def _scores(fields: Fields, count: int) -> list[float]:
     scores = fields.numbers("tokenizer.ggml.scores")
     if len(scores) != count:
-        raise CheckpointError(
-            f"{fields.source}: tokenizer.ggml.scores has {len(scores)} entries for {count} tokens"
-        )
+        raise fields.error(f"tokenizer.ggml.scores has {len(scores)} entries for {count} tokens")
     return scores
 
 
@@ -303,8 +297,8 @@ def _around(fields: Fields, vocabulary: _Vocabulary, adds_bos: bool) -> Json:
     wanted = [name for name, is_wanted in added.items() if is_wanted]
     for name in wanted:
         if name not in vocabulary.named:
-            raise CheckpointError(
-                f"{fields.source}: tokenizer.ggml.{name}_id is missing or no token of the vocabulary, and every text "
+            raise fields.error(
+                f"tokenizer.ggml.{name}_id is missing or no token of the vocabulary, and every text "
                 f"is to get a {name}"
             )
     texts, ids = {name: str(vocabulary.named[name]) for name in wanted}, vocabulary.ids

@@ -192,7 +192,7 @@ def _storage(fields: Fields) -> Storage:
             lowest=-128,
         )
     if not fields.flag("load_in_4bit"):
-        raise CheckpointError(f"{fields.source}: neither load_in_8bit nor load_in_4bit is true")
+        raise fields.error("neither load_in_8bit nor load_in_4bit is true")
     return Bnb4(
         fields.one_of("bnb_4bit_quant_type", *TABLES, default="fp4"),
         fields.flag("bnb_4bit_use_double_quant"),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.codebook import Codebook
 from engine.quant.float8 import Scaling
@@ -134,7 +133,7 @@ def compressed_storages(fields: Fields) -> Storages:
     _refuse_the_unsupported(fields)
     groups = fields.nested("config_groups")
     if not groups.names():
-        raise CheckpointError(f"{fields.source}: config_groups is missing")
+        raise fields.error("config_groups is missing")
     default = fields.text("format", "")
     schemes = {
         target: storage
@@ -161,7 +160,7 @@ def _refuse_the_unsupported(fields: Fields) -> None:
     sparsity = fields.nested("sparsity_config")
     sparsity.one_of("format", "dense", default="dense")
     if fields.nested("transform_config").nested("config_groups").names():
-        raise CheckpointError(f"{fields.source}: transform_config is not supported")
+        raise fields.error("transform_config is not supported")
 
 
 def _precedence(target: str) -> tuple[bool, str]:
@@ -194,9 +193,7 @@ def _storage(group: Fields, default_format: str) -> Storage:
             return GroupedFloats("MXFP4")
         case "float", "mxfp8-quantized" if bits == 8:
             return GroupedFloats("MXFP8")
-    raise CheckpointError(
-        f"{group.source}: format {format or 'null'} with weights of type {kind}, {bits} bits, is not supported"
-    )
+    raise group.error(f"format {format or 'null'} with weights of type {kind}, {bits} bits, is not supported")
 
 
 def _integers(weights: Fields, is_packed: bool) -> StoredIntegers:
@@ -213,7 +210,7 @@ def _integers(weights: Fields, is_packed: bool) -> StoredIntegers:
 
 def _scaling(weights: Fields) -> Scaling:
     if not weights.flag("symmetric", True):
-        raise CheckpointError(f"{weights.source}: symmetric false is not supported with floats")
+        raise weights.error("symmetric false is not supported with floats")
     strategy = _strategy(weights, "tensor", "channel", "block")
     if strategy == "block":
         check_block(weights, "block_structure")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.float8 import BLOCK, FLOAT8, Float8, Scaling
 from engine.quant.formats import NamedTensors
@@ -60,9 +59,7 @@ def check_block(fields: Fields, name: str) -> None:
     """
     block = fields.integers(name)
     if block != (BLOCK, BLOCK):
-        raise CheckpointError(
-            f"{fields.source}: {name} {list(block)} is not supported; only [{BLOCK}, {BLOCK}] is"
-        )
+        raise fields.error(f"{name} {list(block)} is not supported; only [{BLOCK}, {BLOCK}] is")
 
 
 def float8_storages(fields: Fields) -> Storages:

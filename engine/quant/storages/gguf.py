@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.formats import NamedTensors, by_rows
 from engine.quant.integers import Factors, Integers
@@ -77,8 +76,8 @@ def gguf_storages(quantization: Fields) -> Storages:
     types = quantization.nested("types")
     for type in set(types.string_values()):
         if type not in TYPES:
-            raise CheckpointError(
-                f"{quantization.source}: weights of type {type} are not supported; supported are {', '.join(TYPES)}"
+            raise quantization.error(
+                f"weights of type {type} are not supported; supported are {', '.join(TYPES)}"
             )
 
     def storage_of(name: str) -> Storage:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.float8 import Scaling
 from engine.quant.formats import NamedTensors
@@ -140,7 +139,7 @@ def _storage(config: Fields) -> Storage:
         case "Float8WeightOnlyConfig" | "Float8DynamicActivationFloat8WeightConfig":
             data.nested("weight_dtype").one_of("_data", "float8_e4m3fn", default="float8_e4m3fn")
             return StoredFloat8(_scaling(data.last_nested("granularity")), _WEIGHT, _SCALE)
-    raise CheckpointError(f"{config.source}: {kind} is not supported")
+    raise config.error(f"{kind} is not supported")
 
 
 def _unpacked(data: Fields, prefix: str) -> StoredIntegers:
@@ -169,5 +168,5 @@ def _scaling(granularity: Fields) -> Scaling:
 def _kind(granularity: Fields, *allowed: str) -> str:
     kind = granularity.text("_type", "PerRow")
     if kind not in allowed:
-        raise CheckpointError(f"{granularity.source}: {kind} is not supported; only {', '.join(allowed)} are")
+        raise granularity.error(f"{kind} is not supported; only {', '.join(allowed)} are")
     return kind

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config import LoadOptions
 from engine.execution.graphs import CudaDevice
 from engine.execution.loader import load_model
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.kernels.kv_cache import QUANTIZED
-from engine.model.config import LoadOptions
 from engine.model.drafts import DraftSource
 from engine.planning.request import Pooling, Sequence
 from engine.planning.step import OutOfMemory, Plan, StepResult

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config import LoadOptions, ModelConfig
 from engine.errors import NotEnoughMemory
 from engine.execution import loader, memory
 from engine.execution.loader import load_model
@@ -28,7 +29,6 @@ from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import select
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder

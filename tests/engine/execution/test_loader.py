@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError, NotEnoughMemory
 from engine.execution.loader import LoadedModel, load_model
 from engine.execution.memory import Budget, plan_memory, weight_bytes
@@ -23,7 +24,6 @@ from engine.kernels.cpu import native
 from engine.kernels.cpu.native import NativeDecoder, NativeUnavailable, PackedLinear
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import Kernels
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parameters import GatedMlp, Weights
 from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import LoadOptions, ModelConfig
 from engine.errors import NotEnoughMemory
 from engine.execution.memory import (
     Budget,
@@ -15,7 +16,6 @@ from engine.execution.memory import (
 )
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import parse_config
 from engine.model.tensors import Recipe
 from engine.planning.windows import Windows

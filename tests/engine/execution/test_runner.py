@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config import MAX_DRAFTS
 from engine.execution.runner import ModelRunner
-from engine.model.config import MAX_DRAFTS
 from engine.planning.request import Request, SamplingParams
 from engine.planning.step import DeviceError, RunnerFacts
 from tests.engine.checkpoints import make_checkpoint

@@ -13,6 +13,7 @@ from threading import Lock
 import pytest
 import torch
 
+from engine.config import LoadOptions
 from engine.execution import loader
 from engine.execution.buffers import StepBuffers
 from engine.execution.graphs import Graph
@@ -22,7 +23,6 @@ from engine.execution.seats import StepShape
 from engine.kernels.batch import Batch
 from engine.kernels.ops import reference_kernels
 from engine.launching import launch_fitting
-from engine.model.config import LoadOptions
 from engine.model.transformer import ForwardPass
 from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting

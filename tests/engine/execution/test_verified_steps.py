@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import LoadOptions
 from engine.execution import loader
 from engine.execution.loader import LoadedModel, load_model
 from engine.execution.runner import ModelRunner
 from engine.execution.seats import StepShape
 from engine.kernels.ops import reference_kernels
-from engine.model.config import LoadOptions
 from engine.model.drafts import DraftSource, SharedTokens
 from engine.planning.drafting import Proposer
 from engine.planning.request import Sequence

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from app.checkpoint import DEMO_MODEL
+from engine.config import LoadOptions
 from engine.engine import Engine
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
-from engine.model.config import LoadOptions
 from engine.planning.grammars import Grammars
 from engine.planning.request import Output
 from engine.planning.scheduler import SchedulerLimits

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.config import ModelConfig
 from engine.kernels import reference
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
 from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
-from engine.model.config import ModelConfig
 from engine.model.lowering import program
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.rotary import RotaryTables

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
+from engine.config import ModelConfig
 from engine.kernels.kv_cache import MAX_TABLES, QUANTIZED, KVCache, KVLayout, KVShape
+from engine.spec import Attention, GatedMlp, Layer, ModelSpec, Norm
 
 LAYOUT = KVLayout.even(KVShape(num_kv_heads=2, head_dim=8, block_size=4), 3)
 
@@ -56,31 +56,27 @@ def test_a_quantized_block_ends_with_a_scale_for_each_head_of_each_token(dtype: 
     assert kv.data.nbytes == 10 * LAYOUT.block_bytes(dtype)
 
 
-@dataclass
-class Heads:
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 8
-    window: int = 0
-    shares: int | None = None
+def heads(*, head_dim: int = 8, window: int = 0, shares: int | None = None) -> Layer:
+    attention = Attention(
+        hidden_size=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        scale=1.0,
+        window=window,
+        shares=shares,
+    )
+    return Layer(attention=attention, feed_forward=GatedMlp(hidden_size=8, inner_size=8))
 
 
-@dataclass
-class Layer:
-    attention: Heads
-
-
-@dataclass
-class Model:
-    layers: list[Layer]
-
-
-def layout(*heads: Heads) -> KVLayout:
-    return KVLayout.of(Model([Layer(each) for each in heads]), 4)
+def layout(*layers: Layer, beside: KVLayout | None = None) -> KVLayout:
+    spec = ModelSpec(hidden_size=8, layers=layers, norm_eps=1e-5, final_norm=Norm(name="norm", size=8))
+    config = ModelConfig(architecture="LlamaForCausalLM", vocab_size=8, max_position=64, spec=spec)
+    return KVLayout.of(config, 4, beside=beside)
 
 
 def test_layers_that_see_equally_many_tokens_fill_the_blocks_of_their_tables() -> None:
-    wide, narrow = Heads(), Heads(window=20)
+    wide, narrow = heads(), heads(window=20)
     found = layout(*5 * [wide])
     assert (found.windows, found.num_planes) == ((0,), 5)
     found = layout(narrow, narrow, narrow, narrow, narrow, wide, narrow, narrow, wide)
@@ -92,7 +88,7 @@ def test_layers_that_see_equally_many_tokens_fill_the_blocks_of_their_tables() -
 
 
 def test_narrow_layers_share_a_slot_and_a_layer_may_read_the_cache_of_another() -> None:
-    found = layout(Heads(window=20), Heads(head_dim=16), Heads(window=20), Heads(window=20, shares=2))
+    found = layout(heads(window=20), heads(head_dim=16), heads(window=20), heads(window=20, shares=2))
     assert (found.windows, found.num_planes) == ((0, 20), 1)
     assert found.places[3] == found.places[2]
     kv = KVCache(found, 10, torch.float32, torch.device("cpu"))
@@ -104,7 +100,7 @@ def test_narrow_layers_share_a_slot_and_a_layer_may_read_the_cache_of_another() 
 
 
 def test_a_draft_keeps_everything_in_the_blocks_of_the_first_table() -> None:
-    model = Model([Layer(Heads(window=20)), Layer(Heads())])
-    found = KVLayout.of(model, 4, beside=layout(Heads(), Heads(window=20), Heads(window=20)))
+    beside = layout(heads(), heads(window=20), heads(window=20))
+    found = layout(heads(window=20), heads(), beside=beside)
     assert (found.windows, found.num_planes) == ((0, 20, 20), 2)
     assert [place.table for place in found.places] == [0, 0]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config import LoadOptions
 from engine.fields import Fields
 from engine.kernels.cpu import build
 from engine.kernels.cpu.build import NativeUnavailable
 from engine.kernels.cpu.levels import this_machine
 from engine.kernels.select import select
-from engine.model.config import LoadOptions
 from engine.model.parse import parse_config
 from tests.engine.checkpoints import make_config
 

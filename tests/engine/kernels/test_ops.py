@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.kernels import select as selecting
@@ -21,7 +22,6 @@ from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear
 from engine.kernels.select import only_what_runs, select, trials, triton_kernels
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.parse import parse_config
 from engine.model.tensors import make_recipe

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.config import ModelConfig
 from engine.model.parse import parse_config, read_config, read_generation_defaults
-from engine.model.spec import Rope
+from engine.spec import Rope
 from tests.engine.checkpoints import FAMILIES, make_config
 from tests.few import examples
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config import LoadOptions
 from engine.errors import CheckpointError
 from engine.execution.loader import load_model
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
-from engine.model.config import LoadOptions
 from engine.model.drafts import DraftSource
 from engine.model.eagle import check_eagle, is_eagle, read_eagle
 from engine.model.eagle_weights import EagleFiles, check_eagle_tensors, eagle_specs, load_eagle

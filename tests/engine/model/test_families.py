@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config import LoadOptions
 from engine.execution.loader import load_model
-from engine.model.config import LoadOptions
 from tests.engine.families import INSIDE, TINY, put_inside
 from tests.engine.model.test_transformer import device_of, load, logits_of, make_batch, oracle_logits
 from tests.engine.rounding_noise import largest

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError
 from engine.execution.loader import load_model
 from engine.fields import Fields
 from engine.kernels.cpu.native import NativeDecoder
-from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import parse_config
 from tests.engine.families import TINY
 from tests.engine.model.test_transformer import load, logits_of, make_batch

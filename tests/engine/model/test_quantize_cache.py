@@ -16,11 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.config import LoadOptions
 from engine.execution.loader import load_model
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model import quantize_cache
-from engine.model.config import LoadOptions
 from engine.model.files import open_files
 from engine.model.gguf.config import read_config as gguf_config
 from engine.model.parameters import GatedMlp, Weights

@@ -15,11 +15,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from engine.config import LoadOptions
 from engine.errors import CheckpointError
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model import quantizing
-from engine.model.config import LoadOptions
 from engine.model.layerwise import Layer
 from engine.model.parse import read_config
 from engine.model.quantizing import Plan, check, layer_bytes, quantize

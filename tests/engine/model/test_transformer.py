@@ -12,12 +12,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from engine.config import LoadOptions
 from engine.execution.loader import LoadedModel, load_model
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import NativeUnavailable, load_library
-from engine.model.config import LoadOptions
 from engine.model.rotary import inverse_frequencies
-from engine.model.spec import Rope
+from engine.spec import Rope
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.configs import spread
 from tests.engine.rounding_noise import error_of, largest

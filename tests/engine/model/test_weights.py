@@ -9,11 +9,11 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engine.config import LoadOptions
 from engine.errors import CheckpointError
 from engine.execution.loader import load_model
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import reference_kernels
-from engine.model.config import LoadOptions
 from engine.model.files import open_files
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.parse import read_config

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from engine.config import LoadOptions
 from engine.errors import CheckpointError
-from engine.model.config import LoadOptions
 from engine.model.parse import read_config
 from engine.model.split import check_split
 from engine.parallel.leader import Followers, ParallelRunner

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config import LoadOptions
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.select import triton_kernels
-from engine.model.config import LoadOptions
 from engine.model.files import open_files
 from engine.model.parse import read_config
 from engine.model.transformer import Decoder

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import LoadOptions, ModelConfig
 from engine.execution import loader
 from engine.execution.loader import LoadedModel, load_model
 from engine.execution.runner import ModelRunner
 from engine.kernels.kv_cache import QUANTIZED
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import triton_kernels
-from engine.model.config import LoadOptions, ModelConfig
 from engine.planning.drafting import Drafting
 from engine.planning.request import Request
 from tests.engine.checkpoints import make_checkpoint

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config import LoadOptions
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
-from engine.model.config import LoadOptions
 from engine.model.files import open_files
 from engine.model.gguf.container import read_header
 from engine.model.tensors import check_tensors, make_recipe

@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.config import GenerationDefaults, LoadOptions
 from engine.errors import CheckpointError
 from engine.execution.loader import load_model
 from engine.fields import Fields
@@ -28,15 +29,14 @@ from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import native_kernels
 from engine.model.checkpoint import read_config, read_generation_defaults
-from engine.model.config import GenerationDefaults, LoadOptions
 from engine.model.files import open_files
 from engine.model.gguf.container import SUPPORTED
 from engine.model.parameters import GatedMlp
-from engine.model.spec import HeadOrder, Layer, Rows
 from engine.model.tensors import check_tensors, make_recipe, row_order
 from engine.model.transformer import make_decoder
 from engine.model.weights import load_weights
 from engine.quant.integers import Factors, Integers
+from engine.spec import HeadOrder, Layer, Rows
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY

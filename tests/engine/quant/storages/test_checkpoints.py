@@ -10,12 +10,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from engine.config import LoadOptions
 from engine.errors import CheckpointError
 from engine.execution.loader import LoadedModel, load_model
 from engine.kernels.batch import blank_batch
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels
-from engine.model.config import LoadOptions
 from engine.model.parameters import GatedMlp, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torchao.quantization as ao
 
+from engine.config import QUANT_METHODS
 from engine.errors import CheckpointError
-from engine.model.config import QUANT_METHODS
 from engine.quant.checkpoints import METHODS
 from engine.quant.storage import PLAIN
 from tests.engine.quant.storages.makers import INT4, WAYS, Config, awq, bnb4, compressed, fp8, gptq, torchao

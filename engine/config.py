@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engine.fields import Fields
-from engine.model.spec import Layer, ModelSpec
+from engine.spec import Layer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
