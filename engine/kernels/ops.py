@@ -31,18 +31,8 @@ Say = Callable[[str], None]
 """Told lines for the operator."""
 
 
-class Attention(Protocol):
-    """One step's attention; see `reference.PagedAttention`."""
-
-    def __call__(
-        self,
-        queries: Tensor,
-        layer_kv: Tensor,
-        window: int,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        block_tables: Tensor | None = None,
-    ) -> Tensor: ...
+Attend = Callable[[Tensor, Tensor, int, float | None, float, Tensor | None], Tensor]
+"""One step's attention: queries, a layer's KV, window, scale, softcap, block tables; see `reference.PagedAttention`."""
 
 
 class RotateAndWrite(Protocol):
@@ -84,7 +74,7 @@ class Kernels:
     kv_places: Callable[[Batch, int], Tensor]
     rotate_and_write: RotateAndWrite
     glu: Callable[[Tensor, str], Tensor]
-    attention: Callable[[Batch, KVShape], Attention]
+    attention: Callable[[Batch, KVShape], Attend]
     """Prepares one step's attention, which every layer then calls."""
     gather: Gather
     choose: Choose

@@ -239,7 +239,7 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
             attend = kernels.attention(mixed_batch, shape)
             for number, own in {own.window: (number, own) for number, own in layers.items()}.values():
                 queries = torch.ones(sum(mixed), own.num_heads, own.head_dim, device=device, dtype=dtype)
-                attend(queries, kv.layer(number), own.window)
+                attend(queries, kv.layer(number), own.window, None, 0.0, None)
 
     return {
         "rms_norm": lambda: kernels.rms_norm(row, norm, 1e-6),
@@ -250,7 +250,7 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
         "rotate_and_write": rotate_and_write,
         "attention": attention,
         "gather": lambda: kernels.gather(table, step),
-        "choose": lambda: kernels.choose(logits, tables, slots, slots, Filters()),
+        "choose": lambda: kernels.choose(logits, tables, slots, slots, Filters(), None),
     }
 
 

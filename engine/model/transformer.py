@@ -14,8 +14,7 @@ from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.linear import Linear
-from engine.kernels.ops import Attention as AttendStep
-from engine.kernels.ops import Kernels
+from engine.kernels.ops import Attend, Kernels
 from engine.kernels.ranks import embed
 from engine.kernels.reference import TokenPlaces
 from engine.model.eagle import EagleConfig
@@ -219,7 +218,7 @@ class _Step:
         self._in_cache = [
             kernels.kv_places(replace(batch, block_tables=table), kv.block_size) for table in self.tables
         ]
-        self.attend: dict[KVShape, AttendStep] = {
+        self.attend: dict[KVShape, Attend] = {
             shape: kernels.attention(batch, shape) for shape in kv.layout.shapes
         }
 

@@ -5,9 +5,9 @@ The layout is shared by every implementation of the rule in `reference.py`: plai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -80,25 +80,11 @@ class SamplingTables:
         return self._by_dtype[dtype]
 
 
-class Choose(Protocol):
-    """An implementation of the rule; see `reference.choose`."""
+Choose = Callable[[Tensor, SamplingTables, Tensor, Tensor, Filters, Tensor | None], Tensor]
+"""An implementation of the rule: logits, tables, slots, numbers, filters, masks -> tokens; see `reference.choose`."""
 
-    def __call__(
-        self,
-        logits: Tensor,
-        tables: SamplingTables,
-        slots: Tensor,
-        numbers: Tensor,
-        filters: Filters,
-        masks: Tensor | None = None,
-        /,
-    ) -> Tensor: ...
-
-
-class MostLikely(Protocol):
-    """Tells the most likely tokens of rows of logits; see `reference.most_likely`."""
-
-    def __call__(self, logits: Tensor, rows: Tensor, num: int, /) -> tuple[Tensor, Tensor, Tensor]: ...
+MostLikely = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+"""Tells the most likely tokens of rows of logits; see `reference.most_likely`."""
 
 
 def num_words(vocab_size: int) -> int:

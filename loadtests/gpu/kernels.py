@@ -159,7 +159,7 @@ def _decode_seconds(bench: Bench, num_sequences: int, context: int, num_layers: 
     def step() -> None:
         attention = bench.kernels.attention(batch, bench.shape)
         for layer in range(num_layers):
-            attention(queries, kv.layer(layer), 0)
+            attention(queries, kv.layer(layer), 0, None, 0.0, None)
 
     return bench.seconds(step)
 

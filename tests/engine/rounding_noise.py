@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear
-from engine.kernels.ops import Attention, Kernels, reference_kernels
+from engine.kernels.ops import Attend, Kernels, reference_kernels
 from engine.kernels.reference import TokenPlaces
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
@@ -119,7 +119,7 @@ class NoisyReference:
         )
         return self.moved(queries, 4)
 
-    def attention(self, batch: Batch, shape: KVShape) -> Attention:
+    def attention(self, batch: Batch, shape: KVShape) -> Attend:
         attend, context = self.reference.attention(batch, shape), int(batch.context_lens.max())
 
         def attention(

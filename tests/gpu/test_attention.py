@@ -64,7 +64,7 @@ def table_for(case: AttentionInput) -> Kernels:
 
 def attend(case: AttentionInput, kernels: Kernels) -> Tensor:
     attention = kernels.attention(case.batch, case.shape)
-    return attention(case.queries.to(DEVICE), case.layer_kv, case.window)
+    return attention(case.queries.to(DEVICE), case.layer_kv, case.window, None, 0.0, None)
 
 
 def check(case: AttentionInput) -> Tensor:
@@ -128,7 +128,7 @@ def test_a_captured_step_follows_the_lengths_of_its_batch() -> None:
     batch = replace(case.batch, context_lens=context_lens)
 
     def run() -> Tensor:
-        return kernels.attention(batch, case.shape)(queries, case.layer_kv, 0)
+        return kernels.attention(batch, case.shape)(queries, case.layer_kv, 0, None, 0.0, None)
 
     run()
     torch.cuda.synchronize()

@@ -74,11 +74,11 @@ class FakeCard:
         assert (weight.shape, epsilon) == ((4096,), 1e-5)
         self.read("add_rms_norm", 2 * (x.nbytes + y.nbytes))
 
-    def attention(self, batch: Batch, _: KVShape) -> Callable[[Tensor, Tensor, int], None]:
+    def attention(self, batch: Batch, _: KVShape) -> Callable[..., None]:
         """A decode reads all blocks of a layer but the first, which belongs to nobody; a chunk computes products."""
         num_tokens, context = batch.token_ids.numel(), batch.block_tables.shape[1] * 16
 
-        def attend(queries: Tensor, layer: Tensor, window: int) -> None:
+        def attend(queries: Tensor, layer: Tensor, window: int, *_: object) -> None:
             assert (queries.shape, window) == ((num_tokens, 32, 128), 0)
             if batch.max_query_len == 1:
                 self.num_layers[-1] += 1

@@ -80,7 +80,7 @@ def run(
     """One step over all rows."""
     numbers = [0] * len(rows) if numbers is None else numbers
     tables = make_tables(rows, logits.shape[1])
-    return choose(logits, tables, ints(range(len(rows))), ints(numbers), filters).tolist()
+    return choose(logits, tables, ints(range(len(rows))), ints(numbers), filters, None).tolist()
 
 
 def num_explained(

@@ -127,5 +127,5 @@ def draws(
     slots = torch.arange(len(state), dtype=torch.int32)
     at = torch.from_numpy(np.broadcast_to(np.asarray(numbers, np.int32), len(state)).copy())
     filters = Filters("top_k" in columns, bool({"top_p", "min_p_depth"} & columns.keys()))
-    token_ids = choose(logits.expand(len(state), -1), tables, slots, at, filters)
+    token_ids = choose(logits.expand(len(state), -1), tables, slots, at, filters, None)
     return token_ids.numpy().astype(np.int64)
