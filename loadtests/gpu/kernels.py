@@ -172,7 +172,7 @@ def prefill(bench: Bench) -> None:
         batch, kv = _scattered(bench, 1, 1, context, num_tokens=num_tokens)
         attend = bench.kernels.attention(batch, bench.shape)
         queries = bench.random(num_tokens, config.num_heads, config.head_dim)
-        time_s = bench.seconds(partial(attend, queries, kv.layer(0), 0))
+        time_s = bench.seconds(partial(attend, queries, kv.layer(0), 0, None, 0.0, None))
         flop = 2.0 * config.q_size * num_tokens * (2 * context - num_tokens + 1)
         name = f"attention prefill{bench.kv}, {num_tokens:,} {of}"
         emit(name, flop / time_s / 1e12, "TFLOP/s", f"{time_s * 1000:.2f} ms a layer")

@@ -14,7 +14,7 @@ the number of sequences and tokens, so that they can be captured in a graph and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -141,17 +141,38 @@ class TritonAttention:
         num_tokens, num_heads, head_dim = queries.shape
         assert num_tokens == self._num_tokens
         attended = torch.empty(num_tokens, num_heads * head_dim, dtype=queries.dtype, device=queries.device)
-        tables = self._batch.block_tables if block_tables is None else block_tables
-        scoring = {
+        batch, workspace, segments = self._batch, self._workspace, self._workspace.segments[window]
+        tables = batch.block_tables if block_tables is None else block_tables
+        numbers, scales = numbers_and_scales(layer_kv)
+        arguments = (
+            *(attended, queries, numbers, scales, tables, batch.query_starts, batch.context_lens),
+            *(queries.stride(0), numbers.stride(0), tables.stride(0), window),
+        )
+        constants = {
+            **self._constants,
             "SCALE": head_dim**-0.5 if scale is None else scale,
             "SOFTCAP": softcap,
             "BLOCK_SIZE": self._block_size,
             "BLOCK_STRIDE": layer_kv.stride(1),
+            "WINDOWED": window > 0,
         }
-        self._launch_decode(attended, queries, layer_kv, tables, window, scoring)
+        decode_attention_kernel[(self._num_items, workspace.shape.num_kv_heads)](
+            *arguments,
+            workspace.segment_outputs,
+            workspace.segment_scales,
+            segments.item_sequences,
+            segments.first_items,
+            **constants,
+            **self._decode.options,
+        )
         self._launch_reduction(attended, window)
         if self._has_prefill:
-            self._launch_prefill(attended, queries, layer_kv, tables, window, scoring)
+            # Each sequence fills its tiles but one: rounding down and one more for each are always enough.
+            block_queries = self._prefill.block_m // workspace.group
+            num_blocks = self._num_tokens // block_queries + self._num_sequences
+            prefill_attention_kernel[(num_blocks, workspace.shape.num_kv_heads)](
+                *arguments, self._num_sequences, **constants, **self._prefill.options
+            )
         return attended
 
     def _plan_segments(self, window: int) -> None:
@@ -171,39 +192,6 @@ class TritonAttention:
             ITEMS=segmenting.PLANNED_ITEMS,
         )
 
-    def _launch_decode(
-        self,
-        attended: Tensor,
-        queries: Tensor,
-        layer_kv: Tensor,
-        tables: Tensor,
-        window: int,
-        scoring: Mapping[str, Any],
-    ) -> None:
-        batch, workspace, segments = self._batch, self._workspace, self._workspace.segments[window]
-        numbers, scales = numbers_and_scales(layer_kv)
-        decode_attention_kernel[(self._num_items, workspace.shape.num_kv_heads)](
-            attended,
-            workspace.segment_outputs,
-            workspace.segment_scales,
-            queries,
-            numbers,
-            scales,
-            tables,
-            batch.query_starts,
-            batch.context_lens,
-            segments.item_sequences,
-            segments.first_items,
-            queries.stride(0),
-            numbers.stride(0),
-            tables.stride(0),
-            window,
-            WINDOWED=window > 0,
-            **self._constants,
-            **scoring,
-            **self._decode.options,
-        )
-
     def _launch_reduction(self, attended: Tensor, window: int) -> None:
         workspace = self._workspace
         reduce_segments_kernel[(self._num_sequences, workspace.shape.num_kv_heads)](
@@ -218,37 +206,4 @@ class TritonAttention:
             ZEROS=segmenting.ZEROED_ELEMENTS,
             num_warps=segmenting.REDUCTION_WARPS,
             **self._constants,
-        )
-
-    def _launch_prefill(
-        self,
-        attended: Tensor,
-        queries: Tensor,
-        layer_kv: Tensor,
-        tables: Tensor,
-        window: int,
-        scoring: Mapping[str, Any],
-    ) -> None:
-        batch, workspace = self._batch, self._workspace
-        numbers, scales = numbers_and_scales(layer_kv)
-        block_queries = self._prefill.block_m // workspace.group
-        # Each sequence fills its tiles but one: rounding down and one more for each are always enough.
-        num_blocks = self._num_tokens // block_queries + self._num_sequences
-        prefill_attention_kernel[(num_blocks, workspace.shape.num_kv_heads)](
-            attended,
-            queries,
-            numbers,
-            scales,
-            tables,
-            batch.query_starts,
-            batch.context_lens,
-            queries.stride(0),
-            numbers.stride(0),
-            tables.stride(0),
-            self._num_sequences,
-            window,
-            WINDOWED=window > 0,
-            **self._constants,
-            **scoring,
-            **self._prefill.options,
         )
