@@ -31,7 +31,7 @@ from typing import Protocol
 from engine.planning.block_tables import BlockTables
 from engine.planning.chunks import set_drafts
 from engine.planning.pace import Pace
-from engine.planning.request import NO_LIMIT, DraftCount, Sequence
+from engine.planning.request import NO_LIMIT, Sequence
 from engine.planning.step import OPEN, Chunk, Plan, StepSeconds
 
 log = logging.getLogger("penstock.engine")
@@ -133,8 +133,8 @@ class Drafting:
         self.clock = clock
         self._max_rows = max_rows
         self._step_seconds = step_seconds
-        self._priced = (0, 1e-9, 0.0)
-        """Of the step that is planned: its tokens without drafts, its seconds, and what each draft adds to them."""
+        self._seconds: Callable[[int], float] = lambda _: 0.0
+        """What the step that is planned takes with so many tokens, drafts included."""
         self.failed: list[str] = []
         self._proposers = [proposer for proposer in (lookup, forced) if proposer is not None]
         self._has_model = has_model
@@ -275,18 +275,13 @@ class Drafting:
         return (num_sampling + 1) * now >= num_sampling * more
 
     def _price(self, plan: Plan) -> None:
-        """Finds what the planned step takes without drafts, and with one."""
-        num_prefill, num_context = plan.num_prefill, plan.num_context
+        """Finds what the planned step takes without drafts, and what each of them adds."""
+        num_prefill, num_context, num_plain = plan.num_prefill, plan.num_context, plan.num_tokens
         plain_s, longer_s = (
-            self._step_seconds(num_prefill, plan.num_tokens - num_prefill + num, num_context)
-            for num in (0, 1)
+            self._step_seconds(num_prefill, num_plain - num_prefill + num, num_context) for num in (0, 1)
         )
-        self._priced = (plan.num_tokens, max(plain_s, 1e-9), longer_s - plain_s)
-
-    def _seconds(self, num_tokens: int) -> float:
-        """What the step that is planned takes with drafts that make it so long."""
-        num_plain, plain_s, draft_s = self._priced
-        return plain_s + (num_tokens - num_plain) * draft_s
+        least_s, draft_s = max(plain_s, 1e-9), longer_s - plain_s
+        self._seconds = lambda num_tokens: least_s + (num_tokens - num_plain) * draft_s
 
     # Guessing
 
@@ -435,13 +430,6 @@ class Drafting:
         self._rests_until[name] = self._num_steps + steps
         log.exception("drafting by %s failed, and rests for %d steps", name, steps)
         self.failed.append(name)
-
-
-def note_drafts(chunk: Chunk, num_brought: int) -> None:
-    """Counts the drafts of a chunk that came back: the right ones are among the tokens it brought, and one more."""
-    chunk.num_accepted = num_brought - 1
-    count = chunk.sequence.timings.drafts.setdefault(chunk.proposer, DraftCount())
-    count.note(len(chunk.drafts), chunk.num_accepted)
 
 
 def _add(plan: Plan, guess: _Guess, count: int, tables: BlockTables) -> None:

@@ -244,8 +244,9 @@ class Timings:
         if len(self.prefills) < MAX_MARKS:
             self.prefills.append((now, num_tokens))
 
-    def note_drafts(self, num_drafted: int, num_accepted: int, now: float) -> None:
-        """Remembers a step with drafts."""
+    def note_drafts(self, proposer: str, num_drafted: int, num_accepted: int, now: float) -> None:
+        """Remembers a step with drafts: the right ones are among the tokens that it brought, and one more."""
+        self.drafts.setdefault(proposer, DraftCount()).note(num_drafted, num_accepted)
         if len(self.draft_steps) < MAX_MARKS:
             self.draft_steps.append((now, num_drafted, num_accepted))
 

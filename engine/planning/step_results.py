@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.planning.beams import Beams, BeamSequence
 from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting, note_drafts
+from engine.planning.drafting import Drafting
 from engine.planning.request import (
     NO_LIMIT,
     Branch,
@@ -177,8 +177,8 @@ class StepResults(SequenceStore):
         if chunk.incarnation == sequence.num_preemptions:
             sequence.num_computed = chunk.start + num_brought
             self.tables.commit(sequence, sequence.num_computed)
-        note_drafts(chunk, num_brought)
-        sequence.timings.note_drafts(len(chunk.drafts), chunk.num_accepted, now)
+        chunk.num_accepted = num_brought - 1
+        sequence.timings.note_drafts(chunk.proposer, len(chunk.drafts), chunk.num_accepted, now)
 
     def _fork_if_due(self, parent: Sequence) -> None:
         """Starts the other choices of a request, which share its blocks, once its prompt is computed."""

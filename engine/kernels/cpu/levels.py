@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import InstructionSetError
@@ -84,9 +84,6 @@ LEVELS = {
 """The levels of each architecture, the slowest first."""
 _PORTABLE = (Level("portable", (), (), "any processor"),)
 
-TILES = "tiles"
-"""The level, for tests, that computes what AMX tiles do without having any; it is never chosen by itself."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -138,11 +135,9 @@ class Machine:
         Raises:
             InstructionSetError: there is no such level, or this machine cannot use it.
         """
-        if name == TILES:
-            return self._tiles()
         level = next((level for level in self.levels if level.name == name), None)
         if level is None:
-            names = ", ".join([*(level.name for level in self.levels), TILES])
+            names = ", ".join(level.name for level in self.levels)
             raise InstructionSetError(
                 f"{VARIABLE}: {self.architecture} has no level {name!r}; it has {names}"
             )
@@ -153,11 +148,6 @@ class Machine:
     def _rank(self, level: Level) -> float:
         """A slow level comes right after the one below it."""
         return self.levels.index(level) - (1.5 if self.is_slow(level) else 0)
-
-    def _tiles(self) -> Level:
-        base = next(level for level in self.usable() if level.name != AMX)
-        text = f"{base.text}, with emulated tiles, for tests"
-        return replace(base, name=TILES, flags=(*base.flags, "-DPENSTOCK_EMULATED_TILES"), text=text)
 
 
 def levels_of(architecture: str) -> tuple[Level, ...]:
@@ -195,7 +185,7 @@ def multiplies_bfloat16() -> bool:
     """Whether the level that serves here multiplies bfloat16 by instructions of its own, quicker than other types."""
     machine = this_machine()
     slow = {level.name for level in machine.levels if machine.is_slow(level)}
-    return (requested() or machine.usable()[0].name) in {AVX512BF16, AMX, TILES} - slow
+    return (requested() or machine.usable()[0].name) in {AVX512BF16, AMX} - slow
 
 
 @functools.cache

@@ -113,21 +113,23 @@ class NativeLibrary:
         return Team(self, num_threads or num_cores())
 
 
-def load_library(say: Callable[[str], None], level: str = "") -> NativeLibrary:
+def load_library(say: Callable[[str], None], level: Level | None = None) -> NativeLibrary:
     """Loads the library of the best level that this machine can use: a prebuilt one, or one that is compiled first.
 
     Args:
         say: is told a line when that takes a while, and when something keeps a better level or a prebuilt library
             from being used.
-        level: the name of the level to take instead; without it PENSTOCK_CPU_ISA may name one.
+        level: is taken instead; without it PENSTOCK_CPU_ISA may name one.
 
     Raises:
         InstructionSetError: there is no level of that name, or this machine cannot use it.
         NativeUnavailable: there is no compiler, or it fails; plain torch can do the same work.
     """
     machine = this_machine()
-    if name := level or requested():
-        return _open([machine.named(name)], say)
+    if level is None and (name := requested()):
+        level = machine.named(name)
+    if level is not None:
+        return _open([level], say)
     if refusal := _refusal(machine):
         say(refusal)
     return _open(machine.usable(), say)

@@ -1,4 +1,4 @@
-// Products of tiles, C += A B: the matrix unit of AMX, or a double of it that gives the same bits.
+// Products of tiles, C += A B: the matrix unit of AMX, or a double of it that gives the same bits, which tests bring along.
 //
 // There are eight tiles of at most 16 rows of 64 bytes. A holds rows of activations, [rows][k]; B holds weights with
 // neighbours in k side by side, bfloat16 as [k/2][columns][2] and int8 as [k/4][columns][4]; C holds sums,
@@ -12,7 +12,7 @@
 
 #include "simd.h"
 
-#if defined(PENSTOCK_EMULATED_TILES)
+#if defined(PENSTOCK_TILES_HEADER)
 #define PENSTOCK_TILES 1
 #elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define PENSTOCK_TILES 1
@@ -39,7 +39,11 @@ static_assert(sizeof(TileShapes) == 64);
 constexpr TileShapes kWholeTiles = {
     1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
+}  // namespace penstock
+
 #if PENSTOCK_AMX
+
+namespace penstock {
 
 // Every thread has tiles of its own; they are undefined after this. It is called for every piece of work: other
 // libraries use the tiles of the same thread, and leave them in a state of their own.
@@ -92,80 +96,10 @@ PENSTOCK_INLINE void tile_dot_int8() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-#else
-
-struct EmulatedTiles {
-    const TileShapes* shapes;
-    alignas(64) char data[8][kTileHeight][kTileBytes];
-};
-
-inline EmulatedTiles& emulated_tiles() {
-    static thread_local EmulatedTiles tiles{};
-    return tiles;
-}
-
-inline void use_tiles(const TileShapes& shapes) { emulated_tiles().shapes = &shapes; }
-
-struct FlushedDenormals {
-    FlushedDenormals() {}  // the double flushes none
-};
-
-template <int T>
-void tile_zero() {
-    std::memset(emulated_tiles().data[T], 0, sizeof emulated_tiles().data[T]);
-}
-
-template <int T>
-void tile_load(const void* from, size_t stride) {
-    EmulatedTiles& tiles = emulated_tiles();
-    tile_zero<T>();
-    for (int r = 0; r < tiles.shapes->rows[T]; r++)
-        std::memcpy(tiles.data[T][r], static_cast<const char*>(from) + r * stride, tiles.shapes->row_bytes[T]);
-}
-
-template <int T>
-void tile_store(void* to, size_t stride) {
-    EmulatedTiles& tiles = emulated_tiles();
-    for (int r = 0; r < tiles.shapes->rows[T]; r++)
-        std::memcpy(static_cast<char*>(to) + r * stride, tiles.data[T][r], tiles.shapes->row_bytes[T]);
-}
-
-template <int C, int A, int B>
-void tile_dot_bf16() {
-    EmulatedTiles& tiles = emulated_tiles();
-    const int pairs = tiles.shapes->row_bytes[A] / 4;
-    for (int r = 0; r < tiles.shapes->rows[C]; r++) {
-        const BFloat* a = reinterpret_cast<const BFloat*>(tiles.data[A][r]);
-        float* c = reinterpret_cast<float*>(tiles.data[C][r]);
-        for (int j = 0; j < tiles.shapes->row_bytes[C] / 4; j += kLanes) {
-            v8 even = splat(0.0f), odd = splat(0.0f);
-            for (int i = 0; i < pairs; i++) {
-                v8u both;
-                std::memcpy(&both, tiles.data[B][i] + 4 * j, sizeof both);
-                even = fma(splat(to_float(a[2 * i])), (v8)(both << 16), even);
-                odd = fma(splat(to_float(a[2 * i + 1])), (v8)(both & splat_bits(0xffff0000u)), odd);
-            }
-            store(c + j, load(c + j) + (even + odd));
-        }
-    }
-}
-
-template <int C, int A, int B>
-void tile_dot_int8() {
-    EmulatedTiles& tiles = emulated_tiles();
-    for (int r = 0; r < tiles.shapes->rows[C]; r++) {
-        const int8_t* a = reinterpret_cast<const int8_t*>(tiles.data[A][r]);
-        int32_t* c = reinterpret_cast<int32_t*>(tiles.data[C][r]);
-        for (int i = 0; i < tiles.shapes->row_bytes[A]; i++)
-            for (int j = 0; j < tiles.shapes->row_bytes[C] / 4; j++) {
-                const int8_t* b = reinterpret_cast<const int8_t*>(tiles.data[B][i / 4]);
-                c[j] += int32_t(a[i]) * b[4 * j + i % 4];
-            }
-    }
-}
-
-#endif
-
 }  // namespace penstock
+
+#else
+#include PENSTOCK_TILES_HEADER
+#endif
 
 #endif  // PENSTOCK_TILES

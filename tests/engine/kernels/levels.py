@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -12,7 +14,11 @@ from typing import Any
 import pytest
 
 from engine.kernels.cpu.build import build, fingerprint
-from engine.kernels.cpu.levels import AVX512BF16, TILES, this_machine
+from engine.kernels.cpu.levels import AMX, AVX512BF16, Level, Machine, this_machine
+
+TILES = "tiles"
+"""The level that computes what AMX tiles do without having any."""
+_EMULATED = Path(__file__).with_name("emulated_tiles.h")
 
 LEVELS = (*(level.name for level in this_machine().usable()), TILES)
 FEW_LEVELS = tuple(dict.fromkeys((LEVELS[0], "portable")))
@@ -20,6 +26,17 @@ FEW_LEVELS = tuple(dict.fromkeys((LEVELS[0], "portable")))
 
 SHAPE_LEVELS = tuple(name for name in LEVELS if name != AVX512BF16 or name == LEVELS[0])
 """Without the level that has only its products of linear maps to itself, unless it is what serves here."""
+
+
+def level_of(name: str, machine: Machine | None = None) -> Level:
+    """The level of a name; emulated tiles come on top of the best level without tiles."""
+    machine = machine or this_machine()
+    if name != TILES:
+        return machine.named(name)
+    base = next(level for level in machine.usable() if level.name != AMX)
+    digest = sha256(_EMULATED.read_bytes()).hexdigest()[:16]  # a change of it is another library
+    flags = (*base.flags, f'-DPENSTOCK_TILES_HEADER="{_EMULATED}"', f"-DPENSTOCK_TILES_DIGEST={digest}")
+    return replace(base, name=TILES, flags=flags, text=f"{base.text}, with emulated tiles")
 
 
 def params(levels: Iterable[str]) -> list[Any]:
@@ -34,7 +51,7 @@ def build_levels(names: Iterable[str]) -> None:
     Raises:
         NativeUnavailable: a level cannot be built.
     """
-    levels = [this_machine().named(name) for name in names]
+    levels = [level_of(name) for name in names]
     # One lock for each state of the sources: a checkout does not wait for another one.
     path = Path(gettempdir()) / f"penstock-{fingerprint(this_machine().usable()[0])}.lock"
     with path.open("w") as lock, ThreadPoolExecutor(2) as pool:

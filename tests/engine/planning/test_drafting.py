@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting, Proposer, note_drafts
+from engine.planning.drafting import Drafting, Proposer
 from engine.planning.pace import _LONGEST_REST, _MOST_BEHIND, _TRIAL_STEPS, Pace
 from engine.planning.request import DraftCount, FinishReason, Sequence
 from engine.planning.step import Chunk, Plan
@@ -124,9 +124,7 @@ def test_drafts_are_counted_by_who_proposed_them() -> None:
     tables = BlockTables(64, 4)
     (sequence,) = running(tables, 1)
     for proposer, num_brought in (("lookup", 9), ("draft", 1), ("lookup", 3)):
-        chunk = Chunk(sequence, 3, 9, samples=True, drafts=[1] * 8, proposer=proposer)
-        note_drafts(chunk, num_brought)
-        assert chunk.num_accepted == num_brought - 1
+        sequence.timings.note_drafts(proposer, 8, num_brought - 1, 1.0)
     assert sequence.timings.drafts == {
         "lookup": DraftCount([2] * 8, [2, 2, *[1] * 6]),
         "draft": DraftCount([1] * 8, [0] * 8),
