@@ -143,6 +143,10 @@ def test_generation_defaults(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"quantization_config": "gptq"}, "quantization_config must be an object"),
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layer_types has linear_attention, which is not",
+        ),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not supported"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"hidden_size": "64"}, "hidden_size must be a whole number, not '64'"),
