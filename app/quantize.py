@@ -25,7 +25,7 @@ from engine.model.parse import read_config
 from engine.model.texts import Outcome, Text, Texts
 
 if TYPE_CHECKING:
-    from engine.model.quantizing import Plan
+    from engine.model.quantizing import Scheme
 
 METHODS = ("gptq", "awq", "rtn")
 _ROW = "row"
@@ -113,17 +113,17 @@ def _quantize(options: argparse.Namespace) -> None:
     from engine.model.dtype import choose_device
     from engine.model.quantizing import check, quantize
 
-    plan = _plan(options, config)
-    check(folder, plan)
+    scheme = _scheme(options, config)
+    check(folder, scheme)
     device = choose_device(options.device)
     texts = make_texts(
-        folder, config, options.calibration, options.calibration_tokens, is_needed=plan.method != "rtn"
+        folder, config, options.calibration, options.calibration_tokens, is_needed=scheme.method != "rtn"
     )
-    _say_plan(plan, config, texts, str(device))
+    _say_scheme(scheme, config, texts, str(device))
     with _beside(out) as made, progress("quantizing") as show:
         try:
-            outcome = quantize(folder, made / "model.safetensors", plan, texts, device, show)
-            _write_config(folder, made, plan, config.num_layers)
+            outcome = quantize(folder, made / "model.safetensors", scheme, texts, device, show)
+            _write_config(folder, made, scheme, config.num_layers)
             _copy_others(folder, made)
         except (OSError, torch.OutOfMemoryError) as error:
             raise OperatorError(f"{out}: {error}") from None
@@ -151,14 +151,14 @@ def _check_out(out: Path, folder: Path, overwrite: bool) -> None:
         raise OperatorError(f"OUT {out} is no checkpoint, it has no config.json, and is not replaced")
 
 
-def _plan(options: argparse.Namespace, config: ModelConfig) -> Plan:
-    from engine.model.quantizing import Plan
+def _scheme(options: argparse.Namespace, config: ModelConfig) -> Scheme:
+    from engine.model.quantizing import Scheme
 
     if options.wide_layers < 0:
         raise OperatorError(f"--wide-layers must not be negative, and is {options.wide_layers}")
     if options.act_order and options.method != "gptq":
         raise OperatorError(f"--act-order is for --method gptq, not {options.method}")
-    return Plan(
+    return Scheme(
         method=options.method,
         bits=options.bits,
         group_size=_group_size(options, config),
@@ -213,9 +213,9 @@ def _terminations_as_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write_config(folder: Path, made: Path, plan: Plan, num_layers: int) -> None:
+def _write_config(folder: Path, made: Path, scheme: Scheme, num_layers: int) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = plan.config(num_layers)
+    config["quantization_config"] = scheme.config(num_layers)
     (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -244,15 +244,15 @@ def _put_in_place(made: Path, out: Path, overwrite: bool) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _say_plan(plan: Plan, config: ModelConfig, texts: Texts, device: str) -> None:
+def _say_scheme(scheme: Scheme, config: ModelConfig, texts: Texts, device: str) -> None:
     from engine.model.quantizing import layer_bytes
 
-    size = "one scale a row" if plan.group_size is None else f"groups of {plan.group_size}"
-    kind = "symmetric" if plan.symmetric else "asymmetric"
-    wide = min(plan.num_wide_layers, config.num_layers) if plan.bits == 4 else 0
+    size = "one scale a row" if scheme.group_size is None else f"groups of {scheme.group_size}"
+    kind = "symmetric" if scheme.symmetric else "asymmetric"
+    wide = min(scheme.num_wide_layers, config.num_layers) if scheme.bits == 4 else 0
     wide_text = f"; {wide} of {config.num_layers} layers in 8 bits" if wide else ""
-    print(f"{plan.method}, {plan.bits} bits, {size}, {kind}{wide_text}, on {device}")
-    used = () if plan.method == "rtn" else texts.calibration
+    print(f"{scheme.method}, {scheme.bits} bits, {size}, {kind}{wide_text}, on {device}")
+    used = () if scheme.method == "rtn" else texts.calibration
     print(
         f"calibration {_count(used)}, held out {_count(texts.held_out)}; memory: activations "
         f"{texts.num_bytes(config) / _MIB:,.0f} MiB, a layer with its Hessians {layer_bytes(config) / _MIB:,.0f} MiB",

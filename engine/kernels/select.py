@@ -142,7 +142,7 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
     choose = packed_linear.PackedLinears(Card.of(device), packed_linear.multiplies_float8(device, dtype))
     runs: dict[Hashable, bool] = {}
 
-    def tried(chosen: packed_linear.PackedLinear) -> bool:
+    def tried(chosen: packed_linear.TritonLinear) -> bool:
         def trial() -> None:
             for rows in (1, *(most + 1 for most in ROW_CLASSES)):
                 chosen(torch.zeros(rows, chosen.weight.in_features, device=device, dtype=dtype))

@@ -35,7 +35,7 @@ _TOKENS_AT_A_TIME = 512
 _LOGITS_AT_A_TIME = 1 << 24
 
 
-class Layer(TensorFiles):
+class LayerTensors(TensorFiles):
     """The tensors of one layer in float32, each of which may be replaced."""
 
     def __init__(self, config: ModelConfig, index: int, files: TensorFiles, device: torch.device) -> None:
@@ -140,7 +140,7 @@ class LayerwiseDecoder:
         hidden = self._decoder(batch).embedded(batch).to(device)  # where the embedding is, on the host
         return Stream(texts, batch.to(device), hidden)
 
-    def through(self, layer: Layer, stream: Stream, see: See = lambda *_: None) -> Stream:
+    def through(self, layer: LayerTensors, stream: Stream, see: See = lambda *_: None) -> Stream:
         """The stream after a layer; each of its linear maps has the weight of the moment at which it runs."""
         spec = self._config.spec.layers[layer.index]
         reader = _ReaderAtUse(layer, self._kernels, see, spec.feed_forward.activation)
@@ -170,7 +170,7 @@ class LayerwiseDecoder:
 class _ReaderAtUse(Reader):
     """Reads the weights of linear maps when they run."""
 
-    def __init__(self, layer: Layer, kernels: Kernels, see: See, activation: str) -> None:
+    def __init__(self, layer: LayerTensors, kernels: Kernels, see: See, activation: str) -> None:
         super().__init__(layer, replace(kernels, glu=_multiplied_already))
         self._see, self._glu, self._activation = see, kernels.glu, activation
 

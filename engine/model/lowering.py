@@ -13,7 +13,7 @@ from engine.kernels.cpu import native
 from engine.kernels.linear import Linear
 from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
-from engine.model.parameters import GatedMlp, LayerWeights, Weights
+from engine.model.parameters import LayerWeights, MlpWeights, Weights
 from engine.model.rotary import RotaryTables
 from engine.spec import Layer, ModelSpec, Norm
 
@@ -101,7 +101,7 @@ def _parts(
     number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool, first: int
 ) -> Iterator[native.NativeOp]:
     attention, mlp = layer.attention, own.feed_forward
-    assert isinstance(mlp, GatedMlp)
+    assert isinstance(mlp, MlpWeights)
     cos, sin, q_scales = tables.of(attention)
     heads = native.NativeHeads(
         num_heads=attention.num_heads,

@@ -14,7 +14,7 @@ FeedForward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp:
+class MlpWeights:
     """down(activation(gate) * up): the dense feed-forward part."""
 
     gate_up: Linear
@@ -54,8 +54,8 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerEmbeddings:
-    """See the description of the same name."""
+class LayerEmbeddingWeights:
+    """See `LayerEmbeddings`."""
 
     table: Tensor | Linear
     """[vocab, layers * size] in the type of the checkpoint; on a CPU, it may be the memory of the mapped file, or a
@@ -74,7 +74,7 @@ class Weights:
     lm_head: Linear
     is_tied: bool
     """The rows of the output head are those of the embedding."""
-    layer_embeddings: LayerEmbeddings | None = None
+    layer_embeddings: LayerEmbeddingWeights | None = None
 
     @property
     def rows(self) -> Tensor | Linear:

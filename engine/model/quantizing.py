@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
-from engine.model.layerwise import Layer, LayerwiseDecoder, Stream
+from engine.model.layerwise import LayerTensors, LayerwiseDecoder, Stream
 from engine.model.parse import read_config
 from engine.model.safetensors import DTYPES, TensorFiles
 from engine.model.tensor_writer import TensorWriter
@@ -35,7 +35,7 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Scheme:
     """How a checkpoint is quantized."""
 
     method: str
@@ -79,7 +79,7 @@ def _layer_targets(layers: range, num_layers: int) -> list[str]:
     return [rf"re:.*layers\.({'|'.join(str(layer) for layer in layers)})\..*"]
 
 
-def check(folder: Path, plan: Plan) -> ModelConfig:
+def check(folder: Path, scheme: Scheme) -> ModelConfig:
     """Looks whether a checkpoint can be quantized so.
 
     Raises:
@@ -95,9 +95,9 @@ def check(folder: Path, plan: Plan) -> ModelConfig:
         )
     check_tensors(config, TensorFiles(folder))
     for spec in linear_specs(config).values():
-        if plan.group_size is not None and spec.in_features % plan.group_size:
+        if scheme.group_size is not None and spec.in_features % scheme.group_size:
             raise CheckpointError(
-                f"groups of {plan.group_size} do not divide the {spec.in_features} inputs of {spec.parts[0].name}"
+                f"groups of {scheme.group_size} do not divide the {spec.in_features} inputs of {spec.parts[0].name}"
             )
     return config
 
@@ -122,7 +122,7 @@ class _Streams(NamedTuple):
 def quantize(
     folder: Path,
     target: Path,
-    plan: Plan,
+    scheme: Scheme,
     texts: Texts,
     device: torch.device,
     progress: Progress = lambda _: None,
@@ -135,12 +135,12 @@ def quantize(
     Raises:
         CheckpointError: see `check`; or a linear map has weights or inputs that are not finite.
     """
-    config, files = check(folder, plan), TensorFiles(folder)
+    config, files = check(folder, scheme), TensorFiles(folder)
     names = expected_shapes(config)
-    grids = dict(_grids(config, files, plan))
+    grids = dict(_grids(config, files, scheme))
     decoder = LayerwiseDecoder(config, files, device)
     held_out = decoder.start(texts.held_out)
-    streams = _Streams(decoder.start(() if plan.method == "rtn" else texts.calibration), held_out, held_out)
+    streams = _Streams(decoder.start(() if scheme.method == "rtn" else texts.calibration), held_out, held_out)
     with TensorWriter(target, dict(_announced(names, grids, files))) as writer:
         for name in names:
             if not name.startswith(LAYERS):
@@ -150,8 +150,8 @@ def quantize(
             def said(done: float, index: int = index) -> None:
                 progress((index + done) / config.num_layers)
 
-            layer = Layer(config, index, files, device)
-            tensors, streams = _quantized_layer(layer, decoder, streams, plan, grids, said)
+            layer = LayerTensors(config, index, files, device)
+            tensors, streams = _quantized_layer(layer, decoder, streams, scheme, grids, said)
             del layer  # before the next one is read
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
@@ -161,16 +161,16 @@ def quantize(
 
 
 def _quantized_layer(
-    layer: Layer,
+    layer: LayerTensors,
     decoder: LayerwiseDecoder,
     streams: _Streams,
-    plan: Plan,
+    scheme: Scheme,
     grids: Mapping[str, Grid],
     progress: Progress,
 ) -> tuple[dict[str, Tensor], _Streams]:
     """The tensors of a layer as the checkpoint has them, by their full names, and the streams after the layer."""
     before = decoder.through(layer, streams.before)
-    if plan.method == "awq":
+    if scheme.method == "awq":
         _fold(layer, decoder, streams.calibration, grids)
     rounded: dict[str, Rounded] = {}
 
@@ -178,7 +178,7 @@ def _quantized_layer(
         progress(len(rounded) / sum(len(one.names) for one in layer.specs.values()))
         hessian = _hessian(spec, x)
         for name in spec.names:
-            one = rounded[name] = plan.rounding(layer.weight(name), hessian, grids[name])
+            one = rounded[name] = scheme.rounding(layer.weight(name), hessian, grids[name])
             layer.tensors[f"{name}.weight"] = one.weight()
 
     calibration = decoder.through(layer, streams.calibration, round_weights)
@@ -187,7 +187,9 @@ def _quantized_layer(
     return _stored(layer, grids, rounded), found
 
 
-def _fold(layer: Layer, decoder: LayerwiseDecoder, calibration: Stream, grids: Mapping[str, Grid]) -> None:
+def _fold(
+    layer: LayerTensors, decoder: LayerwiseDecoder, calibration: Stream, grids: Mapping[str, Grid]
+) -> None:
     """Multiplies the columns of linear maps as AWQ says, and divides what makes their inputs.
 
     The scales are all chosen before the first is applied; none changes what another linear map sees.
@@ -219,13 +221,13 @@ def _hessian(spec: LinearSpec, x: Tensor) -> Tensor:
     return hessian
 
 
-def _grids(config: ModelConfig, files: TensorFiles, plan: Plan) -> Iterator[tuple[str, Grid]]:
+def _grids(config: ModelConfig, files: TensorFiles, scheme: Scheme) -> Iterator[tuple[str, Grid]]:
     """The grid of each linear map, by its full name; scales have the type of the float weights."""
     for index in range(config.num_layers):
         for spec in linear_specs(config, index).values():
             for part in spec.parts:
                 dtype = DTYPES[files.entries[f"{part.name}.weight"].dtype]
-                yield part.name, plan.grid(index, dtype)
+                yield part.name, scheme.grid(index, dtype)
 
 
 def _announced(
@@ -240,7 +242,9 @@ def _announced(
             yield name, (shape, DTYPES[files.entries[name].dtype])
 
 
-def _stored(layer: Layer, grids: Mapping[str, Grid], rounded: Mapping[str, Rounded]) -> dict[str, Tensor]:
+def _stored(
+    layer: LayerTensors, grids: Mapping[str, Grid], rounded: Mapping[str, Rounded]
+) -> dict[str, Tensor]:
     """The tensors of a layer as the checkpoint has them, by their full names."""
     packed = {
         f"{module}.{suffix}": tensor

@@ -14,7 +14,7 @@ from engine.heap import trim_heap
 from engine.kernels.linear import Linear, chained
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import gathered
-from engine.model.parameters import GatedMlp, LayerEmbeddings, LayerWeights, Weights
+from engine.model.parameters import LayerEmbeddingWeights, LayerWeights, MlpWeights, Weights
 from engine.model.safetensors import TensorFiles
 from engine.model.tensors import (
     AS_IT_IS,
@@ -90,12 +90,14 @@ def load_weights(
     )
 
 
-def _layer_embeddings(config: ModelConfig, reader: Reader, recipe: Recipe) -> LayerEmbeddings | None:
+def _layer_embeddings(config: ModelConfig, reader: Reader, recipe: Recipe) -> LayerEmbeddingWeights | None:
     own = config.spec.layer_embeddings
     if own is None:
         return None
     map = reader.linear(layer_embeddings_spec(own, config, recipe))
-    return LayerEmbeddings(_layer_table(reader, layer_table_spec(own, recipe)), map, reader.norm(own.norm))
+    return LayerEmbeddingWeights(
+        _layer_table(reader, layer_table_spec(own, recipe)), map, reader.norm(own.norm)
+    )
 
 
 def _layer_table(reader: Reader, spec: LinearSpec) -> Tensor | Linear:
@@ -119,7 +121,7 @@ def load_layer(layer: Layer, reader: Reader, number: int, specs: Mapping[str, Li
     return LayerWeights(
         qkv=linears["qkv"],
         o=linears["o"],
-        feed_forward=GatedMlp(linears["gate_up"], linears["down"], glu, activation),
+        feed_forward=MlpWeights(linears["gate_up"], linears["down"], glu, activation),
         per_layer_gate=linears.get("per_layer_gate"),
         per_layer_out=linears.get("per_layer_out"),
         scalar=float(reader.read(f"{LAYERS}{number}.{layer.scalar}")) if layer.scalar else 1.0,

@@ -23,7 +23,15 @@ from torch import Tensor
 from engine.fields import Fields
 from engine.kernels.packed import Code, PackedWeight, UnpackedLinear
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from engine.kernels.triton.tiles import FILE, ROW_CLASSES, Card, Tiling, by_rule, shared_bytes, tiling_key
+from engine.kernels.triton.tiles import (
+    FILE,
+    ROW_CLASSES,
+    Card,
+    ProductTiling,
+    by_rule,
+    shared_bytes,
+    tiling_key,
+)
 from engine.model.parse import parse_config
 from loadtests.gpu.command import NoDevice
 from loadtests.gpu.figures import say
@@ -41,7 +49,7 @@ MOST_IN_USE = 0.05
 """The share of the card's memory that others may use: beside a server, times would be wrong, and its tokens late."""
 
 Entries = dict[str, dict[str, dict[str, int]]]
-"""{class of code: {most rows of a class: fields of Tiling}}, as in tiles.json for one card."""
+"""{class of code: {most rows of a class: fields of ProductTiling}}, as in tiles.json for one card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ class Task:
 
 Copies = Sequence[PackedWeight]
 """Weights of one size, which are multiplied in turn, so that none is left in a cache."""
-Seconds = Callable[[Task, Tiling, Copies, Tensor], float]
+Seconds = Callable[[Task, ProductTiling, Copies, Tensor], float]
 """The time of one product by one tiling."""
 
 
@@ -132,7 +140,7 @@ def _tasks() -> list[Task]:
     ]
 
 
-def candidates(task: Task, card: Card) -> Iterator[Tiling]:
+def candidates(task: Task, card: Card) -> Iterator[ProductTiling]:
     """Tilings that may fit the card, in random order: what time allows is spread over all of them."""
     few = task.most_rows == ROW_CLASSES[0]
     sizes = itertools.product(
@@ -144,7 +152,7 @@ def candidates(task: Task, card: Card) -> Iterator[Tiling]:
         (1, 2, 3, 4, 6) if few else (1, 2),
     )
     names = "block_m", "block_n", "block_k", "num_warps", "num_stages", "programs_per_sm"
-    every = [Tiling(**dict(zip(names, each, strict=True))) for each in sizes]
+    every = [ProductTiling(**dict(zip(names, each, strict=True))) for each in sizes]
     Random(0).shuffle(every)
     cores, room = card.chip.tensor_cores, card.chip.shared_bytes
     return (each for each in every if shared_bytes(each, task.code, task.dtype, cores) <= room)
@@ -152,12 +160,12 @@ def candidates(task: Task, card: Card) -> Iterator[Tiling]:
 
 def search(
     task: Task,
-    rule: Tiling,
-    tried: Iterator[Tiling],
+    rule: ProductTiling,
+    tried: Iterator[ProductTiling],
     weights: Sequence[tuple[Copies, Sequence[Tensor]]],
     seconds: Seconds,
     until_s: float,
-) -> tuple[Tiling, float, int]:
+) -> tuple[ProductTiling, float, int]:
     """The fastest tiling, which is the rule's if none is faster by MIN_GAIN.
 
     Args:
@@ -168,7 +176,7 @@ def search(
         The tiling, its speed over that of the rule's, and how many were measured.
     """
 
-    def times(tiling: Tiling) -> Iterator[float]:
+    def times(tiling: ProductTiling) -> Iterator[float]:
         return (seconds(task, tiling, copies, x) for copies, inputs in weights for x in inputs)
 
     of_rule = best_times = list(times(rule))
@@ -206,7 +214,7 @@ def _weights(task: Task, device: torch.device, *, is_dry: bool) -> list[tuple[Co
     return maps
 
 
-def _by_torch(task: Task, tiling: Tiling, copies: Copies, x: Tensor) -> float:  # noqa: ARG001
+def _by_torch(task: Task, tiling: ProductTiling, copies: Copies, x: Tensor) -> float:  # noqa: ARG001
     linear = UnpackedLinear(copies[0], None)
     return timed(torch.device("cpu"), lambda: linear(x.float()))
 
@@ -219,15 +227,15 @@ def _on_card(device: torch.device) -> Seconds:
     class Fixed(Card):
         """A card with one tiling for everything."""
 
-        only: Tiling | None = None
+        only: ProductTiling | None = None
 
-        def tiling(self, code: Code, dtype: torch.dtype, most_rows: int) -> Tiling:  # noqa: ARG002
+        def tiling(self, code: Code, dtype: torch.dtype, most_rows: int) -> ProductTiling:  # noqa: ARG002
             assert self.only is not None
             return self.only
 
     chip = Card.of(device).chip
 
-    def measure(task: Task, tiling: Tiling, copies: Copies, x: Tensor) -> float:
+    def measure(task: Task, tiling: ProductTiling, copies: Copies, x: Tensor) -> float:
         card = Fixed(chip, only=tiling)
         scale = torch.ones(len(x), device=device) if task.dtype == torch.int8 else None
 

@@ -19,7 +19,7 @@ from app import quantize as command
 from app.errors import OperatorError
 from engine.model import quantizing
 from engine.model.parse import read_config
-from engine.model.quantizing import Plan
+from engine.model.quantizing import Scheme
 from engine.model.texts import Outcome, Text, Texts
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.configs import with_attention, with_spec
@@ -76,8 +76,8 @@ def test_it_makes_a_checkpoint(
 ) -> None:
     assert quantize(checkpoint, tmp_path / "made", "--calibration", text, "--group-size", 32) == 0
     out, _ = capsys.readouterr()
-    plan, memory, written, perplexity = out.splitlines()
-    assert plan == "gptq, 4 bits, groups of 32, symmetric; 1 of 3 layers in 8 bits, on cpu"
+    scheme, memory, written, perplexity = out.splitlines()
+    assert scheme == "gptq, 4 bits, groups of 32, symmetric; 1 of 3 layers in 8 bits, on cpu"
     assert memory.startswith("calibration ")
     sizes = [
         sum(path.stat().st_size for path in folder.glob("*.safetensors")) / (1 << 20)
@@ -252,19 +252,19 @@ def test_what_is_not_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "plan"),
+    ("arguments", "scheme"),
     [
-        ([], Plan(method="gptq")),
-        (["--act-order", "--wide-layers", "0"], Plan(method="gptq", by_activation=True, num_wide_layers=0)),
-        (["--method", "awq", "--asymmetric"], Plan(method="awq", symmetric=False)),
-        (["--bits", "8", "--asymmetric"], Plan(method="gptq", bits=8, group_size=None)),
-        (["--bits", "8", "--group-size", "32"], Plan(method="gptq", bits=8, group_size=32)),
-        (["--group-size", "row"], Plan(method="gptq", group_size=None)),
+        ([], Scheme(method="gptq")),
+        (["--act-order", "--wide-layers", "0"], Scheme(method="gptq", by_activation=True, num_wide_layers=0)),
+        (["--method", "awq", "--asymmetric"], Scheme(method="awq", symmetric=False)),
+        (["--bits", "8", "--asymmetric"], Scheme(method="gptq", bits=8, group_size=None)),
+        (["--bits", "8", "--group-size", "32"], Scheme(method="gptq", bits=8, group_size=32)),
+        (["--group-size", "row"], Scheme(method="gptq", group_size=None)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_the_plan_is_what_is_asked_for(arguments: list[str], plan: Plan, checkpoint: Path) -> None:
-    assert command._plan(options(*arguments), read_config(checkpoint)) == plan
+def test_the_scheme_is_what_is_asked_for(arguments: list[str], scheme: Scheme, checkpoint: Path) -> None:
+    assert command._scheme(options(*arguments), read_config(checkpoint)) == scheme
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "head_dim", "intermediate_size"])
@@ -277,31 +277,31 @@ def test_groups_are_smaller_where_they_must_be(name: str, checkpoint: Path) -> N
         "intermediate_size": with_spec(config, layers=(layer.with_feed_forward(inner_size=96),)),
     }
     config = changed[name]
-    assert command._plan(options(), config).group_size == 32
+    assert command._scheme(options(), config).group_size == 32
 
 
 @pytest.mark.parametrize(
-    ("plan", "line", "calibration"),
+    ("scheme", "line", "calibration"),
     [
         (
-            Plan(method="gptq", num_wide_layers=9),
+            Scheme(method="gptq", num_wide_layers=9),
             "gptq, 4 bits, groups of 64, symmetric; 3 of 3 layers in 8 bits, on cpu",
             "1,500 tokens in 2 pieces",
         ),
         (
-            Plan(method="awq", bits=8, group_size=None),
+            Scheme(method="awq", bits=8, group_size=None),
             "awq, 8 bits, one scale a row, symmetric, on cpu",
             "1,500 tokens in 2 pieces",
         ),
         (
-            Plan(method="rtn", symmetric=False, num_wide_layers=0),
+            Scheme(method="rtn", symmetric=False, num_wide_layers=0),
             "rtn, 4 bits, groups of 64, asymmetric, on cpu",
             "0 tokens in 0 pieces",
         ),
     ],
 )
 def test_what_it_will_do_is_said_first(
-    plan: Plan,
+    scheme: Scheme,
     line: str,
     calibration: str,
     checkpoint: Path,
@@ -311,7 +311,7 @@ def test_what_it_will_do_is_said_first(
     texts = Texts([Text([1] * 1000), Text([2] * 500)], [Text([3] * 30)])
     monkeypatch.setattr(Texts, "num_bytes", lambda *_: 3 << 20)
     monkeypatch.setattr(quantizing, "layer_bytes", lambda _: 1500 << 20)
-    command._say_plan(plan, read_config(checkpoint), texts, "cpu")
+    command._say_scheme(scheme, read_config(checkpoint), texts, "cpu")
     assert capsys.readouterr().out.splitlines() == [
         line,
         f"calibration {calibration}, held out 30 tokens in 1 pieces; memory: activations 3 MiB, "

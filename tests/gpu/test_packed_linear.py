@@ -11,10 +11,10 @@ from engine.kernels.packed import Code, UnpackedLinear
 from engine.kernels.triton.packed_linear import (
     MIN_SCALED_ROWS,
     MIN_UNPACKED_ROWS,
-    PackedLinear,
     PackedLinears,
     RoundedLinear,
     ScaledLinear,
+    TritonLinear,
     multiplies_float8,
     quantize_rows,
     unpack,
@@ -61,7 +61,7 @@ def random(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def test_products(name: str, size: tuple[int, int], dtype: torch.dtype) -> None:
     example = KINDS[name].random(*size, DEVICE)
     bias = random(size[0], dtype=dtype, seed=1)
-    linear, plain = PackedLinear(example.weight, bias, Card.of(DEVICE)), UnpackedLinear(example.weight, bias)
+    linear, plain = TritonLinear(example.weight, bias, Card.of(DEVICE)), UnpackedLinear(example.weight, bias)
     for rows in ROWS:
         x = random(rows, size[1], dtype=dtype)
         assert_within(linear(x), example.product(x, bias), f"product of {rows} rows")
@@ -70,7 +70,7 @@ def test_products(name: str, size: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["uint4, zeros", "int8", "float8, rows"])
 def test_a_row_does_not_depend_on_the_others_of_its_class(name: str) -> None:
-    linear = PackedLinear(KINDS[name].random(1000, 4096, DEVICE).weight, None, Card.of(DEVICE))
+    linear = TritonLinear(KINDS[name].random(1000, 4096, DEVICE).weight, None, Card.of(DEVICE))
     x = random(MIN_UNPACKED_ROWS, 4096, dtype=torch.bfloat16)
     first = 1
     for most in ROW_CLASSES:
@@ -118,7 +118,7 @@ def test_the_table_packs_what_is_quantized(name: str) -> None:
     format = Integers(8, 256) if name == "int8" else Integers(4, 64, has_offset=True)
     tensors = format.quantize(torch.randn(96, 256))
     linear = table(config_of(), torch.bfloat16).linear(tensors, format, None)
-    assert isinstance(linear, PackedLinear)
+    assert isinstance(linear, TritonLinear)
     x = random(5, 256, dtype=torch.bfloat16)
     expected = x.double() @ format.unpack(tensors).to(DEVICE).double().T
     off = (linear(x).double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
@@ -128,7 +128,7 @@ def test_the_table_packs_what_is_quantized(name: str) -> None:
 def test_a_graph_holds_them() -> None:
     """In each class of rows, parts of inputs among them."""
     for name in ("uint4, zeros", "float8"):
-        linear = PackedLinear(KINDS[name].random(512, 4096, DEVICE).weight, None, Card.of(DEVICE))
+        linear = TritonLinear(KINDS[name].random(512, 4096, DEVICE).weight, None, Card.of(DEVICE))
         for rows in ROWS:
             x = random(rows, 4096, dtype=torch.bfloat16)
             expected = linear(x)

@@ -21,7 +21,7 @@ import torch
 from engine.kernels.packed import Code
 from engine.kernels.triton import tiles
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from engine.kernels.triton.tiles import Card, Tiling, by_rule, shared_bytes
+from engine.kernels.triton.tiles import Card, ProductTiling, by_rule, shared_bytes
 from loadtests.gpu import tuning
 from loadtests.gpu.command import NoDevice, tune
 from loadtests.gpu.packages import ROOT
@@ -49,7 +49,7 @@ def test_a_dry_run_says_what_it_would_write_and_writes_nothing() -> None:
     (entries,) = json.loads(done.stdout).values()
     for of_rows in entries.values():
         for tiling in of_rows.values():
-            assert Tiling(**tiling)
+            assert ProductTiling(**tiling)
     assert tiles.FILE.read_bytes() == before
 
 
@@ -73,7 +73,9 @@ def test_candidates_fit_the_card_and_are_as_many_kinds_as_there_is_time_for() ->
     for tiling in every:
         assert shared_bytes(tiling, TASK.code, TASK.dtype, CARD.chip.tensor_cores) <= CARD.chip.shared_bytes
         assert tiling.block_m == 16
-    values = {field.name: {getattr(tiling, field.name) for tiling in every} for field in fields(Tiling)}
+    values = {
+        field.name: {getattr(tiling, field.name) for tiling in every} for field in fields(ProductTiling)
+    }
     assert values == {
         "block_m": {16}, "block_n": {32, 64, 128}, "block_k": {64, 128, 256}, "num_warps": {4, 8},
         "num_stages": {2, 3, 4, 5, 6}, "programs_per_sm": {1, 2, 3, 4, 6},
@@ -85,10 +87,12 @@ def test_candidates_fit_the_card_and_are_as_many_kinds_as_there_is_time_for() ->
         assert len({getattr(tiling, field) for tiling in every[:20]}) > 1, field
 
 
-def run(times: dict[Tiling, float], until_s: float = LONG) -> tuple[Tiling, float, int, list[Tiling]]:
-    measured: list[Tiling] = []
+def run(
+    times: dict[ProductTiling, float], until_s: float = LONG
+) -> tuple[ProductTiling, float, int, list[ProductTiling]]:
+    measured: list[ProductTiling] = []
 
-    def seconds(_: object, tiling: Tiling, *__: object) -> float:
+    def seconds(_: object, tiling: ProductTiling, *__: object) -> float:
         measured.append(tiling)
         return times.get(tiling, 2.0)
 
@@ -97,7 +101,7 @@ def run(times: dict[Tiling, float], until_s: float = LONG) -> tuple[Tiling, floa
     return *found, measured
 
 
-def some(count: int) -> list[Tiling]:
+def some(count: int) -> list[ProductTiling]:
     return [tiling for tiling in candidates(TASK, CARD) if tiling != RULE][:count]
 
 
@@ -137,7 +141,7 @@ def test_entries_are_added_to_those_of_others_and_are_read_back(
         assert CARD.tiling(Code.INT8, torch.int8, 16) == by_rule(Code.INT8, torch.int8, 16, CARD.chip)
     finally:
         tiles._table.cache_clear()
-    assert {field.name for field in fields(Tiling)} == set(asdict(first))
+    assert {field.name for field in fields(ProductTiling)} == set(asdict(first))
 
 
 def test_every_class_of_code_is_tuned_the_fewest_rows_first() -> None:
@@ -180,11 +184,11 @@ def test_weights_are_the_maps_of_a_layer_the_largest_first() -> None:
 class FakeTimes:
     """A tiling takes what it is given, else 2 s; the measured ones are kept."""
 
-    def __init__(self, faster: Tiling | None) -> None:
+    def __init__(self, faster: ProductTiling | None) -> None:
         self.faster = faster
-        self.measured: list[tuple[Task, Tiling]] = []
+        self.measured: list[tuple[Task, ProductTiling]] = []
 
-    def __call__(self, task: Task, tiling: Tiling, *_: object) -> float:
+    def __call__(self, task: Task, tiling: ProductTiling, *_: object) -> float:
         if (task, tiling) not in self.measured:
             self.measured.append((task, tiling))
         return 1.0 if tiling == self.faster else 2.0

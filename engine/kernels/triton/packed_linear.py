@@ -31,7 +31,7 @@ ONE_GROUP = 1 << 30
 """Stands for the size of a group that has all inputs, whatever their number."""
 
 
-class PackedLinear:
+class TritonLinear:
     """x [..., in] -> x @ weight.T + bias [..., out], in the type of x.
 
     Up to MIN_UNPACKED_ROWS, numbers and x are multiplied exactly and added in float32, and the sums of groups or rows
@@ -78,7 +78,7 @@ class PackedLinear:
         return out
 
 
-class RoundedLinear(PackedLinear):
+class RoundedLinear(TritonLinear):
     """The map that `kernels.linear.IntegerLinear` specifies, bit for bit but for the type of the result.
 
     For integers of 8 bits with one scale a row: x is quantized row by row, and all sums are exact.
@@ -89,8 +89,8 @@ class RoundedLinear(PackedLinear):
         return multiply(integers, self.weight, row_scale, self._bias, rows.dtype, self._card)
 
 
-class ScaledLinear(PackedLinear):
-    """A PackedLinear of e4m3 whose products of many rows are torch's, of x that is rounded to e4m3 row by row.
+class ScaledLinear(TritonLinear):
+    """A TritonLinear of e4m3 whose products of many rows are torch's, of x that is rounded to e4m3 row by row.
 
     The weight has one scale a row, and `can_scale`.
     """
@@ -116,12 +116,12 @@ class PackedLinears:
     scales_float8: bool
     """torch multiplies e4m3 here: see `multiplies_float8`."""
 
-    def __call__(self, weight: PackedWeight, bias: Tensor | None) -> PackedLinear:
+    def __call__(self, weight: PackedWeight, bias: Tensor | None) -> TritonLinear:
         if weight.is_per_row and weight.code is Code.INT8:
             return RoundedLinear(weight, bias, self.card)
         if weight.is_per_row and weight.code is Code.FLOAT8 and self.scales_float8 and can_scale(weight):
             return ScaledLinear(weight, bias, self.card)
-        return PackedLinear(weight, bias, self.card)
+        return TritonLinear(weight, bias, self.card)
 
 
 def can_scale(weight: PackedWeight) -> bool:

@@ -18,7 +18,7 @@ from engine.kernels.packed import UNIT, Code, PackedWeight
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
 
 FILE = Path(__file__).with_suffix(".json")
-"""{device name or "sm_<capability>": {class of code: {most rows of a class: fields of Tiling}}}"""
+"""{device name or "sm_<capability>": {class of code: {most rows of a class: fields of ProductTiling}}}"""
 ROW_CLASSES = (16, 64, 255)
 """The most rows of each class. More are multiplied with unpacked weights, or with integers as the last class is."""
 MIN_STEPS = 4
@@ -26,7 +26,7 @@ MIN_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
+class ProductTiling:
     """How the product is cut."""
 
     block_m: int
@@ -66,7 +66,7 @@ class Card:
         major, minor = torch.cuda.get_device_capability(device)
         return cls(Chip.of(device), torch.cuda.get_device_name(device), f"sm_{major}{minor}")
 
-    def tiling(self, code: Code, dtype: torch.dtype, most_rows: int) -> Tiling:
+    def tiling(self, code: Code, dtype: torch.dtype, most_rows: int) -> ProductTiling:
         """The tiling for a class of rows.
 
         Args:
@@ -76,7 +76,7 @@ class Card:
         table = _table()
         known = table.get(self.name) or table.get(self.capability) or {}
         fields = known.get(tiling_key(code, dtype), {}).get(str(most_rows))
-        return Tiling(**fields) if fields else by_rule(code, dtype, most_rows, self.chip)
+        return ProductTiling(**fields) if fields else by_rule(code, dtype, most_rows, self.chip)
 
 
 def tiling_key(code: Code, dtype: torch.dtype) -> str:
@@ -84,7 +84,7 @@ def tiling_key(code: Code, dtype: torch.dtype) -> str:
     return f"{code.value} x {str(dtype).removeprefix('torch.')}"
 
 
-def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> Tiling:
+def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> ProductTiling:
     """A tiling that fits the registers and the shared memory of any card that Triton serves.
 
     Few rows are bound by memory: small tiles, several programs on a multiprocessor, many loads in flight. Of float32,
@@ -98,7 +98,7 @@ def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> Tilin
         block_m, block_n, num_warps = min(most_rows + 1, 128) // 64 * 64, 128, 8
         block_k = 128 if block_m == 64 and (code.bits == 4 or dtype == torch.int8) else 64
     few = most_rows == ROW_CLASSES[0]
-    tiling = Tiling(
+    tiling = ProductTiling(
         block_m=block_m,
         block_n=block_n,
         block_k=block_k,
@@ -112,7 +112,7 @@ def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> Tilin
     return tiling
 
 
-def shared_bytes(tiling: Tiling, code: Code, dtype: torch.dtype, cores: TensorCores) -> int:
+def shared_bytes(tiling: ProductTiling, code: Code, dtype: torch.dtype, cores: TensorCores) -> int:
     """The most shared memory of the product, as Triton compiles it for these tensor cores.
 
     It holds the loads of all stages, of which mma.sync needs one less, and unpacked weights of one step where they
@@ -125,7 +125,7 @@ def shared_bytes(tiling: Tiling, code: Code, dtype: torch.dtype, cores: TensorCo
     return max(loop_bytes, 4 * tiling.block_m * tiling.block_n) + 1024
 
 
-def step_inputs(weight: PackedWeight, tiling: Tiling, *, in_groups: bool) -> int:
+def step_inputs(weight: PackedWeight, tiling: ProductTiling, *, in_groups: bool) -> int:
     """The inputs of a step: a power of 2 that divides all inputs with their padding, and a group if that is wanted."""
     size = tiling.block_k
     num_inputs = weight.padded_features
@@ -135,7 +135,7 @@ def step_inputs(weight: PackedWeight, tiling: Tiling, *, in_groups: bool) -> int
     return size
 
 
-def num_parts(out_features: int, num_steps: int, tiling: Tiling, chip: Chip) -> tuple[int, int]:
+def num_parts(out_features: int, num_steps: int, tiling: ProductTiling, chip: Chip) -> tuple[int, int]:
     """Into how many parts the inputs are cut, and the steps of a part; a function of the weight's shape alone."""
     tiles = -(-out_features // tiling.block_n)
     wanted = max(1, chip.num_sms * tiling.programs_per_sm // tiles)

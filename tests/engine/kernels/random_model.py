@@ -18,7 +18,7 @@ from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.lowering import program
-from engine.model.parameters import GatedMlp, LayerWeights, Weights
+from engine.model.parameters import LayerWeights, MlpWeights, Weights
 from engine.model.rotary import RotaryTables
 from engine.model.transformer import Decoder
 from engine.quant.formats import DENSE
@@ -143,7 +143,7 @@ class NativeModel:
                 k_norm=norms[3],
                 qkv=packed(*layer["qkv"]),
                 o=packed(*layer["o"]),
-                feed_forward=GatedMlp(
+                feed_forward=MlpWeights(
                     packed(*layer["gate_up"], gated=True), packed(*layer["down"]), reference.glu
                 ),
             )
@@ -185,7 +185,7 @@ class TableModel:
                 k_norm=moved(norms[3]),
                 qkv=linear(*layer["qkv"]),
                 o=linear(*layer["o"]),
-                feed_forward=GatedMlp(
+                feed_forward=MlpWeights(
                     linear(*layer["gate_up"], gated=True), linear(*layer["down"]), kernels.glu
                 ),
             )

@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.model.layerwise import Layer, LayerwiseDecoder
+from engine.model.layerwise import LayerTensors, LayerwiseDecoder
 from engine.model.parse import read_config
-from engine.model.quantizing import Plan, check
+from engine.model.quantizing import Scheme, check
 from engine.model.safetensors import TensorFiles
 from engine.model.tensors import LinearSpec
 from engine.model.texts import Text
@@ -30,9 +30,9 @@ INPUT_NORM = "model.layers.0.input_layernorm"
 SHARING = "Gemma 4 E"
 
 
-def decoder_of(folder: Path) -> tuple[LayerwiseDecoder, list[Layer]]:
+def decoder_of(folder: Path) -> tuple[LayerwiseDecoder, list[LayerTensors]]:
     config, files, device = read_config(folder), TensorFiles(folder), torch.device("cpu")
-    layers = [Layer(config, index, files, device) for index in range(config.num_layers)]
+    layers = [LayerTensors(config, index, files, device) for index in range(config.num_layers)]
     return LayerwiseDecoder(config, files, device), layers
 
 
@@ -69,7 +69,7 @@ def test_a_layer_of_any_family_is_that_of_transformers(family: str, tmp_path: Pa
 
 def test_layers_that_read_what_others_made_do_not_run_alone(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="quantized at load only: serve it with --quantize"):
-        check(TINY[SHARING].make(tmp_path), Plan(method="rtn"))
+        check(TINY[SHARING].make(tmp_path), Scheme(method="rtn"))
 
 
 def test_the_scale_of_an_embedding_is_rounded_to_its_type(tmp_path: Path) -> None:

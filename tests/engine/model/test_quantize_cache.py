@@ -23,7 +23,7 @@ from engine.kernels.ops import reference_kernels
 from engine.model import quantize_cache
 from engine.model.files import open_files
 from engine.model.gguf.config import read_config as gguf_config
-from engine.model.parameters import GatedMlp, Weights
+from engine.model.parameters import MlpWeights, Weights
 from engine.model.parse import read_config
 from engine.model.quantize_cache import Checkpoint, quantized
 from engine.model.safetensors import TensorFiles
@@ -84,7 +84,7 @@ def tensors_of(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     yield "embedding", weights.embedding
     yield from linear("head", weights.lm_head)
     for i, layer in enumerate(weights.layers):
-        assert isinstance(layer.feed_forward, GatedMlp)
+        assert isinstance(layer.feed_forward, MlpWeights)
         assert layer.input_norm is not None
         yield f"{i}.input_norm", layer.input_norm
         for name in ("gate_up", "down"):

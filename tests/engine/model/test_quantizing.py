@@ -20,9 +20,9 @@ from engine.errors import CheckpointError
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model import quantizing
-from engine.model.layerwise import Layer
+from engine.model.layerwise import LayerTensors
 from engine.model.parse import read_config
-from engine.model.quantizing import Plan, check, layer_bytes, quantize
+from engine.model.quantizing import Scheme, check, layer_bytes, quantize
 from engine.model.safetensors import TensorFiles
 from engine.model.tensors import make_recipe
 from engine.model.texts import Outcome, Text, Texts
@@ -43,12 +43,12 @@ def texts(num_calibration: int = 12, length: int = 48) -> Texts:
     return Texts([piece() for _ in range(num_calibration)], [piece(), counted])
 
 
-def made(folder: Path, out: Path, plan: Plan, given: Texts | None = None) -> Outcome:
+def made(folder: Path, out: Path, scheme: Scheme, given: Texts | None = None) -> Outcome:
     """Writes a whole checkpoint."""
     out.mkdir()
-    outcome = quantize(folder, out / "model.safetensors", plan, given or texts(), CPU)
+    outcome = quantize(folder, out / "model.safetensors", scheme, given or texts(), CPU)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = plan.config(config["num_hidden_layers"])
+    config["quantization_config"] = scheme.config(config["num_hidden_layers"])
     (out / "config.json").write_text(json.dumps(config))
     copyfile(folder / "generation_config.json", out / "generation_config.json")
     return outcome
@@ -74,7 +74,7 @@ def perplexity(folder: Path, pieces: Texts, **options: Any) -> float:
 def test_transformers_reads_what_was_meant(family: str, method: str, tmp_path: Path) -> None:
     """Its perplexities are those that were told, with the float weights and with the quantized ones."""
     folder = make_checkpoint(family, tmp_path / "float", dtype="bfloat16")
-    outcome = made(folder, tmp_path / "made", Plan(method=method, group_size=16))
+    outcome = made(folder, tmp_path / "made", Scheme(method=method, group_size=16))
     assert outcome.before == pytest.approx(perplexity(folder, texts()), rel=1e-3)
     found = perplexity(tmp_path / "made", texts())
     assert outcome.after == pytest.approx(found, rel=1e-2)
@@ -83,7 +83,7 @@ def test_transformers_reads_what_was_meant(family: str, method: str, tmp_path: P
 
 def test_transformers_reads_dequantized_what_has_one_group(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "float")
-    outcome = made(folder, tmp_path / "made", Plan(method="gptq", group_size=16, num_wide_layers=0))
+    outcome = made(folder, tmp_path / "made", Scheme(method="gptq", group_size=16, num_wide_layers=0))
     config = transformers.AutoConfig.from_pretrained(tmp_path / "made")
     config.quantization_config["dequantize"] = True
     assert outcome.after == pytest.approx(perplexity(tmp_path / "made", texts(), config=config), rel=1e-3)
@@ -99,18 +99,18 @@ def _unpacked(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gat
 def test_penstock_reads_what_was_meant(bits: int, symmetric: bool, tmp_path: Path) -> None:
     """The weights are those that the calibrated layers ran with."""
     folder = make_checkpoint("qwen2", tmp_path / "float", dtype="float16")
-    plan = Plan(method="rtn", bits=bits, group_size=16, symmetric=symmetric)
-    made(folder, tmp_path / "made", plan)
+    scheme = Scheme(method="rtn", bits=bits, group_size=16, symmetric=symmetric)
+    made(folder, tmp_path / "made", scheme)
     config, files = read_config(tmp_path / "made"), TensorFiles(tmp_path / "made")
     unpacking = replace(reference_kernels(CPU, torch.float32), linear=_unpacked)
     recipe = make_recipe(config, LoadOptions(device="cpu"))
     weights = load_weights(config, files, unpacking, lambda *_: None, recipe)
     for index, found in enumerate(weights.layers):
-        layer = Layer(read_config(folder), index, TensorFiles(folder), CPU)
+        layer = LayerTensors(read_config(folder), index, TensorFiles(folder), CPU)
         expected = torch.cat(
             [
-                plan.rounding(
-                    layer.weight(part.name), torch.empty(0), plan.grid(index, torch.float16)
+                scheme.rounding(
+                    layer.weight(part.name), torch.empty(0), scheme.grid(index, torch.float16)
                 ).weight()
                 for part in layer.specs["qkv"].parts
             ]
@@ -126,7 +126,7 @@ def test_calibration_pays(tmp_path: Path) -> None:
     given = Texts(given.calibration, given.calibration)
     distances = {}
     for method in ("rtn", "gptq"):
-        outcome = made(folder, tmp_path / method, Plan(method=method, group_size=16), given)
+        outcome = made(folder, tmp_path / method, Scheme(method=method, group_size=16), given)
         assert outcome.before is not None
         assert outcome.after is not None
         distances[method] = abs(math.log(outcome.after / outcome.before))
@@ -134,19 +134,19 @@ def test_calibration_pays(tmp_path: Path) -> None:
 
 
 def test_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: weakref.WeakSet[Layer] = weakref.WeakSet()
+    alive: weakref.WeakSet[LayerTensors] = weakref.WeakSet()
     most = []
 
-    class Watched(Layer):
+    class Watched(LayerTensors):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             alive.add(self)
             most.append(len(alive))
 
-    monkeypatch.setattr(quantizing, "Layer", Watched)
+    monkeypatch.setattr(quantizing, "LayerTensors", Watched)
     folder = make_checkpoint("llama", tmp_path / "float")
     told: list[float] = []
-    quantize(folder, tmp_path / "out", Plan(method="awq", group_size=16), texts(), CPU, told.append)
+    quantize(folder, tmp_path / "out", Scheme(method="awq", group_size=16), texts(), CPU, told.append)
     assert most == [1, 1, 1]
     assert told == sorted(told)
     assert told[-1] == 1
@@ -155,7 +155,7 @@ def test_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_texts_nothing_is_measured(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "float")
     assert made(
-        folder, tmp_path / "made", Plan(method="rtn", group_size=16), Texts(texts().calibration)
+        folder, tmp_path / "made", Scheme(method="rtn", group_size=16), Texts(texts().calibration)
     ) == Outcome(None, None)
 
 
@@ -170,9 +170,9 @@ def test_sizes(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_quantized_already(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "float")
-    made(folder, tmp_path / "made", Plan(method="rtn", group_size=16))
+    made(folder, tmp_path / "made", Scheme(method="rtn", group_size=16))
     with pytest.raises(CheckpointError, match="is quantized already, quant_method compressed-tensors"):
-        check(tmp_path / "made", Plan(method="rtn"))
+        check(tmp_path / "made", Scheme(method="rtn"))
 
 
 def test_groups_that_do_not_divide(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_groups_that_do_not_divide(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"groups of 64 do not divide the 112 inputs of .*0\.mlp\.down_proj"
     ):
-        check(folder, Plan(method="rtn", group_size=64))
+        check(folder, Scheme(method="rtn", group_size=64))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -195,4 +195,4 @@ def test_inputs_that_are_not_finite(method: str, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"model\.layers\.1\.self_attn\.q_proj inputs that are not finite"
     ):
-        quantize(folder, tmp_path / "out", Plan(method=method, group_size=16), texts(), CPU)
+        quantize(folder, tmp_path / "out", Scheme(method=method, group_size=16), texts(), CPU)

@@ -15,7 +15,7 @@ from engine.execution.loader import load_model
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model.files import open_files
-from engine.model.parameters import GatedMlp, LayerWeights, Weights
+from engine.model.parameters import LayerWeights, MlpWeights, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.tensors import Recipe, check_tensors
@@ -53,8 +53,8 @@ def table(weights: Weights) -> Tensor:
     return weights.embedding
 
 
-def mlp(layer: LayerWeights) -> GatedMlp:
-    assert isinstance(layer.feed_forward, GatedMlp)
+def mlp(layer: LayerWeights) -> MlpWeights:
+    assert isinstance(layer.feed_forward, MlpWeights)
     return layer.feed_forward
 
 

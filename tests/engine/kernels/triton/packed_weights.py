@@ -25,7 +25,7 @@ class Example:
     """[out, in] float64: |(number - zero) * scale| + |offset|"""
 
     def product(self, x: Tensor, bias: Tensor | None) -> Range:
-        """x [M, in] @ weight.T + bias, with the roundings that a PackedLinear may make.
+        """x [M, in] @ weight.T + bias, with the roundings that a TritonLinear may make.
 
         Sums are float32 in any order, with two roundings more for each group. Where weights are unpacked, they are
         rounded to the type of x, after three roundings in float32.

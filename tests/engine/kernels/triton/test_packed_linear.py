@@ -19,10 +19,10 @@ from engine.kernels.triton.attention_tiling import Chip, TensorCores
 from engine.kernels.triton.packed_linear import (
     MIN_SCALED_ROWS,
     MIN_UNPACKED_ROWS,
-    PackedLinear,
     PackedLinears,
     RoundedLinear,
     ScaledLinear,
+    TritonLinear,
     quantize_rows,
     unpack,
 )
@@ -73,7 +73,7 @@ def test_it_is_the_product(name: str, dtype: torch.dtype, card: Card, device: to
     example = KINDS[name].random(70, in_features, device)
     x = random(2, 2, in_features, dtype=dtype, device=device)
     bias = random(70, dtype=dtype, device=device, seed=1)
-    found = PackedLinear(example.weight, bias, card)(x)
+    found = TritonLinear(example.weight, bias, card)(x)
     assert found.dtype == dtype
     assert found.shape == (2, 2, 70)
     assert_within(found.flatten(0, 1), example.product(x.flatten(0, 1), bias))
@@ -85,7 +85,7 @@ def test_it_is_the_product_of_more_rows(name: str, rows: int, card: Card, device
     in_features = inputs_of(KINDS[name])
     example = KINDS[name].random(33, in_features, device)
     x = random(rows, in_features, dtype=torch.float16, device=device)
-    assert_within(PackedLinear(example.weight, None, card)(x), example.product(x, None))
+    assert_within(TritonLinear(example.weight, None, card)(x), example.product(x, None))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -96,7 +96,7 @@ def test_parts_of_the_inputs_are_added(name: str, with_bias: bool, card: Card, d
     assert tiles.num_parts(10, 1024 // tiling.block_k, tiling, card.chip)[0] > 1
     x = random(3, 1024, dtype=dtype, device=device)
     bias = random(10, dtype=dtype, device=device) if with_bias else None
-    assert_within(PackedLinear(example.weight, bias, card)(x), example.product(x, bias))
+    assert_within(TritonLinear(example.weight, bias, card)(x), example.product(x, bias))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -107,7 +107,7 @@ def test_weights_of_many_rows_are_unpacked_in_slices(
     monkeypatch.setattr(packed_linear, "SCRATCH_BYTES", 4 * 128 * 2)
     x = random(MIN_UNPACKED_ROWS, 128, dtype=torch.float16, device=device)
     bias = random(10, dtype=torch.float16, device=device) if with_bias else None
-    assert_within(PackedLinear(example.weight, bias, card)(x), example.product(x, bias))
+    assert_within(TritonLinear(example.weight, bias, card)(x), example.product(x, bias))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -122,7 +122,7 @@ def test_a_row_does_not_depend_on_the_others_of_its_class(
     name: str, card: Card, device: torch.device
 ) -> None:
     in_features = inputs_of(KINDS[name])
-    linear = PackedLinear(KINDS[name].random(20, in_features, device).weight, None, card)
+    linear = TritonLinear(KINDS[name].random(20, in_features, device).weight, None, card)
     x = random(ROW_CLASSES[1], in_features, dtype=torch.float16, device=device)
     for few, many in ((1, 5), (ROW_CLASSES[0] + 1, ROW_CLASSES[1])):
         assert torch.equal(linear(x[:few]), linear(x[:many])[:few])
@@ -131,7 +131,7 @@ def test_a_row_does_not_depend_on_the_others_of_its_class(
 def test_no_rows_are_no_launch(card: Card, device: torch.device) -> None:
     for name in ("int4", "int8"):
         weight = KINDS[name].random(5, 128, device).weight
-        for linear in (PackedLinear(weight, None, card), RoundedLinear(weight, None, card)):
+        for linear in (TritonLinear(weight, None, card), RoundedLinear(weight, None, card)):
             assert linear(torch.empty(0, 128, device=device)).shape == (0, 5)
 
 
@@ -189,13 +189,13 @@ def test_the_kind_of_a_weight_chooses_its_product(card: Card, device: torch.devi
         return type(PackedLinears(card, float8)(weight, None))
 
     assert chosen(Kind(code=Code.INT8)) is RoundedLinear
-    assert chosen(Kind(code=Code.INT8, group_size=32)) is PackedLinear
-    assert chosen(Kind(code=Code.INT8, zero=True)) is PackedLinear
-    assert chosen(Kind(code=Code.FLOAT8)) is PackedLinear
+    assert chosen(Kind(code=Code.INT8, group_size=32)) is TritonLinear
+    assert chosen(Kind(code=Code.INT8, zero=True)) is TritonLinear
+    assert chosen(Kind(code=Code.FLOAT8)) is TritonLinear
     assert chosen(Kind(code=Code.FLOAT8), float8=True) is ScaledLinear
-    assert chosen(Kind(code=Code.FLOAT8, group_size=32), float8=True) is PackedLinear
-    assert chosen(Kind(code=Code.FLOAT8), out_features=17, float8=True) is PackedLinear
-    assert chosen(Kind(code=Code.FLOAT8), in_features=65, float8=True) is PackedLinear
+    assert chosen(Kind(code=Code.FLOAT8, group_size=32), float8=True) is TritonLinear
+    assert chosen(Kind(code=Code.FLOAT8), out_features=17, float8=True) is TritonLinear
+    assert chosen(Kind(code=Code.FLOAT8), in_features=65, float8=True) is TritonLinear
 
 
 def test_many_rows_of_e4m3_are_multiplied_by_torch(
@@ -293,5 +293,5 @@ def test_the_file_of_tiles_is_one() -> None:
             for most_rows, fields in of_code.items():
                 assert int(most_rows) in ROW_CLASSES
                 assert tiles.shared_bytes(
-                    tiles.Tiling(**fields), Code(code), getattr(torch, dtype), TensorCores.WGMMA
+                    tiles.ProductTiling(**fields), Code(code), getattr(torch, dtype), TensorCores.WGMMA
                 ) < (227 << 10)

@@ -31,7 +31,7 @@ from engine.kernels.select import native_kernels
 from engine.model.checkpoint import read_config, read_generation_defaults
 from engine.model.files import open_files
 from engine.model.gguf.container import SUPPORTED
-from engine.model.parameters import GatedMlp
+from engine.model.parameters import MlpWeights
 from engine.model.tensors import check_tensors, make_recipe, row_order
 from engine.model.transformer import make_decoder
 from engine.model.weights import load_weights
@@ -419,7 +419,7 @@ def test_parts_of_different_types_are_fused_in_their_common_format(tmp_path: Pat
     expected = torch.cat([_dequantise(read[f"blk.0.attn_{part}.weight"]) for part in "qkv"])
     assert torch.allclose(found.weight, expected, rtol=1e-6)
     feed_forward = weights.layers[0].feed_forward
-    assert isinstance(feed_forward, GatedMlp)
+    assert isinstance(feed_forward, MlpWeights)
 
 
 def _dequantise(tensor: gguf.ReaderTensor) -> Tensor:
