@@ -263,7 +263,7 @@ def _check_kv(kv: KVCache, num_layers: int) -> None:
 
 def _check_features(op: NativeOp, num_blocks: int, hidden_size: int) -> None:
     features, linear = op.rows, op.linear
-    assert features is not None
+    assert isinstance(features, Tensor)
     assert linear is not None
     width = linear.out_features if op.kind == "keep" else hidden_size
     expect_shape("features", features, (num_blocks, BLOCK_SIZE, width))
