@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateSyntaxError
 from starlette.types import ASGIApp
 
-from app.checkpoint import created, find_checkpoint, find_draft, fingerprint, model_name
+from app.checkpoint import created, find_checkpoint, find_draft, fingerprint, model_name, num_bytes
 from app.errors import OperatorError
 from app.keys import KeyFile, weights_of
 from app.log import Progress, log, progress
@@ -154,6 +154,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     service_options = ServiceOptions(
         models=(model,),
         created=created(folder),
+        num_bytes=num_bytes(folder),
         block_size=load_options(settings).block_size,
         vocab_size=core.config.vocab_size,
         eos_token_ids=core.config.eos_token_ids,

@@ -144,6 +144,12 @@ def created(checkpoint: Path) -> int:
     return int(path.stat().st_mtime)
 
 
+def num_bytes(checkpoint: Path) -> int:
+    """How much the weights take on the disk."""
+    files = [checkpoint] if is_gguf(checkpoint) else checkpoint.glob("*.safetensors")
+    return sum(path.stat().st_size for path in files)
+
+
 def _identity(checkpoint: Path) -> Iterator[tuple[Path, int]]:
     """The files of a checkpoint, and how many bytes at the start of each say what it is."""
     if is_gguf(checkpoint):

@@ -137,8 +137,8 @@ class QueryReader:
         match asked:
             case (ChatBody() as chat) | Understood(chat=ChatBody() as chat, raw=None):
                 return [(await prompting.conversation(chat))[0]]
-            case Understood(chat=ChatBody(), raw=str() as text):
-                return [await prompting.encode_text(text, "prompt")]
+            case Understood(chat=ChatBody(), raw=str() as text, suffix=suffix):
+                return [await prompting.encode_text(text, "prompt", suffix=suffix or "")]
             case CompletionBody():
                 return await prompting.encode_prompts(asked)
             case ResponseBody(previous_response_id=None, conversation=None):

@@ -23,6 +23,7 @@ from gateway.endpoints.decisions import DecisionsApi
 from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.files import FilesApi
+from gateway.endpoints.input_tokens import InputTokensApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.message_batches import MessageBatchesApi
 from gateway.endpoints.messages import MessagesApi
@@ -82,6 +83,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         *completions.routes(),
         *embeddings.routes(),
         *DecisionsApi(service, intake).routes(),
+        *InputTokensApi(service, intake, responses).routes(),
         *responses.routes(),
         *FilesApi(service, intake, files).routes(),
         *batches.routes(),

@@ -50,6 +50,8 @@ class ServiceOptions:
     """Names the model answers to; the first is the one it calls itself."""
     created: int = 0
     """When the model was made, in seconds since 1970."""
+    num_bytes: int = 0
+    """Of its weights, as they are stored."""
     block_size: int = 16
     vocab_size: int | None = None
     """Of the model; its tokenizer may have more or fewer."""

@@ -91,6 +91,7 @@ class BatchesApi:
         file = await self._files.find(tenant, body.input_file_id, "input_file_id")
         if file.purpose != "batch":
             raise invalid("A batch reads a file whose purpose is 'batch'.", "input_file_id")
+        await self._files.room(tenant, "input_file_id")
         batch = Batch(
             id=new_batch_id(),
             endpoint=body.endpoint,

@@ -90,10 +90,18 @@ class OllamaApi:
         if asked.raw is None:
             prompt, batch = await self._intake.prompt(batch, asked.chat)
         else:
-            prompt = await self._intake.prompting(client.tenant).encode_text(asked.raw, "prompt")
+            prompt = await self._intake.prompting(client.tenant).encode_text(
+                asked.raw, "prompt", suffix=asked.suffix or ""
+            )
         id, tier = secrets.token_hex(16), tier_of(batch.lane)
         head = Head(id=id, created=int(time.time()), model=asked.model, service_tier=tier)
-        writer = LineWriter(head, is_chat=is_chat, parser=batch.reading.parser_of(id))
+        writer = LineWriter(
+            head,
+            is_chat=is_chat,
+            parser=batch.reading.parser_of(id),
+            tokens=self._service.tokenizer if asked.chat.logprobs else None,
+            num_top=asked.chat.top_logprobs or 0,
+        )
         return Reply(self._service, await self._intake.job(client, batch, [prompt], id, writer))
 
     async def embed(self, http: HttpRequest) -> Response:
@@ -141,7 +149,11 @@ class OllamaApi:
     async def list_loaded(self, http: HttpRequest) -> Response:
         self._intake.client(http)
         context_length = self._service.dispatch.context_length
-        loaded = {"expires_at": _NEVER, "size_vram": 0, "context_length": context_length}
+        loaded = {
+            "expires_at": _NEVER,
+            "size_vram": self._service.options.num_bytes,
+            "context_length": context_length,
+        }
         return Json({"models": [{**self._model(name), **loaded} for name in self._names]})
 
     async def show(self, http: HttpRequest) -> Response:
@@ -179,9 +191,14 @@ class OllamaApi:
         return self._service.options.models
 
     def _model(self, name: str) -> dict[str, object]:
-        """Of its size nothing is known here."""
         digest = sha256(f"{name} {self._service.options.created}".encode()).hexdigest()
-        return {"name": name, "model": name, "size": 0, "digest": digest, "details": _DETAILS}
+        return {
+            "name": name,
+            "model": name,
+            "size": self._service.options.num_bytes,
+            "digest": digest,
+            "details": _DETAILS,
+        }
 
 
 _DETAILS = {

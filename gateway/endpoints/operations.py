@@ -6,6 +6,7 @@ from gateway.endpoints.batches import BatchBody
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from gateway.endpoints.cursors import CursorQuery
 from gateway.endpoints.files import FilesQuery, UploadForm
+from gateway.endpoints.input_tokens import InputTokensBody
 from gateway.endpoints.message_batches import MessageBatchBody
 from gateway.endpoints.operation import (
     EVENTS,
@@ -135,6 +136,9 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/responses": {
         "POST": _recorded("Take a turn of a conversation, waited for or in the background", ResponseBody)
+    },
+    "/v1/responses/input_tokens": {
+        "POST": Operation(ANY, "Count the tokens of a turn", InputTokensBody, statuses=(404, 429, 503))
     },
     "/v1/responses/{id}": {
         "GET": Operation(

@@ -190,9 +190,13 @@ class Prompting:
 
         return await off_loop(4 * sum(map(len, prompts)), check)
 
-    async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
+    async def encode_text(
+        self, text: str, field: str, *, add_special: bool = True, suffix: str = ""
+    ) -> list[int]:
+        """The tokens of a text; with a `suffix`, those that ask for what is between the two."""
         encode = partial(self._service.prompts.text, add_special=add_special)
-        (token_ids,) = await self._encoded([text], field, encode)
+        around = self._service.prompts.around
+        (token_ids,) = await self._encoded([text], field, around if suffix else encode, suffix)
         return token_ids
 
     async def _encoded(

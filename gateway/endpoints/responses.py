@@ -140,17 +140,7 @@ class ResponsesApi:
 
     async def _submit(self, turn: _Turn, items: list[Item], thread: Thread) -> Recording:
         body, use = turn.body, response_tools(turn.body)
-        effort = None if body.reasoning is None else body.reasoning.effort
-        prompting = self._intake.prompting(turn.client.tenant)
-        variables = prompting.variables(body.chat_template_kwargs, effort)
-        new = as_messages(items)
-        encode = partial(
-            self._prompt, prompting, instructions=body.instructions, use=use, variables=variables
-        )
-        if body.truncation == "auto":
-            prompt = await self._shortened(thread, new, body.max_output_tokens, encode)
-        else:
-            prompt = await encode(thread, new)
+        prompt = await self.prompt(body, items, thread, self._intake.prompting(turn.client.tenant))
         batch = await self._intake.with_tools(turn.batch, prompt, use)
         [request] = await self._intake.requests(batch, {turn.id: prompt})
         outlives = bool(body.background) or turn.resumable
@@ -165,6 +155,29 @@ class ResponsesApi:
             max_detached_s=None if body.background else self._service.options.timeouts.detached_s,
             reservation=await self._intake.reserve(turn.client, [request]),
         )
+
+    async def prompt(
+        self, body: ResponseBody, items: list[Item], thread: Thread, prompting: Prompting
+    ) -> list[int]:
+        """Returns the tokens of a turn that goes on from a thread with these items."""
+        effort = None if body.reasoning is None else body.reasoning.effort
+        encode = partial(
+            self._prompt,
+            prompting,
+            instructions=body.instructions,
+            use=response_tools(body),
+            variables=prompting.variables(body.chat_template_kwargs, effort),
+        )
+        if body.truncation == "auto":
+            return await self._shortened(thread, as_messages(items), body.max_output_tokens, encode)
+        return await encode(thread, as_messages(items))
+
+    async def thread(self, tenant: str, body: ResponseBody) -> Thread:
+        """Returns the thread that a turn goes on from."""
+        if body.conversation is None:
+            return await self._previous(tenant, body.previous_response_id)
+        store = self._service.store
+        return (await conversations.find(store, tenant, body.conversation, "conversation")).thread()
 
     async def _previous(self, tenant: str, response_id: str | None) -> Thread:
         """What the response with that id has come to."""

@@ -187,6 +187,9 @@ class Durable(Protocol):
 
     async def read_journal(self, stream_id: str) -> Journal | None: ...
 
+    async def read_journals(self, stream_ids: Sequence[str]) -> Sequence[Journal]:
+        """The journals that there are, read in one go."""
+
     async def delete_journals(self, stream_ids: Sequence[str]) -> None: ...
 
     async def claim(self) -> Sequence[str]:

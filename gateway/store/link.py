@@ -28,8 +28,8 @@ POOL_WAIT_S = 0.05
 WORK_S = 0.08
 """A call may use so much of `MAX_WAIT_S`; the rest is for ending it."""
 
-MAX_LATE_GLANCES = 2 * NUM_GLANCES
-"""A call is given up after so many glances that came late because this process did; Redis is not to blame then."""
+MAX_LATE = 2
+"""A call is given up when so many times its glances came late because this process did; Redis is not to blame then."""
 
 _TOO_LATE = "it took too long"
 _BACKSTOP_S = 5.0
@@ -119,8 +119,8 @@ class Link:
 
         A glance that came late itself is not spent: the answer may have come meanwhile, and lie there unread.
         """
-        glance_s, num_late = WORK_S / NUM_GLANCES, 0
-        while patience.num_glances and num_late < MAX_LATE_GLANCES:
+        glance_s, num_late, most_late = WORK_S / NUM_GLANCES, 0, MAX_LATE * patience.num_glances
+        while patience.num_glances and num_late < most_late:
             begun_s = self._clock()
             await asyncio.wait([task], timeout=glance_s)
             if task.done():

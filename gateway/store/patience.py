@@ -20,6 +20,8 @@ NUM_GLANCES = 4
 INSIST_S = 5.0
 """A request that only the store can answer asks again for so long: the breaker probes twice meanwhile."""
 _PAUSE_S = 0.05
+GLANCE_S = 0.02
+"""A call is looked after so often, while this process is not late."""
 
 
 @dataclass(slots=True)
@@ -27,6 +29,11 @@ class Patience:
     """Patience is what one call may take: the calls of a request do not add up to more."""
 
     num_glances: int = NUM_GLANCES
+
+
+def insistent() -> Patience:
+    """The patience of one who can go on with nothing but the answer."""
+    return Patience(round(INSIST_S / GLANCE_S))
 
 
 PATIENCE: ContextVar[Patience | None] = ContextVar("PATIENCE", default=None)
@@ -53,13 +60,13 @@ async def insist(ask: Callable[[], Awaitable[T]], clock: Callable[[], float] | N
     """
     clock = clock or time.monotonic
     end_s = clock() + INSIST_S
-    before = PATIENCE.set(None)
+    before = PATIENCE.set(patience := insistent())
     try:
         while True:
             try:
                 return await ask()
             except StoreUnavailable:
-                if clock() >= end_s:
+                if clock() >= end_s or not patience.num_glances:
                     raise
             await asyncio.sleep(_PAUSE_S)
     finally:

@@ -128,8 +128,17 @@ class RedisStore(RedisRecords):
         )
 
     async def read_journal(self, stream_id: str) -> Journal | None:
-        keys = self._journal_keys(stream_id)
-        header, end, count, tokens = await self.link.one(self._call(scripts.READ_JOURNAL, keys))
+        return next(iter(await self.read_journals([stream_id])), None)
+
+    async def read_journals(self, stream_ids: Sequence[str]) -> Sequence[Journal]:
+        commands = [self._call(scripts.READ_JOURNAL, self._journal_keys(id_)) for id_ in stream_ids]
+        answers = zip(stream_ids, await self.link.all(commands), strict=True)
+        found = [await self._journal(stream_id, *answer) for stream_id, answer in answers]
+        return [journal for journal in found if journal is not None]
+
+    async def _journal(
+        self, stream_id: str, header: bytes | None, end: bytes | None, count: bytes, tokens: bytes | None
+    ) -> Journal | None:
         if header is None:
             return None
         size = len(header) + len(tokens or b"")

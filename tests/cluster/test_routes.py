@@ -214,7 +214,14 @@ def test_whatever_makes_something_says_that_it_does() -> None:
             "/v1/responses/{id}/cancel",
             "/v1/conversations/{conversation_id}",
         ),
-        *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/prefixes/locate", "/api/show"),
+        *(
+            "/tokenize",
+            "/detokenize",
+            "/v1/messages/count_tokens",
+            "/v1/responses/input_tokens",
+            "/v1/prefixes/locate",
+            "/api/show",
+        ),
     }
 
 

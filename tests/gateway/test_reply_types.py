@@ -16,6 +16,7 @@ import pytest
 from anthropic.types.messages import DeletedMessageBatch, MessageBatch, MessageBatchIndividualResponse
 from anthropic.types.shared import ErrorResponse
 from openai.types import chat, conversations, responses, shared
+from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import ValidationError
 
@@ -127,6 +128,7 @@ def test_responses(http: httpx.Client) -> None:
     check(ResponseItemList, http.get(f"{path}/input_items").text)
     events = data(post(http, RESPONSES, {**asked, "top_logprobs": 1, "stream": True}))
     check(responses.ResponseStreamEvent, *events, adds=IN_EVENTS | LIKELY)
+    check(InputTokenCountResponse, post(http, f"{RESPONSES}/input_tokens", {"input": "Hello!"}))
 
 
 def test_conversations(http: httpx.Client) -> None:

@@ -139,7 +139,7 @@ class Files:
         Raises:
             ApiError: 400, if the tenant has no room for it.
         """
-        upload = Upload(self, tenant, await self._room(tenant))
+        upload = Upload(self, tenant, await self.room(tenant))
         if self.arriving[tenant] + expected_bytes > upload.most_bytes:
             raise self.full()
         try:
@@ -160,16 +160,23 @@ class Files:
             await upload.write(content)
             return await upload.finish(filename, purpose)
 
-    async def _room(self, tenant: str) -> int:
-        """The bytes that are left to a tenant."""
+    async def room(self, tenant: str, param: str = "file") -> int:
+        """The bytes that are left to a tenant.
+
+        Raises:
+            ApiError: 400, if it has none left, or too many files.
+        """
         files = await self.all(tenant)
         if len(files) >= MAX_FILES:
-            raise invalid(f"You have {MAX_FILES} files; delete some first.", "file", "too_many_files")
-        return self._max_bytes - sum(file.num_bytes for file in files)
+            raise invalid(f"You have {MAX_FILES} files; delete some first.", param, "too_many_files")
+        left = self._max_bytes - sum(file.num_bytes for file in files)
+        if left <= 0:
+            raise self.full(param)
+        return left
 
-    def full(self) -> ApiError:
+    def full(self, param: str = "file") -> ApiError:
         message = f"Your files may have at most {self._max_bytes} bytes together; delete some first."
-        return invalid(message, "file", "storage_full")
+        return invalid(message, param, "storage_full")
 
     async def find(self, tenant: str, file_id: str, param: str | None = "id") -> File:
         """The tenant's file of this id.

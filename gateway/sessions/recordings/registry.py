@@ -29,7 +29,7 @@ from gateway.sessions.recordings.journal import (
 )
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import Durable, Journal, JournalChange, JournalOutcome, Store, StoreUnavailable
-from gateway.store.patience import insist
+from gateway.store.patience import PATIENCE, insist, insistent
 from gateway.wire.frames import timings_of
 from gateway.wire.reading import Reading, Thoughts
 from gateway.wire.structured import Form
@@ -40,6 +40,8 @@ _REPLAYED_BYTES = 64
 """Making a token's text again is as much work as reading so many bytes."""
 _WRITES = 2
 """A reply is tried to be written down so often before it begins: a store that has much to do may be late once."""
+_TAKEN_OVER = 25
+"""So many journals are read in one go."""
 ABANDONED = "abandoned"
 """The error code of a reply that was cancelled since nobody read it."""
 MAX_ATTEMPTS = 3
@@ -86,9 +88,9 @@ class Recordings:
         """By kind, what is done before the client is told that its reply is complete."""
         self.scripts: dict[str, ScriptMaker] = {}
         """By kind, what makes the script of a reply."""
-        self.thoughts: Callable[[Reading], Thoughts | None] = _none
+        self.thoughts: Callable[[Reading], Thoughts | None] = lambda _: None
         """Counts the reasoning of a reply that is read so."""
-        self.on_resume: Callable[[], None] = _nothing
+        self.on_resume: Callable[[], None] = lambda: None
         self.compile: Callable[[str, Form], Awaitable[Grammar]] = _as_it_is
         """Compiles the grammars of requests that another process took in."""
         self.on_abandoned: Callable[[str, str], Awaitable[None]] = _tell_nobody
@@ -103,7 +105,7 @@ class Recordings:
         """Ids of journals that are to be deleted."""
         self._settling: dict[str, asyncio.Task[None]] = {}
         self._writing = Rounds(self._flush)
-        self._claiming = asyncio.Lock()
+        self._claiming = Rounds(self._claim)
         self._claimed_s = float("-inf")
         self._num_losses = 0
 
@@ -165,9 +167,9 @@ class Recordings:
             journal = await journals.read_journal(recording_id)
             if journal is not None and journal.end is not None:
                 await self._take_up(journal)
-            elif journal is not None:
+            elif journal is not None and recording_id not in self._all:
                 self._dispatch.check_open()
-                await self._claim(journals)
+                await self._claiming.next()
         except (StoreUnavailable, ApiError):
             if recording_id not in self._all:
                 raise
@@ -213,7 +215,7 @@ class Recordings:
         await self._write_down()
         if self._journals is not None and self._may_claim:
             with contextlib.suppress(StoreUnavailable):
-                await self._claim(self._journals)
+                await self._claiming.next()
 
     def tick(self, now: float) -> None:
         """Ends what nobody reads or what is too old, and forgets what has ended long ago."""
@@ -356,27 +358,29 @@ class Recordings:
             and self._clock() - self._claimed_s >= self.keeping.claim_s
         )
 
-    async def _claim(self, journals: Durable) -> None:
+    async def _claim(self) -> None:
         """Goes on with the streams of processes that are gone.
 
         What is claimed and not taken over, because the store went away between the two, is told again next time.
         """
-        async with self._claiming:
-            for recording_id in await journals.claim():
-                if recording_id not in self._all and recording_id not in self._doomed:
-                    await self._take_over(recording_id, journals)
-            self._claimed_s = self._clock()
+        assert self._journals is not None
+        PATIENCE.set(insistent())
+        claimed = await self._journals.claim()
+        new = [
+            stream_id for stream_id in claimed if stream_id not in self._all and stream_id not in self._doomed
+        ]
+        for start in range(0, len(new), _TAKEN_OVER):
+            for journal in await self._journals.read_journals(new[start : start + _TAKEN_OVER]):
+                await self._take_over(journal)
+        self._claimed_s = self._clock()
 
-    async def _take_over(self, recording_id: str, journals: Durable) -> None:
-        journal = await journals.read_journal(recording_id)
-        if journal is None:
-            return
+    async def _take_over(self, journal: Journal) -> None:
         recording = await self._load(journal)
         refusal = None if recording is None or recording.finished else await self._refusal(recording)
-        if recording_id in self._all:
+        if journal.stream_id in self._all:
             return
         if recording is None:
-            self._doomed[recording_id] = None
+            self._doomed[journal.stream_id] = None
             return
         self.on_resume()
         self._enter(recording)
@@ -431,14 +435,6 @@ class Recordings:
 
     def _count_thoughts(self, recording: Recording) -> None:
         recording.thoughts = self.thoughts(Reading(**recording.about.get("reading", {})))
-
-
-def _none(_: Reading) -> None:
-    return None
-
-
-def _nothing() -> None:
-    pass
 
 
 async def _tell_nobody(_tenant: str, _id: str) -> None:

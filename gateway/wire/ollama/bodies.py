@@ -11,7 +11,7 @@ from pydantic import Field
 
 from gateway.http.limits import Limits
 from gateway.wire.conversation import thinking_switches
-from gateway.wire.schemas import ChatBody, Many, StrictBody, read
+from gateway.wire.schemas import ChatBody, Many, StrictBody, TolerantBody, read
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
 """A sampler that is not here, switched off."""
@@ -33,7 +33,8 @@ class Options(StrictBody):
     """-1 and -2 are what the context has room for."""
     stop: str | Many[str] | None = None
 
-    repeat_last_n: Literal[-1] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    """0 penalizes nothing; whatever else it is, all tokens of the sequence are penalized, as -1 asks for."""
     tfs_z: _Neutral | None = None
     mirostat: Literal[0] | None = None
     mirostat_tau: float | None = None
@@ -60,6 +61,8 @@ class OfModel(StrictBody):
     """What all that the model does has in common."""
 
     MOST: ClassVar[Mapping[str, str | int]] = {"options.stop": "max_stop"}
+    IGNORED = frozenset({"options.repeat_last_n"})
+    NEUTRAL: ClassVar[Mapping[str, object]] = {"options.repeat_last_n": -1}
 
     model: Annotated[str, Field(min_length=1)]
     options: Options | None = None
@@ -74,23 +77,24 @@ class Asked(OfModel):
     """Unlike elsewhere, it is streamed unless it says no."""
     think: bool | Literal["low", "medium", "high"] | None = None
     format: Literal["", "json"] | dict[str, object] | None = None
-    logprobs: Literal[False] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class OllamaCalledFunction(StrictBody):
+class OllamaCalledFunction(TolerantBody):
     name: Annotated[str, Field(min_length=1)]
     arguments: dict[str, object]
     index: int | None = None
     description: str | None = None
 
 
-class OllamaToolCall(StrictBody):
+class OllamaToolCall(TolerantBody):
     id: str | None = None
     type: Literal["function"] | None = None
     function: OllamaCalledFunction
 
 
-class OllamaMessage(StrictBody):
+class OllamaMessage(TolerantBody):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -110,6 +114,12 @@ class OllamaChatBody(Asked):
         "tools": "max_tools",
     }
 
+    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "messages[]": (OllamaMessage,),
+        "messages[].tool_calls[]": (OllamaToolCall,),
+        "messages[].tool_calls[].function": (OllamaCalledFunction,),
+    }
+
     messages: Many[OllamaMessage] | None = None
     tools: Many[dict[str, object]] | None = None
 
@@ -117,9 +127,11 @@ class OllamaChatBody(Asked):
 class OllamaGenerateBody(Asked):
     """`POST /api/generate`."""
 
-    NOT_SUPPORTED = frozenset({"suffix", "template", "context", "images"})
+    NOT_SUPPORTED = frozenset({"template", "context", "images"})
 
     prompt: str | None = None
+    suffix: str | None = None
+    """What follows the answer."""
     system: str | None = None
     raw: bool | None = None
     """The prompt is not a turn of a conversation: it is taken as it is."""
@@ -159,6 +171,8 @@ class Understood:
     """None if nothing was asked but that the model be loaded."""
     raw: str | None = None
     """The prompt, if it is to be taken as it is."""
+    suffix: str | None = None
+    """What follows the answer, if the prompt is taken as what stands before it."""
 
 
 def understand_chat(body: OllamaChatBody, limits: Limits) -> Understood:
@@ -182,7 +196,8 @@ def understand_prompt(body: OllamaGenerateBody, limits: Limits) -> Understood:
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     chat = _as_chat(body, messages, limits)
-    return Understood(model=_plain(body.model), chat=chat, raw=body.prompt if body.raw else None)
+    raw = body.prompt if body.raw or body.suffix else None
+    return Understood(model=_plain(body.model), chat=chat, raw=raw, suffix=body.suffix or None)
 
 
 def named(body: OllamaShowBody, _: Limits) -> str:
@@ -228,7 +243,9 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
         "stream": body.stream is not False,
         "continue_final_message": messages[-1]["role"] == "assistant" or None,
         "max_tokens": None if asked is None or asked < 0 else asked,
-        "repetition_penalty": options.repeat_penalty,
+        "repetition_penalty": 1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
+        "logprobs": body.logprobs,
+        "top_logprobs": body.top_logprobs if body.logprobs else None,
         "response_format": _response_format(body.format),
         **_thinking(body.think),
         **{name: getattr(options, name) for name in _SAME},

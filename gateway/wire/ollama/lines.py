@@ -25,7 +25,7 @@ from gateway.wire.parsing import (
     TextDelta,
     answer_of,
 )
-from gateway.wire.shapes import Head
+from gateway.wire.shapes import Head, TokenText, chosen_logprob
 from gateway.wire.streams import Delta, Generation
 
 
@@ -34,8 +34,22 @@ class LineWriter:
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, head: Head, *, is_chat: bool, parser: ReplyParser | None = None) -> None:
-        """`parser` finds thoughts and calls of tools in the text; without one, all of it is text."""
+    def __init__(
+        self,
+        head: Head,
+        *,
+        is_chat: bool,
+        parser: ReplyParser | None = None,
+        tokens: TokenText | None = None,
+        num_top: int = 0,
+    ) -> None:
+        """
+        Args:
+            parser: finds thoughts and calls of tools in the text; without one, all of it is text.
+            tokens, num_top: spell log probabilities, where they are asked for.
+        """
+        self._tokens = tokens
+        self._num_top = num_top
         self._head = {"model": head.model, "created_at": timestamp(head.created)}
         self._is_chat = is_chat
         self._parser = parser
@@ -53,7 +67,7 @@ class LineWriter:
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
         lines = []
         for index, delta in deltas:
-            lines.append(self.text(index, delta.text))
+            lines.append(self._told(delta) if delta.logprobs else self.text(index, delta.text))
             if delta.finish_reason is not None and generation.error is None:
                 lines.append(self._end(generation, delta))
         return b"".join(lines)
@@ -64,6 +78,23 @@ class LineWriter:
     def keepalive(self) -> bytes:
         """Nothing more is said: to clients an empty line is no JSON."""
         return self._more("").encode("ascii")
+
+    def _told(self, delta: Delta) -> bytes:
+        """What is new, with the log probabilities of its tokens."""
+        pieces = [TextDelta(delta.text)] if self._parser is None else self._parser.feed(delta.text)
+        shown = [piece for piece in pieces if isinstance(piece, TextDelta | ReasoningDelta)]
+        answer = Answer()
+        answer.add(shown)
+        line = {**self._head, **self._said(answer), **self._logprobs(delta), "done": False}
+        calls = self._pieces(piece for piece in pieces if piece not in shown)
+        return f"{json.dumps(line)}\n".encode("ascii") + calls
+
+    def _logprobs(self, delta: Delta) -> dict[str, object]:
+        if self._tokens is None:
+            return {}
+        pairs = zip(delta.token_ids, delta.logprobs, strict=False)
+        told = [chosen_logprob(self._tokens, token, found, self._num_top) for token, found in pairs if found]
+        return {"logprobs": told}
 
     def _pieces(self, pieces: Iterable[Piece]) -> bytes:
         return "".join(map(self._piece, pieces)).encode("ascii")
@@ -103,7 +134,7 @@ class LineWriter:
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         ((_, delta),) = deltas
         answer = Answer(delta.text) if self._parser is None else answer_of(self._parser, delta.text)
-        return {**self._head, **self._said(answer), **_ending(generation, delta)}
+        return {**self._head, **self._said(answer), **self._logprobs(delta), **_ending(generation, delta)}
 
     def _said(self, answer: Answer) -> dict[str, object]:
         said: dict[str, object] = {"role": "assistant", "content": answer.text}

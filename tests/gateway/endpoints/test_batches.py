@@ -298,10 +298,22 @@ async def test_what_a_tenant_may_keep_is_bounded(monkeypatch: pytest.MonkeyPatch
             await api.files.create(file=("a", bytes(50)), purpose="batch")
         with pytest.raises(openai.BadRequestError, match="You have 2 files"):
             await api.files.create(file=("a", b""), purpose="batch")
-        monkeypatch.setattr(running, "MAX_AT_WORK", 0)
-        input_id = (await api.files.list()).data[0].id
+
+
+async def test_a_tenants_batches_at_work_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "MAX_AT_WORK", 0)
+    async with connected(Gateway()) as api:
         with pytest.raises(openai.RateLimitError, match="batches at work"):
-            await api.batches.create(input_file_id=input_id, endpoint=CHAT, completion_window="24h")
+            await begun(api, line("a"))
+
+
+async def test_no_batch_begins_where_its_results_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = jsonl(line("a"))
+    monkeypatch.setattr(files, "MAX_BYTES_IN_MEMORY", len(content))
+    async with connected(Gateway()) as api:
+        with pytest.raises(openai.BadRequestError, match="bytes together") as refused:
+            await begun(api, line("a"))
+        assert refused.value.param == "input_file_id"
 
 
 async def test_a_large_file_comes_back_as_it_was() -> None:

@@ -15,7 +15,8 @@ from engine.planning.request import FinishReason
 from gateway.http.connections import Timeouts
 from gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_anthropic_client import CALL, TOOL_TEMPLATE
-from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer, serving
+from tests.gateway.endpoints.test_open_model_fields import with_fim
+from tests.gateway.harness import MODEL, Gateway, client, logprobs, make_tokenizer, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -288,3 +289,55 @@ async def test_a_program_need_not_say_that_it_sends_json_and_a_page_must(
         for media_type in ("application/x-www-form-urlencoded", ""):
             headers = {"content-type": media_type, **told}
             assert (await http.post("/api/chat", content=content, headers=headers)).status_code == status
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_log_probabilities(is_chat: bool, streamed: bool) -> None:
+    gateway = Gateway()
+    asked: Any = {"messages": HI} if is_chat else {"prompt": "Hi"}
+    async with connected(gateway) as api:
+        call = api.chat if is_chat else api.generate
+        asking = call(MODEL, **asked, stream=streamed, logprobs=True, top_logprobs=1)
+        lines = asyncio.ensure_future(_lines(asking, streamed=streamed))
+        request = await gateway.taken()
+        assert request.sampling.num_logprobs == 1
+        a, b = gateway.service.tokenizer.encode("ab")
+        gateway.bring(request, "a", token_ids=[a], logprobs=[logprobs((a, -0.5), (9, -2.0))])
+        gateway.finish(request, "b", token_ids=[b], logprobs=[logprobs((b, -0.5), (9, -2.0))])
+        found = await lines
+    told = [one for line in found for one in line.logprobs or ()]
+    assert [(one.token, one.logprob) for one in told] == [("a", -0.5), ("b", -0.5)]
+    assert [[top.token for top in one.top_logprobs] for one in told] == [["a"], ["b"]]
+    assert "".join(line.message.content if is_chat else line.response for line in found) == "ab"
+
+
+async def _lines(asking: Any, *, streamed: bool) -> list[Any]:
+    reply = await asking
+    return [line async for line in reply] if streamed else [reply]
+
+
+async def test_what_is_between_two_texts() -> None:
+    names = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+    gateway = Gateway(tokenizer=with_fim(*names))
+    async with connected(gateway) as api:
+        asking = asyncio.ensure_future(api.generate(MODEL, "a", suffix="z"))
+        request = await gateway.taken()
+        assert prompt_of(gateway, request) == "<|fim_prefix|>a<|fim_suffix|>z<|fim_middle|>"
+        gateway.answer(request, "m")
+        assert (await asking).response == "m"
+
+
+async def test_the_default_of_repeat_last_n_is_taken_and_named() -> None:
+    gateway = Gateway()
+    body = {"model": MODEL, "messages": HI, "stream": False, "options": {"repeat_last_n": 64}}
+    async with client(gateway.app) as http:
+        reply = await answered(gateway, http.post("/api/chat", json=body), "Hello")
+    assert (reply.status_code, reply.headers["x-penstock-ignored"]) == (200, "options.repeat_last_n")
+
+
+async def test_models_have_a_size() -> None:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), num_bytes=7))
+    async with connected(gateway) as api:
+        assert [model.size for model in (await api.list()).models] == [7]
+        assert [(model.size, model.size_vram) for model in (await api.ps()).models] == [(7, 7)]

@@ -60,6 +60,10 @@ class DurableStore(MemoryStore):
     async def read_journal(self, stream_id: str) -> Journal | None:
         return self._journal(stream_id)
 
+    async def read_journals(self, stream_ids: Sequence[str]) -> Sequence[Journal]:
+        found = [await self.read_journal(stream_id) for stream_id in stream_ids]
+        return [journal for journal in found if journal is not None]
+
     async def delete_journals(self, stream_ids: Sequence[str]) -> None:
         for stream_id in stream_ids:
             self._journals.pop(stream_id, None)

@@ -11,11 +11,12 @@ from contextlib import suppress
 import pytest
 
 from gateway.store import link as link_module
+from gateway.store import patience
 from gateway.store.breaker import MAX_FAILURES
 from gateway.store.interface import JournalChange, Key, Quota, StoreUnavailable
 from gateway.store.link import Command
 from gateway.store.memory import MemoryStore
-from gateway.store.patience import PATIENCE, Patience
+from gateway.store.patience import PATIENCE, Patience, insistent
 from gateway.store.redis import RedisStore
 from gateway.store.shared import SharedStore
 from tests.clock import Clock
@@ -114,6 +115,22 @@ async def test_the_calls_of_one_request_wait_no_longer_than_one_call(
     assert store.stats().num_rejected == 3  # although the breaker is closed: one failure is none
     assert store.stats().state == "ok"
     assert await store.get(record()) == b"x"
+
+
+async def test_who_can_go_on_with_nothing_else_waits_for_a_slow_redis_in_one_call(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "INSIST_S", 60.0)
+    monkeypatch.setattr(link_module, "WORK_S", 0.08)
+    store = redis_store(server)
+    before = PATIENCE.set(insistent())
+    try:
+        await store.put(record(), b"x", 60)
+        server.call("CLIENT", "PAUSE", 500)
+        assert await store.get(record()) == b"x"
+    finally:
+        PATIENCE.reset(before)
+    assert store.stats().failures == {}
 
 
 @pytest.mark.usefixtures("real_waits")

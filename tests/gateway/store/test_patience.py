@@ -6,7 +6,7 @@ import pytest
 
 from gateway.store import patience
 from gateway.store.interface import StoreUnavailable
-from gateway.store.patience import PATIENCE, Patience, insist
+from gateway.store.patience import NUM_GLANCES, PATIENCE, Patience, insist, insistent
 from tests.clock import Clock
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +27,8 @@ async def test_who_needs_the_store_asks_until_it_answers() -> None:
         assert PATIENCE.get() is spent
     finally:
         PATIENCE.reset(before)
-    assert asked == [None, None, None]
+    assert asked == [insistent()] * 3
+    assert insistent().num_glances > NUM_GLANCES
 
 
 async def test_who_needs_the_store_gives_up_after_some_seconds() -> None:

@@ -50,7 +50,7 @@ class RecordingsMachine(RuleBasedStateMachine):
             self.gateway = Gateway(store=self.store, clock=self.clock)
             self.recordings = self.gateway.service.recordings
             with contextlib.suppress(StoreUnavailable):
-                await self.recordings._claim(self.store.durable)
+                await self.recordings._claiming.next()
 
         self.run(enter())
 
@@ -193,7 +193,7 @@ class RecordingsMachine(RuleBasedStateMachine):
                 recording._readers.clear()
                 recording.detached_s = self.clock()
             for seconds in (61.0, 400.0, 4_000.0):
-                await self.recordings._claim(self.store.durable)
+                await self.recordings._claiming.next()
                 await self.recordings._write_down()
                 self.clock.now += seconds
                 self.gateway.service.tick(self.clock())

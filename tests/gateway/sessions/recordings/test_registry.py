@@ -220,3 +220,16 @@ async def test_hashes_of_the_prompt_are_not_written_down() -> None:
     gateway.service.recordings._enter(make_recording(request))
     await gateway.service.recordings._write_down()
     assert store.journals == ["chatcmpl-1"]
+
+
+async def test_all_who_come_back_at_once_are_served_by_few_claims() -> None:
+    """A claim for each of them would take a slow store longer than they can wait."""
+    store = Counting()
+    before = Gateway(store=store)
+    await asyncio.gather(*(begin(before, number) for number in range(50)))
+    store.orphan()
+    store.asked.clear()
+    recordings = Gateway(store=store, clock=store.clock).service.recordings
+    found = await asyncio.gather(*(recordings.find("", f"chatcmpl-{number}") for number in range(50)))
+    assert None not in found
+    assert store.asked.count("claim") <= 2

@@ -20,6 +20,7 @@ from engine.engine import EngineState
 from engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
 from engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from gateway.http.errors import ApiError
+from gateway.sessions.recordings import registry
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.recordings.registry import MAX_ATTEMPTS
 from gateway.store.interface import Journal, JournalChange, StoreUnavailable
@@ -351,7 +352,10 @@ class Leaving(OrphaningStore):
         return await super().read_journal(stream_id)
 
 
-async def test_one_that_was_taken_over_before_the_store_went_away_is_found() -> None:
+async def test_one_that_was_taken_over_before_the_store_went_away_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_TAKEN_OVER", 1)
     store = Leaving(Clock())
     async with serving(store) as gateway:
         await begun(gateway)

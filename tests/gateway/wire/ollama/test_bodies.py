@@ -43,6 +43,25 @@ def test_fields(fields: dict[str, object], name: str, value: object) -> None:
     assert getattr(chat_of(**fields), name) == value
 
 
+@pytest.mark.parametrize(
+    ("given", "penalty", "named"),
+    [(-1, 1.5, []), (0, 1.0, []), (64, 1.5, ["options.repeat_last_n"]), (None, 1.5, [])],
+)
+def test_how_far_back_repetition_is_penalized(given: int | None, penalty: float, named: list[str]) -> None:
+    ignored: list[str] = []
+    body = {"model": "m", "messages": [HI], "options": {"repeat_penalty": 1.5, "repeat_last_n": given}}
+    chat = understand_chat(read(OllamaChatBody, body, LIMITS, ignored.append), LIMITS).chat
+    assert chat is not None
+    assert (chat.repetition_penalty, ignored) == (penalty, named)
+
+
+def test_extras_of_messages_are_named() -> None:
+    ignored: list[str] = []
+    body = {"model": "m", "messages": [{**HI, "id": "x"}]}
+    read(OllamaChatBody, body, LIMITS, ignored.append)
+    assert ignored == ["messages[].id"]
+
+
 def test_a_format_of_the_answer() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert chat_of(format=schema).response_format.json_schema.schema_ == schema
@@ -60,7 +79,8 @@ def test_a_format_of_the_answer() -> None:
         ({"options": {"stop": ["x"] * 17}}, "options.stop"),
         ({"messages": [{**HI, "images": ["eA=="]}]}, "messages[0].images"),
         ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
-        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"options": {"repeat_last_n": -2}}, "options.repeat_last_n"),
         ({"suffix": "x"}, "suffix"),
     ],
 )
