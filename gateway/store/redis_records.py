@@ -46,7 +46,7 @@ class RedisRecords:
         return Share(MAX_TENANT_BYTES, max(self._shares.values(), default=0), self._num_evicted)
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
-        kept = None if ttl_s is None else self._keep(scripts.GET_AND_KEEP, key, ttl_s)
+        kept = None if ttl_s is None else self._keep("GET", key, ttl_s)
         return await self._value(key, await self.link.one(kept or ("GET", self._record(key))))
 
     async def put(self, key: Key, value: bytes, ttl_s: float) -> None:
@@ -92,11 +92,11 @@ class RedisRecords:
 
     async def share_all(self, records: Sequence[tuple[Key, bytes, float]]) -> None:
         """Shares records: only those that are not there are sent."""
-        there = await self.link.all([self._keep(scripts.KEEP, key, ttl_s) for key, _, ttl_s in records])
+        there = await self.link.all([self._keep("EXISTS", key, ttl_s) for key, _, ttl_s in records])
         await self.put_all([record for record, found in zip(records, there, strict=True) if not found])
 
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
-        found = await self.link.all([self._keep(scripts.GET_AND_KEEP, key, ttl_s) for key in keys])
+        found = await self.link.all([self._keep("GET", key, ttl_s) for key in keys])
         return [await self._value(key, packed) for key, packed in zip(keys, found, strict=True)]
 
     async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
@@ -128,8 +128,8 @@ class RedisRecords:
             self._shares[key.tenant] = num_bytes
         return True
 
-    def _keep(self, script: str, key: Key, ttl_s: float) -> Command:
-        return self._call(script, self._keys_of(key), ms(ttl_s), _name_in_share(key))
+    def _keep(self, question: str, key: Key, ttl_s: float) -> Command:
+        return self._call(scripts.KEEP, self._keys_of(key), ms(ttl_s), _name_in_share(key), question)
 
     async def _value(self, key: Key, packed: bytes | None) -> bytes | None:
         if packed is None:

@@ -96,28 +96,17 @@ return {tonumber(redis.call('HGET', KEYS[3], '')), evicted}
 """
 )
 
-GET_AND_KEEP = _script(
-    _NOW
-    + _SHARES
-    + """
--- KEYS record, index, sizes, expiries  ARGV now, ttl_ms, name
-local value = redis.call('GET', KEYS[1])
-if value then
-    live_longer(KEYS[1], KEYS[3], KEYS[4], ARGV[3], ARGV[2])
-    keep(KEYS[2], ARGV[2])
-end
-return value
-"""
-)
-
 KEEP = _script(
     _NOW
     + _SHARES
     + """
--- KEYS record, index, sizes, expiries  ARGV now, ttl_ms, name
-local there = redis.call('EXISTS', KEYS[1])
-if there == 1 then live_longer(KEYS[1], KEYS[3], KEYS[4], ARGV[3], ARGV[2]) end
-return there
+-- KEYS record, index, sizes, expiries  ARGV now, ttl_ms, name, GET or EXISTS
+local found = redis.call(ARGV[4], KEYS[1])
+if found and found ~= 0 then
+    live_longer(KEYS[1], KEYS[3], KEYS[4], ARGV[3], ARGV[2])
+    keep(KEYS[2], ARGV[2])
+end
+return found
 """
 )
 

@@ -22,7 +22,7 @@ from gateway.http.connections import ServerSendMiddleware
 from gateway.http.errors import ApiError
 from gateway.http.refusals import answer_api_error
 from gateway.service import ServiceOptions
-from gateway.store.interface import Key, StoreUnavailable
+from gateway.store.interface import PIECE, Key, StoreUnavailable
 from priority.lanes import Lane, Tenant
 from tests.gateway.harness import MODEL, Gateway, client, serving
 from tests.gateway.raw_http import connect, get, post
@@ -407,6 +407,21 @@ async def test_what_has_no_answer_is_not_gone_on_from() -> None:
         assert (error.status_code, error.code) == (400, "previous_response_not_ready")
         going_on["previous_response_id"] = "resp_0"
         assert (await refused(api.responses.create(**going_on))).code == "previous_response_not_found"
+
+
+async def test_one_that_has_lost_its_history_is_shown_and_not_gone_on_from() -> None:
+    gateway = Gateway()
+    gateway.engine.max_sequence_tokens = 10**6
+    async with connected(gateway) as api:
+        made = await answered(gateway, api.responses.create(model=MODEL, input="Hi " * 1000), "Ho")
+        gateway.clock.now += 400
+        gateway.service.tick(gateway.clock.now)
+        store = gateway.service.store
+        for piece in await store.list(PIECE, "default", 100):
+            await store.delete(Key(PIECE, "default", piece))
+        assert await api.responses.retrieve(made.id) == made
+        error = await refused(api.responses.create(model=MODEL, input="b", previous_response_id=made.id))
+        assert (error.code, "has lost its history" in error.message) == ("previous_response_not_ready", True)
 
 
 async def test_a_conversation_takes_in_its_responses() -> None:

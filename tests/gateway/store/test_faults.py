@@ -13,7 +13,7 @@ import pytest
 from gateway.store import link as link_module
 from gateway.store import patience
 from gateway.store.breaker import MAX_FAILURES
-from gateway.store.interface import JournalChange, Key, Quota, StoreUnavailable
+from gateway.store.interface import PIECE, JournalChange, Key, Quota, StoreUnavailable
 from gateway.store.link import Command
 from gateway.store.memory import MemoryStore
 from gateway.store.patience import PATIENCE, Patience, insistent
@@ -613,3 +613,23 @@ async def test_a_stream_begins_anew_where_half_of_one_was_left(server: RedisServ
     journal = await store.read_journal("s")
     assert journal is not None
     assert journal.token_ids == (9,)
+
+
+async def test_pieces_that_are_read_here_live_longer_in_redis_too(server: RedisServer) -> None:
+    store, key = shared_store(server, Clock()), Key(PIECE, "t", "p")
+    await store.share(key, b"x", 6000)
+    await store.flush()
+    server.call("PEXPIRE", key_of(server, "record"), 1000)
+    assert await store.shared([key], 6000) == [b"x"]
+    await store.flush()
+    assert server.call("PTTL", key_of(server, "record")) > 5_000_000
+
+
+async def test_a_piece_that_redis_gave_up_is_there_again_once_it_is_asked_for(server: RedisServer) -> None:
+    store, key = shared_store(server, Clock()), Key(PIECE, "t", "p")
+    await store.share(key, b"x", 6000)
+    await store.flush()
+    server.call("DEL", key_of(server, "record"))
+    assert await store.shared([key], 6000) == [b"x"]
+    await store.flush()
+    assert await redis_store(server, replica="b").shared([key], 6000) == [b"x"]
