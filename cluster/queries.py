@@ -48,7 +48,8 @@ from gateway.wire.ollama.bodies import (
 )
 from gateway.wire.prompts import Prompts
 from gateway.wire.sampling import lane_of
-from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, StrictBody, read
+from gateway.wire.schemas import ChatBody, CompletionBody, Sampled
+from gateway.wire.strict import StrictBody, read
 from priority.lanes import Tenant
 from priority.routing.router import RouteQuery
 

@@ -22,7 +22,8 @@ from gateway.wire.conversation import as_dict
 from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.prompts import Prompts, check_token_ids
 from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
-from gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion, read
+from gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
+from gateway.wire.strict import read
 from gateway.wire.structured import answer_form, form_of
 
 Prompt = str | Sequence[int]

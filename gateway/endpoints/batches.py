@@ -30,7 +30,7 @@ from gateway.sessions.batches.running import Batches
 from gateway.sessions.responses.objects import page
 from gateway.sessions.responses.schemas import check_metadata, read_page_query
 from gateway.wire.frames import Json
-from gateway.wire.schemas import StrictBody
+from gateway.wire.strict import StrictBody
 from priority.lanes import Lane
 
 MAX_LISTED = 1000

@@ -30,7 +30,7 @@ from gateway.sessions.responses.schemas import (
 )
 from gateway.store.interface import Key
 from gateway.wire.frames import Json
-from gateway.wire.schemas import StrictBody
+from gateway.wire.strict import StrictBody
 
 MAX_ITEMS_A_CALL = 20
 MAX_LISTED_CONVERSATIONS = 10_000

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gateway.http.errors import invalid
 from gateway.sessions.responses.schemas import WholeNumber
-from gateway.wire.schemas import StrictBody
+from gateway.wire.strict import StrictBody
 
 
 class CursorQuery(StrictBody):

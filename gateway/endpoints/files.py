@@ -23,7 +23,7 @@ from gateway.sessions.batches.files import Files, Upload
 from gateway.sessions.responses.objects import page
 from gateway.sessions.responses.schemas import PageQuery, WholeNumber
 from gateway.wire.frames import Json
-from gateway.wire.schemas import StrictBody, read, validated
+from gateway.wire.strict import StrictBody, read, validated
 
 UPLOAD_S = 600.0
 """An upload may take so long to arrive, once it is known whose it is."""

@@ -34,16 +34,9 @@ from gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from gateway.wire.prompts import Tokenizer
 from gateway.wire.reading import PLAIN, Reading, Thoughts
 from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
-from gateway.wire.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    Sampled,
-    StrictBody,
-    check_chat,
-    read,
-)
+from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat
 from gateway.wire.streams import LOGPROB_BYTES
+from gateway.wire.strict import Body, StrictBody, read
 from gateway.wire.structured import Form, answer_form, form_of
 from gateway.wire.tools.use import ToolUse
 from gateway.wire.writers import WholeWriter, Writer

@@ -32,7 +32,7 @@ from gateway.sessions.batches.messages import (
 from gateway.sessions.batches.running import Batches
 from gateway.store.interface import Key
 from gateway.wire.frames import Json
-from gateway.wire.schemas import StrictBody, validated
+from gateway.wire.strict import StrictBody, validated
 
 
 class BatchedMessage(StrictBody):

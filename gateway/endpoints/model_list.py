@@ -15,7 +15,7 @@ from gateway.endpoints.intake import Intake
 from gateway.http.refusals import speaks_anthropic
 from gateway.service import Service
 from gateway.wire.frames import Json
-from gateway.wire.schemas import validated
+from gateway.wire.strict import validated
 
 
 class ModelsApi:

@@ -17,7 +17,8 @@ from gateway.service import Service
 from gateway.sessions.prefixes.sharing import parse_token_ids
 from gateway.wire.frames import Json
 from gateway.wire.prompts import check_token_ids
-from gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody, read
+from gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody
+from gateway.wire.strict import read
 from gateway.wire.tools.use import tool_use
 
 _MOST_PREFIXES = 100

@@ -27,7 +27,7 @@ from gateway.sessions.batches.batch import BATCH_ID
 from gateway.sessions.batches.files import FILE_ID
 from gateway.sessions.batches.messages import MESSAGE_BATCH_ID
 from gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
-from gateway.wire.schemas import steps_to
+from gateway.wire.strict import steps_to
 
 JsonSchema = dict[str, Any]
 

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from gateway.access.idempotency import MAX_KEY_CHARS
 from gateway.endpoints.events import DETAILS
-from gateway.wire.schemas import StrictBody
+from gateway.wire.strict import StrictBody
 
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
 

@@ -17,7 +17,8 @@ from typing_extensions import TypedDict
 from gateway.http.errors import invalid
 from gateway.http.limits import Limits
 from gateway.wire.conversation import as_call
-from gateway.wire.schemas import STRICT, Many, ServiceTier, StrictBody, unsupported_value
+from gateway.wire.schemas import ServiceTier
+from gateway.wire.strict import STRICT, Many, StrictBody, unsupported_value
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255

@@ -15,8 +15,9 @@ from typing_extensions import TypedDict
 
 from gateway.http.errors import invalid
 from gateway.wire.frames import usage_of
-from gateway.wire.schemas import STRICT, Many, ServiceTier, StrictBody
+from gateway.wire.schemas import ServiceTier
 from gateway.wire.streams import Delta, Generation
+from gateway.wire.strict import STRICT, Many, StrictBody
 
 
 class Embedded(StrictBody):

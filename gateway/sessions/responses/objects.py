@@ -27,17 +27,16 @@ from gateway.sessions.responses.schemas import (
     Role,
     TextConfig,
     TextPart,
-    sealed,
-    unsealed,
 )
+from gateway.sessions.responses.sealing import sealed, unsealed
 from gateway.sessions.responses.threads import Message
 from gateway.wire.conversation import as_call
 from gateway.wire.frames import usage_of
 from gateway.wire.parsing import Call
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import tier_of
-from gateway.wire.schemas import StrictBody
 from gateway.wire.shapes import ChosenLogprob
+from gateway.wire.strict import StrictBody
 from gateway.wire.tools.use import ToolUse, tool_use
 from priority.lanes import Lane
 

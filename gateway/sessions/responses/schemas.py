@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -16,19 +15,14 @@ from gateway.http.limits import Limits
 from gateway.wire.schemas import (
     HINTS,
     OPEN,
-    TOLERANT,
-    Many,
     Sampled,
     Schema,
-    StrictBody,
-    TolerantBody,
     ToolName,
     check_counts,
     known_choice,
     known_tools,
-    unsupported_value,
-    validated,
 )
+from gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value, validated
 from gateway.wire.structured import ANY_OBJECT, Form, missing, schema_grammar
 
 MAX_METADATA_KEY_CHARS = 64
@@ -43,8 +37,6 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
-_SEAL = "penstock1."
-"""What sealed reasoning begins with; base64 of the text follows, for its client may read it anyway."""
 
 # What else could be included belongs to items that no reply of this server has.
 Includable = Literal[
@@ -305,21 +297,6 @@ def _check_unsupported(body: ResponseBody) -> None:
         raise invalid(f"'top_logprobs' is only allowed when 'include' has '{LOGPROBS}'.", "top_logprobs")
     if body.stream_options is not None and body.stream_options.include_usage is not None:
         raise unsupported("stream_options.include_usage")
-
-
-def sealed(text: str) -> str:
-    """Reasoning as one opaque string, which clients that keep nothing else of it send back."""
-    return _SEAL + b64encode(text.encode(errors="replace")).decode("ascii")
-
-
-def unsealed(text: str | None) -> str | None:
-    """The reasoning in such a string; None if another server made it."""
-    if text is None or not text.startswith(_SEAL):
-        return None
-    try:
-        return b64decode(text.removeprefix(_SEAL), validate=True).decode()
-    except ValueError:
-        return None
 
 
 def text_form(text: TextConfig | None) -> Form | None:

@@ -12,7 +12,8 @@ from typing_extensions import TypedDict
 
 from gateway.http.limits import Limits
 from gateway.wire.conversation import thinking_switches
-from gateway.wire.schemas import STRICT, ChatBody, Many, StrictBody, read
+from gateway.wire.schemas import ChatBody
+from gateway.wire.strict import STRICT, Many, StrictBody, read
 
 
 @with_config(STRICT)

@@ -11,7 +11,8 @@ from pydantic import Field
 
 from gateway.http.limits import Limits
 from gateway.wire.conversation import thinking_switches
-from gateway.wire.schemas import ChatBody, Many, StrictBody, TolerantBody, read
+from gateway.wire.schemas import ChatBody
+from gateway.wire.strict import Many, StrictBody, TolerantBody, read
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
 """A sampler that is not here, switched off."""

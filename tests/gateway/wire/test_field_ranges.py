@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from engine.planning.request import Request
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
-from gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion, read
+from gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
+from gateway.wire.strict import read
 from tests.gateway.harness import Gateway, chat_body, client, completion_body, make_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -21,7 +21,7 @@ from gateway.sessions.responses.schemas import ResponseBody, check_response
 from gateway.sessions.responses.script import script
 from gateway.wire.frames import timings_of
 from gateway.wire.reading import PLAIN, Reading
-from gateway.wire.schemas import read
+from gateway.wire.strict import read
 from priority.lanes import Lane
 from tests.gateway.harness import MODEL, make_timings, make_tokenizer
 

@@ -16,7 +16,7 @@ from gateway.sessions.responses.schemas import (
     read_page_query,
     read_stream_query,
 )
-from gateway.wire.schemas import read
+from gateway.wire.strict import read
 from tests.gateway.harness import MODEL
 from tests.gateway.sessions.responses.recorded_responses import body_of
 

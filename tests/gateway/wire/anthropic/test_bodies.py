@@ -10,7 +10,7 @@ from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody, as_chat
 from gateway.wire.conversation import as_dict, thinking_switches
-from gateway.wire.schemas import read
+from gateway.wire.strict import read
 
 LIMITS = Limits()
 

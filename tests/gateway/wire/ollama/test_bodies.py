@@ -10,7 +10,7 @@ from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
 from gateway.wire.conversation import thinking_switches
 from gateway.wire.ollama.bodies import OllamaChatBody, understand_chat
-from gateway.wire.schemas import read
+from gateway.wire.strict import read
 
 LIMITS = Limits()
 HI = {"role": "user", "content": "Hi"}
