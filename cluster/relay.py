@@ -45,6 +45,8 @@ class Message:
     body: bytes
     once: bool = False
     """The request is not sent again once a replica may have carried it out."""
+    id: str = ""
+    """The id of what only one replica has, and the others say 404 to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,33 +120,18 @@ class Relay:
         """
         excluded: frozenset[str] = frozenset()
         was_refused = False
-        while self._may_ask:
-            place = self._next_place(excluded, was_refused=was_refused)
-            if place is None:
-                break
+        while self._may_ask and (place := self._next_place(excluded, was_refused=was_refused)):
             if excluded:
                 self._metrics.retries.inc()
             excluded |= {place.replica}
-            passed_over = () if was_refused or not self._guide.has_others(excluded) else _REFUSALS
             try:
-                if await self._ask(place, self._message, passed_over):
+                if await self._ask(
+                    place, self._message, self._passed_over(excluded, was_refused=was_refused)
+                ):
                     return
             finally:
                 place.leave()
             was_refused = was_refused or self._status in _REFUSALS
-        await self._rescue()
-
-    async def run_by_id(self, id: str) -> None:
-        """Acts like `run` for what only one replica has: they are asked one after another, the likeliest first."""
-        places = list(self._guide.owners(id))
-        if not places:
-            raise none_ready()
-        for i, place in enumerate(places):
-            passed_over = () if i == len(places) - 1 else (HTTPStatus.NOT_FOUND, *_REFUSALS)
-            if await self._ask(place, self._message, passed_over):
-                return
-            if not self._may_ask:
-                break
         await self._rescue()
 
     def end(self) -> None:
@@ -219,6 +206,14 @@ class Relay:
             if was_refused or not excluded:
                 raise
             raise _lost() from None
+
+    def _passed_over(self, excluded: frozenset[str], *, was_refused: bool) -> tuple[int, ...]:
+        """Returns the statuses of replies in whose place another replica is asked: once, or until one has the id."""
+        if not self._guide.has_others(excluded):
+            return ()
+        if self._message.id:
+            return (HTTPStatus.NOT_FOUND, *_REFUSALS)
+        return () if was_refused else _REFUSALS
 
     async def _ask(self, place: Place, message: Message, passed_over: tuple[int, ...] = ()) -> bool:
         """Passes one replica's reply on; False if the reply did not come to its end.

@@ -169,9 +169,7 @@ class Switch:
         self._check_open()
         chosen = self._chosen[self._client(http).tenant.name]
         way = await self._way(http, path)
-        place = next(way.guide.owners(way.id), None) if way.id else way.guide.choose(frozenset())
-        if place is None:
-            raise none_ready()
+        place = way.guide.choose(frozenset())
         passed = {name.decode(): value.decode() for name, value in place.headers}
         if passed:
             chosen.append(place.leave)
@@ -188,14 +186,11 @@ class Switch:
         self._check_open()
         body = await http.body()
         way = await self._way(http, http.scope["path"])
-        message = _message(http, body, once=way.once)
+        message = _message(http, body, way)
         relay = Relay(message, way.guide, connection, self.metrics, way.position)
         with self._on_its_way(relay):
             async with meanwhile(connection.watch(receive, relay.end)):
-                if way.id:
-                    await relay.run_by_id(way.id)
-                else:
-                    await relay.run()
+                await relay.run()
 
     def _check_open(self) -> None:
         if self.draining:
@@ -217,7 +212,7 @@ class Switch:
         if Passing.BY_ID in passing:
             kind = path.removesuffix(f"/{id}")
             position = Position(kind, id, position_asked(http)) if is_recorded else None
-            return _Way(_Guide(self), id, position, once)
+            return _Way(_Guide(self, id=id), position, once)
         if Passing.BY_PROMPT not in passing:
             return _Way(_Guide(self), once=once)
         began_s = perf_counter()
@@ -257,23 +252,30 @@ class Switch:
 class _Guide:
     """A `cluster.relay.Guide` for one request."""
 
-    def __init__(self, switch: Switch, ask: RouteQuery | None = None, owner: str | None = None) -> None:
+    def __init__(
+        self, switch: Switch, ask: RouteQuery | None = None, owner: str | None = None, *, id: str = ""
+    ) -> None:
         """
         Args:
             ask: the request to the model; None for what any replica can answer as well as any other.
             owner: the tag of a replica that is to be asked first.
+            id: what only one replica has.
         """
         self._switch = switch
         self._ask = ask
         self._owner = owner
+        self.id = id
 
     def choose(self, excluded: frozenset[str]) -> Place:
-        if self._ask is None:
-            return self._any(excluded)
-        return self._by_forecast(self._ask, excluded)
+        if self._ask is not None:
+            return self._by_forecast(self._ask, excluded)
+        for place in self.owners(self.id) if self.id else ():
+            if place.replica not in excluded:
+                return place
+        return self._any(excluded)
 
     def has_others(self, excluded: frozenset[str]) -> bool:
-        return any(not member.is_draining for member in self._beside(excluded))
+        return any(self.id or not member.is_draining for member in self._beside(excluded))
 
     def is_lost(self, replica: str) -> bool:
         return replica not in self._switch.members.known
@@ -318,8 +320,6 @@ class _Way:
     """The way in which one request is passed on."""
 
     guide: _Guide
-    id: str = ""
-    """The id whose owner gets the request, or ""."""
     position: Position | None = None
     """The client's position in a stream that is recorded."""
     once: bool = False
@@ -341,7 +341,7 @@ def _place(member: Member) -> Place:
     return Place(member.name, member.address)
 
 
-def _message(http: HttpRequest, body: bytes, *, once: bool) -> Message:
+def _message(http: HttpRequest, body: bytes, way: _Way) -> Message:
     target = http.scope["raw_path"]
     if query := http.scope["query_string"]:
         target += b"?" + query
@@ -350,7 +350,7 @@ def _message(http: HttpRequest, body: bytes, *, once: bool) -> Message:
         *(header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON),
         (b"x-request-id", b"" if asked is None else asked.request_id.encode()),
     ]
-    return Message(http.method, http.scope["path"], target, headers, body, once)
+    return Message(http.method, http.scope["path"], target, headers, body, way.once, way.guide.id)
 
 
 def _outlives(body: Mapping[str, Any]) -> bool:

@@ -131,7 +131,9 @@ class RelayApp:
             body += piece.get("body", b"")
             if not piece.get("more_body"):
                 break
-        message = Message(scope["method"], scope["path"], scope["raw_path"], scope["headers"][:0], body)
+        message = Message(
+            scope["method"], scope["path"], scope["raw_path"], scope["headers"][:0], body, id=self._id
+        )
         loop = asyncio.get_running_loop()
         connection = Connection(scope, send, loop.time, self.metrics.slow_readers.inc)
         position = self._position and self._position()
@@ -144,7 +146,7 @@ class RelayApp:
 
         async with meanwhile(connection.watch(receive, relay.end)), meanwhile(tick()):
             try:
-                await (relay.run_by_id(self._id) if self._id else relay.run())
+                await relay.run()
             except ApiError as error:
                 await refusal(error, scope["path"])(scope, receive, send)
             finally:
