@@ -8,7 +8,7 @@ last event.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
@@ -42,7 +42,8 @@ class Message:
     target: bytes
     """The path with the query."""
     headers: Headers
-    body: bytes
+    body: bytes | AsyncIterator[bytes]
+    """The body, or its parts as they come; what has such parts is to be done `once`."""
     once: bool = False
     """The request is not sent again once a replica may have carried it out."""
     id: str = ""
@@ -209,7 +210,7 @@ class Relay:
 
     def _passed_over(self, excluded: frozenset[str], *, was_refused: bool) -> tuple[int, ...]:
         """Returns the statuses of replies in whose place another replica is asked: once, or until one has the id."""
-        if not self._guide.has_others(excluded):
+        if not self._guide.has_others(excluded) or not isinstance(self._message.body, bytes):
             return ()
         if self._message.id:
             return (HTTPStatus.NOT_FOUND, *_REFUSALS)
@@ -227,11 +228,14 @@ class Relay:
         if self._position is not None:
             self._position.restart()
         headers = [*message.headers, *place.headers]
-        request = request_bytes(message.method, message.target, place.address, headers, message.body)
+        body = message.body if isinstance(message.body, bytes) else None
+        request = request_bytes(message.method, message.target, place.address, headers, body)
         self._metrics.requests.labels(place.replica).inc()
         try:
             self._upstream = await connect(place.address, request, self, is_head=message.method == "HEAD")
             self._was_sent = True
+            if not isinstance(message.body, bytes):
+                await self._upstream.upload(message.body)
             if not await self._head() or self._status in passed_over:
                 return False
             if not self.connection.committed:

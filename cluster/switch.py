@@ -28,11 +28,12 @@ from cluster.upstream import Address, Headers, end_to_end
 from engine.planning.request import Pooling
 from gateway.access.keys import Access, Client
 from gateway.endpoints.attached import position_asked
+from gateway.endpoints.files import UPLOAD_S
 from gateway.endpoints.operation import Operation, Passing
 from gateway.endpoints.operations import OPERATIONS
 from gateway.endpoints.state import SECRET_HEADER
 from gateway.http.background import every, meanwhile
-from gateway.http.connections import Connection, ServerSendMiddleware, Timeouts
+from gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
 from gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
 from gateway.http.errors import ApiError, not_found, refused, unavailable
 from gateway.http.hosts import HostMiddleware
@@ -51,6 +52,8 @@ LOST_S = 10.0
 """The silence after which a replica is given up in any reply, if its stream of state has ended."""
 _UNKNOWN = Operation(Passing.ANY, summary="A replica will say what is wrong")
 _WITH_PARAMETERS = [(compile_path(path)[0], of) for path, of in OPERATIONS.items() if "{" in path]
+_UPLOADS = frozenset(path for path, of in OPERATIONS.items() if any(each.is_form for each in of.values()))
+"""The paths whose bodies are passed on as they come."""
 _CHOOSE = "/choose"
 """The prefix of the paths at which other proxies ask where a request goes."""
 _NGINX_LOCATION = "@replica"
@@ -102,7 +105,7 @@ class Switch:
         self._num_any = 0
 
     def app(self) -> ASGIApp:
-        limited = LimitsMiddleware(self._answer, self.options.limits)
+        limited = LimitsMiddleware(self._answer, self.options.limits, _UPLOADS)
         hosted = HostMiddleware(limited, self.options.allowed_hosts)
         return ServerSendMiddleware(RequestIdMiddleware(hosted))
 
@@ -184,12 +187,21 @@ class Switch:
 
     async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:
         self._check_open()
-        body = await http.body()
+        read = asyncio.Event()
+        is_upload = http.method == "POST" and http.scope["path"] in _UPLOADS
+        body = _parts(http, read) if is_upload else await http.body()
         way = await self._way(http, http.scope["path"])
         message = _message(http, body, way)
         relay = Relay(message, way.guide, connection, self.metrics, way.position)
+        if isinstance(body, bytes):
+            read.set()
+
+        async def watch() -> None:
+            await read.wait()
+            await connection.watch(receive, relay.end)
+
         with self._on_its_way(relay):
-            async with meanwhile(connection.watch(receive, relay.end)):
+            async with meanwhile(watch()):
                 await relay.run()
 
     def _check_open(self) -> None:
@@ -341,7 +353,16 @@ def _place(member: Member) -> Place:
     return Place(member.name, member.address)
 
 
-def _message(http: HttpRequest, body: bytes, way: _Way) -> Message:
+async def _parts(http: HttpRequest, read: asyncio.Event) -> AsyncIterator[bytes]:
+    """Yields the body of an upload as it comes; `read` is set at its end."""
+    http.scope.get("extensions", {}).get(BODY_WITHIN, lambda _: None)(UPLOAD_S)
+    async for part in http.stream():
+        if part:
+            yield part
+    read.set()
+
+
+def _message(http: HttpRequest, body: bytes | AsyncIterator[bytes], way: _Way) -> Message:
     target = http.scope["raw_path"]
     if query := http.scope["query_string"]:
         target += b"?" + query

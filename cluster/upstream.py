@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, cast
@@ -66,11 +66,14 @@ class Upstream(asyncio.Protocol):
         self.on_body = self._body.append
         """The parser's callback: a built-in, so that an event calls nothing in Python."""
         self._is_over = False
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._parser = httptools.HttpResponseParser(self)
 
     def close(self) -> None:
         """Closes the connection; the listener is told nothing more."""
         self._is_over = True
+        self._writable.set()
         if self._transport is not None:
             self._transport.abort()
 
@@ -82,7 +85,23 @@ class Upstream(asyncio.Protocol):
         if self._transport is not None and not self._is_over:
             self._transport.resume_reading()
 
+    async def upload(self, parts: AsyncIterator[bytes]) -> None:
+        """Sends the body of a request in chunks, as fast as the replica takes it, unless the reply is there before."""
+        async for part in parts:
+            if self._is_over or self._transport is None:
+                return
+            self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+            await self._writable.wait()
+        if self._transport is not None:
+            self._transport.write(b"0\r\n\r\n")
+
     # As an asyncio.Protocol
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # that of uvloop is no subclass
@@ -159,14 +178,18 @@ async def connect(address: Address, request: bytes, listener: Listener, *, is_he
     return upstream
 
 
-def request_bytes(method: str, target: bytes, address: Address, headers: Headers, body: bytes) -> bytes:
-    """Returns the bytes of a request whose connection is not used again."""
+def request_bytes(
+    method: str, target: bytes, address: Address, headers: Headers, body: bytes | None
+) -> bytes:
+    """Returns the bytes of a request whose connection is not used again; if `body` is None, it follows in chunks."""
     host = b"host: " + address.authority.encode()
     lines = [b"%b %b HTTP/1.1" % (method.encode(), target), host, b"connection: close"]
     lines += [b"%b: %b" % header for header in headers]
-    if body or method in ("POST", "PUT", "PATCH"):
+    if body is None:
+        lines.append(b"transfer-encoding: chunked")
+    elif body or method in ("POST", "PUT", "PATCH"):
         lines.append(b"content-length: %d" % len(body))
-    return b"\r\n".join([*lines, b"", body])
+    return b"\r\n".join([*lines, b"", body or b""])
 
 
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -56,11 +57,14 @@ def anyio_backend() -> str:
 
 
 @contextlib.asynccontextmanager
-async def switched(script: Script, gone: Sequence[str] = ()) -> AsyncIterator[httpx.AsyncClient]:
+async def switched(
+    script: Script, gone: Sequence[str] = (), draining: Sequence[str] = ()
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a switch before two replicas that follow the script, which tells them apart by `Call.name`.
 
     Args:
         gone: those that nobody listens for any more.
+        draining: those that take nothing new in.
     """
     options = SwitchOptions(secret="a secret", identity="demo", block_size=16)
     switch = Switch(options, Prompts(make_tokenizer()), Router(stale_s=PATIENCE_S))
@@ -69,7 +73,7 @@ async def switched(script: Script, gone: Sequence[str] = ()) -> AsyncIterator[ht
             address = await stack.enter_async_context(replica(script, name=name))
             address = Address("127.0.0.1", 1) if name in gone else address
             switch.router.on_snapshot(snapshot(name), monotonic())
-            switch.members.known[name] = Member(name, tag_of(name), address, is_draining=False)
+            switch.members.known[name] = Member(name, tag_of(name), address, is_draining=name in draining)
         address = await stack.enter_async_context(serving(switch.app()))
         http = httpx.AsyncClient(base_url=str(address), timeout=PATIENCE_S)
         yield await stack.enter_async_context(http)
@@ -105,6 +109,7 @@ def test_what_is_said_of_an_operation_fits_its_path_and_its_types(path: str, met
         assert Passing.RECORDED | Passing.BY_ID in of(f"{path}/{{id}}", "GET")
     # Admission answers these statuses.
     assert (Passing.BY_PROMPT in passing) == ({403, 429} <= operation.refusals)
+    assert Passing.ONCE in passing or not operation.is_form
     if Passing.BY_PROMPT in passing and operation.answers != (JSON,):
         assert last_words(path)
 
@@ -138,6 +143,16 @@ async def test_what_a_path_names_is_asked_of_its_owner_first(path: str, method: 
             found = path.replace("{id}", "{some_id}", 1)
             await http.request(method, re.sub(r"{\w+}", f"x_{tag_of(name)}00", found))
     assert asked == ["r0", "r1", "r0"]
+
+
+async def test_what_a_replica_has_is_found_while_it_drains() -> None:
+    async def script(call: Call) -> None:
+        call.reply(404 if call.name == "r0" else 200, "application/json")
+        call.end(b"{}")
+
+    async with switched(script, draining=["r1"]) as http:
+        found = await http.get("/v1/files/file-without-a-tag")
+    assert (found.status_code, found.headers["x-penstock-replica"]) == (200, "r1")
 
 
 @pytest.mark.parametrize(("path", "method"), [one for one in ALL if Passing.OWN in of(*one)])
@@ -202,6 +217,27 @@ async def test_what_makes_something_that_stays_is_not_sent_again(path: str, meth
 async def test_it_is_sent_to_another_where_nobody_listens(path: str, method: str) -> None:
     asked, _ = await asked_of(path, method, gone=["r1"])
     assert asked == ["r0"]
+
+
+async def test_an_upload_is_passed_on_as_it_comes_and_is_not_sent_twice() -> None:
+    asked: list[str] = []
+    arrived = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        asked.append(call.name)
+        await call.reader.readuntil(b"first")
+        arrived.set()
+        await call.reader.readuntil(b"last")
+        call.refuse(503)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"first"
+        await asyncio.wait_for(arrived.wait(), PATIENCE_S)
+        yield b"last"
+
+    async with switched(script) as http:
+        reply = await http.post("/v1/files", content=parts())
+    assert (reply.status_code, reply.json()["error"]["code"], len(asked)) == (503, "mine", 1)
 
 
 def test_whatever_makes_something_says_that_it_does() -> None:

@@ -280,6 +280,15 @@ async def test_a_recorded_reply_is_followed_and_forgotten_wherever_it_was_made(
         assert (await found.http.get(f"{path}/{id}")).status_code == 404
 
 
+async def test_a_file_may_be_larger_than_other_bodies() -> None:
+    async with cluster(make_gateway("a"), make_gateway("b")) as found:
+        content = b"x" * (20 * MOST_BYTES)
+        form = {"file": ("in.jsonl", content)}
+        made = (await found.http.post("/v1/files", files=form, data={"purpose": "batch"})).json()
+        assert made["bytes"] == len(content)
+        assert (await found.http.get(f"/v1/files/{made['id']}/content")).content == content
+
+
 async def test_the_rest_is_answered_by_any_replica_or_by_the_switch() -> None:
     async with cluster(make_gateway("a"), make_gateway("b")) as found:
         models = [await found.http.get("/v1/models") for _ in range(4)]
