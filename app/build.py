@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from hashlib import blake2b
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -168,6 +169,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         metrics_elsewhere=settings.metrics_port is not None,
         replica=replica,
         identity=identity(model, folder),
+        system_fingerprint=system_fingerprint(settings, folder),
         policies=lanes,
         cluster_secret=settings.cluster_secret,
         warm_up_tokens=settings.warm_up_tokens,
@@ -239,6 +241,14 @@ def build_core(
 def identity(model: str, folder: Path) -> str:
     """Replicas that can stand in for each other have the same."""
     return f"{model} {fingerprint(folder)}, penstock {version('penstock')}"
+
+
+def system_fingerprint(settings: EngineSettings, folder: Path) -> str:
+    """What replies call the weights, the types they are computed in, and the version: with the same, the same text."""
+    types = (settings.dtype, settings.quantize, settings.quantize_group_size, settings.kv_dtype)
+    made_by = (*types, settings.device, settings.tensor_parallel, version("penstock"))
+    digest = blake2b(repr((fingerprint(folder), made_by)).encode(), digest_size=5)
+    return f"fp_{digest.hexdigest()}"
 
 
 def allowed_hosts(settings: FrontSettings, is_open: bool) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.planning.prefix_index import extend_hashes
 from engine.planning.request import Pooling
-from gateway.endpoints.intake import salt_of
+from gateway.endpoints.params import salt_of
 from gateway.endpoints.prompting import Prompting
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits

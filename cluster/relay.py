@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
 
-import orjson
-
 from cluster.metrics import Metrics
 from cluster.position import Position
 from cluster.upstream import Address, Headers, Upstream, connect, request_bytes
 from gateway.http.connections import Connection, Timeouts
 from gateway.http.correlation import ANTHROPIC_PATH
 from gateway.http.errors import ApiError, unavailable
-from gateway.http.refusals import OLLAMA_PATH, OVERLOADED, anthropic_body, ollama_body
-from gateway.wire.frames import DONE, KEEPALIVE, error_frame
+from gateway.http.refusals import OLLAMA_PATH, OVERLOADED
+from gateway.sessions.responses.events import error_event
+from gateway.wire.frames import KEEPALIVE, last_frames
 
 MEND_S = 60.0
 """The longest search for a replica that goes on with a stream."""
@@ -330,16 +329,10 @@ class Relay:
 def last_words(path: str) -> bytes:
     """Returns the bytes that end a stream whose replica died, in the API's format; nothing if it has none for that."""
     error = _lost()
-    if path.startswith(OLLAMA_PATH):
-        return ollama_body(error) + b"\n"
-    if path.startswith(ANTHROPIC_PATH):
-        return b"event: error\ndata: " + anthropic_body(error) + b"\n\n"
     if path.startswith("/v1/responses"):
-        told = {"code": error.code, "message": error.message, "param": error.param}
-        return (
-            b"event: error\ndata: " + orjson.dumps({"type": "error", **told, "sequence_number": 0}) + b"\n\n"
-        )
-    return error_frame(error) + DONE if "/completions" in path else b""
+        return error_event(error, 0)
+    has_words = "/completions" in path or path.startswith((OLLAMA_PATH, ANTHROPIC_PATH))
+    return last_frames(error, path) if has_words else b""
 
 
 def none_ready() -> ApiError:

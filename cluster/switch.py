@@ -27,16 +27,15 @@ from cluster.relay import Message, Place, Relay, none_ready
 from cluster.upstream import Address, Headers, end_to_end
 from engine.planning.request import Pooling
 from gateway.access.keys import Access, Client
-from gateway.endpoints.attached import position_asked
 from gateway.endpoints.files import UPLOAD_S
 from gateway.endpoints.operation import Operation, Passing
 from gateway.endpoints.operations import OPERATIONS
+from gateway.endpoints.replies import position_asked
 from gateway.endpoints.state import SECRET_HEADER
 from gateway.http.background import every, meanwhile
 from gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
 from gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
 from gateway.http.errors import ApiError, not_found, refused, unavailable
-from gateway.http.hosts import HostMiddleware
 from gateway.http.limits import Limits, LimitsMiddleware, parse_object
 from gateway.http.off_loop import off_loop
 from gateway.http.refusals import answer_fault, refusal
@@ -105,9 +104,8 @@ class Switch:
         self._num_any = 0
 
     def app(self) -> ASGIApp:
-        limited = LimitsMiddleware(self._answer, self.options.limits, _UPLOADS)
-        hosted = HostMiddleware(limited, self.options.allowed_hosts)
-        return ServerSendMiddleware(RequestIdMiddleware(hosted))
+        limited = LimitsMiddleware(self._answer, self.options.limits, self.options.allowed_hosts, _UPLOADS)
+        return ServerSendMiddleware(RequestIdMiddleware(limited))
 
     @contextlib.asynccontextmanager
     async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:

@@ -37,7 +37,6 @@ from gateway.endpoints.state import StateApi
 from gateway.http.connections import ServerSendMiddleware
 from gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
 from gateway.http.errors import ApiError
-from gateway.http.hosts import HostMiddleware
 from gateway.http.limits import LimitsMiddleware
 from gateway.http.page import Page
 from gateway.http.refusals import answer_api_error, answer_disconnect, answer_fault, answer_http_error
@@ -70,7 +69,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     intake, files = Intake(service), Files(service.store)
     completions, embeddings = CompletionsApi(service, intake), EmbeddingsApi(service, intake)
     responses = ResponsesApi(service, intake)
-    messages = MessagesApi(service, intake)
+    messages = MessagesApi(intake)
     handlers: dict[Endpoint, Handler] = {
         "/v1/chat/completions": completions.chat,
         "/v1/completions": completions.complete,
@@ -103,8 +102,12 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     app = Starlette(
         routes=openapi.routes,
         middleware=[
-            Middleware(HostMiddleware, hosts=options.allowed_hosts),
-            Middleware(LimitsMiddleware, limits=options.limits, uploads=frozenset({"/v1/files"})),
+            Middleware(
+                LimitsMiddleware,
+                limits=options.limits,
+                hosts=options.allowed_hosts,
+                uploads=frozenset({"/v1/files"}),
+            ),
             Middleware(PatienceMiddleware),
         ],
         exception_handlers={

@@ -1,4 +1,4 @@
-"""What the operator sees: counted once per step and once per request, in base units."""
+"""Metrics for the operator: counted once per step and once per request, in base units."""
 
 from __future__ import annotations
 
@@ -20,29 +20,11 @@ from gateway.wire.frames import seconds_per_output_token
 from priority.lanes import Lane
 
 _SHORT = tuple(ms / 1000 for ms in (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 40, 60, 80, 100, 150, 250))
-"""Small models take milliseconds a token."""
+"""The bounds of short times: small models take milliseconds a token."""
 _SECONDS = (*_SHORT, 0.5, 0.75, 1, 2.5, 5, 10)
 _LONG = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
+    *(ms / 1000 for ms in (1, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750)),
+    *(1, 2.5, 5, 10, 20, 40, 80, 160, 640),
 )
 _RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 _TOKENS = tuple(2**exponent for exponent in range(0, 18))
@@ -59,7 +41,7 @@ _SPANS = {
     "inference_seconds": ("From a request's first step to the end of a choice.", "scheduled_s", "finished_s"),
     "request_seconds": ("From a request's arrival to the end of a choice.", "arrival_s", "finished_s"),
 }
-"""What is measured of every choice that ended well, and between which of its `Timings`."""
+"""The times that are measured of every choice that ended well, and between which of its `Timings`."""
 
 
 class Metrics:
@@ -68,10 +50,10 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._registries = [self.registry]
-        """All that are shown: names that others gave the same values are in one of their own."""
+        """The registries that are shown: other servers' names for the same values are in one of their own."""
         self.num_output_tokens = 0
         self._promises_of: dict[Lane, tuple[int, int]] = {}
-        """Kept and broken, for those who do not read the registry."""
+        """The promises kept and broken, for those who do not read the registry."""
         self._name_requests()
         self._name_steps()
         self._name_the_rest()
@@ -181,7 +163,7 @@ class Metrics:
         self.prefix_depth = gauge("prefix_depth_blocks", "Blocks of the longest known prefix.")
 
     def note_step(self, report: StepReport, num_output_tokens: int) -> None:
-        """Called once per step, whatever came of it."""
+        """Counts one step, whatever came of it."""
         self._note_pace(report)
         self.step_seconds.observe(report.duration_s)
         self.step_tokens.observe(report.num_prefill_tokens + report.num_decode_tokens)
@@ -229,7 +211,7 @@ class Metrics:
         self.admissions.labels(lane.label, "refused", reason).inc()
 
     def note_finished(self, lane: Lane, reason: FinishReason, timings: Timings | None) -> None:
-        """Called once per choice."""
+        """Counts one choice that ended."""
         self.finished.labels(lane.label, reason.value).inc()
         if timings is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
@@ -244,7 +226,7 @@ class Metrics:
     def note_promise(
         self, lane: Lane, ttft_s: float, promised_s: float | None, predicted_s: float | None
     ) -> None:
-        """How the promise and the forecast came out; called once per choice."""
+        """Counts how the promise and the forecast of one choice came out."""
         if promised_s is not None:
             is_kept = ttft_s <= promised_s
             self.promises.labels(lane.label, "kept" if is_kept else "broken").inc()
@@ -254,7 +236,7 @@ class Metrics:
             self.forecast_ratio.labels(lane.label).observe(ttft_s / predicted_s)
 
     def attainment(self, lane: Lane) -> float | None:
-        """The part of a lane's promises that were kept; None before the first."""
+        """Returns the part of a lane's promises that were kept; None before the first."""
         kept, broken = self._promises_of.get(lane, (0, 0))
         return kept / (kept + broken) if kept + broken else None
 
@@ -269,7 +251,7 @@ class Metrics:
 
 
 class StoreMetrics(Collector):
-    """What a store says of itself, read when somebody asks."""
+    """The metrics of a store, read when somebody asks."""
 
     def __init__(self, stats: Callable[[], StoreStats]) -> None:
         self._stats = stats

@@ -76,6 +76,8 @@ class ServiceOptions:
     """This process's name among those that share a store."""
     identity: str = ""
     """What is served: model, checkpoint and version, the same for replicas that can stand in for each other."""
+    system_fingerprint: str | None = None
+    """What replies call weights, arithmetic and version: the same, if it is the same text that they make."""
     policies: Mapping[Lane, LanePolicy] = field(default_factory=lambda: DEFAULT_POLICIES)
     """Of the queue."""
     cluster_secret: str | None = None

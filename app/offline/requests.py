@@ -14,7 +14,7 @@ from engine.planning.grammars import GrammarError
 from engine.planning.request import BeamParams, Pooling, Request, SamplingParams
 from gateway.access.keys import OPEN_TENANT
 from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
-from gateway.endpoints.intake import bad_words_of, salt_of
+from gateway.endpoints.params import bad_words_of, salt_of
 from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits
 from gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams

@@ -90,7 +90,7 @@ class ConversationsApi:
         return Json(conversation.as_json())
 
     async def list_conversations(self, http: HttpRequest) -> Response:
-        """This tenant's, each with its title. Looking at them does not keep them alive."""
+        """Lists this tenant's conversations, each with its title. Looking at them does not keep them alive."""
         tenant = self._tenant(http)
         query = read_page_query(http.query_params)
         store = self._service.store
@@ -156,7 +156,7 @@ class ConversationsApi:
         return input_items(items)
 
     def _key(self, http: HttpRequest) -> Key:
-        """Who asks, then for what: a stranger is told nothing about ids."""
+        """Returns whose conversation is meant, checking the client first: a stranger is told nothing about ids."""
         tenant = self._tenant(http)
         conversation_id = check_id("conversation_id", http.path_params["conversation_id"], "conv")
         return Key(KIND, tenant, conversation_id)

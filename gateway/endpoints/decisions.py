@@ -11,10 +11,10 @@ from starlette.routing import Route
 
 from engine.planning.prefix_index import with_hashes
 from engine.planning.request import Branch, Request, SamplingParams
-from gateway.access.keys import Client
-from gateway.endpoints.intake import Intake, Job, route, salt_of
+from gateway.endpoints.intake import Arrival, Intake, route
+from gateway.endpoints.params import salt_of
 from gateway.endpoints.prompting import Prompting
-from gateway.endpoints.replies import Reply
+from gateway.endpoints.replies import LiveReply
 from gateway.http.errors import invalid
 from gateway.http.off_loop import TOKEN_BYTES, off_loop
 from gateway.service import Service
@@ -28,7 +28,8 @@ from gateway.wire.decisions import (
     understand_system,
 )
 from gateway.wire.labels import Steps, label_branches
-from gateway.wire.sampling import context_exceeded, lane_of
+from gateway.wire.sampling import context_exceeded
+from gateway.wire.streams import Stream
 
 _OPTION_BYTES = 64
 """What is made of an answer that may be given is as much work as reading so many bytes."""
@@ -46,57 +47,38 @@ class DecisionsApi:
 
     async def decide(self, http: HttpRequest) -> Response:
         """Answers in OpenAI's format."""
-        arrival_s, client = self._begin(http)
-        asked = await self._intake.read_as(http, DecisionsBody, understand_decisions)
-        return await self._reply(http, client, asked, arrival_s, DecisionsWriter)
+        came = await self._intake.begin(http, DecisionsBody, understand_decisions)
+        return await self._reply(came, DecisionsWriter)
 
     async def answer(self, http: HttpRequest) -> Response:
         """Answers in TypeSafe's format."""
-        arrival_s, client = self._begin(http)
-        asked = await self._intake.read_as(http, SystemOneBody, understand_system)
-        return await self._reply(http, client, asked, arrival_s, SystemOneWriter)
-
-    def _begin(self, http: HttpRequest) -> tuple[float, Client]:
-        """When a request came, and whose it is; raises 401 and 503."""
-        arrival_s = self._service.clock()
-        client = self._intake.client(http)
-        self._service.dispatch.check_open()
-        return arrival_s, client
+        came = await self._intake.begin(http, SystemOneBody, understand_system)
+        return await self._reply(came, SystemOneWriter)
 
     async def _reply(
-        self,
-        http: HttpRequest,
-        client: Client,
-        asked: Decisions,
-        arrival_s: float,
-        writer: type[DecisionsWriter | SystemOneWriter],
-    ) -> Reply:
+        self, came: Arrival[Decisions], writer: type[DecisionsWriter | SystemOneWriter]
+    ) -> LiveReply:
         """
         Raises:
             ApiError: 400, 404, 429 or 503, whatever the request meets on its way.
         """
-        self._intake.check_model(asked.body.model)
-        lane = lane_of(asked.body.service_tier, client.tenant)
-        self._service.dispatch.check_room(lane, client.tenant.name, arrival_s, len(await http.body()))
-        prompt, branches, steps = await self._branches(asked, self._intake.prompting(client.tenant))
+        asked = came.body
+        lane = self._intake.admit(came, asked.body)
+        prompt, branches, steps = await self._branches(asked, self._intake.prompting(came.tenant))
         request = Request(
             request_id=f"dec-{secrets.token_hex(16)}",
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(temperature=0.0, max_tokens=0),
             n=len(branches),
-            arrival_s=arrival_s,
+            arrival_s=came.at_s,
             lane=lane,
-            tenant=client.tenant.name,
-            salt=salt_of(client.tenant),
+            tenant=came.tenant.name,
+            salt=salt_of(came.tenant),
             branches=branches,
         )
         request = await off_loop(TOKEN_BYTES * request.num_prompt_tokens, self._checked, request, asked)
-        job = Job(
-            writer=writer(asked.body.model, asked.questions, steps),
-            requests=[request],
-            reservation=await self._intake.reserve(client, [request]),
-        )
-        return Reply(self._service, job)
+        stream = Stream([request], await self._intake.reserve(came.client, [request]))
+        return LiveReply(self._service, stream, writer(asked.body.model, asked.questions, steps))
 
     async def _branches(
         self, asked: Decisions, prompting: Prompting

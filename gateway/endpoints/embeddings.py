@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -12,14 +13,13 @@ from starlette.routing import Route
 
 from engine.planning.prefix_index import with_hashes
 from engine.planning.request import Request, SamplingParams
-from gateway.access.keys import Client
-from gateway.endpoints.intake import REQUEST_BYTES, Intake, Job, route, salt_of
-from gateway.endpoints.replies import Reply
+from gateway.endpoints.intake import Arrival, Intake, as_sent, route
+from gateway.endpoints.params import REQUEST_BYTES, salt_of
+from gateway.endpoints.replies import LiveReply
 from gateway.http.errors import invalid
 from gateway.http.off_loop import TOKEN_BYTES, off_loop
 from gateway.service import Service
 from gateway.wire.embeddings import (
-    Embedded,
     EmbeddingsBody,
     EmbeddingWriter,
     RerankBody,
@@ -27,8 +27,7 @@ from gateway.wire.embeddings import (
     ScoreBody,
     ScoreWriter,
 )
-from gateway.wire.sampling import lane_of
-from gateway.wire.writers import WholeWriter
+from gateway.wire.streams import Stream, WholeWriter
 from priority.lanes import Lane
 
 
@@ -47,51 +46,37 @@ class EmbeddingsApi:
         ]
 
     async def embed(self, http: HttpRequest) -> Response:
-        arrival_s, client = self.begin(http)
-        body = await self._intake.read(http, EmbeddingsBody)
-        lane = await self.admit(http, client, body, arrival_s)
+        came = await self._intake.begin(http, EmbeddingsBody, as_sent)
+        body = came.body
+        lane = self._intake.admit(came, body)
         self.check_dimensions(body.dimensions)
-        prompts = await self._intake.prompting(client.tenant).encode_inputs(body)
+        prompts = await self._intake.prompting(came.tenant).encode_inputs(body)
         is_normalised = self._service.options.embedding.is_normalised
         writer = EmbeddingWriter(body, is_normalised=is_normalised)
-        return await self.reply(client, lane, prompts, arrival_s, f"embd-{secrets.token_hex(16)}", writer)
+        return await self.reply(came, lane, prompts, f"embd-{secrets.token_hex(16)}", writer)
 
     async def rerank(self, http: HttpRequest) -> Response:
-        arrival_s, client = self.begin(http)
-        body = await self._intake.read(http, RerankBody)
-        lane = await self.admit(http, client, body, arrival_s)
-        encode, id = self._intake.prompting(client.tenant).encode_texts, f"rerank-{secrets.token_hex(16)}"
+        came = await self._intake.begin(http, RerankBody, as_sent)
+        body = came.body
+        lane = self._intake.admit(came, body)
+        encode, id = self._intake.prompting(came.tenant).encode_texts, f"rerank-{secrets.token_hex(16)}"
         prompts = [
             *await encode([body.query], "query", body),
             *await encode(body.texts, "documents", body),
         ]
-        return await self.reply(client, lane, prompts, arrival_s, id, RerankWriter(id, body))
+        return await self.reply(came, lane, prompts, id, RerankWriter(id, body))
 
     async def score(self, http: HttpRequest) -> Response:
-        arrival_s, client = self.begin(http)
-        body = await self._intake.read(http, ScoreBody)
+        came = await self._intake.begin(http, ScoreBody, as_sent)
+        body = came.body
         first, second = body.sides()
-        lane = await self.admit(http, client, body, arrival_s)
-        encode, id = self._intake.prompting(client.tenant).encode_texts, f"score-{secrets.token_hex(16)}"
+        lane = self._intake.admit(came, body)
+        encode, id = self._intake.prompting(came.tenant).encode_texts, f"score-{secrets.token_hex(16)}"
         prompts = [*await encode(first, "text_1", body), *await encode(second, "text_2", body)]
         writer = ScoreWriter(id, int(time.time()), body.model, len(first))
-        return await self.reply(client, lane, prompts, arrival_s, id, writer)
+        return await self.reply(came, lane, prompts, id, writer)
 
     # What all that embeds has in common
-
-    def begin(self, http: HttpRequest) -> tuple[float, Client]:
-        """When a request came, and whose it is; raises 401 and 503."""
-        arrival_s = self._service.clock()
-        client = self._intake.client(http)
-        self._service.dispatch.check_open()
-        return arrival_s, client
-
-    async def admit(self, http: HttpRequest, client: Client, body: Embedded, arrival_s: float) -> Lane:
-        """The lane of a request for a model; raises 404 for another model, 429 or 503 if the lane is full."""
-        self._intake.check_model(body.model)
-        lane = lane_of(body.service_tier, client.tenant)
-        self._service.dispatch.check_room(lane, client.tenant.name, arrival_s, len(await http.body()))
-        return lane
 
     def check_dimensions(self, dimensions: int | None) -> None:
         size = self._service.options.embedding.size
@@ -100,13 +85,12 @@ class EmbeddingsApi:
 
     async def reply(
         self,
-        client: Client,
+        came: Arrival[Any],
         lane: Lane,
         prompts: Sequence[Sequence[int]],
-        arrival_s: float,
         id: str,
         writer: WholeWriter,
-    ) -> Reply:
+    ) -> LiveReply:
         """What a writer makes of the embeddings of prompts.
 
         Raises:
@@ -119,19 +103,15 @@ class EmbeddingsApi:
                 request_id=f"{id}-{number}",
                 prompt_token_ids=tuple(prompt),
                 sampling=sampling,
-                arrival_s=arrival_s,
+                arrival_s=came.at_s,
                 lane=lane,
-                tenant=client.tenant.name,
-                salt=salt_of(client.tenant),
+                tenant=came.tenant.name,
+                salt=salt_of(came.tenant),
                 pooling=options.embedding.pooling,
             )
             return with_hashes(request, options.block_size)
 
         size = REQUEST_BYTES * len(prompts) + TOKEN_BYTES * sum(map(len, prompts))
         requests = await off_loop(size, lambda: [make(i, prompt) for i, prompt in enumerate(prompts)])
-        job = Job(
-            writer=writer,
-            requests=requests,
-            reservation=await self._intake.reserve(client, requests),
-        )
-        return Reply(self._service, job)
+        reservation = await self._intake.reserve(came.client, requests)
+        return LiveReply(self._service, Stream(requests, reservation), writer)

@@ -18,17 +18,18 @@ from sse_starlette.sse import AppStatus
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Intake, route, salts_of
+from gateway.endpoints.intake import Intake, route
+from gateway.endpoints.params import salts_of
 from gateway.http.errors import invalid
 from gateway.service import Service
 
 EVERY_S = 0.5
 MAP_EVERY_S = 1.0
 MAP_PART = 0.002
-"""Of the time, at most, that is spent on drawing the KV blocks."""
+"""The part of the time, at most, that is spent on drawing the KV blocks."""
 DETAILS = ("steps", "kv")
 MAX_HASHES = 1000
-"""Of blocks in one event."""
+"""The most hashes of blocks in one event."""
 
 # A signal begins a drain: state and depths are worth seeing until its end, and the server ends the streams itself.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
@@ -49,7 +50,7 @@ class EventsApi:
         return [route("/v1/events", GET=self.server), route("/v1/prefixes/events", GET=self.prefixes)]
 
     async def server(self, http: HttpRequest) -> EventSourceResponse:
-        """The state of the server.
+        """Streams the state of the server.
 
         With `request_id`, also the place in the queue of the caller's request of that name; with `detail`, also the
         engine's steps and its KV blocks.
@@ -76,14 +77,14 @@ class EventsApi:
                     told_map = drawn
 
     def _status_now(self) -> bytes:
-        """Made once for all who listen."""
+        """Returns the status, which is made once for all who listen."""
         now = self._service.clock()
         if now - self._status_s >= EVERY_S / 2:
             self._status, self._status_s = orjson.dumps(self._service.status()), now
         return self._status
 
     def _map_now(self) -> bytes:
-        """Drawn once for all who listen, and less often; empty before there is one."""
+        """Returns the map, which is drawn once for all who listen, and less often; empty before there is one."""
         now = self._service.clock()
         if now >= self._map_due_s:
             began_s = time.thread_time()
@@ -94,7 +95,7 @@ class EventsApi:
         return self._map
 
     async def prefixes(self, http: HttpRequest) -> EventSourceResponse:
-        """The blocks of the caller's that are cached, then those that come and go, by their hashes."""
+        """Streams the hashes of the caller's blocks that are cached, then of those that come and go."""
         return _response(self._prefix_events(salts_of(self._intake.client(http).tenant)))
 
     async def _prefix_events(self, salts: tuple[bytes, ...]) -> AsyncIterator[ServerSentEvent]:
@@ -105,7 +106,7 @@ class EventsApi:
                         yield _event(kind, orjson.dumps({"blocks": [known.hex() for known in some]}))
 
     async def _ticks(self) -> AsyncIterator[None]:
-        """Until the last token stream of a server that drains has ended."""
+        """Ticks until the last token stream of a server that drains has ended."""
         while True:
             yield
             if self._service.dispatch.draining and not len(self._service.dispatch):
@@ -132,7 +133,7 @@ def _event(kind: str, data: bytes) -> ServerSentEvent:
 
 
 def _batches(hashes: dict[bytes, None]) -> Iterator[list[bytes]]:
-    """All of them, taken out as they are told."""
+    """Takes the hashes out in batches."""
     while some := list(islice(hashes, MAX_HASHES)):
         for known in some:
             del hashes[known]

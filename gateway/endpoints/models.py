@@ -8,7 +8,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Intake, salt_of, salts_of
+from gateway.endpoints.intake import Intake
+from gateway.endpoints.params import salt_of, salts_of
 from gateway.endpoints.prompting import Prompting
 from gateway.http.errors import invalid
 from gateway.http.limits import parse_messages

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.access.keys import Client
 from gateway.endpoints.embeddings import EmbeddingsApi
-from gateway.endpoints.intake import Intake, Read, route
-from gateway.endpoints.replies import Reply
+from gateway.endpoints.intake import Arrival, Intake, Read, route
 from gateway.http.limits import Limits
 from gateway.service import Service
 from gateway.wire.embeddings import Embedded
@@ -34,18 +32,16 @@ from gateway.wire.ollama.bodies import (
     understand_prompt,
 )
 from gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
-from gateway.wire.sampling import tier_of
-from gateway.wire.shapes import Head
-from gateway.wire.writers import WholeWriter
+from gateway.wire.streams import WholeWriter
 
 VERSION = "0.12.6"
 """The version of Ollama whose API this is: clients ask for it, and do without what an older one lacks."""
 _NEVER = "9999-12-31T23:59:59Z"
-"""When the model is to be unloaded."""
+"""The time at which the model is to be unloaded."""
 
 
 class OllamaApi:
-    """One service, for clients of Ollama."""
+    """The Ollama API of one service."""
 
     def __init__(self, service: Service, intake: Intake, embeddings: EmbeddingsApi) -> None:
         self._service = service
@@ -78,66 +74,52 @@ class OllamaApi:
         *,
         is_chat: bool,
     ) -> Response:
-        arrival_s = self._service.clock()
-        client = self._intake.client(http)
-        self._service.dispatch.check_open()
-        asked = await self._intake.read_as(http, kind, understand)
+        came = await self._intake.begin(http, kind, understand)
+        asked = came.body
         self._intake.check_model(asked.model)
         if asked.chat is None:
             return Json(unasked(asked.model, int(time.time()), is_chat=is_chat))
-        batch = await self._intake.chat(client, asked.chat, arrival_s, may_be_fewer=True)
-        self._intake.check_room(batch, len(await http.body()))
+        params = await self._intake.chat(came, asked.chat, may_be_fewer=True)
+        self._intake.check_room(params, came.num_bytes)
         if asked.raw is None:
-            prompt, batch = await self._intake.prompt(batch, asked.chat)
+            prompt, params = await self._intake.prompt(params, asked.chat)
         else:
-            prompt = await self._intake.prompting(client.tenant).encode_text(
+            prompt = await self._intake.prompting(params.tenant).encode_text(
                 asked.raw, "prompt", suffix=asked.suffix or ""
             )
-        id, tier = secrets.token_hex(16), tier_of(batch.lane)
-        head = Head(id=id, created=int(time.time()), model=asked.model, service_tier=tier)
+        head = self._intake.head(secrets.token_hex(16), asked.model, params.lane)
         writer = LineWriter(
             head,
             is_chat=is_chat,
-            parser=batch.reading.parser_of(id),
+            parser=params.reading.parser(head.id),
             tokens=self._service.tokenizer if asked.chat.logprobs else None,
             num_top=asked.chat.top_logprobs or 0,
         )
-        return Reply(self._service, await self._intake.job(client, batch, [prompt], id, writer))
+        return await self._intake.reply(params, [prompt], head.id, writer)
 
     async def embed(self, http: HttpRequest) -> Response:
-        arrival_s, client = self._embeddings.begin(http)
-        asked = await self._intake.read_as(http, OllamaEmbedBody, understand_embed)
-        self._embeddings.check_dimensions(asked.dimensions)
-        if not asked.texts:
-            self._intake.check_model(asked.model)
-            return Json({"model": asked.model, "embeddings": []})
-        return await self._embedded(http, client, asked, arrival_s, "input", EmbedWriter(asked))
+        came = await self._intake.begin(http, OllamaEmbedBody, understand_embed)
+        self._embeddings.check_dimensions(came.body.dimensions)
+        nothing = {"model": came.body.model, "embeddings": []}
+        return await self._embedded(came, "input", EmbedWriter(came.body), nothing)
 
     async def embed_prompt(self, http: HttpRequest) -> Response:
-        arrival_s, client = self._embeddings.begin(http)
-        asked = await self._intake.read_as(http, OllamaEmbeddingBody, understand_embedding)
-        if not asked.texts:
-            self._intake.check_model(asked.model)
-            return Json({"embedding": []})
-        return await self._embedded(http, client, asked, arrival_s, "prompt", EmbeddingWriter())
+        came = await self._intake.begin(http, OllamaEmbeddingBody, understand_embedding)
+        return await self._embedded(came, "prompt", EmbeddingWriter(), {"embedding": []})
 
     async def _embedded(
-        self,
-        http: HttpRequest,
-        client: Client,
-        asked: EmbeddingAsked,
-        arrival_s: float,
-        field: str,
-        writer: WholeWriter,
+        self, came: Arrival[EmbeddingAsked], field: str, writer: WholeWriter, nothing: Mapping[str, object]
     ) -> Response:
-        body = Embedded(model=asked.model)
-        lane = await self._embeddings.admit(http, client, body, arrival_s)
+        """The embeddings of the texts in a field; `nothing` if there are no texts."""
+        asked, body = came.body, Embedded(model=came.body.model)
+        if not asked.texts:
+            self._intake.check_model(asked.model)
+            return Json(nothing)
+        lane = self._intake.admit(came, body)
         longest = self._service.dispatch.context_length - 1 if asked.truncates else None
-        prompts = await self._intake.prompting(client.tenant).encode_texts(
-            asked.texts, field, body, longest=longest
-        )
-        id = f"embd-{secrets.token_hex(16)}"
-        return await self._embeddings.reply(client, lane, prompts, arrival_s, id, writer)
+        encode = self._intake.prompting(came.tenant).encode_texts
+        prompts = await encode(asked.texts, field, body, longest=longest)
+        return await self._embeddings.reply(came, lane, prompts, f"embd-{secrets.token_hex(16)}", writer)
 
     # The model
 

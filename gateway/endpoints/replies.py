@@ -1,101 +1,190 @@
-"""Replies: a generation on its way to its client, streamed or whole."""
+"""Replies: what a generation comes to, on its way to a client, streamed or whole."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
+from abc import abstractmethod
+from typing import Generic, Protocol, TypeVar
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.endpoints.intake import Job
+from gateway.access.quotas import Reservation
 from gateway.http.background import meanwhile
 from gateway.http.connections import Connection
-from gateway.http.errors import log_fault
+from gateway.http.errors import ApiError, invalid
 from gateway.http.off_loop import off_loop
 from gateway.service import Service
+from gateway.sessions.recordings.reader import Reader
 from gateway.wire.frames import json_pieces
-from gateway.wire.streams import Stream
-from gateway.wire.writers import Writer
+from gateway.wire.streams import Stream, WholeWriter
 
 _NUMBER_BYTES = 8
-"""What is made of a number of an embedding, or of a score, is as much work as reading so many bytes."""
+"""The number of bytes that are as much work to read as a number of an embedding, or a score, is to write."""
 
 
-class Reply(Response):
-    """Submits a job when the server asks for the reply, and sends what comes of it.
+class Source(Protocol):
+    """A generation as one connection is sent it."""
 
-    The job is cancelled the moment its client is gone, whatever state it is in.
-    """
+    connection: Connection
+    media_type: str
 
-    def __init__(self, service: Service, job: Job) -> None:
+    @property
+    def at_end(self) -> bool:
+        """Whether nothing comes any more."""
+
+    @property
+    def refusal(self) -> ApiError | None:
+        """The error that is the whole reply if nothing of it was sent yet."""
+
+    async def news(self) -> None:
+        """Returns when there is something to send, or the connection is gone."""
+
+    def take(self) -> bytes:
+        """Returns all that there is to say now; empty, for example, while a character is incomplete."""
+
+    def keepalive(self) -> bytes:
+        """Returns a frame that says that the client is not forgotten."""
+
+    async def end(self) -> None:
+        """Returns when the generation has ended, or the connection is gone."""
+
+
+SourceT = TypeVar("SourceT", bound=Source)
+
+
+class Reply(Response, Generic[SourceT]):
+    """Sends what comes of a generation."""
+
+    def __init__(
+        self, service: Service, source: SourceT, reservation: Reservation | None, *, streamed: bool
+    ) -> None:
         self._service = service
-        self._job = job
-        self._quota_headers = job.reservation.headers
+        self._source = source
+        self._streamed = streamed
+        self._quota_headers = {} if reservation is None else reservation.headers
         self.background = None
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Begins to send to the source's connection."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Ends the connection's part in it, when it is gone or has had everything; may be called again."""
+
+    @abstractmethod
+    async def _send_whole(self) -> None:
+        """Sends a reply that has ended in one piece."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
-        job = self._job
-        writer = job.stream_writer
-        stream = Stream(
-            job.requests, connection, streamed=writer is not None, echoes=job.echoes, in_full=job.in_full
-        )
-        stream.reservation, stream.thoughts = job.reservation, job.thoughts
-        service.dispatch.submit(stream)
-        release = partial(service.dispatch.release, stream)
-        async with meanwhile(connection.watch(receive, release)):
+        self._source.connection = connection
+        self._begin()
+        async with meanwhile(connection.watch(receive, self._leave)):
             try:
-                if writer is None:
-                    await self._send_whole(stream)
+                if self._streamed:
+                    await self._send_stream()
                 else:
-                    await self._send_stream(stream, writer)
+                    await self._source.end()
+                    self._check()
+                    await self._send_whole()
             finally:
-                release()
+                self._leave()
 
-    async def _send_whole(self, stream: Stream) -> None:
-        await stream.end()
-        if stream.error is not None:
-            raise stream.error
-        if not stream.finished:
-            return
-        arrival_s = stream.requests[0].arrival_s
-        milliseconds = math.ceil((self._service.clock() - arrival_s) * 1000)
-        headers = {**self._quota_headers, "openai-processing-ms": str(milliseconds)}
-        deltas = sorted(stream.take(), key=lambda taken: taken[0])
-        size = _NUMBER_BYTES * sum(len(delta.embedding or delta.scores or ()) for _, delta in deltas)
-        body = await off_loop(size, self._job.writer.whole, stream, deltas)
-        await stream.connection.send_whole(json_pieces(body), headers)
-
-    async def _send_stream(self, stream: Stream, writer: Writer) -> None:
-        connection = stream.connection
-        stream.text = writer.text
-        while True:
-            await stream.news()
+    async def _send_stream(self) -> None:
+        source, connection = self._source, self._source.connection
+        while not source.at_end:
+            await source.news()
             if connection.gone:
                 return
-            if not connection.committed:
-                await self._commit(stream, writer)
-            ended = stream.ended
-            if body := self._frames(stream, writer):
-                await connection.send(body, more=not ended)
-            if ended:
-                return
+            if (
+                not connection.committed
+            ):  # from here on the status is 200: an error before this is a plain one
+                self._check()
+                await connection.commit({"content-type": source.media_type, **self._quota_headers})
+            body = source.take()
+            if connection.overdue:
+                connection.overdue = False
+                body = body or source.keepalive()
+            if body or source.at_end:
+                await connection.send(body, more=not source.at_end)
 
-    async def _commit(self, stream: Stream, writer: Writer) -> None:
-        """There is something to show: from here on the status is 200. An error before this is a plain one."""
-        if stream.error is not None:
-            raise stream.error
-        await stream.connection.commit({"content-type": writer.media_type, **self._quota_headers})
+    def _check(self) -> None:
+        if self._source.refusal is not None:
+            raise self._source.refusal
 
-    def _frames(self, stream: Stream, writer: Writer) -> bytes:
-        """All that there is to say now; nothing, if a character is incomplete."""
-        frames = writer.news(stream, stream.take())
-        if stream.error is not None:
-            log_fault(stream.error)
-            frames += writer.fault(stream.error)
-        if stream.connection.overdue:
-            stream.connection.overdue = False
-            frames = frames or writer.keepalive()
-        return frames
+
+class LiveReply(Reply[Stream]):
+    """Submits a stream when the server asks for the reply, and sends what comes of it.
+
+    Its requests are cancelled the moment their client is gone, whatever state they are in.
+    """
+
+    def __init__(self, service: Service, stream: Stream, writer: WholeWriter) -> None:
+        super().__init__(service, stream, stream.reservation, streamed=stream.is_streamed)
+        self._writer = writer
+
+    def _begin(self) -> None:
+        self._service.dispatch.submit(self._source)
+
+    def _leave(self) -> None:
+        self._service.dispatch.release(self._source)
+
+    async def _send_whole(self) -> None:
+        stream = self._source
+        if not stream.finished:
+            return
+        milliseconds = math.ceil((self._service.clock() - stream.requests[0].arrival_s) * 1000)
+        headers = {**self._quota_headers, "openai-processing-ms": str(milliseconds)}
+        deltas = sorted(stream.take_deltas(), key=lambda taken: taken[0])
+        size = _NUMBER_BYTES * sum(len(delta.embedding or delta.scores or ()) for _, delta in deltas)
+        body = await off_loop(size, self._writer.whole, stream, deltas)
+        await stream.connection.send_whole(json_pieces(body), headers)
+
+
+class Attached(Reply[Reader]):
+    """Follows a recording: sends the events that a reader lacks, and those that come; or the whole at its end."""
+
+    def __init__(
+        self, service: Service, reader: Reader, *, streamed: bool = True, at_once: bool = False
+    ) -> None:
+        """`at_once`: the status is not held back until there is something to show."""
+        super().__init__(service, reader, reader.recording.reservation, streamed=streamed)
+        self._at_once = at_once
+
+    def _begin(self) -> None:
+        if self._source.position >= 0:
+            self._service.metrics.follows.inc()
+        self._source.recording.attach(self._source)
+
+    def _leave(self) -> None:
+        recording, now = self._source.recording, self._service.clock()
+        recording.detach(self._source, now)
+        if recording.is_abandoned(now):
+            self._service.recordings.cancel(recording)
+
+    async def _send_stream(self) -> None:
+        if self._at_once:
+            await self._source.connection.commit(self._quota_headers)
+        await super()._send_stream()
+
+    async def _send_whole(self) -> None:
+        if self._source.recording.settled:
+            await self._source.connection.send_whole(json_pieces(self._source.whole()), self._quota_headers)
+
+
+def position_asked(http: HttpRequest) -> int:
+    """Returns the last event that the client has, as `starting_after` or a browser's EventSource says; -1 for none.
+
+    Raises:
+        ApiError: 400, if it is not a number.
+    """
+    text = http.query_params.get("starting_after") or http.headers.get("last-event-id")
+    if text is None or text == "-1":
+        return -1
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise invalid("'starting_after' must be the number of an event.", "starting_after")
+    return int(text)

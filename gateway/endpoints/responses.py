@@ -13,23 +13,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.access.idempotency import idempotency_key, not_here
-from gateway.access.keys import Client
-from gateway.endpoints.attached import Attached
-from gateway.endpoints.intake import Batch, Intake, route
+from gateway.endpoints.intake import Intake, as_sent, route
+from gateway.endpoints.params import GenerationParams
 from gateway.endpoints.prompting import MESSAGE_CHARS, Prompting
+from gateway.endpoints.replies import Attached
 from gateway.http.errors import ApiError, gone, invalid, unavailable
 from gateway.service import Service
 from gateway.sessions import conversations
 from gateway.sessions.conversations import ConversationLocks
 from gateway.sessions.owners import owned_id
+from gateway.sessions.recordings.reader import Reader
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses import records
 from gateway.sessions.responses.events import ResponseFormat
 from gateway.sessions.responses.objects import (
     Item,
-    about,
     as_messages,
     deleted,
+    details_of,
     input_items,
     output_items,
     page,
@@ -57,19 +58,18 @@ from gateway.wire.tools.use import ToolUse
 
 _APPEND_ATTEMPTS = 3
 _ANSWER_SHARE = 8
-"""Where a conversation is shortened, an answer gets at least this part of the context."""
+"""An answer gets at least this part of the context where a conversation is shortened."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One request, checked."""
+    """One request for a response, after it was checked."""
 
-    client: Client
-    batch: Batch
+    params: GenerationParams
     body: ResponseBody
     id: str
     resumable: bool
-    """It goes on for a while when its client is gone."""
+    """Whether it goes on for a while when its client is gone."""
 
 
 class ResponsesApi:
@@ -93,37 +93,35 @@ class ResponsesApi:
     # A new response
 
     async def create(self, http: HttpRequest) -> Response:
-        arrival_s = self._service.clock()
-        client = self._intake.client(http)
-        self._service.dispatch.check_open()
-        body = await self._intake.read(http, ResponseBody)
+        came = await self._intake.begin(http, ResponseBody, as_sent)
+        client, body = came.client, came.body
         limits = self._service.options.limits
         check_response(body, limits)
         self._intake.check_model(body.model)
-        batch = Batch(
+        params = GenerationParams(
             body=body,
             prompt_field="input",
             asked=MaxTokens("max_output_tokens", body.max_output_tokens),
             num_logprobs=body.num_logprobs,
             is_recorded=True,
             num_choices=1,
-            tenant=client.tenant,
+            client=client,
             lane=lane_of(body.service_tier, client.tenant),
-            arrival_s=arrival_s,
+            arrival_s=came.at_s,
             grammar=await self._intake.grammar(client.tenant, form_of(body, limits, text_form(body.text))),
         )
         key = idempotency_key(http)
         asked_to_resume = body.stream_options is not None and bool(body.stream_options.resumable)
         response_id = owned_id("resp_", self._service.tag, 48)
-        turn = _Turn(client, batch, body, response_id, asked_to_resume or key is not None)
+        turn = _Turn(params, body, response_id, asked_to_resume or key is not None)
         tenant, start = client.tenant.name, partial(self._start, turn)
         made = await self._service.idempotency.once(tenant, key, body, turn.id, start)
         return await self._repeat(tenant, made, body) if isinstance(made, str) else self._reply(made, body)
 
     async def _start(self, turn: _Turn) -> Recording:
-        self._intake.check_room(turn.batch, self._service.dispatch.context_length)
+        self._intake.check_room(turn.params, self._service.dispatch.context_length)
         items = input_items(turn.body.input)
-        tenant, conversation_id = turn.client.tenant.name, turn.body.conversation
+        tenant, conversation_id = turn.params.tenant.name, turn.body.conversation
         if conversation_id is None:
             thread = await self._previous(tenant, turn.body.previous_response_id)
             return await self._submit(turn, items, thread)
@@ -140,20 +138,20 @@ class ResponsesApi:
 
     async def _submit(self, turn: _Turn, items: list[Item], thread: Thread) -> Recording:
         body, use = turn.body, response_tools(turn.body)
-        prompt = await self.prompt(body, items, thread, self._intake.prompting(turn.client.tenant))
-        batch = await self._intake.with_tools(turn.batch, prompt, use)
-        [request] = await self._intake.requests(batch, {turn.id: prompt})
+        prompt = await self.prompt(body, items, thread, self._intake.prompting(turn.params.tenant))
+        params = await self._intake.with_tools(turn.params, prompt, use)
+        [request] = await self._intake.requests(params, {turn.id: prompt})
         outlives = bool(body.background) or turn.resumable
         return await self._service.recordings.start(
             request,
             kind=KIND,
-            about=about(body, batch.lane, items, thread.messages, batch.reading)
+            details=details_of(body, params.lane, items, thread.messages, params.reading)
             | {"shared_tokens": records.shared_tokens(thread, prompt)},
             created=int(time.time()),
             detachable=outlives,
             journalled=outlives,
             max_detached_s=None if body.background else self._service.options.timeouts.detached_s,
-            reservation=await self._intake.reserve(turn.client, [request]),
+            reservation=await self._intake.reserve(params.client, [request]),
         )
 
     async def prompt(
@@ -180,7 +178,7 @@ class ResponsesApi:
         return (await conversations.find(store, tenant, body.conversation, "conversation")).thread()
 
     async def _previous(self, tenant: str, response_id: str | None) -> Thread:
-        """What the response with that id has come to."""
+        """Returns the thread that the response with that id ends."""
         if response_id is None:
             return Thread()
         recording = self._here(tenant, response_id)
@@ -207,7 +205,7 @@ class ResponsesApi:
         max_tokens: int | None,
         encode: Callable[[Thread, Sequence[Message]], Awaitable[list[int]]],
     ) -> list[int]:
-        """The prompt, without as many of the oldest turns as it takes to fit, but with the last one.
+        """Returns the prompt without as many of the oldest turns as it takes to fit, but with the last one.
 
         If there are some to leave out, there is room for the answer that was asked for, or for a part of the context.
         """
@@ -269,12 +267,11 @@ class ResponsesApi:
     def _reply(self, recording: Recording, body: ResponseBody) -> Response:
         if body.background and not body.stream:
             return Json(response(recording))
-        form = ResponseFormat()
-        at_once = bool(body.background)
-        return Attached(self._service, recording, form, streamed=bool(body.stream), at_once=at_once)
+        reader, at_once = Reader(recording, ResponseFormat()), bool(body.background)
+        return Attached(self._service, reader, streamed=bool(body.stream), at_once=at_once)
 
     async def _repeat(self, tenant: str, response_id: str, body: ResponseBody) -> Response:
-        """The answer to a request that was sent before."""
+        """Returns the answer to a request that was sent before."""
         recording = await self._recording(tenant, response_id)
         if recording is not None:
             return self._reply(recording, body)
@@ -288,12 +285,14 @@ class ResponsesApi:
     async def show(self, http: HttpRequest) -> Response:
         tenant, response_id = self._asked(http)
         query = read_stream_query(http.query_params)
+        if query.include_obfuscation:
+            self._intake.ignore("include_obfuscation")
         if query.stream:
             recording = await self._visible(tenant, response_id)
             if recording is not None:
-                form = ResponseFormat()
                 after = -1 if query.starting_after is None else query.starting_after
-                return Attached(self._service, recording, form, after, at_once=True)
+                reader = Reader(recording, ResponseFormat(), after)
+                return Attached(self._service, reader, at_once=True)
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
@@ -304,7 +303,7 @@ class ResponsesApi:
         tenant, response_id = self._asked(http)
         query = read_page_query(http.query_params)
         found = await self._found(tenant, response_id)
-        return Json(page(found.input if isinstance(found, Record) else found.about["input"], query))
+        return Json(page(found.input if isinstance(found, Record) else found.details["input"], query))
 
     async def cancel(self, http: HttpRequest) -> Response:
         """Once a response has ended, this is as good as asking for it."""
@@ -313,7 +312,7 @@ class ResponsesApi:
         if isinstance(found, Record):
             _check_background(bool(found.object.get("background")))
             return Json(found.object)
-        _check_background(found.about["background"])
+        _check_background(found.details["background"])
         self._service.recordings.cancel(found)
         return Json(response(found))
 
@@ -332,12 +331,12 @@ class ResponsesApi:
         return Json(deleted(response_id))
 
     def _asked(self, http: HttpRequest) -> tuple[str, str]:
-        """Whose response it would be, and its id."""
+        """Returns whose response it would be, and its id."""
         tenant = self._intake.client(http).tenant.name
         return tenant, check_id("response_id", http.path_params["id"], "resp")
 
     async def _found(self, tenant: str, response_id: str) -> Recording | Record:
-        """What this process has of it, or else what is kept, or else what another process has written down.
+        """Finds a response in this process, or else in the store, or else in the journal of another process.
 
         Raises:
             ApiError: 404, if there is none; 503, if that cannot be said now.
@@ -352,15 +351,17 @@ class ResponsesApi:
         return await records.find(self._service.store, tenant, response_id)
 
     def _here(self, tenant: str, response_id: str) -> Recording | None:
-        """One that can be asked for and whose text this process has, whether or not there is a store to ask."""
+        """Returns one that can be asked for and whose text this process has, whether or not there is a store to ask."""
         found = self._service.recordings.here(tenant, response_id)
-        is_whole = found is not None and found.kind == KIND and found.about["store"] and not found.num_dropped
+        is_whole = (
+            found is not None and found.kind == KIND and found.details["store"] and not found.num_dropped
+        )
         return found if is_whole else None
 
     async def _visible(self, tenant: str, response_id: str) -> Recording | None:
-        """One that can be asked for: nobody can ask for what was not to be stored."""
+        """Finds one that can be asked for: nobody can ask for what was not to be stored."""
         recording = await self._recording(tenant, response_id)
-        return recording if recording is not None and recording.about["store"] else None
+        return recording if recording is not None and recording.details["store"] else None
 
     async def _recording(self, tenant: str, response_id: str) -> Recording | None:
         recording = await self._intake.find_recording(tenant, response_id)
@@ -378,15 +379,15 @@ class ResponsesApi:
             await self._add_to_conversation(recording)
             await records.keep(self._service.store, recording)
         finally:
-            if (conversation_id := recording.about["conversation"]) is not None:
+            if (conversation_id := recording.details["conversation"]) is not None:
                 self._locks.release(recording.tenant, conversation_id)
 
     async def _add_to_conversation(self, recording: Recording) -> None:
-        conversation_id, thread = recording.about["conversation"], records.continued(recording)
+        conversation_id, thread = recording.details["conversation"], records.continued(recording)
         if conversation_id is None or thread is None:
             return
         output = output_items(recording)
-        store, items = self._service.store, recording.about["input"]
+        store, items = self._service.store, recording.details["input"]
         for attempt in range(_APPEND_ATTEMPTS):
             try:
                 await conversations.append(store, recording.tenant, conversation_id, items, output, thread)

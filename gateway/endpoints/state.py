@@ -26,9 +26,9 @@ from priority.routing.state import Change, Load, Snapshot
 PATH = "/internal/state"
 SECRET_HEADER = "x-penstock-cluster"
 EVERY_S = 0.03
-"""How often changes are told at most."""
+"""The shortest time between two changes that are told."""
 CALM_S = 0.25
-"""How often a replica tells how it does that has no work, or whose streams just go on."""
+"""The time between two changes of a replica that has no work, or whose streams just go on."""
 _SWITCH = re.compile(r"[0-9a-f]{1,64}")
 
 
@@ -98,7 +98,7 @@ class StateApi:
                 return
 
     def _load_now(self) -> Load:
-        """Looked at once for all switches."""
+        """Returns the load, which is looked at once for all switches."""
         now = asyncio.get_running_loop().time()
         if self._load is None or now - self._load_s >= EVERY_S / 2:
             self._load, self._load_s = self._service.load(), now
@@ -124,7 +124,7 @@ class StateApi:
 
 
 def _requests(load: Load) -> list[object]:
-    """What changes when more happens than that streams go on."""
+    """Returns the part of a load that changes only when requests come, go or are prefilled."""
     works = load.lanes.values()
     return [
         load.is_draining,

@@ -45,12 +45,12 @@ class Rounds:
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
         self._work = work
         self._current: asyncio.Task[None] | None = None
-        """Under way, or over."""
+        """The round that is under way, or over."""
         self._next: asyncio.Task[None] | None = None
-        """Waits for that one's end."""
+        """The round that waits for the end of the current one."""
 
     async def next(self) -> None:
-        """Returns when a round has ended that began after this was called, whoever of those who wait leaves."""
+        """Returns when a round has ended that began after this was called, whoever else stops to wait."""
         if self._next is None:
             # Of nobody's own context: what one request may wait for is not what all of them may.
             self._next = asyncio.create_task(self._run(), context=Context())

@@ -1,4 +1,4 @@
-"""The connection that a reply goes out on: what it was sent last, whether it takes more, whether it is still there."""
+"""Connections that replies go out on: when they were sent something, whether they take more or are gone."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _PIECE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long the gateway waits for what, in seconds."""
+    """The gateway's timeouts, in seconds."""
 
     tick_s: float = 0.25
-    """How often waiting requests are looked at."""
+    """The time between two looks at the requests that wait."""
     commit_after_s: float = 2.0
-    """A stream's status is held back so long, so that a refusal can still be one."""
+    """A stream's status is held back for so long, so that a refusal can still be one."""
     keepalive_s: float = 5.0
     send_stall_s: float = 30.0
     engine_stall_s: float = 30.0
@@ -51,7 +51,7 @@ class Timeouts:
 
 
 class ServerSendMiddleware:
-    """The outermost layer: keeps the server's own `send` for the bodies of streams.
+    """The outermost layer, which keeps the server's own `send` for the bodies of streams.
 
     Middleware has its say when a response starts and with its last piece, so that the access log knows that it is
     whole; between them each that wraps `send` would cost a coroutine a token.
@@ -73,10 +73,10 @@ class Connection:
         """`on_cut` is called, once, when a reader that does not read is cut off."""
         extensions = scope.get("extensions", {})
         self.committed = False
-        """The status line is out."""
+        """Whether the status line is out."""
         self.gone = False
         self.overdue = False
-        """Nothing was sent for so long that the client is to be told that it is not forgotten."""
+        """Whether nothing was sent for so long that the client is to be told that it is not forgotten."""
         self.last_sent_s = clock()
         self.sending_since_s: float | None = None
         self._send = send
@@ -162,7 +162,7 @@ class Connection:
     # Ending
 
     async def watch(self, receive: Receive, on_gone: Callable[[], None] | None = None) -> None:
-        """Until the client hangs up."""
+        """Waits until the client hangs up."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.leave()
@@ -197,7 +197,7 @@ class Connection:
 
 
 def _next_piece(pieces: Iterator[bytes]) -> bytes:
-    """So many of them as are worth being sent together; nothing at their end."""
+    """Returns as many pieces as are worth being sent together; nothing at their end."""
     taken, size = [], 0
     for piece in pieces:
         taken.append(piece)

@@ -1,4 +1,4 @@
-"""One name per request, the client's own if it gave a usable one: `x-request-id`; and a line in the log for each."""
+"""Correlation: every request has a name, its `x-request-id`, by which its client and the log speak of it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 access_log = logging.getLogger("penstock.access")
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Below it clients know Anthropic's API: its errors, and its name for the header with the request's id."""
+"""The path below which clients know Anthropic's API: its errors, and its name for the request's id."""
 _PROBES = ("/health", "/ready", "/metrics")
-"""Asked for every few seconds: they are in the log of level debug alone."""
+"""The paths that are asked for every few seconds: the log has them at level debug alone."""
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 TICKET_HEADER = b"x-penstock-ticket"
 _VALID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -28,7 +28,7 @@ _MAX_PATH_CHARS = 200
 
 @dataclass(slots=True)
 class Correlation:
-    """What the log says of a request, so that its client and its operator speak of the same one."""
+    """A request as the log and its client know it."""
 
     request_id: str
     method: str
@@ -36,14 +36,14 @@ class Correlation:
     trace_headers: Mapping[str, str]
     """W3C's trace context, as the client sent it."""
     ticket: str = ""
-    """What a switch calls it, see `gateway.tickets`; empty if none sent it."""
+    """The ticket of the switch that sent it, see `gateway.tickets`; empty if none did."""
     trace_id: str = ""
-    """Empty for a request that is not traced."""
+    """The id of its trace; empty if it is not traced."""
     ignored: list[str] = field(default_factory=list)
-    """Fields of its body that were taken and not honoured; the reply names them."""
+    """The fields of its body that were taken and not honoured; the reply names them."""
 
     def __str__(self) -> str:
-        """One short line: a path is quoted, so that no client writes lines of its own into the log."""
+        """Returns one short line: a path is quoted, so that no client writes lines of its own into the log."""
         return f"{self.method} {quote(self.path[:_MAX_PATH_CHARS], errors='replace')}"
 
 
@@ -94,7 +94,7 @@ class RequestIdMiddleware:
 
 
 def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) -> None:
-    """One line; its parts are `fields` of the record, for logs that machines read."""
+    """Logs one line; its parts are `fields` of the record, for logs that machines read."""
     level = logging.DEBUG if request.path in _PROBES else logging.INFO
     if not access_log.isEnabledFor(level):
         return

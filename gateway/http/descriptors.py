@@ -20,7 +20,7 @@ class Descriptors:
         self._told_s = float("-inf")
 
     def look(self, now: float) -> None:
-        """To be called several times a second; logs one line in `TELL_EVERY_S` at most."""
+        """Looks for a free descriptor, several times a second; logs one line in `TELL_EVERY_S` at most."""
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:

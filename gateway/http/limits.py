@@ -1,8 +1,9 @@
-"""What a request may be at most, checked before any work is done for it."""
+"""Limits of requests, checked before any work is done for one."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -11,6 +12,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import ApiError, invalid
+from gateway.http.hosts import Hosts
 from gateway.http.refusals import refusal
 
 _STRING = re.compile(rb'"[^"]*"?')
@@ -24,29 +26,29 @@ class Limits:
 
     max_body_bytes: int = 4 * 1024 * 1024
     max_upload_bytes: int = 100 * 1024 * 1024
-    """The body of an upload, which is not kept in memory."""
+    """The bytes of an upload, which is not kept in memory."""
     max_header_bytes: int = 32 * 1024
     max_headers: int = 100
     max_json_depth: int = 32
     max_json_containers: int = 16_384
-    """Arrays and objects of a body: each takes far more memory than its two brackets did."""
+    """The arrays and objects of a body: each takes far more memory than its two brackets did."""
     max_json_strings: int = 65_536
-    """Strings of a body, names of members included."""
+    """The strings of a body, names of members included."""
     max_json_members: int = 2048
-    """Of one object."""
+    """The members of one object."""
     max_messages: int = 2048
     max_content_parts: int = 256
     max_tools: int = 512
     max_tool_calls: int = 128
-    """Of one message."""
+    """The calls of one message."""
     max_template_variables: int = 32
     max_prompts: int = 64
     max_inputs: int = 1024
-    """Texts of one request for embeddings."""
+    """The texts of one request for embeddings."""
     max_branches: int = 8192
-    """Questions of one request for decisions, and tokens of their answers but for each first one."""
+    """The questions of one request for decisions, and the tokens of their answers but for each first one."""
     max_choices: int = 128
-    """Choices of one request, those of all its prompts together."""
+    """The choices of one request, those of all its prompts together."""
     max_beams: int = 16
     max_stop: int = 16
     max_stop_chars: int = 256
@@ -57,21 +59,32 @@ class Limits:
     max_allowed_token_ids: int = 16_384
     max_metadata: int = 16
     max_grammar_bytes: int = 64 * 1024
-    """Of a schema, regular expression or grammar that an answer has to match."""
+    """The bytes of a schema, regular expression or grammar that an answer has to match."""
     max_grammar_choices: int = 1024
     max_top_logprobs: int = 20
     max_logprobs: int = 2**20
-    """Log probabilities of a reply in one piece: all are kept until it is complete, at about 100 bytes each."""
+    """The log probabilities of a reply in one piece: all are kept until it is complete, at about 100 bytes each."""
     max_bytes_per_token: int = 16
     """A prompt of more bytes than the context times this is too long whatever its tokens are."""
 
 
 class LimitsMiddleware:
-    """Refuses too many headers, too long ones, and bodies that are too long, declared or not."""
+    """Refuses requests to other hosts, too many headers, too long ones, and too long bodies, declared or not."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, uploads: frozenset[str] = frozenset()) -> None:
-        """`uploads` are the paths whose bodies are uploads."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        hosts: Collection[str] = (),
+        uploads: frozenset[str] = frozenset(),
+    ) -> None:
+        """
+        Args:
+            hosts: see `gateway.http.hosts.Hosts`.
+            uploads: the paths whose bodies are uploads.
+        """
         self.app = app
+        self.hosts = Hosts(hosts)
         self.limits = limits
         self.uploads = uploads
 
@@ -81,7 +94,8 @@ class LimitsMiddleware:
             return
         is_upload = scope["path"] in self.uploads
         max_bytes = self.limits.max_upload_bytes if is_upload else self.limits.max_body_bytes
-        error = self._check_headers(scope["headers"], max_bytes)
+        headers = scope["headers"]
+        error = self.hosts.refusal(headers) or self._check_headers(headers, max_bytes)
         if error is not None:
             await refusal(error, scope["path"])(scope, receive, send)
             return
@@ -135,7 +149,7 @@ def _body_too_large(max_bytes: int | None) -> ApiError:
 
 
 def parse_object(body: bytes, limits: Limits) -> dict[str, object]:
-    """The JSON object in a request body.
+    """Returns the JSON object in a request body.
 
     Raises:
         ApiError: 400, if it is none, or larger or nested deeper than `limits` allow.
@@ -155,7 +169,7 @@ def parse_object(body: bytes, limits: Limits) -> dict[str, object]:
 
 
 def parse_messages(text: str, limits: Limits) -> object:
-    """The value of a query's `messages`.
+    """Returns the value of a query's `messages`.
 
     Raises:
         ApiError: 400, if it is not JSON.
@@ -164,7 +178,7 @@ def parse_messages(text: str, limits: Limits) -> object:
 
 
 def _check_counts(body: bytes, limits: Limits) -> None:
-    """Raises 400 for more containers or strings than `limits` allow, before any is made. Holds of all JSON."""
+    """Raises 400 for more containers or strings than `limits` allow, before any is made."""
     most_quotes = 2 * limits.max_json_strings
     containers, quotes = _count(body)
     if containers <= limits.max_json_containers and quotes <= most_quotes:
@@ -185,7 +199,7 @@ def _check_counts(body: bytes, limits: Limits) -> None:
 
 
 def _count(text: bytes) -> tuple[int, int]:
-    """Opening brackets and quotes."""
+    """Returns the number of opening brackets, and of quotes."""
     return text.count(b"[") + text.count(b"{"), text.count(b'"')
 
 

@@ -63,16 +63,16 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class GatewayProtocol(HttpToolsProtocol):
-    """For `uvicorn.Config(http=GatewayProtocol)`. Subclass it to set other bounds."""
+    """The protocol for `uvicorn.Config(http=GatewayProtocol)`; subclasses may set other bounds."""
 
     header_deadline_s = 10.0
     body_deadline_s = 30.0
     max_header_bytes = _DEFAULTS.max_header_bytes
     max_headers = _DEFAULTS.max_headers
     max_pipelined = 8
-    """Requests that may wait behind one that is being answered, before the connection is not read any more."""
+    """The requests that may wait behind one that is being answered, before the connection is not read any more."""
     send_buffer_bytes = 128 * 1024
-    """Of the kernel: what it holds back for a slow reader is out of the gateway's sight."""
+    """The kernel's buffer: what it holds back for a slow reader is out of the gateway's sight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,9 +83,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._parsed_bytes = 0
         self._refusal: ApiError | None = None
         self._cycles: list[RequestResponseCycle] = []
-        """Requests of this connection that are not answered yet, in order; the last may still be arriving."""
+        """The requests of this connection that are not answered yet, in order; the last may still be arriving."""
         self._deaf = False
-        """What comes is not HTTP any more; what was asked before is still answered."""
+        """Whether what comes is not HTTP any more; what was asked before is still answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -193,7 +193,7 @@ class GatewayProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """What uvicorn calls when the parser gave up, or was made to."""
+        """Refuses a request; uvicorn calls it when the parser gave up, or was made to."""
         error = ApiError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request.", code="invalid_http")
         self._refuse(self._refusal or error)
 
@@ -241,7 +241,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _answering(self) -> list[RequestResponseCycle]:
-        """Requests that have arrived whole and are not answered yet."""
+        """Returns the requests that have arrived whole and are not answered yet."""
         return [cycle for cycle in self._cycles if not cycle.response_complete and not cycle.more_body]
 
     def _on_deadline(self) -> None:

@@ -16,7 +16,7 @@ OLLAMA_PATH = "/api/"
 _MODELS_PATH = "/v1/models"
 
 OVERLOADED = 529
-"""What Anthropic says where others say 503."""
+"""The status that Anthropic has where others have 503."""
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,7 +38,7 @@ def speaks_anthropic(http: Request) -> bool:
 
 
 def refusal(error: ApiError, path: str) -> Response:
-    """The reply to a request for `path`."""
+    """Returns the reply to a request for `path`."""
     status, body = error.status, error.body()
     if path.startswith(ANTHROPIC_PATH):
         status = OVERLOADED if status == HTTPStatus.SERVICE_UNAVAILABLE else status
@@ -49,7 +49,7 @@ def refusal(error: ApiError, path: str) -> Response:
 
 
 def anthropic_body(error: ApiError) -> bytes:
-    """Anthropic's error object as JSON; the same in a reply and in an event of a stream."""
+    """Returns Anthropic's error object as JSON; it is the same in a reply and in an event of a stream."""
     asked = CORRELATION.get()
     return json.dumps(
         {
@@ -64,7 +64,7 @@ def anthropic_body(error: ApiError) -> bytes:
 
 
 def ollama_body(error: ApiError) -> bytes:
-    """Ollama's error as JSON; the same in a reply and in a line of a stream."""
+    """Returns Ollama's error as JSON; it is the same in a reply and in a line of a stream."""
     return json.dumps({"error": error.message}).encode()
 
 
@@ -75,7 +75,7 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """404 and 405, which the router raises."""
+    """Answers 404 and 405, which the router raises."""
     assert isinstance(error, HTTPException)
     told = ApiError(error.status_code, _explain(request, error), code=_code(error.status_code))
     reply = refusal(told, request.url.path)
@@ -96,7 +96,7 @@ def _code(status: int) -> str:
 
 
 async def answer_disconnect(_: Request, __: Exception) -> Response:
-    """Nobody is there to read it; 499 is what logs call it."""
+    """Answers with 499, as logs call it; nobody is there to read it."""
     return Response(status_code=499)
 
 

@@ -11,7 +11,7 @@ from gateway.wire.sampling import MaxTokens, SamplingDefaults
 from gateway.wire.schemas import Sampled
 
 NEUTRAL = SamplingDefaults(temperature=0.0)
-"""In place of the checkpoint's own: a search is for what the model itself finds likeliest."""
+"""The defaults of a search, in place of the checkpoint's: it is for what the model itself finds likeliest."""
 
 # What would change which answers are found, by what it may say all the same.
 _EXCLUDED: Mapping[str, tuple[object, ...]] = {
@@ -70,12 +70,12 @@ def check_beams(body: Sampled, max_beams: int) -> None:
 
 
 def width_field(body: Sampled) -> str:
-    """The field that says how many beams there are."""
+    """Returns the field that says how many beams there are."""
     return "n" if body.best_of is None else "best_of"
 
 
 def beams_of(body: Sampled, eos_token_ids: Iterable[int]) -> BeamParams | None:
-    """The search that a request asks for; None if it asks for none."""
+    """Returns the search that a request asks for; None if it asks for none."""
     if not body.use_beam_search:
         return None
     ends = frozenset() if body.ignore_eos else frozenset(eos_token_ids)
@@ -87,7 +87,7 @@ def beams_of(body: Sampled, eos_token_ids: Iterable[int]) -> BeamParams | None:
 
 
 def beam_tokens(asked: MaxTokens, num_prompt: int, width: int, num_kv_tokens: int, block_size: int) -> int:
-    """The output tokens of each beam that all have room for together.
+    """Returns the number of output tokens of each beam for which all together have room.
 
     Args:
         num_kv_tokens: those that the KV pool has room for.

@@ -17,7 +17,9 @@ from starlette.responses import JSONResponse
 
 from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Timings
 from gateway.http.connections import EVENT_STREAM
+from gateway.http.correlation import ANTHROPIC_PATH
 from gateway.http.errors import ApiError
+from gateway.http.refusals import OLLAMA_PATH, anthropic_body, ollama_body
 from gateway.wire.parsing import CallBegun, Piece, ReplyParser
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.shapes import Head, Shape, finish_reason
@@ -26,14 +28,14 @@ from priority.lanes import Lane
 
 
 class Json(JSONResponse):
-    """JSON of any size: rendering it takes a fraction of what the standard library would."""
+    """A JSON reply that is rendered by orjson, in a fraction of the standard library's time."""
 
     def render(self, content: object) -> bytes:
         return orjson.dumps(content)
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
-    """The JSON of a value in pieces; iterators in it are lists whose entries are made one at a time."""
+    """Yields the JSON of a value in pieces; iterators in it are lists whose entries are made one at a time."""
     if isinstance(value, Iterator):
         comma = b"["
         for item in value:
@@ -53,8 +55,9 @@ def json_pieces(value: object) -> Iterator[bytes]:
 
 
 KEEPALIVE = b": ping\n"
-"""One newline: a blank line would make clients that saw an `id:` dispatch an empty event (openai-python #2722)."""
+"""It has no blank line, at which clients that saw an `id:` would dispatch an empty event (openai-python #2722)."""
 DONE = b"data: [DONE]\n\n"
+OPENAI_PATH = "/v1/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
-    """Of the completion."""
+    """The tokens of the completion that are reasoning."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -92,7 +95,7 @@ def timings_of(generation: Generation) -> dict[str, object]:
 def timings_json(
     timings: list[Timings], usage: Usage, lane: Lane, predicted_ttft_s: float | None
 ) -> dict[str, object]:
-    """Where the time went; over several choices: the first token's wait, the mean pace, and the sums of the counts."""
+    """Returns a reply's `timings`; of several choices: the first token's wait, the mean pace, the sums of counts."""
     first = min(timings, key=lambda t: t.first_token_s)
     drafts = _drafts(timings)
     paces = [pace for t in timings if (pace := seconds_per_output_token(t)) is not None]
@@ -121,7 +124,7 @@ def timings_json(
 
 
 def _timeline(timings: Timings) -> dict[str, object]:
-    """When what happened to one choice, since its arrival; each list has a bounded part of all there was."""
+    """Returns what happened to one choice and when, since its arrival; each list is bounded."""
 
     def since(at_s: float) -> float:
         return round(1000 * (at_s - timings.arrival_s), 1)
@@ -136,7 +139,7 @@ def _timeline(timings: Timings) -> dict[str, object]:
 
 
 def _drafts(timings: list[Timings]) -> dict[str, DraftCount]:
-    """By proposer, those of all choices."""
+    """Sums up the drafts of all choices, by proposer."""
     sums: dict[str, DraftCount] = {}
     for choice in timings:
         for name, count in choice.drafts.items():
@@ -145,7 +148,7 @@ def _drafts(timings: list[Timings]) -> dict[str, DraftCount]:
 
 
 def seconds_per_output_token(timings: Timings) -> float | None:
-    """Of the tokens after the first; None if there are none."""
+    """Returns the mean time of the tokens after the first; None if there are none."""
     if timings.num_output_tokens < 2:
         return None
     return (timings.finished_s - timings.first_token_s) / (timings.num_output_tokens - 1)
@@ -157,20 +160,20 @@ def _ms(seconds: float) -> float:
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice of a stream."""
+    """The state of one choice of a stream."""
 
     parser: ReplyParser
     start: str
-    """What each of its chunks begins with."""
+    """The beginning of each of its chunks."""
     around: Mapping[type[Piece], tuple[str, str]]
-    """What stands before and after the text of a piece in a chunk, by the piece's type."""
+    """The chunk before and after the text of a piece, by the piece's type."""
     has_begun: bool = False
     has_called: bool = False
     """Whether it has called a tool."""
 
 
 class StreamWriter:
-    """One reply of chat or text completions; a `gateway.wire.writers.Writer`."""
+    """The `gateway.wire.streams.Writer` of a reply of chat or text completions."""
 
     media_type = EVENT_STREAM
 
@@ -189,7 +192,7 @@ class StreamWriter:
         self._reading = reading
         self._include_usage = include_usage
         self._usage_so_far = usage_so_far
-        self._opening = _head_json(head, shape.chunk_object)
+        self._opening = _head_json(head, shape.chunk_name)
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
         self._choices: dict[int, _Choice] = {}
@@ -215,19 +218,20 @@ class StreamWriter:
         return b"".join(frames)
 
     def fault(self, error: ApiError) -> bytes:
-        return error_frame(error) + DONE
+        return last_frames(error, OPENAI_PATH)
 
     def keepalive(self) -> bytes:
         return KEEPALIVE
 
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        body = self._shape.body(self._head, deltas, self._reading)
+        choices = self._shape.answers(self._head.id, deltas, self._reading)
+        body = self._shape.whole(self._head, choices)
         return {**body, "usage": usage_of(generation).as_json(), "timings": timings_of(generation)}
 
     def chunk(self, index: int, delta: Delta) -> bytes:
-        """The chunks that show what is new for one choice, without its end."""
+        """Returns the chunks that show what is new for one choice, without its end."""
         in_choice, beside = self._shape.token_ids(delta)
-        known = (self._shape.logprobs(index, delta) if delta.logprobs else "null") + in_choice
+        known = self._logprobs(index, delta) + in_choice
         parser = self._choice(index).parser
         pieces = parser.feed(delta.text)
         if delta.finish_reason is not None:
@@ -235,8 +239,8 @@ class StreamWriter:
         return self._pieces(index, pieces, known, beside)
 
     def text(self, index: int, text: str) -> bytes:
-        """The chunks that show new text of a choice and nothing else; empty if there is nothing to show."""
-        choice = self._choice(index)
+        """Returns the chunks of new text of a choice; empty if there is nothing to show."""
+        choice = self._choices.get(index) or self._choice(index)
         pieces = choice.parser.feed(text)
         if len(pieces) == 1 and choice.has_begun:
             (piece,) = pieces
@@ -245,12 +249,15 @@ class StreamWriter:
         return self._pieces(index, pieces)
 
     def piece(self, index: int, piece: Piece | None, delta: Delta | None = None) -> bytes:
-        """The chunk of a piece that was found elsewhere, with what is known of its tokens; or of that alone."""
-        known = self._shape.logprobs(index, delta) if delta is not None else "null"
+        """Returns the chunk of a piece that was parsed elsewhere, if any, and of its tokens' log probabilities."""
+        known = "null" if delta is None else self._logprobs(index, delta)
         return self._pieces(index, [] if piece is None else [piece], known)
 
+    def _logprobs(self, index: int, delta: Delta) -> str:
+        return json.dumps(self._shape.logprobs(index, delta), default=list) if delta.logprobs else "null"
+
     def _pieces(self, index: int, pieces: Sequence[Piece], known: str = "null", beside: str = "") -> bytes:
-        """A chunk for each piece.
+        """Returns a chunk for each piece.
 
         Args:
             known: the log probabilities of their tokens, and what else the choice says of them; they go with the
@@ -280,14 +287,14 @@ class StreamWriter:
         return found
 
     def _first_chunk(self, choice: _Choice) -> str:
-        """The chunk that opens a choice; empty if none does."""
+        """Returns the chunk that opens a choice; empty if none does."""
         first = self._shape.first_delta
         return first and f'{choice.start}{first},"logprobs":null{self._tail}'
 
     def finish(
         self, index: int, reason: FinishReason, timings: dict[str, object] | None, *, has_calls: bool = False
     ) -> bytes:
-        """The last chunk of a choice; the last of the last choice carries the timings."""
+        """Returns the last chunk of a choice; the last choice's has the timings."""
         extra = f',"timings":{json.dumps(timings)}' if timings else ""
         start = f'{self._opening},"choices":[{{"index":{index},{self._shape.empty_delta}'
         tail = self._tail_of(f'"{finish_reason(reason, self._shape.called if has_calls else None)}"', extra)
@@ -305,6 +312,15 @@ def error_frame(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
 
 
+def last_frames(error: ApiError, path: str) -> bytes:
+    """Returns what ends a stream that failed, as the API of that path spells it."""
+    if path.startswith(OLLAMA_PATH):
+        return ollama_body(error) + b"\n"
+    if path.startswith(ANTHROPIC_PATH):
+        return b"event: error\ndata: %b\n\n" % anthropic_body(error)
+    return error_frame(error) + DONE
+
+
 def _head_json(head: Head, object_name: str) -> str:
     fields = {
         "id": head.id,
@@ -312,5 +328,6 @@ def _head_json(head: Head, object_name: str) -> str:
         "created": head.created,
         "model": head.model,
         "service_tier": head.service_tier,
+        "system_fingerprint": head.system_fingerprint,
     }
     return "data: " + json.dumps(fields, separators=(",", ":"))[:-1]

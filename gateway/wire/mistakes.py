@@ -12,7 +12,6 @@ from gateway.http.errors import ApiError, invalid
 _MISSING_FEATURES = frozenset(
     {
         "add_special_tokens",
-        "include_obfuscation",
         "modalities",
         "priority",
         "response_format",

@@ -1,4 +1,4 @@
-"""How the text of a model's replies is understood: which format of calls it has, and which of reasoning."""
+"""Readings of a model's replies: the formats in which they call tools and reason, found in its chat template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gateway.wire.tools.use import ToolUse
 
 AUTO, NONE = "auto", "none"
 _TAIL_TOKENS = 16
-"""Tokens at the end of a prompt among which a marker is looked for."""
+"""The tokens at the end of a prompt among which a marker is looked for."""
 
 
 _PARSERS: Mapping[Style, type[FormatParser]] = {
@@ -37,7 +37,7 @@ _PARSERS: Mapping[Style, type[FormatParser]] = {
 
 
 class Thinking(NamedTuple):
-    """What reasoning is written between."""
+    """The markers that reasoning is written between."""
 
     opening: str
     closing: str
@@ -54,19 +54,19 @@ REASONING_FORMATS: Mapping[str, Thinking] = {
     "cohere2_text": Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
     "granite_words": Thinking("Here is my thought process:", "Here is my response:"),
 }
-"""In the order in which templates are looked at: the first whose closing and answer are in one decides."""
+"""The formats of reasoning; a chat template's is the first one whose closing and answer markers are all in it."""
 _ANSWERS: Mapping[str | None, tuple[str, str]] = {
     "think_answer": ("<answer>", "</answer>"),
     "think_response": ("<response>", "</response>"),
     "cohere2": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     "cohere2_text": ("<|START_TEXT|>", "<|END_TEXT|>"),
 }
-"""What stands around the answer in some of them."""
+"""The markers around the answer in some of these formats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How one reply's text is understood. It is JSON: it goes into journals."""
+    """The formats in which one reply's text is read. Its fields are JSON, for it goes into journals."""
 
     tools: str | None = None
     """The format of calls; None if there are none to make."""
@@ -77,27 +77,23 @@ class Reading:
     reasoning: str | None = None
     """The format of reasoning; None if it is text like any other."""
     is_open: bool = False
-    """The prompt ends within reasoning."""
+    """Whether the prompt ends within reasoning."""
     shows_reasoning: bool = True
 
     @property
     def is_plain(self) -> bool:
-        """The text is the answer, as it is."""
+        """Whether the text is the answer as it is."""
         return self.tools is None and self.reasoning is None
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What must be seen in the text, whether or not it is a special token."""
+        """The markers that must be seen in the text, special tokens or not."""
         calls = () if self.tools is None else TOOL_FORMATS[self.tools].markers
         thinking = () if self.reasoning is None else REASONING_FORMATS[self.reasoning]
         return (*calls, *thinking, *_ANSWERS.get(self.reasoning, ()))
 
-    def parser_of(self, reply_id: str) -> ReplyParser | None:
-        """The same for the only choice; None if there is nothing to be understood."""
-        return None if self.is_plain else self.parser(reply_id)
-
     def parser(self, reply_id: str, choice: int = 0) -> ReplyParser:
-        """For one choice of the reply with that id: calls have the same ids whenever its text is parsed."""
+        """Returns the parser of one choice of the reply with that id, from which the ids of its calls follow."""
         parser: ReplyParser = _Plain()
         if self.tools is not None:
             new_id = partial(_call_id, self.tools, f"{reply_id}/{choice}")
@@ -112,7 +108,7 @@ PLAIN = Reading()
 
 
 class Formats:
-    """Those of one model."""
+    """The formats of one model's replies."""
 
     def __init__(self, tokenizer: Tokenizer, tools: str = AUTO, reasoning: str = AUTO) -> None:
         """
@@ -130,7 +126,7 @@ class Formats:
         self.reasoning = _chosen(reasoning, template, ends)
 
     def reading(self, prompt: Sequence[int], use: ToolUse, *, shows_reasoning: bool = True) -> Reading:
-        """How the replies to a prompt are understood.
+        """Returns how the replies to a prompt are read.
 
         Raises:
             ApiError: 400, if there are tools and nobody knows how the model calls them.
@@ -150,7 +146,7 @@ class Formats:
     def grammar(
         self, prompt: Sequence[int], reading: Reading, use: ToolUse, answer: Grammar | None
     ) -> Grammar | None:
-        """What a reply looks like: reasoning, and then calls or an answer; None if it is free.
+        """Returns the grammar of a reply, reasoning and then calls or an answer; None if it is free.
 
         Args:
             answer: what an answer has to match; a reply that has to call a tool has none.
@@ -185,7 +181,7 @@ class Formats:
         return Grammar(GrammarKind.LARK, text, answer if may_answer else None)
 
     def _spelt(self, marker: str) -> str:
-        """As a grammar writes it: special tokens by their ids, what is between them as text."""
+        """Returns a marker as grammars write it: special tokens by their ids, the text between them as it is."""
         found, text = [], b""
         for token_id in self._tokenizer.encode(marker, parse_special=True):
             if token_id not in self._tokenizer.special_ids:
@@ -198,7 +194,7 @@ class Formats:
         return " ".join(found + [json.dumps(text.decode())] * bool(text))
 
     def thoughts(self, reading: Reading) -> Thoughts | None:
-        """Counts the reasoning of one reply; None if none is told from its text."""
+        """Returns what counts the reasoning of one reply; None if none is told from its text."""
         if reading.reasoning is None:
             return None
         return Thoughts(reading.reasoning, reading.is_open, self._tokenizer.token_bytes)
@@ -239,7 +235,7 @@ class Thoughts:
         """The choices that reason no more."""
 
     def count(self, choice: Hashable, token_ids: Iterable[int]) -> int:
-        """How many more reasoning tokens a choice has with its next tokens."""
+        """Returns how many of a choice's next tokens are reasoning, earlier undecided ones included."""
         read = self._choices.get(choice)
         if read is None:
             read = self._choices[choice] = _Reasoned(self._format, self._is_open, _Plain())
@@ -260,7 +256,7 @@ class Thoughts:
 
 
 class _Plain:
-    """Everything is text."""
+    """The parser of replies that are nothing but text."""
 
     def feed(self, text: str) -> list[Piece]:
         return [TextDelta(text)] if text else []
@@ -270,7 +266,7 @@ class _Plain:
 
 
 class _Reasoned(Scanner):
-    """Reasoning at the beginning of a reply, and then the answer. Space around reasoning belongs to neither."""
+    """The parser of a reply that may begin with reasoning. Space around reasoning is part of neither."""
 
     def __init__(self, format: str, is_open: bool, answer: ReplyParser) -> None:
         super().__init__()
@@ -282,7 +278,7 @@ class _Reasoned(Scanner):
         self.is_over = False
         """Whether all reasoning was read, or there is none."""
         self.num_undecided = 0
-        """The tokens so far of which nobody knows whether they are reasoning; see Thoughts."""
+        """The number of tokens of which it is not known yet whether they are reasoning; see Thoughts."""
 
     def parse(self) -> Steps:
         self.has_reasoned = self._is_open or (yield from self._begins(self._thinking.opening))
@@ -322,7 +318,7 @@ class _Reasoned(Scanner):
 
 
 class _Filtered:
-    """Leaves out what the client does not want to see."""
+    """A parser that leaves out what the client does not want to see."""
 
     def __init__(self, reading: Reading, parser: ReplyParser) -> None:
         self._reading = reading
@@ -341,7 +337,7 @@ class _Filtered:
 
 
 def _chosen(name: str, template: str, signs: Mapping[str, Iterable[Iterable[str]]]) -> str | None:
-    """The format of that name; with AUTO the first of which some signs are all in the template."""
+    """Returns the format of that name; with AUTO, the first one of which some signs are all in the template."""
     if name != AUTO:
         return None if name == NONE else name
     fits = (format for format, ways in signs.items() if any(all(s in template for s in way) for way in ways))

@@ -31,7 +31,7 @@ class StructuredOutputs(StrictBody):
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
     resumable: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -68,6 +68,7 @@ class Sampled(StrictBody):
         "prompt_cache_retention",
         "safety_identifier",
         "store",
+        "stream_options.include_obfuscation",
         "user",
     }
 

@@ -1,10 +1,12 @@
-"""Where chat and text completions differ on the wire."""
+"""Shapes of chat and text completions: the parts of OpenAI's wire format in which the two differ."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from json.encoder import encode_basestring_ascii
 from math import fsum
 from typing import NamedTuple, Protocol
@@ -26,11 +28,11 @@ from gateway.wire.reading import Reading
 from gateway.wire.streams import Delta
 
 _LOWEST_LOGPROB = -9999.0
-"""JSON has no -inf; OpenAI says this instead."""
+"""The log probability that stands for -inf, which JSON lacks, as OpenAI has it."""
 
 
 class TokenLogprob(TypedDict):
-    """OpenAI's entry for a token."""
+    """OpenAI's entry for a token and its log probability."""
 
     token: str
     logprob: float
@@ -49,12 +51,14 @@ class TokenText(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What all chunks of one reply say."""
+    """The fields that all chunks of one reply have."""
 
     id: str
     created: int
     model: str
     service_tier: str
+    system_fingerprint: str | None = None
+    """The same for servers that make the same texts; None if it is not told."""
 
 
 class Best(NamedTuple):
@@ -63,12 +67,12 @@ class Best(NamedTuple):
     num: int
     of: int
     with_logprobs: bool
-    """Whether these are shown, too."""
+    """Whether the log probabilities of these choices are shown, too."""
     are_ranked: bool = False
-    """The best come first already."""
+    """Whether the best come first already."""
 
     def chosen(self, deltas: Iterable[tuple[int, Delta]]) -> Iterator[tuple[int, Delta]]:
-        """The best of whole choices, the best one of each prompt first; of equals, the one with the lower number."""
+        """Returns the best of whole choices, each prompt's best first; of equals, the one with the lower number."""
         ranked = sorted(
             deltas, key=lambda numbered: (numbered[0] // self.of, self._place(numbered[1]), numbered[0])
         )
@@ -87,52 +91,93 @@ def _sum(delta: Delta) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a reply tells beside its texts."""
+class Extras:
+    """The extras of a reply: what it says beside its texts."""
 
     num_top: int = 0
-    """Most likely tokens where log probabilities were asked for."""
+    """The number of most likely tokens, where log probabilities were asked for."""
     num_prompt_top: int | None = None
-    """The same of the prompt; None if nothing of it was asked for."""
+    """The number of most likely tokens at each place of the prompt; None if none were asked for."""
     token_ids: bool = False
-    """Those of the prompt and of each choice."""
+    """Whether the token ids of the prompt and of each choice are said."""
     best: Best | None = None
-    """Which choices are shown; None for all."""
+    """The choice of what is shown; None for all."""
     functions: bool = False
-    """A call is told in the older form, as a `function_call`."""
+    """Whether a call is given in the older form, as a `function_call`."""
 
 
-NOTHING = Told()
+NO_EXTRAS = Extras()
 
 
-class Shape(Protocol):
-    """Where chat and text completions differ."""
+class Shape(ABC):
+    """The wire format of one reply of chat or text completions, as far as both share it."""
 
-    chunk_object: str
+    name: str
+    """The `object` of a whole reply."""
+    chunk_name: str
     first_delta: str
     """The delta that opens a choice, "" if none does."""
     texts: Mapping[type[Piece], tuple[str, str]]
-    """What stands before and after the text in the delta of a piece that is text, by the piece's type."""
+    """The delta before and after the text of a piece that is text, by the piece's type."""
     empty_delta: str
     called: str
-    """Why a choice ended that called a tool."""
+    """The reason for which a choice ended that called a tool."""
+
+    def __init__(self, tokens: TokenText, extras: Extras = NO_EXTRAS) -> None:
+        self.tokens = tokens
+        self.extras = extras
 
     def piece(self, piece: Piece) -> str:
-        """The delta that brings a piece of a reply."""
-
-    def logprobs(self, index: int, delta: Delta) -> str: ...
+        """Returns the delta that brings a piece of a reply."""
+        assert isinstance(piece, TextDelta | ReasoningDelta)
+        before, after = self.texts[type(piece)]
+        return f"{before}{encode_basestring_ascii(piece.text)}{after}"
 
     def token_ids(self, delta: Delta) -> tuple[str, str]:
-        """What a chunk says of them in its choice, and beside its choices."""
+        """Returns the members with token ids of a chunk's choice, and those that stand beside its choices."""
+        if not self.extras.token_ids:
+            return "", ""
+        own, prompt = _member("token_ids", delta.token_ids), delta.prompt_token_ids
+        return own, _member("prompt_token_ids", prompt) if prompt else ""
 
-    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]], reading: Reading) -> dict[str, object]:
-        """A reply in one piece; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
+    @abstractmethod
+    def logprobs(self, index: int, delta: Delta) -> dict[str, object]:
+        """Returns the log probabilities of a choice's next tokens; lists that may be large are iterators."""
+
+    @abstractmethod
+    def choice(self, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
+        """Returns a whole choice."""
+
+    def answers(
+        self, reply_id: str, deltas: Iterable[tuple[int, Delta]], reading: Reading
+    ) -> list[tuple[int, Delta, Answer]]:
+        """Returns the choices that are shown, and what their texts say."""
+        shown = deltas if self.extras.best is None else self.extras.best.chosen(deltas)
+        return [(i, delta, answer_of(reading.parser(reply_id, i), delta.text)) for i, delta in shown]
+
+    def whole(self, head: Head, choices: Sequence[tuple[int, Delta, Answer]]) -> dict[str, object]:
+        """Returns a whole reply; lists that may be large are iterators, see `gateway.wire.frames.json_pieces`."""
+        return {
+            "id": head.id,
+            "object": self.name,
+            "created": head.created,
+            "model": head.model,
+            "choices": (self._whole_choice(*choice) for choice in choices),
+            "service_tier": head.service_tier,
+            "system_fingerprint": head.system_fingerprint,
+        }
+
+    def _whole_choice(self, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
+        choice = self.choice(index, delta, answer)
+        choice["logprobs"] = self.logprobs(index, delta) if delta.logprobs else None
+        return choice | ({"token_ids": delta.token_ids} if self.extras.token_ids else {})
 
 
-class ChatShape:
-    """`/v1/chat/completions`."""
+class ChatShape(Shape):
+    """The shape of `/v1/chat/completions`."""
 
-    chunk_object = "chat.completion.chunk"
+    name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
     first_delta = '"delta":{"role":"assistant","content":""}'
     texts: Mapping[type[Piece], tuple[str, str]] = {
         TextDelta: ('"delta":{"content":', "}"),
@@ -140,15 +185,14 @@ class ChatShape:
     }
     empty_delta = '"delta":{}'
 
-    def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
-        self._tokens = tokens
-        self._told = told
-        self.called = "function_call" if told.functions else "tool_calls"
+    def __init__(self, tokens: TokenText, extras: Extras = NO_EXTRAS) -> None:
+        super().__init__(tokens, extras)
+        self.called = "function_call" if extras.functions else "tool_calls"
 
     def piece(self, piece: Piece) -> str:
         if isinstance(piece, TextDelta | ReasoningDelta):
-            return _text_delta(self.texts, piece)
-        if self._told.functions:
+            return super().piece(piece)
+        if self.extras.functions:
             return _function_delta(piece)
         if isinstance(piece, ArgumentsDelta):
             arguments = encode_basestring_ascii(piece.text)
@@ -158,109 +202,57 @@ class ChatShape:
             call = json.dumps(begun, separators=(",", ":"))
         return f'"delta":{{"tool_calls":[{call}]}}'
 
-    def logprobs(self, index: int, delta: Delta) -> str:  # noqa: ARG002
-        return json.dumps(self._logprobs(delta), default=list)
-
-    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]], reading: Reading) -> dict[str, object]:
-        shown = deltas if self._told.best is None else self._told.best.chosen(deltas)
-        choices = [
-            (index, delta, answer_of(reading.parser(head.id, index), delta.text)) for index, delta in shown
-        ]
-        return self.whole(head, choices)
-
     def whole(self, head: Head, choices: Sequence[tuple[int, Delta, Answer]]) -> dict[str, object]:
-        """The same of choices whose texts are understood already."""
         _, first, _ = choices[0]
-        body = _body(head, "chat.completion", (self._choice(*choice) for choice in choices))
-        if self._told.num_prompt_top is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self._tokens, first, self._told.num_prompt_top)
-        if self._told.token_ids:
+        body = super().whole(head, choices)
+        if self.extras.num_prompt_top is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self.tokens, first, self.extras.num_prompt_top)
+        if self.extras.token_ids:
             body["prompt_token_ids"] = first.prompt_token_ids
         return body
 
-    def token_ids(self, delta: Delta) -> tuple[str, str]:
-        if not self._told.token_ids:
-            return "", ""
-        prompt = delta.prompt_token_ids
-        return _member("token_ids", delta.token_ids), _member("prompt_token_ids", prompt) if prompt else ""
+    def choice(self, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
+        message = _message(answer, functions=self.extras.functions)
+        reason = finish_reason(delta.finish_reason, self.called if answer.calls else None)
+        return {"index": index, "message": message, "finish_reason": reason}
 
-    def _choice(self, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
-        choice: dict[str, object] = {
-            "index": index,
-            "message": _message(answer, functions=self._told.functions),
-            "logprobs": self._logprobs(delta) if delta.logprobs else None,
-            "finish_reason": finish_reason(delta.finish_reason, self.called if answer.calls else None),
-        }
-        return choice | ({"token_ids": delta.token_ids} if self._told.token_ids else {})
-
-    def _logprobs(self, delta: Delta) -> dict[str, object]:
+    def logprobs(self, index: int, delta: Delta) -> dict[str, object]:  # noqa: ARG002
         pairs = zip(delta.token_ids, delta.logprobs, strict=False)
-        num_top = self._told.num_top
+        num_top = self.extras.num_top
         content = (
-            chosen_logprob(self._tokens, token_id, found, num_top)
+            chosen_logprob(self.tokens, token_id, found, num_top)
             for token_id, found in pairs
             if found is not None
         )
         return {"content": content, "refusal": None}
 
 
-class CompletionShape:
-    """`/v1/completions`."""
+class CompletionShape(Shape):
+    """The shape of `/v1/completions`."""
 
-    chunk_object = "text_completion"
+    name = chunk_name = "text_completion"
     first_delta = ""
     texts: Mapping[type[Piece], tuple[str, str]] = {TextDelta: ('"text":', "")}
     empty_delta = '"text":""'
     called = ""
 
-    def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
-        self._tokens = tokens
-        self._told = told
+    def __init__(self, tokens: TokenText, extras: Extras = NO_EXTRAS) -> None:
+        super().__init__(tokens, extras)
         self._offsets: dict[int, int] = {}
-        """Characters already spelt out, by choice."""
+        """The number of characters that were spelt out, by choice."""
 
-    def piece(self, piece: Piece) -> str:
-        assert isinstance(piece, TextDelta)
-        return _text_delta(self.texts, piece)
-
-    def logprobs(self, index: int, delta: Delta) -> str:
-        return json.dumps(self._logprobs(index, delta), default=list)
-
-    def body(
-        self,
-        head: Head,
-        deltas: Iterable[tuple[int, Delta]],
-        reading: Reading,  # noqa: ARG002
-    ) -> dict[str, object]:
-        shown = deltas if self._told.best is None else self._told.best.chosen(deltas)
-        return _body(head, "text_completion", (self._choice(index, delta) for index, delta in shown))
-
-    def whole(self, head: Head, choices: Sequence[tuple[int, Delta, Answer]]) -> dict[str, object]:
-        """The same of choices whose texts are understood already."""
-        shown = (self._choice(index, delta) for index, delta, _ in choices)
-        return _body(head, "text_completion", shown)
-
-    def _choice(self, index: int, delta: Delta) -> dict[str, object]:
-        choice: dict[str, object] = {
-            "index": index,
-            "text": delta.text,
-            "logprobs": self._logprobs(index, delta) if delta.logprobs else None,
-            "finish_reason": delta.finish_reason,
-        }
-        if self._told.num_prompt_top is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokens, delta, self._told.num_prompt_top)
-        if self._told.token_ids:
-            choice |= {"token_ids": delta.token_ids, "prompt_token_ids": delta.prompt_token_ids}
+    def choice(self, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
+        choice = {"index": index, "text": answer.text, "finish_reason": delta.finish_reason}
+        if self.extras.num_prompt_top is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self.tokens, delta, self.extras.num_prompt_top)
+        if self.extras.token_ids:
+            choice["prompt_token_ids"] = delta.prompt_token_ids
         return choice
 
     def token_ids(self, delta: Delta) -> tuple[str, str]:
-        if not self._told.token_ids:
-            return "", ""
-        prompt = delta.prompt_token_ids
-        in_choice = _member("token_ids", delta.token_ids)
-        return in_choice + (_member("prompt_token_ids", prompt) if prompt else ""), ""
+        return "".join(super().token_ids(delta)), ""
 
-    def _logprobs(self, index: int, delta: Delta) -> dict[str, object]:
+    def logprobs(self, index: int, delta: Delta) -> dict[str, object]:
         tokens = [
             self._text(token_id)
             for token_id in [*delta.prompt_token_ids, *delta.token_ids][-len(delta.logprobs) :]
@@ -274,25 +266,17 @@ class CompletionShape:
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
         # Several tokens can look the same as text; the most likely one is shown.
-        worst_first = reversed(logprobs.top[: self._told.num_top])
+        worst_first = reversed(logprobs.top[: self.extras.num_top])
         return {self._text(token_id): _finite(logprob) for token_id, logprob in worst_first}
 
     def _text(self, token_id: int) -> str:
-        return self._tokens.token_bytes(token_id).decode(errors="replace")
+        return self.tokens.token_bytes(token_id).decode(errors="replace")
 
     def _advance(self, index: int, tokens: list[str]) -> list[int]:
-        offset = self._offsets.get(index, 0)
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[index] = offset
-        return offsets
-
-
-def _text_delta(texts: Mapping[type[Piece], tuple[str, str]], piece: TextDelta | ReasoningDelta) -> str:
-    before, after = texts[type(piece)]
-    return f"{before}{encode_basestring_ascii(piece.text)}{after}"
+        """Returns the place at which each token's text begins, and goes on to their end."""
+        *starts, end = accumulate(map(len, tokens), initial=self._offsets.get(index, 0))
+        self._offsets[index] = end
+        return starts
 
 
 def chosen_logprob(tokens: TokenText, token_id: int, logprobs: TokenLogprobs, num_top: int) -> ChosenLogprob:
@@ -307,7 +291,7 @@ def _logprob(tokens: TokenText, token_id: int, logprob: float) -> TokenLogprob:
 
 
 def finish_reason(reason: FinishReason | None, called: str | None) -> str | None:
-    """Why a choice ended, as OpenAI names it; `called` if it ended with a call of a tool."""
+    """Returns why a choice ended, as OpenAI names it; `called` if it ended with a call of a tool."""
     if reason is FinishReason.STOP and called is not None:
         return called
     return None if reason is None else reason.value
@@ -363,14 +347,3 @@ def _member(name: str, token_ids: Sequence[int]) -> str:
 
 def _finite(logprob: float) -> float:
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
-
-
-def _body(head: Head, object_name: str, choices: Iterator[dict[str, object]]) -> dict[str, object]:
-    return {
-        "id": head.id,
-        "object": object_name,
-        "created": head.created,
-        "model": head.model,
-        "choices": choices,
-        "service_tier": head.service_tier,
-    }

@@ -6,21 +6,22 @@ bound it is cut off. All of this happens on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
 from gateway.access.quotas import Reservation
 from gateway.http.connections import Connection, Timeouts
 from gateway.http.correlation import CORRELATION
-from gateway.http.errors import ApiError, internal
+from gateway.http.errors import ApiError, internal, log_fault
 from gateway.wire.reading import Thoughts
 from priority.admission import Forecast
 
 MAX_PENDING_BYTES = 1024 * 1024
 """A reader that leaves more than this lying is cut off."""
 LOGPROB_BYTES = 100
-"""What one log probability takes, about, here and on the wire."""
+"""The bytes that one log probability takes, about, here and on the wire."""
 
 
 _UNANSWERED = frozenset({FinishReason.CANCELLED, FinishReason.FAILED})
@@ -28,23 +29,23 @@ _UNANSWERED = frozenset({FinishReason.CANCELLED, FinishReason.FAILED})
 
 @dataclass(slots=True)
 class Delta:
-    """What is new for one choice since the reader last looked."""
+    """The output of one choice since the reader last looked."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """Of these tokens. If the prompt is echoed, those of its tokens come before, None for the first one."""
+    """The log probabilities of these tokens; if the prompt is echoed, first those of its tokens, None for the first."""
     prompt_token_ids: Sequence[int] = ()
-    """With the first delta of a choice, if something of its prompt was asked for."""
+    """The prompt, in the first delta of a choice, if something of it was asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """With it, if they were asked for: those of the prompt tokens from the second one on."""
+    """The log probabilities of the prompt's tokens from the second one on, if they were asked for."""
     embedding: list[float] | None = None
-    """Of its prompt, if it was asked for."""
+    """The embedding of the prompt, if it was asked for."""
     scores: list[float] | None = None
     """The log probabilities of its candidates, if it is a branch."""
     finish_reason: FinishReason | None = None
     stop: str | None = None
-    """The stop string that ended it, if one did."""
+    """The stop string that ended the choice, if one did."""
 
     def add(self, output: Output) -> None:
         self.text += output.text
@@ -56,7 +57,7 @@ class Delta:
 
 
 def joined(outputs: Iterable[Output]) -> list[Output]:
-    """The same in fewer pieces: one for each choice, where its first one was."""
+    """Joins the outputs of each choice to one, which stands where the choice's first one was."""
     pieces: dict[tuple[str, int], Output] = {}
     for output in outputs:
         piece = pieces.setdefault((output.request_id, output.index), output)
@@ -78,29 +79,29 @@ class Generation:
     """
 
     may_join = True
-    """What several steps brought may come in one piece."""
+    """Whether the outputs of several steps may be joined."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
         asked = CORRELATION.get()
         self.correlation = "" if asked is None else asked.request_id
-        """The `x-request-id` of who asked for it."""
+        """The `x-request-id` of the HTTP request."""
         self.error: ApiError | None = None
         self.timings: list[Timings] = []
         self.finish_reasons: list[FinishReason] = []
-        """Of choices, in the order in which they ended."""
+        """The reasons for which choices ended, in the order in which they did."""
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.thoughts: Thoughts | None = None
         """Counts the reasoning among the output tokens; None if there is none, or no more of it comes."""
         self.num_reasoning_tokens = 0
         self.predicted_ttft_s: float | None = None
-        """From arrival, as it was forecast at admission; the last of several requests'."""
+        """The forecast at admission of the time from arrival to the first token; of several requests, the longest."""
         self.left = False
         self.reservation: Reservation | None = None
-        """What it may use of its tenant's quota."""
+        """The part of the tenant's quota that it may use."""
         self.was_begun = False
-        """The engine had one of its requests when it was cancelled: its prompt may have been computed."""
+        """Whether the engine had one of its requests when it was cancelled: the prompt may have been computed."""
         self._unfinished = {request.request_id: request.n for request in requests}
         self._num_choices = self._num_unfinished = sum(self._unfinished.values())
 
@@ -118,7 +119,7 @@ class Generation:
 
     @property
     def num_used_tokens(self) -> int:
-        """What it counts as in its tenant's quota: prompt and output, nothing if it never left the queue or failed."""
+        """The tokens that count in the tenant's quota: prompt and output; none if it never left the queue or failed."""
         answers_without_tokens = not _UNANSWERED.issuperset(self.finish_reasons)
         if not self.num_output_tokens and not self.was_begun and not answers_without_tokens:
             return 0
@@ -130,7 +131,7 @@ class Generation:
             self.predicted_ttft_s = max(self.predicted_ttft_s or 0.0, predicted_s)
 
     def num_unfinished(self, request_id: str) -> int:
-        """Choices of one of the requests that the engine has not ended."""
+        """The number of one request's choices that the engine has not ended."""
         return self._unfinished[request_id]
 
     def push(self, output: Output) -> None:
@@ -149,11 +150,11 @@ class Generation:
             self.thoughts = None
 
     def choice_of(self, output: Output) -> Hashable:
-        """What tells the choice of an output from the reply's others."""
+        """The key that tells the choice of an output from the reply's others."""
         return output.request_id, output.index
 
     def receive(self, output: Output) -> None:
-        """What a step brought, for whoever reads it."""
+        """Takes the output of one step for one choice, for whoever reads it."""
         raise NotImplementedError
 
     def wake(self) -> None:
@@ -161,7 +162,7 @@ class Generation:
         raise NotImplementedError
 
     def look_after(self, now: float, timeouts: Timeouts) -> None:
-        """Called several times a second while it has not ended."""
+        """Looks at the clock; it is called several times a second until the generation has ended."""
         raise NotImplementedError
 
     def fail(self, error: ApiError) -> None:
@@ -170,7 +171,7 @@ class Generation:
             self.wake()
 
     def leave(self) -> None:
-        """Nobody wants it any more."""
+        """Notes that nobody wants it any more."""
         self.left = True
         self.wake()
 
@@ -189,28 +190,66 @@ class Generation:
             self.wake()
 
 
+class WholeWriter(Protocol):
+    """One reply in one wire format that comes in one piece."""
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        """The reply's JSON; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
+
+
+class Writer(WholeWriter, Protocol):
+    """One reply in one wire format, streamed or whole. It knows what it has said so far."""
+
+    media_type: str
+    """The media type of a stream."""
+
+    def text(self, index: int, text: str) -> bytes:
+        """Returns the frames of new text of a choice that goes on; it is called for every token."""
+
+    def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
+        """Returns the frames of all that is new, and of the stream's end if the generation has finished.
+
+        This is the first that is asked of a stream's writer.
+        """
+
+    def fault(self, error: ApiError) -> bytes:
+        """Returns what a stream that has begun ends with if it fails."""
+
+    def keepalive(self) -> bytes:
+        """Returns a frame that says that the client is not forgotten."""
+
+
 class Stream(Generation):
-    """A reply with one reader, over the connection that its request came by; it ends with it."""
+    """A reply with one reader, over the connection that its request came by, with which it ends.
+
+    It is a `gateway.endpoints.replies.Source`.
+    """
 
     def __init__(
         self,
         requests: list[Request],
-        connection: Connection,
+        reservation: Reservation,
+        writer: Writer | None = None,
         *,
-        streamed: bool,
+        thoughts: Thoughts | None = None,
         echoes: Sequence[str] = (),
         in_full: bool = False,
     ) -> None:
         """
         Args:
+            writer: writes what the reader is sent; None if it is sent nothing before the end.
+            thoughts: counts the reasoning in the answers.
             echoes: the texts of the requests' prompts, if choices begin with them.
             in_full: the reader wants to know more than texts of each choice, of its prompt as well.
         """
         super().__init__(requests)
-        self.streamed = streamed
-        self.connection = connection
-        self.text: Callable[[int, str], bytes] = _nothing
-        """What is sent of new text of a choice at once, so that the reader need not wake up for it."""
+        self.reservation, self.thoughts = reservation, thoughts
+        self.connection: Connection
+        """The connection of the reader, from the moment on in which the stream is submitted."""
+        self.is_streamed = writer is not None
+        self.media_type = "" if writer is None else writer.media_type
+        self.at_end = False
+        self._writer = writer
         self._first_choice = _first_choices(requests)
         self._echoes = {request.request_id: text for request, text in zip(requests, echoes, strict=False)}
         self._unbegun = {
@@ -219,7 +258,7 @@ class Stream(Generation):
             if echoes or in_full or request.sampling.num_prompt_logprobs is not None
             for index in range(request.n)
         }
-        """Choices that begin with something of their prompt and have not begun."""
+        """The choices that begin with something of their prompt and have not begun."""
         self._in_full = in_full
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self._pending: dict[int, Delta] = {}
@@ -230,35 +269,50 @@ class Stream(Generation):
         if index in self._unbegun:
             self._begin(index, output)
         is_plain = output.finish_reason is None and not (output.logprobs or self._pending or self._in_full)
-        if is_plain and self.connection.is_ready:
-            if body := self.text(index, output.text):
+        if is_plain and self._writer is not None and self.connection.is_ready:
+            # Nothing waits, and no task wakes up.
+            if body := self._writer.text(index, output.text):
                 self.connection.send_now(body)
             return
         self._keep(index, output)
-        if self.streamed and self._pending_bytes > MAX_PENDING_BYTES:
+        if self._writer is not None and self._pending_bytes > MAX_PENDING_BYTES:
             self.connection.cut()
-        elif self.streamed or self.ended:
+        elif self._writer is not None or self.ended:
             self.wake()
 
     def wake(self) -> None:
         self.connection.wake()
 
     def look_after(self, now: float, timeouts: Timeouts) -> None:
-        if self.streamed or self.connection.committed:
+        if self._writer is not None or self.connection.committed:
             self.connection.look_after(now, timeouts)
 
+    @property
+    def refusal(self) -> ApiError | None:
+        return self.error
+
     async def news(self) -> None:
-        """Returns when there is something to take, to tell or to end."""
         if not (self._pending or self.ended or self.connection.overdue or self.connection.gone):
             await self.connection.sleep()
 
     async def end(self) -> None:
-        """Returns when the stream has ended; what it brought stays to be taken."""
         while not self.ended:
             await self.connection.sleep()
 
-    def take(self) -> Iterable[tuple[int, Delta]]:
-        """All that is new, by choice."""
+    def take(self) -> bytes:
+        assert self._writer is not None
+        frames, self.at_end = self._writer.news(self, self.take_deltas()), self.ended
+        if self.error is not None:
+            log_fault(self.error)
+            frames += self._writer.fault(self.error)
+        return frames
+
+    def keepalive(self) -> bytes:
+        assert self._writer is not None
+        return self._writer.keepalive()
+
+    def take_deltas(self) -> Iterable[tuple[int, Delta]]:
+        """Takes out all that is new, by choice."""
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
         return pending.items()
 
@@ -282,10 +336,6 @@ class Stream(Generation):
         self._pending_bytes += len(output.text)
         if output.logprobs:
             self._pending_bytes += LOGPROB_BYTES * sum(1 + len(found.top) for found in output.logprobs)
-
-
-def _nothing(_index: int, _text: str) -> bytes:
-    return b""
 
 
 def _first_choices(requests: list[Request]) -> dict[str, int]:

@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from app import cli
+from app.build import system_fingerprint
 from app.checkpoint import (
     DEMO_DRAFT,
     DEMO_MODEL,
@@ -318,3 +319,19 @@ def test_the_fingerprint_of_a_gguf_file_is_that_of_its_header(tmp_path: Path) ->
     assert fingerprint(path) == found
     path.write_bytes(data.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.mOdel", 1))
     assert fingerprint(path) != found
+
+
+def test_replies_name_the_weights_and_the_types_they_are_computed_in() -> None:
+    settings, other = (
+        Settings(),
+        [
+            Settings(dtype="bfloat16"),
+            Settings(quantize="int8"),
+            Settings(kv_dtype="int8"),
+        ],
+    )
+    names = [system_fingerprint(one, DEMO_MODEL) for one in (settings, *other)]
+    assert len(set(names)) == len(names)
+    assert system_fingerprint(Settings(), DEMO_MODEL) == names[0]
+    assert system_fingerprint(Settings(max_num_seqs=7), DEMO_MODEL) == names[0]
+    assert system_fingerprint(settings, DEMO_DRAFT) != names[0]

@@ -16,7 +16,7 @@ from app.offline.settings import offline_settings
 from engine.engine import EngineState, EngineStats
 from engine.planning.request import FinishReason, Output, Pooling, Request, SamplingParams, TokenLogprobs
 from gateway.access.keys import OPEN_TENANT
-from gateway.endpoints.intake import salt_of
+from gateway.endpoints.params import salt_of
 from priority.lanes import Lane
 
 CHAT = [{"role": "user", "content": "Hello"}]

@@ -12,7 +12,7 @@ from gateway.sessions.recordings.recording import Recording
 from gateway.wire.frames import DONE, StreamWriter, error_frame, usage_of
 from gateway.wire.parsing import Answer, CallBegun, Piece
 from gateway.wire.reading import Reading
-from gateway.wire.shapes import ChatShape, CompletionShape, Head, TokenText, Told
+from gateway.wire.shapes import ChatShape, CompletionShape, Extras, Head, Shape, TokenText
 from gateway.wire.streams import Delta
 
 CHAT, TEXT = "chat", "completion"
@@ -20,13 +20,14 @@ CHAT, TEXT = "chat", "completion"
 _NOTHING: tuple[tuple[int, ...], tuple[TokenLogprobs, ...]] = ((), ())
 
 
-def about(
+def details_of(
     head: Head, reading: Reading, *, stream: bool, include_usage: bool, num_choices: int = 1
 ) -> dict[str, Any]:
-    """What a recording has to know of the request."""
+    """Returns what a recording has to know of the request, as JSON."""
     return {
         "model": head.model,
         "service_tier": head.service_tier,
+        "system_fingerprint": head.system_fingerprint,
         "stream": stream,
         "include_usage": include_usage,
         "reading": asdict(reading),
@@ -34,23 +35,23 @@ def about(
     }
 
 
-def script(reply_id: str, about: dict[str, Any]) -> CompletionScript:
+def script(reply_id: str, details: dict[str, Any]) -> CompletionScript:
     """`num_choices` is missing where an earlier version wrote the journal: there was one."""
-    return CompletionScript(reply_id, Reading(**about["reading"]), about.get("num_choices", 1))
+    return CompletionScript(reply_id, Reading(**details["reading"]), details.get("num_choices", 1))
 
 
 class Said(NamedTuple):
-    """What came of tokens of one choice. A piece of an only choice whose log probabilities are not told needs none."""
+    """A piece of one choice, with its tokens. A piece of an only choice without log probabilities stands for itself."""
 
     choice: int
     piece: Piece | None
     token_ids: tuple[int, ...] = ()
-    """Those that were not told of before, where log probabilities are told."""
+    """The tokens that were in no event before, where log probabilities are told."""
     logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def delta(self) -> Delta | None:
-        """What is known of these tokens, if anything is."""
+        """The log probabilities of these tokens, if there are some."""
         return Delta("", list(self.token_ids), list(self.logprobs)) if self.logprobs else None
 
 
@@ -60,7 +61,7 @@ class CompletionScript:
     def __init__(self, reply_id: str, reading: Reading, num_choices: int) -> None:
         self._parsers = [reading.parser(reply_id, index) for index in range(num_choices)]
         self._noted: dict[int, tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]] = {}
-        """By choice, tokens that wait for the next piece, and their log probabilities."""
+        """The tokens of each choice that wait for its next piece, and their log probabilities."""
 
     def note(
         self,
@@ -69,7 +70,7 @@ class CompletionScript:
         index: int,
         num_reasoning: int,  # noqa: ARG002
     ) -> None:
-        """As where nothing is recorded, those of reasoning are told, too."""
+        """Keeps them for the next piece, those of reasoning as well, as where nothing is recorded."""
         known, found = self._noted.get(index, _NOTHING)
         self._noted[index] = (*known, *token_ids), (*found, *logprobs)
 
@@ -81,7 +82,7 @@ class CompletionScript:
         return self._said(index, pieces or [None] if index in self._noted else pieces)
 
     def _said(self, index: int, pieces: Sequence[Piece | None]) -> list[Piece | Said]:
-        """The first piece has what is known of the tokens so far."""
+        """Returns the pieces as events; the first has the log probabilities of the tokens so far."""
         said: list[Piece | Said] = []
         for piece in pieces:
             noted = self._noted.pop(index, _NOTHING)
@@ -105,13 +106,14 @@ class CompletionFormat:
         self._head = Head(
             id=recording.id,
             created=recording.created,
-            model=recording.about["model"],
-            service_tier=recording.about["service_tier"],
+            model=recording.details["model"],
+            service_tier=recording.details["service_tier"],
+            system_fingerprint=recording.details.get("system_fingerprint"),
         )
-        told = Told(num_top=recording.request.sampling.num_logprobs or 0)
+        extras = Extras(num_top=recording.request.sampling.num_logprobs or 0)
         shape = ChatShape if recording.kind == CHAT else CompletionShape
-        self._shape: ChatShape | CompletionShape = shape(tokens, told)
-        self._include_usage: bool = recording.about["include_usage"]
+        self._shape: Shape = shape(tokens, extras)
+        self._include_usage: bool = recording.details["include_usage"]
         self._writer = StreamWriter(self._shape, self._head, include_usage=self._include_usage)
         opened = [self._writer.text(index, "") for index in range(recording.request.n)]
         self._opening = list(filter(None, opened))
@@ -129,7 +131,7 @@ class CompletionFormat:
         return _numbered(number, self._writer.piece(said.choice, said.piece, said.delta))
 
     def closing(self, recording: Recording, first: int) -> list[bytes]:
-        """Every choice ends here; the last one has the timings."""
+        """Returns the end of every choice; the last one has the timings."""
         last = recording.request.n - 1
         callers = {index for index, piece in map(_indexed, recording.events_from(0)) if _calls(piece)}
         frames = [

@@ -40,7 +40,7 @@ class _Header(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     kind: str
-    about: dict[str, Any]
+    details: dict[str, Any]
     created: int
     detachable: bool
     max_detached_s: float | None
@@ -61,7 +61,7 @@ class _End(BaseModel):
 def header_of(recording: Recording) -> bytes:
     header = _Header(
         kind=recording.kind,
-        about=recording.about,
+        details=recording.details,
         created=recording.created,
         detachable=recording.detachable,
         max_detached_s=recording.max_detached_s,
@@ -251,9 +251,9 @@ def rebuild(
     recording = Recording(
         replace(header.request, arrival_s=now),
         kind=header.kind,
-        about=header.about,
+        details=header.details,
         created=header.created,
-        script=scripts[header.kind](header.request.request_id, header.about),
+        script=scripts[header.kind](header.request.request_id, header.details),
         detachable=header.detachable,
         journalled=True,
         max_detached_s=header.max_detached_s,

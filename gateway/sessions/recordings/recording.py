@@ -18,28 +18,28 @@ from typing import Any, Protocol
 from engine.planning.grammar import Grammar
 from engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from gateway.http.connections import Connection, Timeouts
-from gateway.http.errors import ApiError, gone, log_fault
+from gateway.http.errors import ApiError, gone
 from gateway.wire.streams import LOGPROB_BYTES, Generation
 
 MAX_TEXT_BYTES = 8 * 1024 * 1024
-"""Of one recording; the oldest events beyond it are forgotten."""
+"""The bytes of one recording; the oldest events beyond it are forgotten."""
 INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
 """Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
 EVENT_BYTES = 160
-"""What an event takes beside its text."""
+"""The bytes that an event takes beside its text."""
 _CHOICE_BYTES = 80
-"""What an event takes more, where it says which choice it is of."""
+"""The bytes that an event takes more, where it says which choice it is of."""
 _KNOWN_BYTES = 240
-"""What it takes more, where it has log probabilities, without these."""
+"""The bytes that an event takes more, where it has log probabilities, without these."""
 _HELD_BYTES = 400
-"""What a token takes that waits for its turn."""
+"""The bytes of a token that waits for its turn."""
 _OWN_BYTES = 6_000
-"""What a recording takes beside its events and tokens, its request and its script included."""
+"""The bytes of a recording beside its events and tokens; its request and its script are counted."""
 _UNTOLD = TokenLogprobs(nan)
 
 
 class Script(Protocol):
-    """What the texts of one reply come to, whoever reads it: plain objects, of which its Format makes events."""
+    """The maker of one reply's events, from its texts: plain objects, which a Format writes for each reader."""
 
     def feed(self, text: str, index: int = 0) -> Sequence[object]:
         """Takes more text of the choice of that number."""
@@ -54,11 +54,11 @@ class Script(Protocol):
         """
 
     def finish(self, reason: FinishReason, index: int = 0) -> Sequence[object]:
-        """What is left to say of a choice when no more text comes."""
+        """Returns the last events of a choice, when no more text comes."""
 
 
 class Turns:
-    """Whose token comes next: each choice that has not ended brings one, then each of them the next one."""
+    """The order of choices' tokens: each choice that has not ended brings one, then each of them the next one."""
 
     def __init__(self, num_choices: int) -> None:
         self._left = list(range(num_choices))
@@ -66,11 +66,11 @@ class Turns:
 
     @property
     def next(self) -> int:
-        """The number of a choice; -1 when all have ended."""
+        """The number of the choice whose token comes next; -1 when all have ended."""
         return self._left[self._place] if self._left else -1
 
     def pass_on(self, *, ends: bool) -> None:
-        """Its token was taken; with it the choice `ends`, or goes on."""
+        """Notes that the choice's token was taken; with it the choice `ends`, or goes on."""
         if ends:
             del self._left[self._place]
         else:
@@ -85,31 +85,17 @@ class Choice:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of all of them; none if they are not told."""
+    """The log probabilities of all of them; none if they are not told."""
     ended: bool = False
 
 
-class Format(Protocol):
-    """The events of one kind of reply, on the wire."""
+class Follower(Protocol):
+    """One connection that follows a recording."""
 
-    num_opening: int
-    """Events before the first that a text came to; they have the numbers from 0 on."""
-    tail: bytes
-    """What ends every connection, without a number."""
+    connection: Connection
 
-    def opening(self, recording: Recording) -> list[bytes]: ...
-
-    def event(self, number: int, event: Any) -> bytes:
-        """One that the recording's Script made."""
-
-    def closing(self, recording: Recording, first: int) -> list[bytes]:
-        """The events after those of the texts, numbered from `first`."""
-
-    def fault(self, recording: Recording, error: ApiError, number: int) -> list[bytes]:
-        """What is said instead of `closing` if the reply cannot be finished."""
-
-    def body(self, recording: Recording) -> dict[str, object]:
-        """The reply in one piece."""
+    def tell(self, event: object) -> None:
+        """The recording has one more event; it is its last."""
 
 
 class Recording(Generation):
@@ -122,7 +108,7 @@ class Recording(Generation):
         request: Request,
         *,
         kind: str,
-        about: dict[str, Any],
+        details: dict[str, Any],
         created: int,
         script: Script,
         detachable: bool,
@@ -132,42 +118,42 @@ class Recording(Generation):
         """
         Args:
             kind: whose format and script it has, "chat" say.
-            about: what that format has to know; JSON, for it goes into the journal.
+            details: what that format has to know; JSON, for it goes into the journal.
             created: in seconds since 1970.
             detachable: it goes on when nobody reads it.
             max_detached_s: but for no longer than this.
         """
         super().__init__([request])
         self.request = request
-        """As it was asked; what the engine still works on of it is in `requests`."""
+        """The request as it was sent; the part of it on which the engine still works is in `requests`."""
         self.kind = kind
-        self.about = about
+        self.details = details
         self.created = created
         self.detachable = detachable
         self.journalled = journalled
         self.max_detached_s = max_detached_s
         self.token_ids: list[int] = []
-        """Those of all choices, in turns."""
+        """The tokens of all choices, in turns."""
         self.logprobs: list[TokenLogprobs] = []
-        """Of all of them; none if they are not told."""
+        """The log probabilities of all of them; none if they are not told."""
         self.ends: set[int] = set()
-        """Places of the tokens with which one of several choices ended."""
+        """The places of the tokens with which one of several choices ended."""
         self.reasons: dict[int, FinishReason] = {}
-        """Why each choice ended that has."""
+        """The reasons for which choices ended."""
         self.cancelled = False
         self.settled = False
-        """It has ended, and what was to be done then is done."""
+        """Whether it has ended and was kept."""
         self.started = False
-        """The first token is there."""
+        """Whether the first token has come."""
         self.timings_json: dict[str, object] | None = None
-        """Where its time went, once it has ended; None if nobody knows."""
+        """The `timings` of the reply, once it has ended; None if they are not known."""
         self.ended_s: float | None = None
         self.attempts = 1
-        """Processes that have worked on it."""
+        """The number of processes that have worked on it."""
         self.detached_s: float | None = request.arrival_s if detachable else None
-        """Since when nobody reads it."""
+        """The time since which nobody reads it; None while somebody does."""
         self.on_news: Callable[[Recording], None] = _ignore
-        """Called when there is something to write down."""
+        """A function that is called when there is something to write down."""
         self.num_dropped = 0
         self._script = script
         self._tells_logprobs = request.sampling.num_logprobs is not None
@@ -176,14 +162,14 @@ class Recording(Generation):
         )
         self._turns = Turns(request.n)
         self._held: list[deque[Output]] = [deque() for _ in range(request.n)]
-        """By choice, what waits for its turn."""
+        """The outputs of each choice that wait for their turn."""
         self._events: deque[object] = deque()
         self._sizes: deque[int] = deque()
-        """Bytes that each event takes, about."""
+        """The bytes that each event takes, about."""
         self._num_held = 0
-        """Characters that came since the last event."""
+        """The number of characters that came since the last event."""
         self._num_bytes = 0
-        self._readers: dict[Reader, None] = {}
+        self._readers: dict[Follower, None] = {}
 
     @property
     def id(self) -> str:
@@ -191,7 +177,7 @@ class Recording(Generation):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the first choice ended, once it has."""
+        """The reason for which the first choice ended, once it has."""
         return self.reasons.get(0)
 
     @property
@@ -200,12 +186,12 @@ class Recording(Generation):
 
     @property
     def is_interrupted(self) -> bool:
-        """This process does not finish it, but another one can."""
+        """Whether this process does not finish it, but another one can."""
         return self.journalled and self.error is not None and self.error.code in INTERRUPTED
 
     @property
     def reason(self) -> FinishReason:
-        """Why it ended, once it has."""
+        """The reason for which the reply ended, once it has."""
         if self.cancelled:
             return FinishReason.CANCELLED
         if self.error is not None or not self.finished:
@@ -214,12 +200,12 @@ class Recording(Generation):
 
     @property
     def num_events(self) -> int:
-        """Events that its texts came to, forgotten ones included."""
+        """The number of its events, forgotten ones included."""
         return self.num_dropped + len(self._events)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, about."""
+        """The memory that it takes, about."""
         num_held = sum(map(len, self._held)) if self.request.n > 1 else 0
         each = _HELD_BYTES + self._logprob_bytes(1)
         return (
@@ -243,7 +229,7 @@ class Recording(Generation):
 
     @property
     def events(self) -> list[Any]:
-        """All that its texts came to so far.
+        """All events so far.
 
         Raises:
             ApiError: 410, if the beginning is forgotten.
@@ -253,7 +239,7 @@ class Recording(Generation):
         return list(self._events)
 
     def events_from(self, number: int) -> list[Any]:
-        """Those from the `number`-th on, counted from 0, forgotten ones included."""
+        """Returns the events from the `number`-th on, counted from 0, forgotten ones included."""
         return list(islice(self._events, max(0, number - self.num_dropped), None))
 
     def add_text(self, text: str, index: int = 0) -> None:
@@ -279,7 +265,7 @@ class Recording(Generation):
                 reader.tell(event)
 
     def go_on(self) -> None:
-        """The engine is to continue after the tokens that were replayed: choices that have not ended are what is left.
+        """Lets the engine continue after the tokens that were replayed, with the choices that have not ended.
 
         Several of them are as many requests, which share the blocks of the prompt, as choices of one request do.
         """
@@ -303,7 +289,7 @@ class Recording(Generation):
             self._unfinished = {request.request_id: 1 for request in left}
 
     def hold_to(self, grammar: Grammar) -> None:
-        """Its requests have this in place of their grammar: the same one, compiled or plain."""
+        """Gives its requests this grammar in place of theirs: the same one, compiled or plain."""
         self.request, *self.requests = [
             replace(request, sampling=replace(request.sampling, grammar=grammar))
             for request in (self.request, *self.requests)
@@ -347,7 +333,7 @@ class Recording(Generation):
             self.reasons[output.index] = output.finish_reason
 
     def _note_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs], index: int) -> None:
-        """Of reasoning, which comes before the answer, as well."""
+        """Notes the log probabilities of tokens, and how many of these are reasoning, which comes first."""
         num_before = self.num_output_tokens - len(token_ids)
         num_reasoning = max(0, self.num_reasoning_tokens - num_before)
         self._script.note(token_ids, logprobs, index, num_reasoning)
@@ -380,11 +366,11 @@ class Recording(Generation):
 
     # Readers
 
-    def attach(self, reader: Reader) -> None:
+    def attach(self, reader: Follower) -> None:
         self._readers[reader] = None
         self.detached_s = None
 
-    def detach(self, reader: Reader, now: float) -> None:
+    def detach(self, reader: Follower, now: float) -> None:
         self._readers.pop(reader, None)
         if not self._readers:
             self.detached_s = now
@@ -394,96 +380,11 @@ class Recording(Generation):
         return bool(self._readers)
 
     def is_abandoned(self, now: float) -> bool:
-        """Nobody reads it, and nobody is expected any more."""
+        """Whether nobody reads it, and nobody is expected any more."""
         if self.detached_s is None or self.ended:
             return False
         patience_s = self.max_detached_s if self.detachable else 0.0
         return patience_s is not None and now - self.detached_s >= patience_s
-
-
-class Reader:
-    """One connection that follows a recording."""
-
-    def __init__(self, recording: Recording, format: Format, connection: Connection, position: int) -> None:
-        """
-        Args:
-            position: number of the last event that the client has; -1 if none.
-
-        Raises:
-            ApiError: 410, if what comes next is no longer kept.
-        """
-        self.recording = recording
-        self.connection = connection
-        self.position = position
-        self._format = format
-        self._said_all = False
-        self._check_position()
-
-    def tell(self, event: object) -> None:
-        """There is one more event; it is the recording's last."""
-        number = self._format.num_opening + self.recording.num_events - 1
-        if self.position == number - 1 and self.connection.is_ready:
-            self.connection.send_now(self._format.event(number, event))
-            self.position = number
-        else:
-            self.connection.wake()
-
-    async def news(self) -> None:
-        """Returns when there is something to send, or the connection is gone."""
-        while not (self._has_news or self.connection.gone or self.connection.overdue):
-            await self.connection.sleep()
-
-    @property
-    def at_end(self) -> bool:
-        """Nothing comes any more."""
-        return self._said_all
-
-    @property
-    def _has_news(self) -> bool:
-        if self.recording.settled:
-            return True
-        # How a reply opens is told with its first token, or when the client has waited for long enough.
-        is_open = self.recording.started or self.connection.committed
-        return is_open and self.position + 1 < self._format.num_opening + self.recording.num_events
-
-    def take(self) -> list[bytes]:
-        """The frames of all events that the client does not have."""
-        recording, format = self.recording, self._format
-        if not self._has_news:
-            return []
-        frames: list[bytes] = []
-        if self.position + 1 < format.num_opening:
-            frames += format.opening(recording)[self.position + 1 :]
-            self.position = format.num_opening - 1
-        self._check_position()
-        for event in recording.events_from(self.position + 1 - format.num_opening):
-            self.position += 1
-            frames.append(format.event(self.position, event))
-        if recording.settled:
-            frames += [*self._closing(), format.tail]
-            self._said_all = True
-        return frames
-
-    def give_up(self, error: ApiError) -> list[bytes]:
-        """The frames that tell the client why nothing more comes."""
-        self._said_all = True
-        return [*self._format.fault(self.recording, error, self.position + 1), self._format.tail]
-
-    def _closing(self) -> list[bytes]:
-        recording, first = self.recording, self._format.num_opening + self.recording.num_events
-        if recording.error is None:
-            frames = self._format.closing(recording, first)
-        else:
-            log_fault(recording.error)
-            frames = self._format.fault(recording, recording.error, first)
-        num_known = max(0, self.position - first + 1)
-        return frames[num_known:]
-
-    def _check_position(self) -> None:
-        first = self._format.num_opening + self.recording.num_dropped
-        if self.recording.num_dropped and self.position + 1 < first:
-            message = f"Events up to {first - 1} are no longer kept; go on with starting_after={first - 1}."
-            raise gone(message, "position_expired")
 
 
 def _ignore(_: Recording) -> None:

@@ -119,7 +119,7 @@ class Recordings:
         request: Request,
         *,
         kind: str,
-        about: dict[str, Any],
+        details: dict[str, Any],
         created: int,
         detachable: bool,
         journalled: bool,
@@ -136,9 +136,9 @@ class Recordings:
         recording = Recording(
             request,
             kind=kind,
-            about=about,
+            details=details,
             created=created,
-            script=self.scripts[kind](request.request_id, about),
+            script=self.scripts[kind](request.request_id, details),
             detachable=detachable,
             journalled=journalled and self._journals is not None,
             max_detached_s=max_detached_s,
@@ -434,7 +434,7 @@ class Recordings:
         return rebuild(journal, self._clock(), self.scripts, replayed, self._count_thoughts)
 
     def _count_thoughts(self, recording: Recording) -> None:
-        recording.thoughts = self.thoughts(Reading(**recording.about.get("reading", {})))
+        recording.thoughts = self.thoughts(Reading(**recording.details.get("reading", {})))
 
 
 async def _tell_nobody(_tenant: str, _id: str) -> None:

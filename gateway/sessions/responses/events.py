@@ -25,7 +25,7 @@ class ResponseFormat:
     tail = b""
 
     def opening(self, recording: Recording) -> list[bytes]:
-        first = "queued" if recording.about["background"] else "in_progress"
+        first = "queued" if recording.details["background"] else "in_progress"
         return [
             _event(0, "response.created", response=beginning(recording, first)),
             _event(1, "response.in_progress", response=beginning(recording, "in_progress")),
@@ -38,23 +38,28 @@ class ResponseFormat:
         return frame.encode("ascii")
 
     def closing(self, recording: Recording, first: int) -> list[bytes]:
-        """How it ends for a client that was sent every item; a cancelled response is an incomplete one."""
+        """Returns how it ends for a client that was sent every item; a cancelled response is an incomplete one."""
         kind = _LAST.get(status_of(recording), "response.incomplete")
         return [_event(first, kind, response=response(recording))]
 
     def fault(self, recording: Recording, error: ApiError, number: int) -> list[bytes]:
-        """One that another process goes on with has not failed: only this connection has.
+        """Returns the failure of the response, or of this connection alone if another process goes on with it.
 
         That is told under the number of the event before, so that a client goes on after it.
         """
         if recording.cancelled:
             return self.closing(recording, number)
         if recording.is_interrupted:
-            return [_event(number - 1, "error", code=error.code, message=error.message, param=error.param)]
+            return [error_event(error, number - 1)]
         return [_event(number, "response.failed", response=response(recording))]
 
     def body(self, recording: Recording) -> dict[str, object]:
         return response(recording)
+
+
+def error_event(error: ApiError, number: int) -> bytes:
+    """Returns the event that tells a client that its connection failed, and not the response."""
+    return _event(number, "error", code=error.code, message=error.message, param=error.param)
 
 
 def _event(number: int, kind: str, **fields: object) -> bytes:

@@ -83,7 +83,7 @@ class CallItem(TypedDict):
 
 
 class CallOutputItem(TypedDict):
-    """What a tool came to."""
+    """The output of a tool."""
 
     id: str
     type: Literal["function_call_output"]
@@ -93,7 +93,7 @@ class CallOutputItem(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """What the model said to itself."""
+    """The reasoning of the model."""
 
     id: str
     type: Literal["reasoning"]
@@ -114,7 +114,7 @@ def new_id(prefix: str) -> str:
 
 
 def input_items(body_input: str | Sequence[InputItem]) -> list[Item]:
-    """What a client sent, as the API lists it: every item has an id, every text of a message is a part."""
+    """Returns a client's input as the API lists it: every item has an id, every text of a message is a part."""
     if isinstance(body_input, str):
         return [message_item(new_id("msg"), "user", [body_input], "completed")]
     return list(map(_listed, body_input))
@@ -202,7 +202,7 @@ def _input_part(text: str) -> InputText:
 
 
 def texts_of(item: Item) -> list[str]:
-    """All that is said in it."""
+    """Returns all texts of an item."""
     if item["type"] == "function_call":
         return [item["arguments"]]
     if item["type"] == "function_call_output":
@@ -211,7 +211,7 @@ def texts_of(item: Item) -> list[str]:
 
 
 def as_messages(items: Sequence[Item]) -> list[Message]:
-    """Items as chat templates know them: parts of text are joined, an assistant's message has reasoning and calls."""
+    """Returns items as chat templates know them: texts are joined, an assistant's message has reasoning and calls."""
     messages: list[Message] = []
     for item in items:
         said = "\n".join(texts_of(item))
@@ -253,7 +253,7 @@ def response_tools(body: ResponseBody) -> ToolUse:
 
 
 def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
-    """One page of a list of items that is in the order in which they came.
+    """Returns one page of a list of items that is in the order in which they came.
 
     Raises:
         ApiError: 400, if there is no item to go on after.
@@ -277,10 +277,10 @@ def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
 # Responses
 
 
-def about(
+def details_of(
     body: ResponseBody, lane: Lane, items: list[Item], history: Sequence[Message], reading: Reading = PLAIN
 ) -> JsonObject:
-    """What is written down with a recording, so that all of its objects can be made from it at any time.
+    """Returns what is written down with a recording, so that all of its objects can be made from it at any time.
 
     Args:
         items: of this request, as `input_items` made them.
@@ -299,7 +299,7 @@ def about(
 
 
 def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
-    """The fields of a response that are the same from its beginning to its end."""
+    """Returns the fields of a response that are the same from its beginning to its end."""
     return {
         "background": bool(body.background),
         "conversation": None if body.conversation is None else {"id": body.conversation},
@@ -342,7 +342,7 @@ def _format(text: TextConfig | None) -> JsonObject:
 
 def status_of(recording: Recording) -> str:
     if not recording.ended or recording.is_interrupted:
-        return "queued" if recording.about["background"] and not recording.started else "in_progress"
+        return "queued" if recording.details["background"] and not recording.started else "in_progress"
     if recording.cancelled:
         return "cancelled"
     if recording.error is not None or recording.finish_reason is None:
@@ -351,7 +351,7 @@ def status_of(recording: Recording) -> str:
 
 
 def beginning(recording: Recording, status: str) -> JsonObject:
-    """The response before anything came of it, whatever did since."""
+    """Returns the response as it was before the first token."""
     sampling = recording.request.sampling
     return {
         "id": recording.id,
@@ -364,12 +364,12 @@ def beginning(recording: Recording, status: str) -> JsonObject:
         "usage": None,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        **recording.about["echo"],
+        **recording.details["echo"],
     }
 
 
 def response(recording: Recording) -> JsonObject:
-    """The response as it is now; its output is there when it has ended."""
+    """Returns the response as it is now; its output is there when it has ended."""
     status = status_of(recording)
     found = beginning(recording, status)
     if status in ("queued", "in_progress"):
@@ -384,7 +384,7 @@ def response(recording: Recording) -> JsonObject:
 
 
 def output_items(recording: Recording) -> list[Item]:
-    """What came of it, once it has ended."""
+    """Returns the items of a response that has ended."""
     return [event.fields["item"] for event in recording.events if event.kind == ITEM_DONE]
 
 

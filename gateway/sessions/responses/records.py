@@ -102,9 +102,9 @@ def continued(recording: Recording) -> Thread | None:
     if status_of(recording) not in ("completed", "incomplete"):
         return None
     answer = as_messages(output_items(recording))
-    messages = (*recording.about["history"], *as_messages(recording.about["input"]), *answer)
+    messages = (*recording.details["history"], *as_messages(recording.details["input"]), *answer)
     token_ids = (*recording.request.prompt_token_ids, *recording.token_ids)
-    num_shared, num_written = recording.about.get("shared_tokens", (0, 0))
+    num_shared, num_written = recording.details.get("shared_tokens", (0, 0))
     num_pieces = TOKEN_BYTES * len(token_ids) // PIECE_BYTES
     after = num_written + num_pieces - num_shared
     if after > _MAX_REWRITES * (num_pieces + 1):
@@ -115,7 +115,7 @@ def continued(recording: Recording) -> Thread | None:
 def kept_response(recording: Recording) -> tuple[KeptResponse, dict[str, bytes]]:
     """The record of a response that has ended, and the pieces that it names."""
     thread = continued(recording)
-    object, input = response(recording), recording.about["input"]
+    object, input = response(recording), recording.details["input"]
     if thread is None:
         return KeptResponse(object=object, input=input, thread=None), {}
     messages, pieces = cut(orjson.dumps(message) + b"," for message in thread.messages)
@@ -126,7 +126,7 @@ def kept_response(recording: Recording) -> tuple[KeptResponse, dict[str, bytes]]
 
 
 async def keep(store: Store, recording: Recording) -> None:
-    if recording.about["store"]:
+    if recording.details["store"]:
         size = TOKEN_BYTES * (recording.num_prompt_tokens + len(recording.token_ids))
         kept, pieces = await off_loop(size, kept_response, recording)
         await keep_pieces(store, recording.tenant, pieces, _PIECES_S)

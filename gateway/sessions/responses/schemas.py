@@ -232,7 +232,7 @@ class ResponseBody(Sampled):
         "tools": "max_tools",
         "chat_template_kwargs": "max_template_variables",
     }
-    IGNORED = HINTS | {"prompt_cache_retention", "text.verbosity"}
+    IGNORED = HINTS | {"prompt_cache_retention", "stream_options.include_obfuscation", "text.verbosity"}
     NEUTRAL: ClassVar[Mapping[str, object]] = {"text.verbosity": "medium"}
     TOLERANT_AT = TOLERANT_IN_INPUT
 
@@ -401,7 +401,7 @@ class StreamQuery(Query):
 
     stream: Annotated[bool, BeforeValidator(_flag)] = False
     starting_after: Annotated[WholeNumber, Field(ge=0)] | None = None
-    include_obfuscation: Literal["false"] = "false"
+    include_obfuscation: Annotated[bool, BeforeValidator(_flag)] = False
 
 
 def read_stream_query(values: Mapping[str, str]) -> StreamQuery:

@@ -1,4 +1,4 @@
-"""What the text of a response comes to: items, one after the other, and the events that begin, fill and end each."""
+"""Scripts of responses: their items, one after the other, and the events that begin, fill and end each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 @dataclass(frozen=True, slots=True)
 class ItemEvent:
-    """How an item begins or ends; all that the event says but its number."""
+    """An event that begins or ends an item, without its number."""
 
     kind: str
     fields: JsonObject
@@ -41,10 +41,10 @@ class ItemDelta:
 
     kind: str
     before: str
-    """What is the same in all such events of the item, as it is sent."""
+    """The part that is the same in all such events of the item, as it is sent."""
     text: str
     after: str
-    """What follows the text: the log probabilities of its tokens, in a message."""
+    """The part after the text: the log probabilities of its tokens, in a message."""
 
 
 @dataclass(slots=True)
@@ -53,19 +53,19 @@ class _Open:
 
     kind: str
     place: JsonObject
-    """Its id, and where it stands."""
+    """The item's id and its place."""
     delta: tuple[str, str]
     """The kind of its deltas, and what they begin with."""
     call: Call
-    """Its call, if it is one."""
+    """The call that the item is, if it is one."""
     seals: bool
-    """Reasoning is told as an opaque string, too."""
+    """Whether reasoning is given as an opaque string, too."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[ChosenLogprob] = field(default_factory=list)
-    """Of a message's tokens, if they were asked for."""
+    """The log probabilities of a message's tokens, if they were asked for."""
 
     def item(self, status: ItemStatus) -> Item:
-        """What it is by now; nothing yet, while it is in progress."""
+        """Returns the item as it is by now; empty while it is in progress."""
         item_id, texts = self.place["item_id"], ["".join(self.texts)] if status != "in_progress" else []
         if self.kind == "function_call":
             return call_item(item_id, Call(self.call.id, self.call.name, "".join(self.texts)), status)
@@ -99,7 +99,7 @@ class ResponseScript:
         self._tokens = tokens
         self._num_top = num_top
         self._noted: list[ChosenLogprob] = []
-        """Log probabilities of tokens whose text was not told yet."""
+        """The log probabilities of tokens whose text was in no event yet."""
         self._num_items = 0
         self._open: _Open | None = None
 
@@ -110,7 +110,7 @@ class ResponseScript:
         index: int,  # noqa: ARG002
         num_reasoning: int,
     ) -> None:
-        """Of what is told to the user: reasoning is left out."""
+        """Keeps the log probabilities of what is said to the user: reasoning is left out."""
         for token_id, found in list(zip(token_ids, logprobs, strict=True))[num_reasoning:]:
             self._noted.append(chosen_logprob(self._tokens, token_id, found, self._num_top))
 
@@ -139,7 +139,7 @@ class ResponseScript:
             yield ItemDelta(*self._open.delta, piece.text, self._told_logprobs(self._open))
 
     def _told_logprobs(self, item: _Open) -> str:
-        """Of the tokens up to here, as a member; those of calls are not told."""
+        """Returns the log probabilities of the tokens up to here, as a member; those of calls are not told."""
         noted, self._noted = self._noted, []
         if item.kind != "message":
             return ""
@@ -179,10 +179,10 @@ class ResponseScript:
         return f"{_PREFIXES[kind]}_{digest[:48]}"
 
 
-def script(tokens: TokenText, response_id: str, about: JsonObject) -> ResponseScript:
+def script(tokens: TokenText, response_id: str, details: JsonObject) -> ResponseScript:
     """`tokens` spells log probabilities."""
-    parser = Reading(**about["reading"]).parser(response_id)
-    num_top, seals = about["echo"]["top_logprobs"], about.get("seals", False)
+    parser = Reading(**details["reading"]).parser(response_id)
+    num_top, seals = details["echo"]["top_logprobs"], details.get("seals", False)
     return ResponseScript(response_id, parser, tokens, num_top, seals=seals)
 
 

@@ -1,4 +1,4 @@
-"""What Anthropic's Messages API answers, byte by byte."""
+"""Anthropic's Messages API: the writer of its replies."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import orjson
 
 from engine.planning.request import FinishReason
 from gateway.http.connections import EVENT_STREAM
+from gateway.http.correlation import ANTHROPIC_PATH
 from gateway.http.errors import ApiError
-from gateway.http.refusals import anthropic_body
-from gateway.wire.frames import timings_of, usage_of
+from gateway.wire.frames import last_frames, timings_of, usage_of
 from gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
@@ -31,34 +31,32 @@ _TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}
 
 
 class MessageWriter:
-    """One reply as a message; a `gateway.wire.writers.Writer`."""
+    """The `gateway.wire.streams.Writer` of one message."""
 
     media_type = EVENT_STREAM
 
-    def __init__(self, head: Head, max_tokens: int, parser: ReplyParser | None = None) -> None:
+    def __init__(self, head: Head, max_tokens: int, parser: ReplyParser) -> None:
         """
         Args:
             max_tokens: as it was asked for; the context may have room for less.
-            parser: finds thoughts and calls of tools in the text; without one, all of it is text.
+            parser: finds thoughts and calls of tools in the text.
         """
         self._head = head
         self._max_tokens = max_tokens
         self._parser = parser
         self._has_begun = False
         self._kind = ""
-        """Of the block that is open; empty before the first."""
+        """The kind of the block that is open; empty before the first."""
         self._number = -1
-        """Of the block that is open."""
+        """The number of the block that is open."""
         self._opening = ""
-        """What comes before the text of a delta of that block."""
+        """The beginning of a delta of that block, up to its text."""
         self._has_called = False
 
     # Streamed
 
     def text(self, index: int, text: str) -> bytes:  # noqa: ARG002
-        if self._parser is not None:
-            return self._pieces(self._parser.feed(text))
-        return self._more("text", text).encode("ascii")
+        return self._pieces(self._parser.feed(text))
 
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
         events = [] if self._has_begun else [self._begin(generation)]
@@ -69,7 +67,7 @@ class MessageWriter:
         return b"".join(events)
 
     def fault(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % anthropic_body(error)
+        return last_frames(error, ANTHROPIC_PATH)
 
     def keepalive(self) -> bytes:
         return _PING
@@ -86,7 +84,7 @@ class MessageWriter:
         return _event("message_start", message=self._message([], None, None, usage)).encode("ascii")
 
     def _end(self, generation: Generation, delta: Delta) -> bytes:
-        last = b"" if self._parser is None else self._pieces(self._parser.finish())
+        last = self._pieces(self._parser.finish())
         reason = {"stop_reason": self._stop_reason(generation, delta), "stop_sequence": delta.stop}
         events = (
             self._close(),
@@ -132,9 +130,7 @@ class MessageWriter:
 
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         ((_, delta),) = deltas
-        answer = Answer(delta.text)
-        if self._parser is not None:
-            answer = answer_of(self._parser, delta.text)
+        answer = answer_of(self._parser, delta.text)
         self._has_called = bool(answer.calls)
         reason, usage = self._stop_reason(generation, delta), _usage(generation)
         usage["service_tier"] = _TIERS[self._head.service_tier]
@@ -168,13 +164,13 @@ _EMPTY: dict[str, dict[str, object]] = {
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},
 }
-"""Blocks as they begin."""
+"""The blocks as they begin."""
 _DELTAS = {
     "text": {"type": "text_delta", "text": ""},
     "thinking": {"type": "thinking_delta", "thinking": ""},
     "tool_use": {"type": "input_json_delta", "partial_json": ""},
 }
-"""Their deltas; what they add stands last."""
+"""The deltas of blocks; what they add stands last."""
 
 
 def _event(name: str, **fields: object) -> str:
@@ -207,7 +203,7 @@ def _content(answer: Answer) -> list[object]:
 
 
 def _input(arguments: str) -> object:
-    """The arguments of a call; none, if the answer ended within them."""
+    """Returns the arguments of a call; none, if the answer ended within them."""
     try:
         return orjson.loads(arguments)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What Ollama's API answers: one JSON object on each line."""
+"""Ollama's API: the writers of its replies, which are one JSON object on each line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from json.encoder import encode_basestring_ascii
 import orjson
 
 from gateway.http.errors import ApiError
-from gateway.http.refusals import ollama_body
+from gateway.http.refusals import OLLAMA_PATH
 from gateway.wire.embeddings import shortened
-from gateway.wire.frames import timings_of, usage_of
+from gateway.wire.frames import last_frames, timings_of, usage_of
 from gateway.wire.ollama.bodies import EmbeddingAsked
 from gateway.wire.parsing import (
     Answer,
@@ -30,7 +30,7 @@ from gateway.wire.streams import Delta, Generation
 
 
 class LineWriter:
-    """One reply to `/api/chat` or `/api/generate`; a `gateway.wire.writers.Writer`."""
+    """The `gateway.wire.streams.Writer` of a reply to `/api/chat` or `/api/generate`."""
 
     media_type = "application/x-ndjson"
 
@@ -39,13 +39,13 @@ class LineWriter:
         head: Head,
         *,
         is_chat: bool,
-        parser: ReplyParser | None = None,
+        parser: ReplyParser,
         tokens: TokenText | None = None,
         num_top: int = 0,
     ) -> None:
         """
         Args:
-            parser: finds thoughts and calls of tools in the text; without one, all of it is text.
+            parser: finds thoughts and calls of tools in the text.
             tokens, num_top: spell log probabilities, where they are asked for.
         """
         self._tokens = tokens
@@ -54,15 +54,13 @@ class LineWriter:
         self._is_chat = is_chat
         self._parser = parser
         self._call: Call | None = None
-        """The one that is being written: it is told of when it is whole."""
+        """The call that is being written; it is sent when it is whole."""
         self._before, _, self._after = self._line(Answer()).partition('""')
 
     # Streamed
 
     def text(self, index: int, text: str) -> bytes:  # noqa: ARG002
-        if self._parser is not None:
-            return self._pieces(self._parser.feed(text))
-        return self._more(text).encode("ascii") if text else b""
+        return self._pieces(self._parser.feed(text))
 
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
         lines = []
@@ -73,10 +71,10 @@ class LineWriter:
         return b"".join(lines)
 
     def fault(self, error: ApiError) -> bytes:
-        return ollama_body(error) + b"\n"
+        return last_frames(error, OLLAMA_PATH)
 
     def keepalive(self) -> bytes:
-        """Nothing more is said: to clients an empty line is no JSON."""
+        """Returns a line with no new text: an empty line would be no JSON to clients."""
         return self._more("").encode("ascii")
 
     def _told(self, delta: Delta) -> bytes:
@@ -125,7 +123,7 @@ class LineWriter:
         return json.dumps(line, separators=(",", ":")) + "\n"
 
     def _end(self, generation: Generation, delta: Delta) -> bytes:
-        last = b"" if self._parser is None else self._pieces(self._parser.finish())
+        last = self._pieces(self._parser.finish())
         line = {**self._head, **self._said(Answer()), **_ending(generation, delta)}
         return last + f"{self._told_call()}{json.dumps(line)}\n".encode("ascii")
 
@@ -133,7 +131,7 @@ class LineWriter:
 
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         ((_, delta),) = deltas
-        answer = Answer(delta.text) if self._parser is None else answer_of(self._parser, delta.text)
+        answer = answer_of(self._parser, delta.text)
         return {**self._head, **self._said(answer), **self._logprobs(delta), **_ending(generation, delta)}
 
     def _said(self, answer: Answer) -> dict[str, object]:
@@ -148,7 +146,7 @@ class LineWriter:
 
 
 class EmbedWriter:
-    """One reply to `/api/embed`: each embedding has a length of 1."""
+    """The writer of a reply to `/api/embed`, whose embeddings have a length of 1."""
 
     def __init__(self, asked: EmbeddingAsked) -> None:
         self._asked = asked
@@ -168,7 +166,7 @@ class EmbedWriter:
 
 
 class EmbeddingWriter:
-    """One reply to `/api/embeddings`: the embedding as the model has it."""
+    """The writer of a reply to `/api/embeddings`: the embedding as the model has it."""
 
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:  # noqa: ARG002
         ((_, delta),) = deltas
@@ -176,7 +174,7 @@ class EmbeddingWriter:
 
 
 def unasked(model: str, created: int, *, is_chat: bool) -> dict[str, object]:
-    """The answer to a body that asks for nothing but that the model be loaded."""
+    """Returns the answer to a body that asks for nothing but that the model be loaded."""
     said: dict[str, object] = {"response": ""}
     if is_chat:
         said = {"message": {"role": "assistant", "content": ""}}
@@ -184,12 +182,12 @@ def unasked(model: str, created: int, *, is_chat: bool) -> dict[str, object]:
 
 
 def timestamp(seconds: int) -> str:
-    """RFC 3339, of seconds since 1970."""
+    """Returns seconds since 1970 as RFC 3339 has them."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _ending(generation: Generation, delta: Delta) -> dict[str, object]:
-    """What the last line says; in Ollama, too, loading takes as long as a request waits for its turn."""
+    """Returns the fields of the last line; in Ollama, too, loading lasts as long as a request waits for its turn."""
     usage, (timings,) = usage_of(generation), generation.timings
     return {
         "done": True,

@@ -1,1 +1,1 @@
-"""How models write down that they call a tool: one small class for each format, and the table of them."""
+"""Formats in which models call tools: a table of them, and one parser for each style."""

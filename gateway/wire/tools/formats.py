@@ -1,4 +1,4 @@
-"""How families of models write calls of tools: a description of each format, which parsers and grammars go by."""
+"""Formats of calls of tools, as families of models write them: descriptions that parsers and grammars go by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUOTE = '<|"|>'
 
 
 class Style(Enum):
-    """How the tool's name and its arguments stand in a call."""
+    """The ways in which a tool's name and its arguments stand in a call."""
 
     JSON = auto()
     """One object has both."""
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
     start: str = ""
     between: str = ""
-    """Without it a section is one call."""
+    """The text between two calls; without it a section is one call."""
     end: str = ""
 
 
@@ -39,7 +39,7 @@ _ONE = Layout()
 
 
 class Tags(NamedTuple):
-    """What stands before and after each part of a tagged call, and on both sides of an argument's value within."""
+    """The texts before and after each part of a tagged call, and `pad` on both sides of an argument's value."""
 
     name: tuple[str, str]
     key: tuple[str, str]
@@ -56,7 +56,7 @@ class Format:
     signs: tuple[str, ...]
     """A chat template that has one of these in it speaks of this format."""
     opening: str = ""
-    """Without it calls are all of a reply, and only names of the request's tools make a call."""
+    """The marker of a section; without it calls are all of a reply, and only names of the request's tools make one."""
     closing: str = ""
     layout: Layout = _ONE
     _: KW_ONLY
@@ -163,4 +163,4 @@ TOOL_FORMATS: Mapping[str, Format] = {
     ),
     "glm4": Format(Style.NAMED, ("Json 格式表示调用的参数",), after_name="\n"),
 }
-"""In the order in which templates are looked at: the first format with a sign in one decides."""
+"""The formats of calls, in order: the first with a sign in a chat template is its format."""

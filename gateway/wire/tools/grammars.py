@@ -12,7 +12,7 @@ from gateway.wire.tools.formats import QUOTE, TOOL_FORMATS, Format, Style
 from gateway.wire.tools.tagged import is_json, property_schema
 
 Spell = Callable[[str], str]
-"""How a grammar writes a marker: as the special token that it is, or as text."""
+"""A function that writes a marker as grammars do: as the special token that it is, or as text."""
 Schemas = Mapping[str, Any]
 
 _TIGHT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -21,11 +21,11 @@ _LINE = r'"\n"?'
 
 
 class Beside(Enum):
-    """What a reply may be beside calls."""
+    """The kinds of reply that may be given beside calls."""
 
     NOTHING = "nothing"
     ANSWER = "answer"
-    """In place of calls, what the grammar `@answer` says."""
+    """A reply may match the grammar `@answer` instead of calling."""
     TEXT = "text"
     """Any text, before calls, after them, or in their place."""
 
@@ -76,7 +76,7 @@ class _Rules:
         self._spell = spell
         self._rules: list[str] = []
         self._begun: dict[str, str] = {}
-        """By the rule of what follows, what a call begins with that may be all of a reply."""
+        """Returns the beginnings of calls that may be all of a reply, by the rule of what follows them."""
 
     def add(self, name: str, expression: str) -> str:
         self._rules.append(f"{name}: {expression}")
@@ -109,7 +109,7 @@ class _Rules:
         return self._given
 
     def _written(self, *texts: str) -> str:
-        """Texts one after another: special tokens, and as one lexeme each all that stands between them."""
+        """Returns texts one after another: special tokens, and one lexeme for all that stands between two of them."""
         parts, plain = [], ""
         for text in filter(None, texts):
             spelt = self._spell(text)
@@ -151,7 +151,7 @@ class _Rules:
 
     @property
     def _tag(self) -> str:
-        """What may stand before calls that are all of a reply, if it is a special token that no other has to end."""
+        """Returns the special token that may stand before calls that are all of a reply, if no other has to end it."""
         tag = "" if self._format.closing else self._format.tag
         return f"{self._spell(tag)}?" if tag and self._spell(tag) != _quoted(tag) else ""
 
@@ -169,7 +169,7 @@ class _Rules:
 
     @property
     def _beginnings(self) -> dict[str, str]:
-        """By the rule of what follows, regular expressions of what calls that are all of a reply begin with."""
+        """Returns regular expressions of how calls begin that are all of a reply, by the rule of what follows."""
         start = self._format.layout.start
         return {rest: rf"[ \n]*{_escaped(start + begun)}" for rest, begun in self._begun.items()}
 
@@ -274,5 +274,5 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """As a regular expression between slashes has it."""
+    """Returns a text as regular expressions between slashes have it."""
     return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")

@@ -35,7 +35,7 @@ class Pythonic(FormatParser):
             i = 0
 
     def _call(self, i: int) -> Steps:
-        """One call. It is begun when its first argument, or its end, is certain."""
+        """Reads one call, which is begun when its first argument, or its end, is certain."""
         end = yield from self.match(_NAME, i)
         name, opening = self._text[i:end], "{"
         i = yield from self.past_space(end)
@@ -66,7 +66,7 @@ class Pythonic(FormatParser):
         self.consume(i + 1)
 
     def _literal_end(self, i: int) -> Generator[None, None, int]:
-        """The end of a literal: the comma or bracket after it."""
+        """Returns the end of a literal: the place of the comma or bracket after it."""
         closing: list[str] = []
         while True:
             while i >= len(self._text):
@@ -108,7 +108,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _value(node: ast.expr) -> object:
-    """What a literal stands for; JSON's own words for true, false and null are understood, too."""
+    """Returns the value of a literal; JSON's own words for true, false and null are understood, too."""
     if isinstance(node, ast.Name) and node.id in _WORDS:
         return _WORDS[node.id]
     if isinstance(node, ast.List | ast.Tuple):

@@ -1,4 +1,4 @@
-"""What the parsers of all formats share: text that comes in deltas, read as if all of it were there.
+"""Scanners: the ground of all parsers, which read text that comes in deltas as if all of it were there.
 
 A format is a generator that yields whenever it needs more text than there is. It looks ahead as far as it likes and
 consumes what it understood: text that turns out to be no call is still there to be said.
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
 class Malformed(Exception):
-    """What comes is not what the format says."""
+    """The text that comes is not what the format says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class Tools:
     schemas: Mapping[str, Any]
     """The JSON schema of its arguments, by the name of the tool."""
     new_id: Callable[[int], str]
-    """The id of a reply's call with that number, counted from 0."""
+    """A function that makes the id of a reply's call from its number, counted from 0."""
 
 
 class Scanner:
-    """A `gateway.wire.parsing.ReplyParser`; what a subclass adds is `parse`."""
+    """A `gateway.wire.parsing.ReplyParser` whose subclasses add `parse`."""
 
     def __init__(self) -> None:
         self._text = ""
-        """What was not consumed yet."""
+        """The text that was not consumed yet."""
         self._opening = ""
         """The marker that was found last, with the space before it."""
         self._ended = False
@@ -116,7 +116,7 @@ class Scanner:
         return taken
 
     def ahead(self, text: str, start: int = 0) -> Generator[None, None, bool]:
-        """Whether this text comes next, at `start`."""
+        """Returns whether this text comes next, at `start`."""
         while len(self._text) - start < len(text):
             if self._ended or not text.startswith(self._text[start:]):
                 return False
@@ -124,7 +124,7 @@ class Scanner:
         return self._text.startswith(text, start)
 
     def past_space(self, start: int = 0) -> Generator[None, None, int]:
-        """The place of the first character, from `start` on, that is no space; Malformed if there is none."""
+        """Returns the place of the first character from `start` on that is no space, or raises Malformed."""
         while (end := _end(_SPACE, self._text, start)) == len(self._text):
             yield from self.more()
         return end
@@ -169,7 +169,7 @@ class Scanner:
         self.say(self.consume(len(self._text)))
 
     def match(self, pattern: re.Pattern[str], start: int = 0) -> Generator[None, None, int]:
-        """The end of the longest text like this from `start` on; it is not empty, and something else follows it.
+        """Returns the end of the longest text like this from `start` on; it is not empty, and something else follows.
 
         Raises:
             Malformed: nothing like it comes.
@@ -182,7 +182,7 @@ class Scanner:
 
 
 class FormatParser(Scanner):
-    """What the parsers of all styles have; what a subclass adds is `section`."""
+    """The parser of one format; subclasses add `section`, the part that is their style's."""
 
     def __init__(self, format: Format, tools: Tools) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class FormatParser(Scanner):
         return True
 
     def tool_name(self, start: int) -> Generator[None, None, int]:
-        """The end of the name that begins at `start`."""
+        """Returns the end of the name that begins at `start`."""
         end = yield from self.match(_NAME, start)
         self.check_name(self._text[start:end])
         return end
@@ -238,7 +238,7 @@ class FormatParser(Scanner):
             self._pieces.append(ArgumentsDelta(self._num_calls - 1, text))
 
     def json_end(self, start: int) -> Generator[None, None, int]:
-        """The end of a JSON string, object or array that begins at `start`; Malformed if it has none."""
+        """Returns the end of a JSON string, object or array that begins at `start`; raises Malformed if it has none."""
         scan, end = JsonScan(), start
         while True:
             end = scan.advance(self._text, end)
@@ -270,14 +270,14 @@ class JsonScan:
     def __init__(self) -> None:
         self.done = False
         self.stopped_at = 0
-        """Where the text stopped to be JSON."""
+        """The place where the text stopped to be JSON."""
         self._closing: list[str] = []
         """The brackets that are open, as they close."""
         self._in_string = False
         self._escaped = False
 
     def advance(self, text: str, start: int) -> int:
-        """The end of the value, or of the text if the value goes on.
+        """Returns the end of the value, or of the text if the value goes on.
 
         Raises:
             Malformed: brackets do not match, or something is there that JSON does not have.
@@ -319,7 +319,7 @@ class JsonScan:
 
 
 def string_of(text: str) -> str:
-    """What a JSON string says; Malformed if it is none."""
+    """Returns the text of a JSON string; raises Malformed if it is none."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -330,18 +330,18 @@ def string_of(text: str) -> str:
 
 
 def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
-    """Of a match at `start` that may be empty."""
+    """Returns the end of a match at `start`, which may be empty."""
     found = pattern.match(text, start)
     return start if found is None else found.end()
 
 
 def num_held(text: str, marker: str) -> int:
-    """Characters at the end of a text that are held back: a marker's beginning, and space."""
+    """Returns how many characters at the end of a text are held back: a marker's beginning, and space."""
     shown = text[: len(text) - num_begun(text, marker)].rstrip()
     return len(text) - len(shown)
 
 
 def num_begun(text: str, marker: str) -> int:
-    """Characters at the end of a text that a marker begins with."""
+    """Returns how many characters at the end of a text a marker begins with."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)

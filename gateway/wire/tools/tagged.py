@@ -92,7 +92,7 @@ class Tagged(FormatParser):
             self.consume(start + len(end_tag))
 
     def _value_end(self) -> tuple[int, bool]:
-        """How much of the text certainly belongs to the value, and whether the value ends there.
+        """Returns how much of the text certainly belongs to the value, and whether the value ends there.
 
         One pad before the end belongs to the tag.
         """
@@ -106,7 +106,7 @@ class Tagged(FormatParser):
 
 
 def property_schema(schema: Any, key: str) -> Any:
-    """What the schema of an object says of one of its members; references within it are followed."""
+    """Returns the schema of one member of an object; references are followed."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     found = properties.get(key) if isinstance(properties, dict) else None
     for _ in range(_MOST_REFERENCES):
@@ -123,13 +123,13 @@ def _referred(schema: Any, reference: object) -> Any:
 
 
 def is_json(schema: Any) -> bool:
-    """Whether values of this schema are written as JSON; a string stands as it is."""
+    """Returns whether values of this schema are written as JSON; a string stands as it is."""
     kinds = _kinds(schema)
     return "string" not in kinds and not _TYPES_OF_JSON.isdisjoint(kinds)
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that a schema allows, as far as it says so at its top."""
+    """Returns the types that a schema allows, as far as it says so at its top."""
     if not isinstance(schema, dict):
         return set()
     kind, forms = schema.get("type"), [schema.get(key) for key in ("anyOf", "oneOf")]
@@ -138,7 +138,7 @@ def _kinds(schema: Any) -> set[str]:
 
 
 def json_text(text: str) -> str:
-    """The value that a text says, in JSON or as Python writes it; a string, if it says none."""
+    """Returns the value of a text, in JSON or as Python writes it; the text itself if it is neither."""
     text = text.strip()
     try:
         json.loads(text, parse_constant=string_of)

@@ -1,4 +1,4 @@
-"""Which tools a reply may call, and which it has to."""
+"""The use of tools that a request asks for: which ones a reply may call, and which it has to."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class ToolUse:
     """The tools of one request."""
 
     tools: Sequence[dict[str, Any]] = ()
-    """Those that the model is told of, as chat templates know them: `{"type": "function", "function": {...}}`."""
+    """The tools that the model is told of, as chat templates know them: `{"type": "function", "function": {...}}`."""
     required: frozenset[str] = frozenset()
-    """One of these has to be called; empty if the model is free."""
+    """The tools of which one has to be called; empty if the model is free."""
     one_call: bool = False
-    """There is at most one call."""
+    """Whether there is at most one call."""
 
     @property
     def schemas(self) -> dict[str, Any]:
-        """The JSON schema of its arguments, by the name of each tool."""
+        """The JSON schemas of the tools' arguments, by the tools' names."""
         functions = [tool["function"] for tool in self.tools]
         return {function["name"]: function.get("parameters") or {} for function in functions}
 
     @property
     def strict(self) -> frozenset[str]:
-        """Those whose arguments have to match their schemas."""
+        """The tools whose arguments have to match their schemas."""
         functions = [tool["function"] for tool in self.tools]
         return frozenset(function["name"] for function in functions if function.get("strict"))
 
     @property
     def num_chars(self) -> int:
-        """About as many as the template will write of them."""
+        """About as many characters as the template will write of the tools."""
         return len(orjson.dumps(self.tools)) if self.tools else 0
 
 
@@ -53,7 +53,7 @@ def tool_use(
     one_call: bool = False,
     fields: tuple[str, str] = ("tools", "tool_choice"),
 ) -> ToolUse:
-    """What a request asks for.
+    """Returns the use of tools that a request asks for.
 
     Args:
         names: the only tools that may be called; with the mode "auto" the model is told of no others.

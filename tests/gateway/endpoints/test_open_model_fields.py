@@ -11,7 +11,7 @@ import tokenizers
 
 from engine.planning.request import Request
 from engine.planning.tokenizer import Tokenizer
-from gateway.endpoints.intake import salt_of, salts_of
+from gateway.endpoints.params import salt_of, salts_of
 from priority.lanes import Tenant
 from tests.gateway.harness import (
     SPECIAL,

@@ -55,6 +55,23 @@ async def test_a_chat() -> None:
     assert reply._request_id
 
 
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_every_reply_and_chunk_has_the_fingerprint_of_what_made_it(resumable: bool) -> None:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), system_fingerprint="fp_1"))
+    options: Any = {"include_obfuscation": True, "resumable": resumable}
+    async with connected(gateway) as api:
+        for create, asked in (
+            (api.chat.completions.with_raw_response.create, {"messages": HI}),
+            (api.completions.with_raw_response.create, {"prompt": "Hi"}),
+        ):
+            raw = await answered(gateway, create(model=MODEL, **asked), "Hello")
+            assert raw.parse().system_fingerprint == "fp_1"
+            asking = create(model=MODEL, **asked, stream=True, stream_options=options)
+            raw = await answered(gateway, asking, "Hel", "lo")
+            assert raw.headers["x-penstock-ignored"] == "stream_options.include_obfuscation"
+            assert {chunk.system_fingerprint async for chunk in raw.parse()} == {"fp_1"}
+
+
 async def test_a_streamed_chat_arrives_token_by_token() -> None:
     gateway = Gateway()
     async with connected(gateway) as api:

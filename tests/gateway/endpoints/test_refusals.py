@@ -80,7 +80,7 @@ WRONG_CHAT = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream": True, "stream_options": {"include_obfuscation": 1}}, "stream_options.include_obfuscation"),
     ({"service_tier": "gold"}, "service_tier"),
     ({"tools": [7]}, "tools[0]"),
     ({"tool_choice": "any"}, "tool_choice"),

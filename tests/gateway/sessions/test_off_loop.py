@@ -58,7 +58,7 @@ async def take_up(gateway: Gateway) -> None:
 async def keep_response(gateway: Gateway) -> None:
     response = recording_of()
     response.request = replace(response.request, prompt_token_ids=TOKENS)
-    response.about["history"] = list(THREAD.messages)
+    response.details["history"] = list(THREAD.messages)
     finish(response)
     await records.keep(gateway.service.store, response)
 

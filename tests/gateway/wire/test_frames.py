@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Request, SamplingParams
 from gateway.http.errors import ApiError
 from gateway.wire.frames import StreamWriter, Usage, error_frame, timings_json
-from gateway.wire.shapes import ChatShape, CompletionShape, Head, Told
+from gateway.wire.shapes import ChatShape, CompletionShape, Extras, Head
 from gateway.wire.streams import Delta
 from priority.lanes import Lane
 from tests.gateway.harness import events, logprobs, make_timings, make_tokenizer
@@ -21,7 +21,7 @@ ANYTHING = st.text(st.characters(), max_size=40)
 
 
 def writer_of(name: str, model: str = "m", *, include_usage: bool = False) -> StreamWriter:
-    shape = (ChatShape if name == "chat" else CompletionShape)(TOKENIZER, Told(num_top=2))
+    shape = (ChatShape if name == "chat" else CompletionShape)(TOKENIZER, Extras(num_top=2))
     head = Head(id="id-1", created=7, model=model, service_tier="default")
     return StreamWriter(shape, head, include_usage=include_usage)
 

@@ -6,8 +6,9 @@ from typing import Any, cast
 
 from engine.planning.request import FinishReason, Output, Request, SamplingParams
 from gateway.http.connections import Connection, Timeouts
-from gateway.sessions.recordings.completions import CompletionFormat, about, script
-from gateway.sessions.recordings.recording import Reader, Recording
+from gateway.sessions.recordings.completions import CompletionFormat, details_of, script
+from gateway.sessions.recordings.reader import Reader
+from gateway.sessions.recordings.recording import Recording
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.shapes import Head
 from tests.gateway.harness import make_timings, make_tokenizer
@@ -25,11 +26,11 @@ def make_recording(
     request: Request | None = None, *, include_usage: bool = False, reading: Reading = PLAIN
 ) -> Recording:
     head = Head(id="chatcmpl-1", created=7, model="fake", service_tier="default")
-    known = about(head, reading, stream=True, include_usage=include_usage)
+    known = details_of(head, reading, stream=True, include_usage=include_usage)
     return Recording(
         request or make_request(),
         kind="chat",
-        about=known,
+        details=known,
         created=7,
         script=script("chatcmpl-1", known),
         detachable=True,
@@ -81,12 +82,13 @@ class FakeReader:
     def __init__(self, recording: Recording, position: int = -1) -> None:
         self.connection = FakeConnection()
         format = CompletionFormat(recording, TOKENIZER)
-        self.reader = Reader(recording, format, cast(Connection, self.connection), position)
+        self.reader = Reader(recording, format, position)
+        self.reader.connection = cast(Connection, self.connection)
         recording.attach(self.reader)
 
     def take(self) -> None:
         """The connection's own task gets its turn."""
-        self.connection.sent += self.reader.take()
+        self.connection.sent.append(self.reader.take())
         self.connection.waits = True
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,9 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.planning.request import FinishReason
 from gateway.access.keys import Client
+from gateway.http.connections import Connection
 from gateway.http.errors import ApiError
 from gateway.sessions.recordings.completions import CompletionFormat
-from gateway.sessions.recordings.recording import Reader, Recording
+from gateway.sessions.recordings.reader import Reader
+from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import Quota, StoreUnavailable
 from priority.lanes import Tenant
 from tests.clock import Clock
@@ -76,7 +78,7 @@ class RecordingsMachine(RuleBasedStateMachine):
             await self.recordings.start(
                 request,
                 kind="chat",
-                about=make_recording().about,
+                details=make_recording().details,
                 created=7,
                 detachable=detachable,
                 journalled=journalled,
@@ -106,10 +108,8 @@ class RecordingsMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def a_reader_comes(self, pick: int) -> None:
         recording = self.picked(pick)
-        connection: Any = FakeConnection()
-        reader = Reader(
-            recording, CompletionFormat(recording, self.gateway.service.tokenizer), connection, -1
-        )
+        reader = Reader(recording, CompletionFormat(recording, self.gateway.service.tokenizer))
+        reader.connection = cast(Connection, FakeConnection())
         recording.attach(reader)
         self.readers.append((recording, reader))
 

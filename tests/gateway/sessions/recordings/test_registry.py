@@ -171,7 +171,7 @@ async def begin(gateway: Gateway, number: int) -> None:
     await gateway.service.recordings.start(
         make_request(f"chatcmpl-{number}"),
         kind="chat",
-        about=make_recording().about,
+        details=make_recording().details,
         created=7,
         detachable=True,
         journalled=True,

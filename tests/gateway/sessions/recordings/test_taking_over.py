@@ -51,7 +51,7 @@ async def begun(gateway: Gateway, request: Request | None = None) -> Recording:
     recording = await recordings.start(
         request or make_request(ID, tenant="ann"),
         kind="chat",
-        about=like.about,
+        details=like.details,
         created=7,
         detachable=True,
         journalled=True,
@@ -180,9 +180,9 @@ def several(**fields: Any) -> Request:
 
 
 async def begun_with_several(gateway: Gateway, kind: str) -> Recording:
-    about = {**make_recording().about, "num_choices": len(WORDS)}
+    details = {**make_recording().details, "num_choices": len(WORDS)}
     recording = await gateway.service.recordings.start(
-        several(), kind=kind, about=about, created=7, detachable=True, journalled=True
+        several(), kind=kind, details=details, created=7, detachable=True, journalled=True
     )
     await gateway.taken()
     return recording

@@ -15,7 +15,7 @@ from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses.events import ResponseFormat
-from gateway.sessions.responses.objects import about, input_items
+from gateway.sessions.responses.objects import details_of, input_items
 from gateway.sessions.responses.records import KIND
 from gateway.sessions.responses.schemas import ResponseBody, check_response
 from gateway.sessions.responses.script import script
@@ -57,11 +57,11 @@ def recording_of(
         lane=Lane.STANDARD,
         tenant="default",
     )
-    known = about(body, Lane.STANDARD, input_items(body.input), [], reading)
+    known = details_of(body, Lane.STANDARD, input_items(body.input), [], reading)
     return Recording(
         request,
         kind=KIND,
-        about=known,
+        details=known,
         created=1_700_000_000,
         script=script(make_tokenizer(), request.request_id, known),
         detachable=bool(body.background),

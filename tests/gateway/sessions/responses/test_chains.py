@@ -56,8 +56,8 @@ class Talk:
         head = [number] if self._new_head else [0]
         prompt = [*head, *known[1:], *range(1000 * number, 1000 * number + 40)]
         recording = recording_of(f"{number}: {SAID * 2}", id=f"resp_{number:048x}", prompt=prompt)
-        recording.about["history"] = list(thread.messages)
-        recording.about["shared_tokens"] = records.shared_tokens(thread, prompt)
+        recording.details["history"] = list(thread.messages)
+        recording.details["shared_tokens"] = records.shared_tokens(thread, prompt)
         for word in range(30):
             say(recording, f"{word} {SAID[:20]}", token_id=word)
         finish(recording)

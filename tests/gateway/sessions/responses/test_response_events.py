@@ -171,7 +171,7 @@ def test_what_was_asked_for_is_told() -> None:
 def test_all_of_it_can_be_made_again_from_json() -> None:
     recording = ended("completed", "Hel", "lo", metadata={"a": "b"}, background=True)
     before = (response(recording), frames_of(recording), kept_response(recording))
-    recording.about = json.loads(json.dumps(recording.about))
+    recording.details = json.loads(json.dumps(recording.details))
     assert (response(recording), frames_of(recording), kept_response(recording)) == before
 
 
@@ -328,7 +328,7 @@ def test_numbers_do_not_depend_on_how_tokens_came(texts: list[str], data: st.Dat
     """In one step or in many, to a client that was there or to one that came later: the same events."""
     whole = ended("completed", *texts)
     grouped = recording_of()
-    grouped.about = whole.about
+    grouped.details = whole.details
     frames = ResponseFormat().opening(grouped)
     for text in texts:
         say(grouped, text)
@@ -397,7 +397,7 @@ async def test_a_record_survives_the_store() -> None:
     await keep(store, recording)
     record = await find(store, "default", recording.id)
     assert record is not None
-    assert (record.object, record.input) == (response(recording), recording.about["input"])
+    assert (record.object, record.input) == (response(recording), recording.details["input"])
     assert record.thread == Thread(
         ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}),
         (3, 4, 5, 6, 7, 7, 7),
@@ -413,7 +413,7 @@ def test_what_came_to_no_answer_is_not_gone_on_from(how: str) -> None:
 
 def test_a_thread_has_what_came_before_but_no_instructions() -> None:
     recording = recording_of(instructions="Be brief.")
-    recording.about["history"] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    recording.details["history"] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     say(recording, "c")
     finish(recording, FinishReason.LENGTH)
     thread = continued(recording)

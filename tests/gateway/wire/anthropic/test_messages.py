@@ -13,6 +13,7 @@ from engine.planning.request import FinishReason
 from gateway.http.errors import ApiError
 from gateway.wire.anthropic.messages import MessageWriter
 from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
+from gateway.wire.reading import PLAIN
 from gateway.wire.streams import Delta
 from tests.gateway.wire.scripted_parser import HEAD, MAX_TOKENS, ScriptedParser, ending, streamed
 
@@ -104,7 +105,7 @@ def test_the_same_in_one_piece() -> None:
 )
 def test_why_it_ended(reason: FinishReason, stop: str | None, asked: int, expected: str) -> None:
     generation, last = ending(reason, stop)
-    body = MessageWriter(HEAD, asked).whole(generation, [(0, last)])
+    body = MessageWriter(HEAD, asked, PLAIN.parser(HEAD.id)).whole(generation, [(0, last)])
     assert (body["stop_reason"], body["stop_sequence"]) == (expected, stop)
 
 
@@ -119,7 +120,7 @@ def test_a_call_that_is_cut_off_has_no_input() -> None:
 
 @given(st.lists(st.text(st.characters(), max_size=40), max_size=6))
 def test_any_text_survives(texts: list[str]) -> None:
-    writer = MessageWriter(HEAD, MAX_TOKENS)
+    writer = MessageWriter(HEAD, MAX_TOKENS, PLAIN.parser(HEAD.id))
     generation, last = ending()
     stream = b"".join([*(writer.text(0, text) for text in texts), writer.news(generation, [(0, last)])])
     found = [
@@ -131,5 +132,5 @@ def test_any_text_survives(texts: list[str]) -> None:
 
 
 def test_an_error_is_an_event() -> None:
-    (event,) = events_of(MessageWriter(HEAD, 1).fault(ApiError(503, "No.")).decode())
+    (event,) = events_of(MessageWriter(HEAD, 1, PLAIN.parser(HEAD.id)).fault(ApiError(503, "No.")).decode())
     assert event["error"] == {"type": "overloaded_error", "message": "No."}

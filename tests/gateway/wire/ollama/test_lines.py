@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.wire.ollama.lines import LineWriter
 from gateway.wire.parsing import ArgumentsDelta, CallBegun, ReasoningDelta, TextDelta
+from gateway.wire.reading import PLAIN
 from gateway.wire.streams import Delta
 from tests.gateway.wire.scripted_parser import HEAD, ScriptedParser, ending, streamed
 
@@ -62,7 +63,7 @@ def test_the_same_in_one_piece() -> None:
 @pytest.mark.parametrize("is_chat", [True, False])
 @given(texts=st.lists(st.text(st.characters(), max_size=40), max_size=6))
 def test_any_text_survives(is_chat: bool, texts: list[str]) -> None:
-    writer = LineWriter(HEAD, is_chat=is_chat)
+    writer = LineWriter(HEAD, is_chat=is_chat, parser=PLAIN.parser(HEAD.id))
     generation, last = ending()
     stream = b"".join([*(writer.text(0, text) for text in texts), writer.news(generation, [(0, last)])])
     lines: list[Any] = [json.loads(line) for line in stream.decode("ascii").splitlines()]
