@@ -136,3 +136,12 @@ def test_bytes_shares_and_lists_are_those_of_what_is_there(steps: list[tuple[str
         for name in "ab":
             assert set(records.list("response", name, 10)) == {k.id for k in there if k.tenant == name}
         assert len(records._expiries) <= 2 * len(records) + 100
+
+
+def test_what_is_put_and_used_again_and_again_leaves_nothing_behind() -> None:
+    records = LocalRecords(Clock(), 10_000)
+    for i in range(1_000):
+        records.put(record(f"{i % 3}"), b"x", 60 + i)
+        records.touch(record(f"{i % 3}"), 60 + i)
+        assert len(records._expiries) <= 2 * 3 + 100
+        records.pop(record(f"{i % 7}"))
