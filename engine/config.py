@@ -39,7 +39,7 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        """Those of the first layer, as are the next two."""
+        """The query heads of the first layer; the next two properties are of that layer, too."""
         return self.layers[0].attention.num_heads
 
     @property
@@ -72,7 +72,7 @@ class ModelConfig:
 
     @property
     def context_window(self) -> int:
-        """If all layers have a sliding window, the longest of them; else 0."""
+        """The longest sliding window, if all layers have one; else 0."""
         windows = [layer.attention.window for layer in self.layers]
         return max(windows) if all(windows) else 0
 

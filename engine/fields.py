@@ -188,7 +188,7 @@ class Fields:
         return value
 
     def error(self, text: str) -> CheckpointError:
-        """What is wrong with an entry, behind the name of the file."""
+        """The error that says what is wrong with an entry, behind the name of the file."""
         return CheckpointError(f"{self.source}: {text}")
 
     def _fault(self, name: str, wanted: str) -> CheckpointError:

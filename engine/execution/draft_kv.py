@@ -59,7 +59,7 @@ class DraftKV:
     """
 
     def __init__(self, block_size: int, max_tokens: int, *, keeps_drafts: bool, num_tables: int = 1) -> None:
-        """Of a sequence's `num_tables` block tables, the draft model has its KV in the blocks of the first."""
+        """The draft model has its KV in the blocks of the first of a sequence's `num_tables` block tables."""
         self._block_size, self._max_tokens, self._keeps_drafts = block_size, max_tokens, keeps_drafts
         self._num_tables = num_tables
         self._progress: dict[Sequence, _Progress] = {}
@@ -96,7 +96,7 @@ class DraftKV:
         self._progress.pop(sequence, None)
 
     def _progress_of(self, sequence: Sequence) -> _Progress:
-        """What is there of a sequence's KV; its last known token never is: its logits are needed."""
+        """The progress in a sequence, whose last known token is always still to be read: its logits are needed."""
         progress = self._progress.get(sequence)
         if progress is None:
             progress = self._progress[sequence] = self._found(sequence)
@@ -107,7 +107,7 @@ class DraftKV:
         return progress
 
     def _found(self, sequence: Sequence) -> _Progress:
-        """What was read for others of a sequence that starts, or starts again."""
+        """The progress in a sequence that starts, or starts again: what was read of it for others."""
         table, num = self._blocks(sequence), 0
         for block, block_hash in zip(table, sequence.block_hashes, strict=False):
             if self._contents.get(block) != block_hash:

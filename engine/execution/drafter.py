@@ -89,7 +89,7 @@ class Drafter:
         return [[(one.token_ids or [-1])[0] for one in step.wait().sampled] for step in steps]
 
     def _make_natively(self, plan: Plan, counts: list[int]) -> list[list[int]]:
-        """As `_make`, all passes in one call."""
+        """The drafts that `_make` makes, from one native call for all passes."""
         model, num = self.model, len(counts)
         assert model.native is not None
         try:

@@ -222,7 +222,7 @@ class _Changes:
         self._table = table
 
     def note(self, seat: Seat, chunk: Chunk, *, is_decode: bool) -> None:
-        """What of a sequence's next step the table does not have."""
+        """Notes what the table does not have of a sequence's next step."""
         sequence, slot, table = chunk.sequence, seat.slot, self._table
         if seat.length < 0:
             self._set(table.prompt_lens, slot, [sequence.num_prompt_tokens])

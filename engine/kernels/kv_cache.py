@@ -133,7 +133,7 @@ class KVLayout:
 
     @classmethod
     def even(cls, shape: KVShape, num_layers: int) -> KVLayout:
-        """That of layers which are all alike and see all tokens."""
+        """The layout of layers which are all alike and see all tokens."""
         places = tuple(KVPlace(shape=shape, plane=plane, part=0, table=0) for plane in range(num_layers))
         return cls(places=places, windows=(0,), num_planes=num_layers, block_size=shape.block_size)
 

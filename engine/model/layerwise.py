@@ -63,7 +63,7 @@ class LayerTensors(TensorFiles):
         return DTYPES[self.entries[name].dtype]
 
     def before(self, spec: LinearSpec) -> str | None:
-        """What alone makes the inputs of a linear map, and can be divided: a norm, a linear map, or None."""
+        """The one norm or linear map that makes the inputs of a linear map, if it can be divided; else None."""
         layer, name = self._spec, spec.parts[0].name.removeprefix(self._prefix)
         attention, mlp = layer.attention, layer.feed_forward
         if name in (attention.o, mlp.down):

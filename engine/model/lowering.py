@@ -136,7 +136,7 @@ def _parts(
     def adding(
         time: str, made_by: Linear, source: str, norm: Norm | None, weight: Tensor | None
     ) -> Iterator[native.NativeOp]:
-        """What a part's last linear map makes is added to the stream, or the norm of it is."""
+        """The operations that add what a part's last linear map makes, or the norm of it, to the stream."""
         scale = layer.residual_scale
         if norm is None:
             yield linear(time, made_by, source, "hidden", adds=True, scale=scale)

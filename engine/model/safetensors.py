@@ -86,7 +86,7 @@ class TensorFiles:
         self.entries = dict(entries)
 
     def own_name(self, name: str) -> str:
-        """What the files call a tensor."""
+        """The name of a tensor in the files."""
         return self._own_name(name)
 
     def read(self, name: str) -> Tensor:

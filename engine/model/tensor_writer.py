@@ -60,7 +60,7 @@ class TensorWriter:
         return self._first + self._starts[name]
 
     def flush(self) -> None:
-        """What was written can be read from the file by its name from here on."""
+        """Makes what was written readable from the file by its name."""
         self._file.flush()
 
     def write(self, name: str, tensor: Tensor) -> None:

@@ -177,7 +177,7 @@ class Decoder:
         return kernel(x, weight, self.config.spec.norm_eps)
 
     def _added(self, layer: Layer, norm: Norm | None, weight: Tensor | None, made: Tensor) -> Tensor:
-        """What a part adds to the stream, of what its last linear map made."""
+        """The rows that a part adds to the stream, given what its last linear map made."""
         made = self._norm(made, norm, weight)
         return made if layer.residual_scale == 1.0 else made * layer.residual_scale
 

@@ -32,7 +32,7 @@ class Bans:
         self.reach = max(map(len, bad_words), default=1) - 1
 
     def kept(self, tokens: int, before: Sequence[int]) -> int:
-        """Those of the tokens that may come after others. What ends a bad word may, if nothing else is left."""
+        """The tokens, of some, that may come after others. What ends a bad word may, if nothing else is left."""
         return without(tokens & self._allowed, self._ends(before))
 
     def may_follow(self, token_id: int, before: Sequence[int]) -> bool:

@@ -76,6 +76,6 @@ def _as_bytes(counts: list[int]) -> bytes:
 
 
 def _parts(flags: bytes, size: int) -> bytes:
-    """By cell of so many flags, the part of them that is 1, of 255, rounded up."""
+    """The part of the flags of each cell, which has `size` of them, that is 1: of 255, rounded up."""
     cells = (flags[start : start + size] for start in range(0, len(flags), size))
     return bytes([-(-255 * int.from_bytes(cell).bit_count() // size) for cell in cells])

@@ -291,7 +291,7 @@ class BlockTables:
         self.pool.check(chain(tables, (blocks for _, blocks in self._returning)))
 
     def _ends_at_start(self, sequence: Sequence, prefix: list[int]) -> list[int]:
-        """By table, the blocks' worth of tokens, from the first on, that a sequence has entries for when it starts."""
+        """The number of entries, from the first on, that a sequence has in each table when it starts."""
         num_known, num_found = len(sequence.token_ids), len(prefix) // self.num_tables * self.block_size
         return [
             self.blocks_for(min(num_known, max(num_found, size) + self.max_chunk) if size else num_known)

@@ -63,7 +63,7 @@ class Proposer(Protocol):
     """Whether it had no time, when it was asked last, to read all that it proposes from."""
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
-        """For each sequence, tokens that may follow those it has, which are all known; at most so many."""
+        """The tokens that may follow those of each sequence, which are all known; at most `lengths` of them."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended."""
@@ -237,7 +237,7 @@ class Drafting:
             pace.observe(len(plan.chunks) + num_accepted, seconds, is_behind=plan.is_behind)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Those of the sequences that ended are remembered no longer."""
+        """Forgets those of the sequences that ended."""
         for sequence in sequences:
             if sequence.finish_reason is None:
                 continue

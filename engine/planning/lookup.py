@@ -125,7 +125,7 @@ class Lookup:
         """Tokens that may still be indexed in this step."""
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
-        """For each sequence, so many tokens that may follow those it has; none if nothing is known."""
+        """The tokens that may follow those of each sequence, at most `lengths` of them; none if nothing is known."""
         num_indexed = sum(index.num_indexed for index in self._indexes.values())
         self._room = most = max(0, min(_STEP_TOKENS, _MOST_INDEXED - num_indexed))
         found = [self._propose(sequence, length) for sequence, length in zip(sequences, lengths, strict=True)]

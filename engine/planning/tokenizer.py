@@ -195,7 +195,7 @@ def _is_byte(token: str) -> bool:
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special: bool) -> tokenizers.Encoding:
-    """As a batch of one, without offsets: unlike `encode`, that leaves the interpreter to other threads."""
+    """Encodes a batch of one, without offsets: unlike `encode`, that leaves the interpreter to other threads."""
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
     return encoding
 

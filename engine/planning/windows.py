@@ -61,5 +61,5 @@ class Windows:
         return num_blocks // self.num_tables * self.block_size
 
     def _most_held(self, chunk: int) -> list[int]:
-        """By table with a window, the blocks for it and for a chunk, of which neither need begin where a block does."""
+        """The blocks that each table with a window needs for it and a chunk, which may begin anywhere in a block."""
         return [-(-(size + chunk - 1) // self.block_size) + 1 for size in self.sizes if size]

@@ -87,7 +87,7 @@ class Integers:
 
     @property
     def widened(self) -> Integers:
-        """What holds the same weights with scales and offsets in float32, in 4 or 8 bits."""
+        """The format that holds the same weights with scales and offsets in float32, in 4 or 8 bits."""
         bits = 4 if self.bits <= 4 else 8
         return replace(self, bits=bits, factors=Factors.FLOAT32, table=())
 
@@ -252,7 +252,7 @@ def common_format(formats: Sequence[Integers]) -> Integers:
 
 
 def _common_factors(formats: Sequence[Integers]) -> Factors:
-    """As all have them, or in float32. With zeros, scales that are alone get the zero of their lowest integer."""
+    """The factors that all have, or float32. With zeros, scales that are alone get the zero of their lowest integer."""
     kinds = {format.factors for format in formats}
     if kinds == {Factors.HALF, Factors.ZEROS} and all(
         format.bits == 4 and format.has_offset == (format.factors is Factors.ZEROS) for format in formats

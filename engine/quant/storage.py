@@ -67,7 +67,7 @@ class Storage(Protocol):
 
     @property
     def name(self) -> str:
-        """For the operator: "GPTQ, 4 bits", say."""
+        """The name that an operator reads: "GPTQ, 4 bits", say."""
 
     def format(self, out_features: int, in_features: int) -> Format:
         """The format that the weight is repacked into.

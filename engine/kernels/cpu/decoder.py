@@ -222,7 +222,7 @@ class NativeDecoder:
         return layers
 
     def tap(self, after: Sequence[int], fuse: PackedLinear, features: Tensor) -> None:
-        """From now on every step writes the features of its tokens; see `tapped`."""
+        """Makes every later step write the features of its tokens; see `tapped`."""
         if fuse.in_features != len(after) * self.hidden_size or fuse.gated:
             raise ValueError(f"fuse: {len(after)} times {self.hidden_size} inputs expected")
         num_layers = len(self._kv.layout.places)

@@ -122,7 +122,7 @@ class PackedLinear:
         return linear
 
     def cap(self, scale: float, softcap: float) -> None:
-        """From now on every output is multiplied by `scale`; with a softcap c, an output x becomes c tanh(x / c).
+        """Multiplies every later output by `scale`; with a softcap c, an output x becomes c tanh(x / c).
 
         A decoder's program says the scales of its own products.
         """

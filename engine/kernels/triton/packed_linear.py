@@ -56,7 +56,7 @@ class TritonLinear:
         return self._product(rows).view(*x.shape[:-1], self.weight.out_features)
 
     def _product(self, rows: Tensor) -> Tensor:
-        """Of rows [M, in], in the order of the weight's inputs."""
+        """The outputs for rows [M, in], which have the order of the weight's inputs."""
         if len(rows) >= MIN_UNPACKED_ROWS:
             return self._unpacked(rows)
         return multiply(rows, self.weight, None, self._bias, rows.dtype, self._card)

@@ -55,7 +55,7 @@ def gemma4(fields: Fields) -> ModelSpec:
 
 
 def _sizes(fields: Fields, sizes: Sizes, number: int, kind: str) -> Sizes:
-    """Those of one layer, which transformers writes for each, and published checkpoints for all without a window."""
+    """The sizes of one layer: transformers writes them for each, published checkpoints for all without a window."""
     if fields.has("per_layer_config"):
         own = fields.nested("per_layer_config").nested(str(number))
         head_dim = own.size("head_dim", sizes.head_dim)

@@ -55,7 +55,7 @@ def ministral3(fields: Fields) -> ModelSpec:
 
 
 def smollm3(fields: Fields) -> ModelSpec:
-    """In some layers positions are not rotated: those whose `no_rope_layers` is 0."""
+    """SmolLM3 does not rotate positions in some layers: those whose `no_rope_layers` is 0."""
     sizes, bias = Sizes.of(fields), fields.flag("attention_bias")
     every = fields.size("no_rope_layer_interval", 4)
     rotates = fields.integers("no_rope_layers") or [

@@ -30,7 +30,7 @@ def olmo3(fields: Fields) -> ModelSpec:
 
 
 def exaone4(fields: Fields) -> ModelSpec:
-    """Where some layers have a window, the others know no positions."""
+    """EXAONE 4 has layers that know no positions: those without a window, if others have one."""
     sizes, window = Sizes.of(fields), fields.optional_size("sliding_window") or 0
     if "sliding_window" not in fields:
         window = 4096
@@ -46,7 +46,7 @@ def exaone4(fields: Fields) -> ModelSpec:
 
 
 def _is_full(fields: Fields) -> Callable[[int], bool]:
-    """By `sliding_window_pattern`: a number n, every nth layer, or letters, one for each layer of a period."""
+    """Tells layers that see all tokens: each nth, if `sliding_window_pattern` is n, or those with a G in its period."""
     if not fields.is_text("sliding_window_pattern"):
         every = fields.size("sliding_window_pattern", 4)
         return lambda layer: (layer + 1) % every == 0

@@ -199,7 +199,7 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor, width: int) -> Tensor:
-    """Of each `width` bytes the lower halves, then the upper ones: [n, bytes] to [n, 2 * bytes]."""
+    """The lower halves of each `width` bytes, then the upper ones: [n, bytes] to [n, 2 * bytes]."""
     runs = torch.unflatten(packed, 1, (-1, width))
     return torch.stack([runs & 15, runs >> 4], 2).flatten(1)
 
@@ -210,7 +210,7 @@ def _looked_up(table: tuple[int, ...], packed: Tensor) -> Tensor:
 
 
 def _quarters(packed: Tensor) -> Tensor:
-    """Of each 32 bytes the lowest two bits, then the next: [n, bytes] to [n, 4 * bytes]."""
+    """The lowest two bits of each 32 bytes, then the next: [n, bytes] to [n, 4 * bytes]."""
     return _shifted(torch.unflatten(packed, 1, (-1, 32)), _QUARTERS).flatten(1) & 3
 
 
