@@ -226,25 +226,13 @@ class Relay:
         self._replica = place.replica
         if self._position is not None:
             self._position.restart()
-        headers = [*message.headers, *place.headers]
-        body = message.body if isinstance(message.body, bytes) else None
-        request = request_bytes(message.method, message.target, place.address, headers, body)
         self._metrics.requests.labels(place.replica).inc()
         try:
-            self._upstream = await connect(place.address, request, self, is_head=message.method == "HEAD")
-            self._was_sent = True
-            if not isinstance(message.body, bytes):
-                await self._upstream.upload(message.body)
+            await self._send(place, message)
             if not await self._head() or self._status in passed_over:
                 return False
             if not self.connection.committed:
-                # When the reply was sent is said by the server that sends it.
-                told = [header for header in self._headers if header[0] != b"date"]
-                await self.connection.start(
-                    self._status, [*told, (REPLICA_HEADER, place.replica.encode("latin-1", "replace"))]
-                )
-                self._streams = self._is_stream
-                self._has_begun = not self._is_stream
+                await self._start()
             elif not self._is_stream:
                 return False
             return await self._pass_on()
@@ -252,6 +240,24 @@ class Relay:
             return False
         finally:
             self.end()
+
+    async def _send(self, place: Place, message: Message) -> None:
+        """Raises OSError if nothing could be sent."""
+        headers = [*message.headers, *place.headers]
+        body = message.body if isinstance(message.body, bytes) else None
+        request = request_bytes(message.method, message.target, place.address, headers, body)
+        self._upstream = await connect(place.address, request, self, is_head=message.method == "HEAD")
+        self._was_sent = True
+        if not isinstance(message.body, bytes):
+            await self._upstream.upload(message.body)
+
+    async def _start(self) -> None:
+        """Sends the client the head of the reply, less the date, which the server that sends it says itself."""
+        told = [header for header in self._headers if header[0] != b"date"]
+        replica = self._replica.encode("latin-1", "replace")
+        await self.connection.start(self._status, [*told, (REPLICA_HEADER, replica)])
+        self._streams = self._is_stream
+        self._has_begun = not self._is_stream
 
     async def _head(self) -> bool:
         """Waits for the head of the reply; False if there will be none."""

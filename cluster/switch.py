@@ -218,13 +218,15 @@ class Switch:
         passing = operation.passing
         if Passing.OWN in passing:
             raise not_found(f"Unknown request URL: {path}.")
-        is_recorded, once = Passing.RECORDED in passing, Passing.ONCE in passing
-        if Passing.BY_ID in passing:
-            kind = path.removesuffix(f"/{id}")
-            position = Position(kind, id, position_asked(http)) if is_recorded else None
-            return _Way(_Guide(self, id=id), position, once)
-        if Passing.BY_PROMPT not in passing:
-            return _Way(_Guide(self), once=once)
+        if Passing.BY_PROMPT in passing:
+            return await self._way_by_prompt(http, path, operation)
+        position = None
+        if Passing.BY_ID | Passing.RECORDED in passing:
+            position = Position(path.removesuffix(f"/{id}"), id, position_asked(http))
+        guide = _Guide(self, id=id if Passing.BY_ID in passing else "")
+        return _Way(guide, position, Passing.ONCE in passing)
+
+    async def _way_by_prompt(self, http: HttpRequest, path: str, operation: Operation) -> _Way:
         began_s = perf_counter()
         client, body = self._client(http), await http.body()
         try:
@@ -235,7 +237,8 @@ class Switch:
         ask = await self._queries.read(operation.body, asked, len(body), client.tenant)
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
         has_key = "idempotency-key" in http.headers
-        is_recorded = is_recorded and asked.get("stream") is True and (has_key or _outlives(asked))
+        is_recorded = asked.get("stream") is True and (has_key or _outlives(asked))
+        is_recorded = is_recorded and Passing.RECORDED in operation.passing
         # The turn would be in the conversation twice.
         once = asked.get("conversation") is not None and not has_key
         guide = _Guide(self, ask, owner_tag(asked))
