@@ -13,10 +13,10 @@ from typing_extensions import TypedDict
 from gateway.http.limits import Limits
 from gateway.wire.conversation import thinking_switches
 from gateway.wire.schemas import ChatBody
-from gateway.wire.strict import STRICT, Many, StrictBody, read
+from gateway.wire.strict import STRICT, TOLERANT, Many, StrictBody, TolerantBody, read
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class TextBlock(TypedDict):
     type: Literal["text"]
     text: str
@@ -24,14 +24,14 @@ class TextBlock(TypedDict):
     citations: NotRequired[object]
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class ThinkingBlock(TypedDict):
     type: Literal["thinking"]
     thinking: str
     signature: NotRequired[object]
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class RedactedThinkingBlock(TypedDict):
     """Thoughts of another server, which nobody can read here."""
 
@@ -39,7 +39,7 @@ class RedactedThinkingBlock(TypedDict):
     data: str
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class ToolUseBlock(TypedDict):
     type: Literal["tool_use"]
     id: str
@@ -49,7 +49,7 @@ class ToolUseBlock(TypedDict):
     caller: NotRequired[object]
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class ToolResultBlock(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: str
@@ -64,7 +64,7 @@ Block = Annotated[
 ]
 
 
-class AnthropicMessage(StrictBody):
+class AnthropicMessage(TolerantBody):
     role: Literal["user", "assistant", "system"]
     content: str | Many[Block]
 
@@ -111,6 +111,18 @@ class CountTokensBody(StrictBody):
     """`POST /v1/messages/count_tokens`: what becomes the prompt."""
 
     IGNORED = frozenset({"context_management", "user_profile_id", "workspace_id"})
+    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "messages[]": (AnthropicMessage,),
+        "messages[].content[]": (
+            TextBlock,
+            ThinkingBlock,
+            RedactedThinkingBlock,
+            ToolUseBlock,
+            ToolResultBlock,
+        ),
+        "messages[].content[].content[]": (TextBlock,),
+        "system[]": (TextBlock,),
+    }
     MOST: ClassVar[Mapping[str, str | int]] = {
         "messages": "max_messages",
         "messages[].content": "max_content_parts",

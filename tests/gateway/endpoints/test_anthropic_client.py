@@ -375,3 +375,18 @@ async def test_models() -> None:
     assert (refused["type"], refused["error"]["type"]) == ("error", "not_found_error")
     async with client(gateway.app) as http:
         assert (await http.get("/v1/models/other")).json()["error"]["param"] == "model"
+
+
+async def test_extras_of_blocks_are_taken_and_named() -> None:
+    gateway = Gateway()
+    block = {"type": "text", "text": "Hi", "trace": "x", **_CACHED}
+    messages: Any = [{"role": "user", "content": [block], "id": "msg_1"}]
+    system: Any = [{"type": "text", "text": "Be brief.", "origin": "y"}]
+    async with connected(gateway) as api:
+        asking = api.messages.with_raw_response.create(
+            model=MODEL, messages=messages, system=system, max_tokens=9
+        )
+        reply = await answered(gateway, asking, "Hello")
+    named = reply.headers["x-penstock-ignored"].split(", ")
+    assert named == ["messages[].content[].trace", "messages[].id", "system[].origin"]
+    assert (await reply.parse()).content[0].text == "Hello"
