@@ -18,7 +18,7 @@ UNBOUNDED = Quota()
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Whose key it is, and how much its tenant may use."""
+    """The tenant that a key belongs to, and how much it may use."""
 
     tenant: Tenant
     quota: Quota = UNBOUNDED
@@ -28,7 +28,7 @@ _OPEN_CLIENT = Client(OPEN_TENANT)
 
 
 def digest_of(key: str) -> bytes:
-    """What a key is kept as; the key itself is neither stored nor logged."""
+    """Returns the digest that stands for a key; the key itself is neither stored nor logged."""
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -49,7 +49,7 @@ class Access:
         self._by_tenant = {client.tenant.name: client for client in known.values()}
 
     def client(self, authorization: str | None, api_key: str | None = None) -> Client:
-        """The client that an Authorization header belongs to, or the key of an `x-api-key` header where that is all.
+        """Returns the client whose key an Authorization header has, or an `x-api-key` header where that is all.
 
         Raises:
             ApiError: 401, if keys are configured and this is none of them.
@@ -67,11 +67,11 @@ class Access:
         return found
 
     def tenant(self, authorization: str | None) -> Tenant:
-        """The tenant of `client`; raises like it."""
+        """Returns the tenant of `client`, and raises like it."""
         return self.client(authorization).tenant
 
     def client_of(self, tenant: str) -> Client:
-        """A client of the tenant of that name, for work that goes on when its request is over.
+        """Returns a client of the tenant of that name, for work that goes on when its request is over.
 
         Raises:
             ApiError: 401, if no key of the tenant's is left.
@@ -84,5 +84,5 @@ class Access:
         return found
 
     def _place(self, digest: bytes) -> bytes:
-        """Where a key is looked up: nobody can choose it, so that the time of a lookup says nothing of other keys."""
+        """Hashes a digest with a secret, so that nobody learns of other keys from the time of a lookup."""
         return blake2b(digest, key=self._salt, digest_size=32).digest()

@@ -91,7 +91,7 @@ class EmbeddingsApi:
         id: str,
         writer: WholeWriter,
     ) -> LiveReply:
-        """What a writer makes of the embeddings of prompts.
+        """Returns the reply that a writer makes of the embeddings of prompts.
 
         Raises:
             ApiError: 429, if they are more than the client's quota has left.

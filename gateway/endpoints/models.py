@@ -87,7 +87,7 @@ class Api:
         return tokenizer.decode(token_ids, skip_special=False)
 
     async def list_prefixes(self, http: HttpRequest) -> Response:
-        """Of what is cached, the prefixes of the caller's that were found most and last."""
+        """Lists the caller's cached prefixes that were found most often, and last."""
         salts = salts_of(self._intake.client(http).tenant)
         data = [
             {
@@ -102,7 +102,7 @@ class Api:
         return Json({"object": "list", "data": data})
 
     async def locate(self, http: HttpRequest) -> Response:
-        """Which replica is warm for a prompt of the caller's."""
+        """Says which replica has most of a prompt of the caller's in its cache."""
         client = self._intake.client(http)
         async with self._intake.counted(client) as headers:
             body = await self._locate_body(http)

@@ -15,7 +15,7 @@ from gateway.wire.frames import Json
 
 
 class OperatorApi:
-    """How one service does."""
+    """The state of one service, for its operator's programs."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -31,19 +31,19 @@ class OperatorApi:
         ]
 
     async def health(self, _: HttpRequest) -> Response:
-        """Red means: restart this process."""
+        """Answers 503 if this process has to be started again."""
         health = self._service.health
         status = HTTPStatus.OK if health == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
         return Json({"status": health}, status)
 
     async def ready(self, _: HttpRequest) -> Response:
-        """Red means: send requests elsewhere."""
+        """Answers 503 if requests have to be sent elsewhere."""
         readiness = self._service.readiness
         status = HTTPStatus.OK if readiness == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
         return Json({"status": readiness}, status)
 
     async def load(self, _: HttpRequest) -> Response:
-        """How many requests wait or run, as vLLM's routers ask for it."""
+        """Says how many requests wait or run, as vLLM's routers ask for it."""
         return Json({"server_load": len(self._service.dispatch)})
 
     async def version(self, _: HttpRequest) -> Response:

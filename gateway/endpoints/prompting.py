@@ -66,7 +66,7 @@ class Prompting:
         self._tenant = tenant
 
     async def run(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """The result of work with the tokenizer on texts of `size` characters, about.
+        """Returns the result of work with the tokenizer on texts of about `size` characters.
 
         Raises:
             ApiError: 429, if too much of the tenant's work waits already.
@@ -82,7 +82,7 @@ class Prompting:
         add_generation_prompt: bool = True,
         continues: bool = False,
     ) -> list[int]:
-        """The tokens of a conversation; with `continues`, its last message has no end."""
+        """Returns the tokens of a conversation; with `continues`, its last message has no end."""
         check_messages(messages)
         num_chars = num_chars_of(messages, use)
         self.check_length(num_chars, "messages")
@@ -99,7 +99,7 @@ class Prompting:
         return await self.run(num_chars + MESSAGE_CHARS * len(messages), encode)
 
     async def conversation(self, body: ChatBody) -> tuple[list[int], ToolUse]:
-        """The tokens of a conversation, and the tools that are in it."""
+        """Returns the tokens of a conversation, and the tools that it may call."""
         use, continues = chat_tools(body), bool(body.continue_final_message)
         prompt = await self.encode_chat(
             body.messages,
@@ -120,7 +120,7 @@ class Prompting:
         return await self.run(num_shared + sum(map(len, texts)) + MESSAGE_CHARS * num_texts, branched)
 
     def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
-        """What the chat template is told beside messages and tools.
+        """Returns the variables of the chat template beside messages and tools.
 
         Raises:
             ApiError: 400 for what is not the client's to tell.
@@ -172,7 +172,7 @@ class Prompting:
         add_special: bool = True,
         longest: int | None = None,
     ) -> list[list[int]]:
-        """The tokens of texts that are to be embedded; of each at most the first `longest`, or else all."""
+        """Returns the tokens of texts to be embedded; at most the first `longest` of each, if it is given."""
         if longest is not None:
             texts = [text[: longest * self._service.options.limits.max_bytes_per_token] for text in texts]
         encode = partial(self._service.prompts.text, add_special=add_special)
@@ -193,7 +193,7 @@ class Prompting:
     async def encode_text(
         self, text: str, field: str, *, add_special: bool = True, suffix: str = ""
     ) -> list[int]:
-        """The tokens of a text; with a `suffix`, those that ask for what is between the two."""
+        """Returns the tokens of a text; with a `suffix`, those that ask for the text between the two."""
         encode = partial(self._service.prompts.text, add_special=add_special)
         around = self._service.prompts.around
         (token_ids,) = await self._encoded([text], field, around if suffix else encode, suffix)
@@ -202,7 +202,7 @@ class Prompting:
     async def _encoded(
         self, texts: Sequence[str], field: str, encode: Callable[..., list[int]], suffix: str = ""
     ) -> list[list[int]]:
-        """The tokens of each text, with its suffix if there is one: all of them are one piece of work.
+        """Returns the tokens of each text, with its suffix if there is one; all of them are one piece of work.
 
         Raises:
             ApiError: 400, if a text is empty or too long.
@@ -227,19 +227,19 @@ class Prompting:
         check_token_ids(prompt, self._service.vocab_size, field)
 
     def check_length(self, num_chars: int, field: str) -> None:
-        """Refuses what is too long whatever its tokens are, before it is tokenised."""
+        """Refuses a text that is too long whatever its tokens are, before it is tokenised."""
         context_length = self._service.dispatch.context_length
         if num_chars > context_length * self._service.options.limits.max_bytes_per_token:
             raise context_exceeded(context_length, f"{num_chars} characters", field)
 
 
 def truncated(prompt: list[int], body: Sampled | Embedded) -> list[int]:
-    """The last tokens of a prompt, as many as the body asks for."""
+    """Returns the last tokens of a prompt, as many as the body asks for."""
     return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:
-    """The four forms of `prompt` as texts or as token ids."""
+    """Splits the four forms of `prompt` into texts and lists of token ids."""
     if isinstance(prompt, str):
         return [prompt], []
     if prompt and isinstance(prompt[0], int):

@@ -17,7 +17,7 @@ _MAX_REASON_CHARS = 500
 
 
 class ApiError(Exception):
-    """Something the client is told about.
+    """A refusal or a fault that the client is told about.
 
     Attributes:
         status: the HTTP status, if nothing was sent yet.
@@ -79,7 +79,7 @@ def _retry_headers(seconds: float) -> dict[str, str]:
 def invalid(
     message: str, param: str | None, code: str | None = "invalid_value", status: int = HTTPStatus.BAD_REQUEST
 ) -> ApiError:
-    """The client's own mistake, in the field `param`."""
+    """Makes the error for a mistake of the client's, in the field `param`."""
     return ApiError(status, message, param=param, code=code)
 
 
@@ -88,7 +88,7 @@ def not_found(message: str, param: str | None = None) -> ApiError:
 
 
 def gone(message: str, code: str) -> ApiError:
-    """It was there, and is not kept any more."""
+    """Makes the error for a reply that was there and is not kept any more."""
     return invalid(message, "starting_after", code, HTTPStatus.GONE)
 
 
@@ -106,7 +106,7 @@ def model_not_found(name: str) -> ApiError:
 
 
 def refused(message: str, reason: str, retry_after_s: float, *, tenant_limit: bool) -> ApiError:
-    """Not now: 429 if it is this tenant's own limit, 503 if it is the server's."""
+    """Makes the error of a request that may come again: 429 for the tenant's own limit, 503 for the server's."""
     if tenant_limit:
         status, kind = HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"
     else:
@@ -115,7 +115,7 @@ def refused(message: str, reason: str, retry_after_s: float, *, tenant_limit: bo
 
 
 def unavailable(message: str, code: str, *, close: bool = False) -> ApiError:
-    """The server as a whole does not take work now."""
+    """Makes the error of a server that takes no work now."""
     return ApiError(
         HTTPStatus.SERVICE_UNAVAILABLE,
         message,

@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 
 async def off_loop(size: int, work: Callable[..., _Result], *args: object) -> _Result:
-    """The result of `work(*args)`, done in a thread if its `size`, about the bytes it looks at, is large."""
+    """Returns the result of `work(*args)`, done in a thread if `size`, about the bytes it looks at, is large."""
     if size <= OFF_LOOP_BYTES:
         return work(*args)
     return await anyio.to_thread.run_sync(work, *args, limiter=_SHORT)
@@ -69,7 +69,7 @@ class FairThreads:
         self._s_per_byte = _FIRST_GUESS_S_PER_BYTE
 
     async def run(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
-        """The result of `work`, which is done in a thread if its `size`, about the bytes of its texts, is large.
+        """Returns the result of `work`, done in a thread if `size`, about the bytes of its texts, is large.
 
         Raises:
             ApiError: 429, if too much of the tenant's work waits already.
@@ -105,6 +105,6 @@ class FairThreads:
         raise refused(message, "too_much_to_tokenize", wait_s, tenant_limit=True)
 
     def _seconds_until(self, num_bytes: int) -> float:
-        """How long it takes until so much of one tenant's work is done, where all tenants have the same share."""
+        """Forecasts when so much of one tenant's work is done, if all tenants have the same share."""
         ahead = sum(min(waiting, num_bytes) for waiting in self._bytes.values())
         return ahead * self._s_per_byte / self._num_threads

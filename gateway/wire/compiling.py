@@ -19,7 +19,7 @@ _RETRY_AFTER_S = 5.0
 
 
 class Compiling:
-    """For one service, on the event loop's thread."""
+    """Compiles the grammars of one service; for the event loop's thread."""
 
     def __init__(self, grammars: Grammars, patience_s: float = _PATIENCE_S) -> None:
         """No grammar waits for its turn for longer than `patience_s`."""
@@ -29,7 +29,7 @@ class Compiling:
         self._threads = anyio.CapacityLimiter(MOST_AT_ONCE)
 
     async def compile(self, tenant: str, form: Form) -> CompiledGrammar:
-        """The grammar of a form, for this tenant's requests to have.
+        """Returns the compiled grammar of a form, for this tenant's requests.
 
         Raises:
             ApiError: 400 that names the field, if it is none that an answer can be held to; 503, if too many wait or

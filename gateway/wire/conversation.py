@@ -15,7 +15,7 @@ _LIMITS = Limits()
 
 
 def thinking_switches(on: bool) -> dict[str, Any]:
-    """The variables by which chat templates turn reasoning on or off; one that has none of them takes no notice."""
+    """Returns the variables by which chat templates turn reasoning on or off; others take no notice of them."""
     return {"enable_thinking": on, "thinking": on}
 
 
@@ -35,7 +35,7 @@ def _missing(field: str) -> ApiError:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it: parts of text are joined, the arguments of calls are objects."""
+    """Returns a message as chat templates know it: parts of text are joined, arguments of calls are objects."""
     role = "tool" if message.role == "function" else message.role
     found: dict[str, Any] = {"role": role, "content": text_of(message)}
     if message.name:
@@ -60,12 +60,12 @@ def text_of(message: Message) -> str:
 
 
 def as_call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call of a tool as chat templates know it."""
+    """Returns a call of a tool as chat templates know it."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": object_of(arguments)}}
 
 
 def object_of(arguments: str) -> dict[str, Any] | str:
-    """The object that arguments say; the text itself if it says none, for a model may have written that."""
+    """Parses arguments; those that are no JSON object stay text, for a model may have written that."""
     if not arguments.strip():
         return {}
     try:
@@ -75,7 +75,7 @@ def object_of(arguments: str) -> dict[str, Any] | str:
 
 
 def num_chars_of(messages: Sequence[Message], use: ToolUse) -> int:
-    """About as many as the template will read."""
+    """Counts the characters that the template will read, about."""
     return sum(map(_num_chars, messages)) + use.num_chars
 
 
@@ -105,7 +105,7 @@ def chat_tools(body: ChatBody) -> ToolUse:
 
 
 def _function_use(body: ChatBody, functions: Sequence[Function]) -> ToolUse:
-    """The older form, in which at most one is called."""
+    """Returns the tools that the older form, `functions`, asks for: at most one of them is called."""
     if body.tools is not None or body.tool_choice is not None:
         raise invalid(
             "Give 'tools' and 'tool_choice', or 'functions' and 'function_call', not both.", "functions"

@@ -21,7 +21,7 @@ from gateway.wire.strict import STRICT, Many, StrictBody
 
 
 class Embedded(StrictBody):
-    """What all bodies have in common whose texts are embedded."""
+    """The fields of all bodies whose texts are embedded."""
 
     model: Annotated[str, Field(min_length=1)]
     user: str | None = None
@@ -74,7 +74,7 @@ class ScoreBody(Embedded):
     documents: str | Annotated[Many[str], Field(min_length=1)] | None = None
 
     def sides(self) -> tuple[list[str], list[str]]:
-        """The texts to be compared: one with all others, or pair by pair.
+        """Returns the texts to be compared, one with all others or pair by pair.
 
         Raises:
             ApiError: 400, if it cannot be said which with which.
@@ -98,7 +98,7 @@ def _one_of(body: ScoreBody, *names: str) -> list[str]:
 
 
 class EmbeddingWriter:
-    """The embeddings themselves."""
+    """Writes the embeddings themselves."""
 
     def __init__(self, body: EmbeddingsBody, *, is_normalised: bool) -> None:
         self._body = body
@@ -121,7 +121,7 @@ class EmbeddingWriter:
 
 
 class RerankWriter:
-    """Documents, those first that are most like the query; its embedding is the first one."""
+    """Writes the documents most like the query first; the first embedding is the query's."""
 
     def __init__(self, id: str, body: RerankBody) -> None:
         self._id = id
@@ -142,7 +142,7 @@ class RerankWriter:
 
 
 class ScoreWriter:
-    """How alike texts are; the embeddings of the first side come before those of the second."""
+    """Writes how alike texts are; the embeddings of the first side come before those of the second."""
 
     def __init__(self, id: str, created: int, model: str, num_first: int) -> None:
         self._head = {"id": id, "object": "list", "created": created, "model": model}
@@ -166,13 +166,13 @@ def _usage(generation: Generation) -> dict[str, int]:
 
 
 def likeness(one: list[float], other: list[float]) -> float:
-    """The cosine of the angle between two vectors; 0 if one of them has no direction."""
+    """Returns the cosine of the angle between two vectors; 0 if one of them has no direction."""
     lengths = math.hypot(*one) * math.hypot(*other)
     return max(-1.0, min(1.0, sum(map(mul, one, other)) / lengths)) if lengths else 0.0
 
 
 def shortened(embedding: list[float], dimensions: int | None, *, is_normalised: bool) -> list[float]:
-    """Its first numbers, all of them without `dimensions`; then, if it is normalised, of length 1."""
+    """Returns the first `dimensions` numbers of an embedding, or all; scaled to length 1 if it is normalised."""
     values = embedding[:dimensions]
     if not is_normalised:
         return values
@@ -181,7 +181,7 @@ def shortened(embedding: list[float], dimensions: int | None, *, is_normalised: 
 
 
 def as_base64(values: Iterable[float]) -> str:
-    """float32, little-endian."""
+    """Encodes numbers as little-endian float32 in base64."""
     words = array("f", values)
     if sys.byteorder == "big":
         words.byteswap()

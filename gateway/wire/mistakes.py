@@ -36,7 +36,7 @@ _WANTED = {
 
 
 def explained(error: ValidationError) -> ApiError:
-    """A 400 that names the first field that is wrong, and what it could be."""
+    """Makes the 400 that names the first field that is wrong, and says what it could be."""
     found = error.errors(include_url=False, include_context=False)
     details = max(found, key=lambda each: len(each["loc"]))
     path = _path(details["loc"])
@@ -56,7 +56,7 @@ def explained(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`: pydantic's location without the names it gives the branches of a union."""
+    """Writes pydantic's location as `messages[0].content`, without its names for the branches of a union."""
     path = ""
     for number, part in enumerate(location):
         if isinstance(part, int):

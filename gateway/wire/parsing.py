@@ -13,21 +13,21 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class TextDelta:  # one for every token: frozen, it would take twice the time to make
-    """More of what is said to the user."""
+    """A piece of the text that is meant for the user."""
 
     text: str
 
 
 @dataclass(slots=True)
 class ReasoningDelta:
-    """More of what the model says to itself first."""
+    """A piece of the reasoning that comes first."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A tool is called; its arguments follow. `index` counts the calls of one choice from 0."""
+    """The beginning of a call; its arguments follow. `index` counts the calls of one choice from 0."""
 
     index: int
     id: str
@@ -36,7 +36,7 @@ class CallBegun:
 
 @dataclass(slots=True)
 class ArgumentsDelta:
-    """More of the arguments of the call that was begun last: all of them, joined, are the text of a JSON object."""
+    """A piece of the arguments of the call that was begun last; joined, they are the text of a JSON object."""
 
     index: int
     text: str
@@ -46,13 +46,13 @@ Piece = TextDelta | ReasoningDelta | CallBegun | ArgumentsDelta
 
 
 class ReplyParser(Protocol):
-    """Of one choice of one reply."""
+    """A parser of one choice of one reply."""
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain with this text. What could still become a marker is held back."""
+        """Returns the pieces that this text makes certain; text that could still become a marker is held back."""
 
     def finish(self) -> list[Piece]:
-        """What was held back, when no more text comes."""
+        """Returns the pieces that were held back, when no more text comes."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Answer:
 
 
 def answer_of(parser: ReplyParser, text: str) -> Answer:
-    """The answer that a whole text is."""
+    """Parses a whole text."""
     answer = Answer()
     answer.add([*parser.feed(text), *parser.finish()])
     return answer

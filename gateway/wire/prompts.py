@@ -39,7 +39,7 @@ _FIM = (
 
 
 class Tokenizer(Protocol):
-    """What the gateway needs of `engine.planning.tokenizer.Tokenizer`."""
+    """The part of `engine.planning.tokenizer.Tokenizer` that the gateway needs."""
 
     chat_template: str | None
     special_tokens: dict[str, str]
@@ -89,7 +89,7 @@ class Prompts:
         tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation; with `continues`, up to the end of what its last message says.
+        """Returns the tokens of a conversation; with `continues`, those up to the end of its last message's text.
 
         Args:
             tools: those that the model is told of.
@@ -140,7 +140,7 @@ class Prompts:
                 raise invalid(f"'{field}' may not set '{name}'.", f"{field}.{name}")
 
     def around(self, text: str, suffix: str) -> list[int]:
-        """The tokens that ask for what is between two texts.
+        """Returns the tokens that ask for the text between two others.
 
         Raises:
             ApiError: 400, if the tokenizer has no tokens for that.
@@ -154,7 +154,7 @@ class Prompts:
         return [before_text, *encode(text), before_suffix, *encode(suffix), before_middle]
 
     def text(self, text: str, *, add_special: bool = True) -> list[int]:
-        """The tokens of a plain prompt, with what the tokenizer itself puts around it."""
+        """Returns the tokens of a plain prompt, with those that the tokenizer itself puts around it."""
         return self.tokenizer.encode(text, add_special=add_special)
 
     def _render(
@@ -184,13 +184,13 @@ class Prompts:
         ]
 
     def _role(self, role: str) -> str:
-        """OpenAI's newer name for "system", which most templates do not know."""
+        """Returns "system" for OpenAI's newer name of it, unless the template knows that."""
         return "system" if role == "developer" and not self._knows_developers else role
 
     def _with_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> list[Mapping[str, Any]]:
-        """The messages with the tools as a text in the first, where templates like Phi-4-mini's look for them."""
+        """Puts the tools as a text into the first message, where templates like Phi-4-mini's look for them."""
         if not self._has_tools_in_system:
             raise invalid("This model's chat template takes no tools.", "tools", "tools_not_supported")
         has_system = bool(messages) and self._role(messages[0]["role"]) == "system"
@@ -226,7 +226,7 @@ class Prompts:
 
 
 def _with_observations(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The messages with calls as metadata and their results as observations, as GLM-4-0414's template has them."""
+    """Yields the messages with calls as metadata and results as observations, as GLM-4-0414's template has them."""
     for message in messages:
         calls = message.get("tool_calls", ())
         if message["role"] == "tool":
@@ -240,13 +240,13 @@ def _with_observations(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mappin
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose reasoning templates find under the name that LFM 2.5's has for it, too."""
+    """Adds the reasoning of a message under the name that LFM 2.5's template has for it."""
     reasoning = message.get("reasoning_content")
     return {**message, "thinking": reasoning} if reasoning else message
 
 
 def _cut_after(rendered: str, said: str) -> str:
-    """A conversation as far as its last message says something, as transformers cuts it.
+    """Cuts a conversation where its last message ends, as transformers does.
 
     The spaces around it are kept where the template keeps them.
 
@@ -266,7 +266,7 @@ def _cut_after(rendered: str, said: str) -> str:
 
 
 def _tokens_named(tokenizer: Tokenizer, names: Sequence[str]) -> list[int] | None:
-    """The tokens that are spelt like this; None if one of them is no single token."""
+    """Returns the tokens that are spelt like this; None if one of them is no single token."""
     encoded = [tokenizer.encode(name, parse_special=True) for name in names]
     are_tokens = all(
         len(ids) == 1 and tokenizer.token_bytes(ids[0]) == name.encode()

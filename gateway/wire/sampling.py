@@ -25,7 +25,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """What a request that does not say gets; a checkpoint's generation_config may say otherwise than OpenAI."""
+    """The values for requests that give none; a checkpoint's generation_config may differ from OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,7 +35,7 @@ class SamplingDefaults:
 
 
 class MaxTokens(NamedTuple):
-    """How much output was asked for, and by which field."""
+    """The output tokens that were asked for, and the field that did."""
 
     field: str
     number: int | None
@@ -44,13 +44,13 @@ class MaxTokens(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a prompt leaves of the context."""
+    """The context that a prompt leaves for its answer."""
 
     context_length: int
     num_prompt_tokens: int
 
     def output_tokens(self, asked: MaxTokens, prompt_field: str) -> int:
-        """The most output tokens of each choice.
+        """Returns how many output tokens each choice may have.
 
         Raises:
             ApiError: 400, if the prompt, or prompt and answer together, do not fit.
@@ -149,7 +149,7 @@ _TIERS = {Lane.BATCH: "flex", Lane.INTERACTIVE: "priority", Lane.STANDARD: "defa
 
 
 def lane_of(service_tier: str | None, tenant: Tenant) -> Lane:
-    """The lane that a request asks for; the tenant's own if it leaves that to the server.
+    """Returns the lane that a request asks for; the tenant's own if it leaves that to the server.
 
     Raises:
         ApiError: 403, if it is above what the tenant's key allows.
@@ -165,5 +165,5 @@ def lane_of(service_tier: str | None, tenant: Tenant) -> Lane:
 
 
 def tier_of(lane: Lane) -> str:
-    """What the reply says was used."""
+    """Returns the tier that a reply names for its lane."""
     return _TIERS[lane]

@@ -20,7 +20,7 @@ Schema = dict[str, object] | bool
 
 
 class StructuredOutputs(StrictBody):
-    """What the answer has to match, in one of vLLM's ways."""
+    """The form that the answer has to match, in one of vLLM's ways."""
 
     json_: Annotated[Schema | str | None, Field(alias="json")] = None
     regex: str | None = None
@@ -60,7 +60,7 @@ to models that were trained to take it."""
 
 
 class Sampled(StrictBody):
-    """What chat and text completions share: how tokens are chosen, and fields that change nothing here."""
+    """The fields that chat and text completions share: how tokens are chosen, and some that change nothing here."""
 
     IGNORED = HINTS | {
         "metadata",
@@ -141,7 +141,7 @@ class Sampled(StrictBody):
 
     @property
     def num_generated(self) -> int:
-        """Choices that are made of each prompt; all of them are shown, but for those that are not among the best."""
+        """The number of choices that are made of each prompt; those that are not among the best are not shown."""
         return self.best_of or self.n or 1
 
 
@@ -237,7 +237,7 @@ class AllowedChoice(StrictBody):
 
 
 def known_tools(tools: object) -> object:
-    """Clients are told which kind of tool it is that this server does not know."""
+    """Refuses a tool of a kind that this server does not know, and names the kind."""
     for i, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
@@ -246,7 +246,7 @@ def known_tools(tools: object) -> object:
 
 
 def known_choice(choice: object) -> object:
-    """Clients are told which kind of tool it is that this server cannot be made to call."""
+    """Refuses a choice of a kind that this server does not know, and names the kind."""
     kind = choice.get("type") if isinstance(choice, dict) else None
     if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
         raise unsupported_value("tool_choice.type", kind)
@@ -368,7 +368,7 @@ class LocateBody(StrictBody):
 
 
 def check_counts(body: Sampled, limits: Limits) -> None:
-    """Raises 400 for what is more than this server takes."""
+    """Raises 400 for fields that are too long, or that exclude each other."""
     _check_stop(body.stop, limits)
     _check_bad_words(body.bad_words, limits)
     if body.stream_options is not None and not body.stream:

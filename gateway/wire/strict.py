@@ -61,7 +61,7 @@ def read(
     limits: Limits,
     ignore: Callable[[str], None] = lambda _: None,
 ) -> Body:
-    """A checked request body.
+    """Returns a checked request body.
 
     Args:
         ignore: is told of each field that asks for something and of which nothing comes.
@@ -98,12 +98,12 @@ def validated(kind: type[Body], values: Mapping[str, object]) -> Body:
 
 
 def steps_to(place: str) -> list[str]:
-    """`messages[].content`: names of fields, and `[]` for every entry of a list."""
+    """Splits a place like `messages[].content` into names of fields, and `[]` for every entry of a list."""
     return place.replace("[]", ".[]").split(".")
 
 
 def _at(value: object, steps: Sequence[str], name: str = "") -> Iterator[tuple[str, object]]:
-    """What stands at a place, and what it is called; for each entry of the lists on the way there."""
+    """Finds all values at a place, each with its own name, such as `messages[3].content`."""
     if not steps:
         yield name, value
     elif steps[0] != "[]":
@@ -116,7 +116,7 @@ def _at(value: object, steps: Sequence[str], name: str = "") -> Iterator[tuple[s
 
 
 def _extras(kind: type[StrictBody], values: Mapping[str, object]) -> list[str]:
-    """Members that ask for something and of which nothing comes, such as `messages[].cache_control`; not very many."""
+    """Names some members that ask for something and are not read, such as `messages[].cache_control`."""
     found: set[str] = set()
     for place, types in kind.TOLERANT_AT.items():
         known = frozenset[str]().union(*(one.__annotations__ for one in types))

@@ -20,14 +20,14 @@ ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 
 
 class Form(NamedTuple):
-    """What the answer has to match, and which field says so."""
+    """The grammar that the answer has to match, and the field that asks for it."""
 
     field: str
     grammar: Grammar
 
 
 def form_of(body: Sampled, limits: Limits, asked: Form | None) -> Form | None:
-    """The one form that a body asks for; None if its answer is free.
+    """Returns the one form that a body asks for; None if its answer is free.
 
     Args:
         asked: what its `response_format` asks for.
@@ -48,7 +48,7 @@ def form_of(body: Sampled, limits: Limits, asked: Form | None) -> Form | None:
 
 
 def answer_form(given: AnswerFormat | None) -> Form | None:
-    """What `response_format` asks for."""
+    """Returns the form that `response_format` asks for."""
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
@@ -59,7 +59,7 @@ def answer_form(given: AnswerFormat | None) -> Form | None:
 
 
 def schema_grammar(schema: Schema | None) -> Grammar:
-    """What a schema accepts; any JSON without one."""
+    """Returns the grammar of the JSON that a schema accepts; of any JSON without one."""
     text = orjson.dumps({} if schema is None else schema).decode()
     return Grammar(GrammarKind.JSON_SCHEMA, text)
 
@@ -101,7 +101,7 @@ def _forms(
 
 
 def _parsed(schema: Schema | str, field: str, limits: Limits) -> Schema:
-    """A schema that may be written as a text."""
+    """Returns a schema, which may be written as a text."""
     if not isinstance(schema, str):
         return schema
     try:

@@ -57,7 +57,7 @@ ITEM_PREFIXES = tuple(_PREFIXES.values())
 
 
 def _known_items(field: str) -> BeforeValidator:
-    """Clients are told which kind of item it is that this server does not know."""
+    """Refuses items of kinds that this server does not know, and names the kind."""
 
     def check(items: object) -> object:
         for i, item in enumerate(items if isinstance(items, list) else ()):
@@ -102,7 +102,7 @@ class InputCall(TolerantBody):
 
 
 class InputCallOutput(TolerantBody):
-    """What a tool came to."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -124,7 +124,7 @@ class ReasoningText(TypedDict):
 
 
 class InputReasoning(TolerantBody):
-    """What a response reasoned, given back."""
+    """Reasoning of a response, given back."""
 
     type: Literal["reasoning"]
     summary: Many[SummaryText] = Field(default_factory=list)
@@ -201,7 +201,7 @@ class TextConfig(StrictBody):
 
 
 def _its_id(conversation: object) -> object:
-    """OpenAI takes an id, or an object with nothing but an id."""
+    """Returns the id where an object has nothing else: OpenAI takes either."""
     if isinstance(conversation, dict) and conversation.keys() == {"id"}:
         return conversation["id"]
     return conversation
@@ -269,7 +269,7 @@ class ResponseBody(Sampled):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most likely tokens that are told at each place; None if no log probabilities are."""
+        """How many of the most likely tokens are told at each place; None if no log probabilities are."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     @property
@@ -278,12 +278,12 @@ class ResponseBody(Sampled):
 
     @property
     def stored(self) -> bool:
-        """The response can be asked for, and continued, after it has ended."""
+        """Whether the response can be asked for, and continued, after it has ended."""
         return self.store is not False
 
 
 def check_response(body: ResponseBody, limits: Limits) -> None:
-    """Raises 400 for what is wrong although each field by itself is well formed, or for what is not done here."""
+    """Raises 400 for fields that do not go together, or that this server does not honour."""
     _check_unsupported(body)
     check_counts(body, limits)
     check_metadata(body.metadata)
@@ -300,7 +300,7 @@ def _check_unsupported(body: ResponseBody) -> None:
 
 
 def text_form(text: TextConfig | None) -> Form | None:
-    """What `text.format` asks for.
+    """Returns the form that `text.format` asks for.
 
     Raises:
         ApiError: 400, if it lacks something.
@@ -361,7 +361,7 @@ def _check_parts(field: str, role: str, parts: list[TextPart]) -> None:
 
 
 def id_pattern(*prefixes: str) -> str:
-    """What this server's ids with one of these prefixes look like."""
+    """Returns the pattern of this server's ids with one of these prefixes."""
     return f"^({'|'.join(prefixes)})_[A-Za-z0-9]{{1,64}}$"
 
 
@@ -390,7 +390,7 @@ WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
 
 
 class Query(StrictBody):
-    """What is asked for in an address; this server has nothing more to include."""
+    """The parameters of an address; there is nothing more that could be included."""
 
     include: str | None = None
     include_more: Annotated[str | None, Field(alias="include[]")] = None
@@ -416,7 +416,7 @@ def read_stream_query(values: Mapping[str, str]) -> StreamQuery:
 
 
 class PageQuery(Query):
-    """Which part of a list, and in which order."""
+    """The part of a list that is asked for, and its order."""
 
     after: str | None = None
     limit: Annotated[WholeNumber, Field(ge=1, le=MAX_LISTED)] = DEFAULT_LISTED
@@ -432,7 +432,7 @@ def read_page_query(values: Mapping[str, str]) -> PageQuery:
 
 
 def response_not_found(response_id: str) -> ApiError:
-    """The same whether it never was, is gone, or is another tenant's."""
+    """Makes the same error whether the response never was, is gone, or is another tenant's."""
     return invalid(f"Response with id '{response_id}' not found.", None, None, HTTPStatus.NOT_FOUND)
 
 

@@ -203,7 +203,7 @@ def _sampling(body: MessagesBody) -> dict[str, object]:
 
 
 def _thinking(thinking: Thinking | None) -> dict[str, object]:
-    """How long it may be is the model's own matter, and so is whether, where that is left to it."""
+    """Returns the fields that switch reasoning on, off or out of sight; its length is left to the model."""
     if thinking is None:
         return {}
     asked: dict[str, object] = {"include_reasoning": False} if thinking.display == "omitted" else {}
@@ -243,7 +243,7 @@ def _tool(tool: AnthropicTool) -> dict[str, object]:
 
 
 def _conversation(body: CountTokensBody) -> list[dict[str, object]]:
-    """The messages of a chat. Turns of one role that follow each other are one."""
+    """Returns the messages of a chat; turns of one role that follow each other are joined."""
     system = _system(body.system)
     turns = [_Turn("system", system)] if system else []
     for message in body.messages:
@@ -295,7 +295,7 @@ class _Turn:
 
 
 def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
-    """A message as turns of a chat: each result of a tool is one of its own."""
+    """Yields a message as turns of a chat; each result of a tool is one of its own."""
     turn, has_results = _Turn(role), False
     for block in blocks:
         if block["type"] == "tool_result":
@@ -316,7 +316,7 @@ def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
 
 
 def _result(block: ToolResultBlock) -> str:
-    """What a tool said, as the model reads it."""
+    """Returns the result of a tool as the model reads it."""
     content = block.get("content", "")
     text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
     return f"Error: {text}" if block.get("is_error") else text

@@ -19,7 +19,7 @@ _Neutral = Annotated[float, Field(ge=1, le=1)]
 
 
 class Options(StrictBody):
-    """How tokens are chosen. Those about loading a model are accepted: it is loaded as the operator said."""
+    """The options by which tokens are chosen; those about loading a model are accepted and change nothing."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -59,7 +59,7 @@ class Options(StrictBody):
 
 
 class OfModel(StrictBody):
-    """What all that the model does has in common."""
+    """The fields of all bodies that ask the model for something."""
 
     MOST: ClassVar[Mapping[str, str | int]] = {"options.stop": "max_stop"}
     IGNORED = frozenset({"options.repeat_last_n"})
@@ -72,7 +72,7 @@ class OfModel(StrictBody):
 
 
 class Asked(OfModel):
-    """What chats and prompts have in common."""
+    """The fields that chats and prompts share."""
 
     stream: bool | None = None
     """Unlike elsewhere, it is streamed unless it says no."""
@@ -202,13 +202,13 @@ def understand_prompt(body: OllamaGenerateBody, limits: Limits) -> Understood:
 
 
 def named(body: OllamaShowBody, _: Limits) -> str:
-    """The model that is asked about."""
+    """Returns the name of the model that is asked about."""
     return _plain(body.model or body.name or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingAsked:
-    """What is to be embedded."""
+    """The texts that are to be embedded, and how."""
 
     model: str
     texts: list[str]
@@ -231,7 +231,7 @@ def understand_embedding(body: OllamaEmbeddingBody, _: Limits) -> EmbeddingAsked
 
 
 def _plain(model: str) -> str:
-    """Ollama's clients write `:latest` after the name of a model that has no other tag."""
+    """Removes the `:latest` that Ollama's clients write after the name of a model without another tag."""
     return model.removesuffix(":latest")
 
 
@@ -284,7 +284,7 @@ def _response_format(format: str | dict[str, object] | None) -> dict[str, object
 
 
 def _conversation(messages: list[OllamaMessage]) -> Iterator[dict[str, object]]:
-    """The messages of a chat. Calls that have no ids get some, which their results find by the tool's name."""
+    """Yields the messages of a chat. Calls without ids get some, which their results find by the tool's name."""
     waiting: list[tuple[str, str]] = []
     """Calls without a result: id and name."""
     for number, message in enumerate(messages):
