@@ -270,7 +270,7 @@ class Recordings:
     def _forget(self, recording: Recording, *, keep_journal: bool = False) -> None:
         self._all.pop(recording.id, None)
         self._unsettled.pop(recording.id, None)
-        self._ended.discard(recording.id)
+        self._ended.discard(recording)
         self._dirty.pop(recording.id, None)
         self._written.pop(recording.id, None)
         if recording.journalled and not keep_journal:

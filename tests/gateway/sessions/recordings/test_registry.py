@@ -108,6 +108,22 @@ async def test_what_is_read_stays_and_does_not_keep_what_ended_later() -> None:
     assert (len(recordings), recordings.num_bytes) == (0, 0)
 
 
+async def test_a_tenant_that_has_too_much_loses_its_own_replies() -> None:
+    gateway = Gateway(store=OrphaningStore(Clock()))
+    recordings = gateway.service.recordings
+    kept: dict[str, list[Recording]] = {"small": [], "large": []}
+    for number, tenant in enumerate(["small", *["large"] * 8]):
+        kept[tenant].append(recording := make_recording(make_request(f"chatcmpl-{number}", tenant=tenant)))
+        recordings._enter(recording)
+        bring(recording, "x" * 1000)
+        end(recording)
+        await settled()
+    recordings.keeping = Keeping(max_bytes=4 * kept["large"][0].num_bytes + 1000)
+    recordings.tick(gateway.clock.now)
+    here = {tenant: [recordings.here(tenant, one.id) is one for one in own] for tenant, own in kept.items()}
+    assert here == {"small": [True], "large": [False] * 5 + [True] * 3}
+
+
 async def test_what_ended_costs_a_tick_nothing() -> None:
     gateway = Gateway(store=OrphaningStore(Clock()))
     recordings = gateway.service.recordings
