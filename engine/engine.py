@@ -370,11 +370,14 @@ class Engine:
             num_drafts=plan.num_drafts,
             num_accepted=sum(chunk.num_accepted for chunk in plan.chunks),
             num_context_tokens=plan.num_context,
+            num_attended=plan.num_attended,
             duration_s=duration_s,
             num_running=len(scheduler.running),
             max_num_seqs=self._limits.max_num_seqs,
             max_batch_tokens=scheduler.most_tokens,
             num_free_tokens=scheduler.tables.num_free_tokens,
+            num_kv_tokens=scheduler.tables.num_kv_tokens,
+            preempted=scheduler.preempted,
         )
 
     def _cancel_asked(self, scheduler: Scheduler, now: float) -> list[Output]:

@@ -53,7 +53,9 @@ class Engine(Protocol):
 class Queue(Protocol):
     """What the gateway needs of `priority.queue.LaneQueue`."""
 
-    def put(self, request: Request, now: float, num_cached: int = 0) -> Forecast | None: ...
+    def put(
+        self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0
+    ) -> Forecast | None: ...
 
     def readmit(self, request: Request, now: float) -> None: ...
 
@@ -208,14 +210,12 @@ class Dispatch:
 
     def _put(self, request: Request) -> Forecast | None:
         lane = Lane(request.lane)
-        num_cached = 0
-        if not request.reads_prompt:
-            num_cached, _ = self._engine.find_cached(request.block_hashes)
+        cached = (0, 0) if request.reads_prompt else self._engine.find_cached(request.block_hashes)
         with self._refusing(lane):
-            forecast = self._queue.put(request, self._clock(), num_cached)
+            forecast = self._queue.put(request, self._clock(), *cached)
         self._metrics.note_admitted(lane, request.num_prompt_tokens)
         if forecast is not None and isfinite(forecast.allowed_s):
-            self._metrics.note_forecast(lane, forecast.seconds, forecast.allowed_s)
+            self._metrics.note_forecast(lane, forecast.late_s, forecast.allowed_s)
         return forecast
 
     @contextlib.contextmanager

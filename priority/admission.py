@@ -3,42 +3,34 @@
 Two estimates, and the later one counts. The snapshot adds up the prefill work that goes before the request by the rules
 of `queue`, and what other tenants, by the rates at which they send, will have brought before it meanwhile. The share
 looks further ahead: it divides the machine among all tenants by those rates, max-min fair, because those who keep
-sending will also be served while this request waits. To this come the time until KV and a seat are free, and the step
-that runs. What is left of error is learnt: a factor per tenant and lane that makes 19 forecasts in twenty come true.
-Predicting before admitting follows Mooncake (Qin et al., FAST 2025).
+sending will also be served while this request waits. To this come the steps that can compute no prompt until KV and a
+seat are free, and the rest of the step that runs. What is left of error is learnt: how late the first tokens of the
+tenant, and of its lane, came by their forecasts. Predicting before admitting follows Mooncake (Qin et al., FAST 2025).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 
-from engine.planning.request import Sequence
-from engine.planning.step import UNLIMITED, Allowance, StepLoad
+from engine.planning.request import FinishReason, Sequence
+from engine.planning.step import Allowance, StepLoad
 from priority.lanes import Lane, LanePolicy
+from priority.outlook import Outlook
+from priority.pacing import StepPlanner, Streams
 from priority.rates import Rate
-from priority.room import Held
+from priority.ratios import LATE, TOLD
+from priority.room import MOST_AHEAD, Ending, Held, Need, grouped
 from priority.shares import COST_PREFILL, virtual
 from priority.steptime import StepTimeModel
-from priority.waiting import Account, LaneLine, Ticket
-from priority.yielding import MAX_VICTIMS, yielding
+from priority.waiting import Account, LaneLine, Size, Ticket
+from priority.yielding import yielding
 
-ALONE_SLACK = 1.5
-"""A prompt so long that even alone it takes longer than the promise is let in if this times that can be kept."""
-_QUANTILE = 0.95
 _LEARNING = 0.04
-_FACTORS = (0.5, 3.0)
-_LANE_COUNTS_AS = 10
-"""So many forecasts of a tenant's own weigh as much as what was learnt of its whole lane."""
-_MARGIN = 0.9
-"""Of a promise on the time per token, what a step is planned to take: the rest is for what lies between steps."""
-_STEPS_PER_TTFT = 8
-"""No step takes longer than this part of the promise on the first token, so that nobody who comes waits longer."""
-_LEAST_PREFILL = 16
-_GRAIN = 8
-_CATCH_UP = 8
-"""A stream without a promise decodes at least once in so many steps."""
+_BLOCK_TOKENS = 16
+"""About the KV that is left free for each fourth of the running sequences, any of which may need a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,144 +38,123 @@ class Forecast:
     """When the first token is expected, in seconds from now."""
 
     seconds: float
-    """With the learnt factor: 19 in 20 come sooner."""
+    """The time that six in ten first tokens come before: what a client is told."""
+    late_s: float
+    """The time that nine in ten come before: what is held against the promise."""
     raw_s: float
-    """Without it."""
+    """The time before what was learnt of earlier forecasts."""
     allowed_s: float
-    """What the lane promises; infinite, if nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Steps that have so many prompt tokens at most, beside decodes that take the fixed part of their time."""
-
-    num_prefill: int
-    fixed_s: float
-    each_s: float
-    """Of a prompt token."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Prompt tokens, in full steps."""
-        return self.num_prefill / (self.fixed_s + self.each_s * self.num_prefill)
-
-    def seconds_for(self, num_tokens: float, *, is_filled: bool) -> float:
-        """To the end of the step that has the last of these prompt tokens; others' may fill it."""
-        num_full, rest = divmod(num_tokens, self.num_prefill)
-        if rest and is_filled:
-            num_full, rest = num_full + 1, 0.0
-        last_s = self.fixed_s + self.each_s * rest if rest else 0.0
-        return num_full * (self.fixed_s + self.each_s * self.num_prefill) + last_s
+    """The time that the lane promises; infinite, if it promises none."""
 
 
 class Admission:
     """What the engine was seen to do, and what follows from it."""
 
-    def __init__(self, policies: Mapping[Lane, LanePolicy], model: StepTimeModel) -> None:
+    def __init__(
+        self,
+        policies: Mapping[Lane, LanePolicy],
+        model: StepTimeModel,
+        lanes: Mapping[Lane, LaneLine],
+        tickets: Mapping[str, Ticket],
+    ) -> None:
+        """`lanes` and `tickets`, by request id, are those of the queue."""
         self.model = model
-        self.policies = policies
+        self.planner = StepPlanner(policies, model)
         self.running: list[Sequence] = []
-        """Those of the scheduler, which changes them in its own thread."""
+        """The running sequences of the scheduler, which changes the list in its own thread."""
+        self._lanes = lanes
+        self._tickets = tickets
         self._load: StepLoad | None = None
         self.last_step_s = 0.0
         self.step_began_s = -inf
         """When the last step came back, which is when the one that runs began. On the simulator it may be to come."""
         self.context_each = 0.0
         """KV tokens of a running stream, as it was seen last."""
-        self._rows_each, self._tokens_each = 1.0, 1.0
-        """What a step computes for a running stream, drafts included, and the tokens that this brings: of late."""
+        self.rows_each = 1.0
+        """Tokens that a step computes for a running stream, drafts included, of late."""
+        self._length = 128.0
+        """Tokens of an answer, of late."""
+        self._tokens_each = 1.0
+        """Tokens that a step brings for one, of late."""
+        self._num_prefill = 1
+        """Prompt tokens that the last step was allowed."""
+        self._held: Held | None = None
+        """What `held` found since the last step."""
+        self.passed_over: Ticket | None = None
+        """The request that waits for too long and that others leave room for."""
         self._finished = Rate()
-        self._freed = Rate()
-        """KV tokens given back."""
 
     # What is seen
 
     def observe(self, load: StepLoad) -> None:
-        self._load = load
+        """Takes the measured load of a step."""
+        self._load, self._held = load, None
         shape = load.num_prefill_tokens, load.num_decode_tokens, load.num_context_tokens
-        self.model.observe(*shape, load.duration_s)
-        self.last_step_s = self.model.seconds(*shape)
+        self.model.observe(*shape, load.duration_s, load.num_attended)
+        self.last_step_s = self.model.seconds(*shape, load.num_attended)
         num_streams = load.num_decode_tokens - load.num_drafts
-        if num_streams and not load.num_prefill_tokens:
+        if num_streams > 0 and not load.num_prefill_tokens:
             self.context_each = load.num_context_tokens / num_streams
-            self._rows_each += _LEARNING * (1 + load.num_drafts / num_streams - self._rows_each)
+        if num_streams > 0:
+            self.rows_each += _LEARNING * (1 + load.num_drafts / num_streams - self.rows_each)
             self._tokens_each += _LEARNING * (1 + load.num_accepted / num_streams - self._tokens_each)
 
-    def note_finished(self, num_tokens: int, now: float) -> None:
-        """A request ended and gave back the KV of so many tokens."""
+    def note_ended(self, ticket: Ticket, sequence: Sequence) -> None:
+        """Learns from how long an answer has become."""
+        is_whole = sequence.finish_reason is FinishReason.STOP
+        for lengths in (ticket.account.lengths, ticket.account.lane.lengths):
+            lengths.add(
+                sequence.num_output_tokens, max(1, sequence.request.sampling.max_tokens), is_whole=is_whole
+            )
+        self._length += _LEARNING * (sequence.num_output_tokens - self._length)
+
+    def note_finished(self, now: float) -> None:
+        """Counts a request of which all choices ended."""
         self._finished.add(1, now)
-        self._freed.add(num_tokens, now)
 
     def note_first_token(self, ticket: Ticket, now: float) -> None:
-        """Learns from how a forecast came out: the tenant's factor, and the lane's."""
+        """Learns from how a forecast came out."""
         if ticket.forecast_s:
             ratio = (now - ticket.request.arrival_s) / ticket.forecast_s
-            account = ticket.account
-            account.factor = _closer(account.factor, ratio)
-            account.num_learnt += 1
-            account.lane.factor = _closer(account.lane.factor, ratio)
+            ticket.account.ratios.add(ratio)
+            ticket.account.lane.ratios.add(ratio)
 
     def finish_rate(self, now: float) -> float:
-        """Requests that end per second."""
+        """Returns how many requests end per second."""
         return self._finished.per_second(now)
 
     # The step
 
-    def allowance(self, decodes: Mapping[Lane, int], num_context: int, lively: Iterable[Lane]) -> Allowance:
-        """What a step may do.
-
-        Args:
-            decodes: running streams by lane.
-            num_context: tokens of their KV.
-            lively: lanes in which requests are to be expected.
-        """
-        if not self.model.is_known:
-            return UNLIMITED
-        num_decode = sum(decodes.values())
-        alone_s = self.model.seconds(0, 1, num_context / max(1, num_decode))
-        promised = (self.policies[lane].tpot_s for lane in decodes)
-        # A promise that not even a single stream could be kept does not bind.
-        tpot_s = min((s * _MARGIN for s in promised if s >= alone_s), default=inf)
-        num_decode = self._num_decodes(decodes, num_decode, num_context, tpot_s)
-        ttft_s = min((self.policies[lane].ttft_s for lane in lively), default=inf)
-        alpha_s, beta_s = self.model.coefficients[:2]
-        half_efficient = int(alpha_s / beta_s) if beta_s > 0 else 0
-        num_prefill = min(
-            self._num_prefill(tpot_s, num_decode, num_context, _LEAST_PREFILL),
-            self._num_prefill(ttft_s / _STEPS_PER_TTFT, num_decode, num_context, half_efficient),
+    def allowance(self, running: list[Sequence], now: float) -> Allowance:
+        """Returns what a step of these sequences may do."""
+        self.running = running
+        decodes, num_context, num_before = [0] * len(Lane), 0, -1
+        for sequence in running:
+            num_remaining = sequence.num_remaining
+            if num_remaining == 1:
+                decodes[sequence.request.lane] += 1
+                num_context += len(sequence.token_ids)
+            elif num_remaining > 1 and num_before < 0:
+                num_before = sequence.num_computed
+        by_lane = {lane: decodes[lane] for lane in Lane if decodes[lane]}
+        if by_lane and num_before >= 0:  # what the step reads is not that of streams alone
+            self.context_each = num_context / sum(decodes)
+        allowance = self.planner.allowance(
+            Streams(by_lane, num_context, self.rows_each), self._lively(now), max(0, num_before)
         )
-        return Allowance(max(1, num_decode), max(num_prefill, _LEAST_PREFILL))
+        self._num_prefill = allowance.num_prefill
+        return allowance
 
-    def _num_decodes(
-        self, decodes: Mapping[Lane, int], num_decode: int, num_context: int, tpot_s: float
-    ) -> int:
-        """All, unless the streams without a promise make the others miss theirs."""
-        excess_s = self.model.seconds(0, num_decode, num_context) - tpot_s
-        patient = sum(n for lane, n in decodes.items() if not isfinite(self.policies[lane].tpot_s))
-        if excess_s <= 0 or not patient:
-            return num_decode
-        each_s = self.model.seconds(0, 1, num_context / num_decode) - self.model.seconds(0, 0, 0)
-        too_many = int(excess_s / each_s) + 1 if each_s > 0 else patient
-        return num_decode - min(too_many, patient - -(-patient // _CATCH_UP))
-
-    def _num_prefill(self, cap_s: float, num_decode: int, num_context: int, least: int) -> int:
-        """Prompt tokens that a step of `cap_s` has room for beside the decodes, and at least some."""
-        fitting = self.model.prefill_within(cap_s, num_decode, num_context)
-        return max(least, int(min(fitting, UNLIMITED.num_prefill)) // _GRAIN * _GRAIN)
+    def _lively(self, now: float, *more: Lane) -> set[Lane]:
+        """Returns the lanes in which requests are to be expected."""
+        return {line.lane for line in self._lanes.values() if line.is_lively(now)}.union(more)
 
     # The forecast
 
     def forecast(
-        self,
-        lanes: Mapping[Lane, LaneLine],
-        account: Account,
-        num_uncached: int,
-        num_prompt: int,
-        now: float,
-        *,
-        num_promised: int | None = None,
+        self, account: Account, size: Size, now: float, *, num_promised: int | None = None
     ) -> Forecast | None:
-        """For a request that would be let in now; None while too little was measured.
+        """Returns the forecast for a request that would be let in now; None while too little was measured.
 
         Args:
             num_promised: prompt tokens for which it is allowed its time, if not those to compute.
@@ -191,76 +162,82 @@ class Admission:
         load = self._load
         if not self.model.is_known or load is None:
             return None
-        lane = account.lane
-        num_decode = sum(line.num_running for line in lanes.values())
-        num_context = int(self.context_each * num_decode)
-        decodes = {line.lane: line.num_running for line in lanes.values() if line.num_running}
-        lively = {line.lane for line in lanes.values() if line.is_lively(now)} | {lane.lane}
-        pace = self.pace(decodes, num_context, lively, load.max_batch_tokens)
-        ahead = self._ahead(lanes, account, num_uncached)
-        share = self._share(lanes, account, pace.tokens_per_second, now)
-        mine = account.num_tokens + num_uncached
-        running = sum(line.num_prefill_left for line in lanes.values() if line.lane <= lane.lane)
-        is_filled = any(
-            line.num_tokens or line.num_prefill_left for line in lanes.values() if line.lane > lane.lane
-        )
-        known_s = pace.seconds_for(running + ahead, is_filled=is_filled)
+        lane, each = account.lane, self.model.attended_each
+        outlook = self._outlook(lane, load, now)
+        own = Need(size.work(each), size.num_kv, size.num_seats, self._spare(lane, load))
+        mine = account.work(each) + own.work
+        floor = lane.floor
+        others = [
+            (other, other.work(each), _due_before(account, other, mine, floor))
+            for other in lane.active.values()
+            if other is not account
+        ]
+        work = outlook.work(mine, ((waiting, due) for _, waiting, due in others))
+        busy_s = outlook.seconds_for(work)
+        known_s = busy_s + self._idle_s(outlook, account, load, others, own)
+        # While there is no room for prompts, others go on sending.
+        rate = outlook.pace.tokens_per_second * busy_s / known_s
         wait_s = max(
-            self._with_overtakers(known_s, account, mine, pace.tokens_per_second, now),
-            (running + mine) / share + pace.fixed_s,
+            self._with_overtakers(known_s, account, mine, rate, now),
+            (outlook.running + mine) / self._share(account, rate, now, known_s) + outlook.pace.fixed_s,
         )
         # The step that runs has to end first.
-        left_s = self._left_s(now) if num_decode else 0.0
-        raw_s = left_s + wait_s + self._wait_for_room(lanes, account, load, ahead + num_prompt, now)
-        seconds = raw_s * _factor(account)
-        num_promised = num_uncached if num_promised is None else num_promised
-        return Forecast(seconds, raw_s, self.allowed_s(lane.lane, num_promised, load.max_batch_tokens))
+        raw_s = wait_s + (self._left_s(now) if outlook.held.num_running else 0.0)
+        told, late = (account.ratios.quantile(part, lane.ratios) for part in (TOLD, LATE))
+        promised = own.work if num_promised is None else Size.of(num_promised).work(each)
+        allowed_s = self.planner.allowed_s(lane.lane, promised, load.max_batch_tokens)
+        return Forecast(raw_s * told, raw_s * late, raw_s, allowed_s)
+
+    def _outlook(self, lane: LaneLine, load: StepLoad, now: float) -> Outlook:
+        lanes, each = self._lanes.values(), self.model.attended_each
+        decodes = {line.lane: line.num_running for line in lanes if line.num_running}
+        num_context = int(self.context_each * sum(decodes.values()))
+        streams, lively = Streams(decodes, num_context, self.rows_each), self._lively(now, lane.lane)
+        last = self._last_before(lane)
+        return Outlook(
+            pace=self.planner.pace(streams, lively, load.max_batch_tokens),
+            running=sum(line.work_left(each) for line in lanes if line.lane <= last)
+            + sum(num for other, num in load.preempted if other <= last),
+            urgent=sum(line.work(each) for line in lanes if line.lane < lane.lane),
+            lower=[
+                (
+                    line.work(each) * self._starts(line, load) + line.work_left(each) * (line.lane > last),
+                    line.share.weight / lane.share.weight,
+                    _lead(line, lane),
+                )
+                for line in lanes
+                if line.lane > lane.lane and (line.num_tokens or line.num_prefill_left)
+            ],
+            held=self.held(),
+            num_yielding=len(yielding(list(self.running), lane.lane)) if last is lane.lane else 0,
+        )
+
+    def _last_before(self, lane: LaneLine) -> Lane:
+        """Returns the least urgent lane whose running prompts go before a request of this lane.
+
+        While it is the turn of a less urgent lane, that are also the prompts of this one.
+        """
+        return max(line.lane for line in self._lanes.values() if line is lane or _lead(line, lane) > 0)
 
     def _left_s(self, now: float) -> float:
-        """Seconds to the end of the step that runs, if it takes as long as the last one."""
+        """Returns the time to the end of the step that runs, if it takes as long as the last one."""
         if now < self.step_began_s:
             return self.step_began_s - now
         return max(0.0, self.last_step_s - (now - self.step_began_s))
 
-    def pace(
-        self, decodes: Mapping[Lane, int], num_context: int, lively: Iterable[Lane], max_batch_tokens: int
-    ) -> Pace:
-        """How prompts are computed beside these decodes."""
-        running, allowance = sum(decodes.values()), self.allowance(decodes, num_context, lively)
-        num_decode = min(running, allowance.num_decodes)
-        num_prefill = min(allowance.num_prefill, max(1, max_batch_tokens - num_decode))
-        fixed_s = self.model.seconds(0, num_decode, num_context * num_decode / max(1, running))
-        return Pace(num_prefill, max(1e-6, fixed_s), self.model.coefficients[1])
-
-    def _ahead(self, lanes: Mapping[Lane, LaneLine], account: Account, num_uncached: int) -> float:
-        """Prompt tokens computed before the request's last: its own, its tenant's, and what others may put before."""
-        lane, mine = account.lane, account.num_tokens + num_uncached
-        ahead = float(mine)
-        floor = lane.floor
-        for other in lane.active.values():
-            if other is not account:
-                ahead += min(other.num_tokens, _due_before(account, other, mine, floor))
-        for line in lanes.values():
-            if line.lane < lane.lane:
-                ahead += line.num_tokens
-            elif line.lane > lane.lane:
-                ratio = line.share.weight / lane.share.weight
-                ahead += min(line.num_tokens + line.num_prefill_left, ratio * mine)
-        return ahead
-
     def _with_overtakers(
         self, wait_s: float, account: Account, mine: float, rate: float, now: float
     ) -> float:
-        """The wait, and what it grows by as other tenants send on, each up to what is its due before this request.
+        """Returns the wait with what other tenants, who send on, add to it, each up to its due before this request.
 
         Solves w = wait_s + sum of min(due, arrivals * w) / rate: whoever has sent its due by then sends no more.
         """
-        floor = account.lane.floor
+        floor, each = account.lane.floor, self.model.attended_each
         overtakers = []
         for other in account.lane.accounts.values():
-            arrivals = other.arrivals.per_second(now)
+            arrivals = other.arrivals.per_second(now, wait_s)
             if other is not account and arrivals:
-                due = _due_before(account, other, mine, floor) - other.num_tokens
+                due = _due_before(account, other, mine, floor) - other.work(each)
                 if due > 0:
                     overtakers.append((due / arrivals, due, arrivals))
         overtakers.sort()
@@ -273,19 +250,23 @@ class Admission:
             left += arrivals
         return tokens / left
 
-    def _share(self, lanes: Mapping[Lane, LaneLine], account: Account, rate: float, now: float) -> float:
-        """Of the prefill rate, what is left for this tenant when all others go on as they do."""
-        lane = account.lane
+    def _share(self, account: Account, rate: float, now: float, ahead_s: float) -> float:
+        """Returns what of the prefill rate is left for this tenant when all others go on as they do."""
+        lane, lanes = account.lane, self._lanes.values()
         urgent = sum(
-            a.arrivals.per_second(now)
-            for line in lanes.values()
+            a.arrivals.per_second(now, ahead_s)
+            for line in lanes
             if line.lane < lane.lane
             for a in line.accounts.values()
         )
-        weights = sum(line.share.weight for line in lanes.values())
+        weights = sum(
+            line.share.weight for line in lanes if line is lane or line.num_requests or line.num_running
+        )
         left = max(rate - urgent, rate * lane.share.weight / weights)
         others = [
-            (a.arrivals.per_second(now), a.share.weight) for a in lane.accounts.values() if a is not account
+            (a.arrivals.per_second(now, ahead_s), a.share.weight)
+            for a in lane.accounts.values()
+            if a is not account
         ]
         others.sort(key=lambda other: other[0] / other[1])
         total = account.share.weight + sum(weight for _, weight in others)
@@ -296,75 +277,117 @@ class Admission:
             total -= weight
         return max(left * account.share.weight / total, 1e-9)
 
-    def _seats_before(self, lanes: Mapping[Lane, LaneLine], account: Account) -> float:
-        """Waiting requests that go before: urgent lanes', the tenant's own, and of others as many as are their due."""
-        own = len(account.tickets)
-        before = own + sum(line.num_requests for line in lanes.values() if line.lane < account.lane.lane)
-        for other in account.lane.active.values():
-            if other is not account:
-                before += min(len(other.tickets), -(-other.share.weight * (own + 1) // account.share.weight))
-        return before
+    # The wait for room
 
-    def _wait_for_room(
+    def _idle_s(
         self,
-        lanes: Mapping[Lane, LaneLine],
+        outlook: Outlook,
         account: Account,
         load: StepLoad,
-        num_tokens: float,
-        now: float,
+        others: ListLike[tuple[Account, float, float]],
+        own: Need,
     ) -> float:
-        """Seconds until there is KV and a seat, which lower lanes give way for as far as they do."""
-        num_seats = self._seats_before(lanes, account) + 1
-        missing_seats = num_seats - (load.max_num_seqs - load.num_running)
-        missing_kv = num_tokens - load.num_free_tokens
-        if missing_seats <= 0 and missing_kv <= 0:
-            return 0.0
-        num_yielding = len(yielding(list(self.running), account.lane.lane))
-        return self.held(now).wait_s(
-            missing_kv, missing_seats, int(min(MAX_VICTIMS * num_seats, num_yielding))
-        )
+        """Returns the time for which there is no KV or no seat.
 
-    def held(self, now: float) -> Held:
-        """By the running requests."""
-        running = list(self.running)
-        num_held = sum(len(sequence.token_ids) for sequence in running)
-        num_left = sum(sequence.max_len for sequence in running) - num_held
-        step_s = self.model.seconds(0, len(running) * self._rows_each, num_held)
+        Args:
+            others: tenants of the lane that have something waiting: how much, and what of it is their due before.
+        """
+        lane, each, lines = account.lane, self.model.attended_each, self._lanes.values()
+        urgent = [line for line in lines if line.lane < lane.lane]
+        lower = [line for line in lines if line.lane > lane.lane and self._starts(line, load)]
+        level = account.work(each) + sum(min(waiting, due) for _, waiting, due in others)
+        dues = [line.share.weight / lane.share.weight * level + _lead(line, lane) for line in lower]
+        last = self._last_before(lane)
+        preempted = [
+            Need(num, num, 1, self._spare(self._lanes[Lane(other)], load))
+            for other, num in load.preempted
+            if other <= last
+        ]
+        parts = [(other, due, due / waiting) for other, waiting, due in others]
+        num_ahead = float(len(preempted)) + sum(line.num_requests for line in (*urgent, account))
+        num_ahead += sum(other.num_requests * min(1.0, part) for other, _, part in parts)
+        tickets = [
+            *(ticket for line in urgent for ticket in line.waiting()),
+            *(ticket for _, ticket in account.tickets),
+            *(ticket for other, due, _ in parts for ticket in other.first(due, each)),
+            *(ticket for line, due in zip(lower, dues, strict=True) for ticket in line.first(due, each)),
+        ]
+        tickets.sort(key=lambda ticket: ticket.key)
+        ahead = [
+            *preempted,
+            *(ticket.need(each, self._spare(ticket.account.lane, load)) for ticket in tickets[:MOST_AHEAD]),
+        ]
+        free_seats = load.max_num_seqs - load.num_running
+        return outlook.idle_s(load.num_free_tokens, free_seats, ahead, own, num_ahead)
+
+    def _starts(self, line: LaneLine, load: StepLoad) -> bool:
+        """Returns whether there is room for the lane's next request; if not, more urgent ones go before it."""
+        head = min((account.head for account in line.active.values()), key=lambda t: t.key, default=None)
+        return head is not None and head.size.num_kv + self._spare(line, load) <= load.num_free_tokens
+
+    def _spare(self, lane: LaneLine, load: StepLoad) -> float:
+        """Returns the tokens of KV that a request of the lane leaves free when it starts."""
+        if not load.num_running:
+            return 0.0
+        kept, passed_over = 0.0, self.passed_over
+        if passed_over is not None:
+            kept = passed_over.size.num_kv
+            if lane.lane < passed_over.account.lane.lane:
+                kept = min(kept, load.num_kv_tokens // 2)
+        kept += _BLOCK_TOKENS * (1 + load.num_running // 4)
+        return max(kept, (1.0 - lane.policy.kv_share) * load.num_kv_tokens)
+
+    def held(self) -> Held:
+        """Returns what the running sequences hold."""
+        if self._held is None:
+            self._held = self._count_held(list(self.running))
+        return self._held
+
+    def _count_held(self, running: list[Sequence]) -> Held:
+        load = self._load
+        endings, prompts = list[Ending](), set[str]()
+        for sequence in running:
+            left = self._left(sequence)
+            num_kv = len(sequence.token_ids)
+            if (
+                sequence.request.request_id in prompts
+            ):  # another choice has counted the prompt that they share
+                num_kv = sequence.num_output_tokens
+            prompts.add(sequence.request.request_id)
+            num_steps = left / self._tokens_each + max(0, sequence.num_remaining - 1) / self._num_prefill
+            endings.append((num_steps, float(num_kv), 1.0))
+        num_held = num_kv = int(sum(ending[1] for ending in endings))
+        if load is not None and load.num_kv_tokens:
+            num_held = min(num_kv, load.num_kv_tokens - load.num_free_tokens)
+        scale = num_held / max(1, num_kv)  # prefixes that several requests share are held once
         return Held(
             num_running=len(running),
-            num_tokens=num_held,
-            ends_s=step_s * num_left / max(1, len(running)) / self._tokens_each,
-            finished_per_s=self.finish_rate(now),
-            freed_per_s=self._freed.per_second(now),
+            num_kv=num_held,
+            endings=grouped([(at, scale * kv, seats) for at, kv, seats in endings]),
+            growth=self._tokens_each,
+            life_steps=self._length / self._tokens_each,
         )
 
-    def allowed_s(self, lane: Lane, num_uncached: int, max_batch_tokens: int) -> float:
-        """What the lane promises to a prompt of which so much is to be computed."""
-        ttft_s = self.policies[lane].ttft_s
-        if not isfinite(ttft_s):
-            return inf
-        alone_s = self.pace({}, 0, [lane], max_batch_tokens).seconds_for(num_uncached, is_filled=False)
-        return max(ttft_s, ALONE_SLACK * alone_s)
+    def _left(self, sequence: Sequence) -> float:
+        """Returns how many tokens a running sequence is expected to have still to come."""
+        num_output, request = sequence.num_output_tokens, sequence.request
+        ticket, limit = self._tickets.get(request.request_id), request.sampling.max_tokens
+        if request.beams is None:  # the sequence of a beam ends with its next token
+            limit = sequence.max_len - sequence.num_prompt_tokens
+        return limit - num_output if ticket is None else ticket.account.left(num_output, limit)
 
 
-def _due_before(account: Account, other: Account, num_tokens: float, floor: int) -> float:
-    """Prompt tokens of another tenant whose turn comes before this tenant has had so many.
+def _due_before(account: Account, other: Account, work: float, floor: int) -> float:
+    """Returns the work of another tenant whose turn comes before this tenant has had so much, in prompt tokens.
 
     Args:
         floor: of the lane: where the clock of a tenant starts again that has nothing waiting.
     """
     clock, theirs = (a.share.clock if a.tickets else max(a.share.clock, floor) for a in (account, other))
     lead = max(0, clock - theirs) / virtual(COST_PREFILL)
-    return other.share.weight * (num_tokens / account.share.weight + lead)
+    return other.share.weight * (work / account.share.weight + lead)
 
 
-def _factor(account: Account) -> float:
-    """Mostly the lane's for a tenant of whom little was learnt, mostly its own later."""
-    own = account.num_learnt / (account.num_learnt + _LANE_COUNTS_AS)
-    return own * account.factor + (1 - own) * account.lane.factor
-
-
-def _closer(factor: float, ratio: float) -> float:
-    """A stochastic estimate of the quantile: 19 steps down weigh as much as one up."""
-    step = _LEARNING * (_QUANTILE if ratio > factor else _QUANTILE - 1.0)
-    return min(max(factor + step, _FACTORS[0]), _FACTORS[1])
+def _lead(line: LaneLine, lane: LaneLine) -> float:
+    """Returns the work of a less urgent lane that goes before any of the other; below 0 if that has a lead."""
+    return line.share.weight * (lane.turn - line.turn) / virtual(COST_PREFILL)

@@ -17,7 +17,7 @@ class FirstComeQueue:
         self._by_lane = by_lane
         self._lines: dict[int, deque[Request]] = {lane: deque() for lane in Lane}
 
-    def put(self, request: Request, now: float, num_cached: int = 0) -> None:  # noqa: ARG002
+    def put(self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0) -> None:  # noqa: ARG002
         self._lines[request.lane if self._by_lane else 0].append(request)
 
     def depths(self) -> dict[Lane, int]:
@@ -35,14 +35,14 @@ class FirstComeQueue:
     def passed_over(self) -> Request | None:
         return None
 
-    def charge(self, work: list[tuple[Request, int, int]], now: float) -> None: ...
+    def charge(self, work: list[tuple[Request, int, int, int]], now: float) -> None: ...
 
     def observe(self, load: StepLoad) -> None: ...
 
-    def step_seconds(self, num_prefill: int, num_decode: int, num_context: int) -> float:  # noqa: ARG002
+    def step_seconds(self, *_: int) -> float:
         return 0.0
 
-    def settle(self, request: Request, now: float) -> None: ...
+    def settle(self, request: Request, now: float, sequence: Sequence | None = None) -> None: ...
 
     def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:  # noqa: ARG002
         """The newest, of the least urgent lane if there are lanes."""

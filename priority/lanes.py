@@ -37,13 +37,13 @@ class LanePolicy:
     """
 
     ttft_s: float = inf
-    """Promise: seconds from a request's arrival to its first token; infinite, if there is none."""
+    """The promised seconds from a request's arrival to its first token; infinite if nothing is promised."""
     tpot_s: float = inf
-    """Promise: seconds between the tokens of a running stream."""
+    """The promised seconds between the tokens of a running stream."""
     weight: int = 1
-    """Share of the work among lanes that all have some."""
+    """The lane's share of the work among lanes that all have some."""
     max_requests: int = 1_024
-    """Requests that may wait."""
+    """Answers that may wait: a request of several choices counts as so many."""
     max_tokens: int = 1_048_576
     """Prompt tokens that may wait, those found in the prefix cache not counted."""
     max_bytes: int = 64 * 1024 * 1024
@@ -53,7 +53,7 @@ class LanePolicy:
     ageing_s: float = inf
     """A tenant that waits and was not served for so long goes before its turn, within a quarter of the work."""
     tenant_share: float = 0.5
-    """Of `max_requests` and `max_tokens`, what one tenant may fill when there are several."""
+    """The part of `max_requests` and `max_tokens` that one tenant may fill when there are several."""
     kv_share: float = 1.0
     """A request starts only while the pool is in use up to this share with it: the rest is held for urgent ones."""
 
@@ -85,11 +85,11 @@ DEFAULT_POLICIES: Mapping[Lane, LanePolicy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Who sends requests, and what it is entitled to."""
+    """A sender of requests, and what it is entitled to."""
 
     name: str
     weight: int = 1
-    """Share of the work among the tenants of a lane that all have some."""
+    """The tenant's share of the work among the tenants of a lane that all have some."""
     default_lane: Lane = Lane.STANDARD
     """Where a request goes that does not say."""
     top_lane: Lane = Lane.INTERACTIVE

@@ -21,13 +21,11 @@ from engine.planning.step import Allowance, StepLoad
 from priority.admission import Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.routing.state import Load
-from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL, virtual
-from priority.steptime import StepTimeModel
-from priority.waiting import Account, LaneLine, Stage, Ticket, microseconds
+from priority.shares import COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
+from priority.steptime import NAMES, StepTimeModel
+from priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from priority.yielding import MAX_VICTIMS, yielding
 
-LEAD_TOKENS = 4_096
-"""Prompt tokens that a lane may be ahead of the next less urgent one and still go first, at weight 1."""
 LOCALITY_TOKENS = 2_048
 """Tenants within so many prompt tokens of each other count as equal; 0 is the pure counter."""
 AGED_PART = 4
@@ -78,15 +76,16 @@ class LaneQueue:
         self._aged_tokens = _AGED_MOST_TOKENS
         """What may still be spent on those who were passed over for too long."""
         self._now_us = 0
-        self.admission = Admission(policies, model or StepTimeModel())
+        self.admission = Admission(policies, model or StepTimeModel(), self._lanes, self._tickets)
 
     # The event loop's side
 
-    def put(self, request: Request, now: float, num_cached: int = 0) -> Forecast | None:
+    def put(self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0) -> Forecast | None:
         """Lets a request in and reserves its place, in one go.
 
         Args:
             num_cached: prompt tokens that are likely to be found in the prefix cache.
+            num_in_use: prompt tokens of these whose KV running sequences hold.
 
         Returns:
             When its first token is expected; None if too little was measured to say.
@@ -95,11 +94,9 @@ class LaneQueue:
             Refusal: a bound is reached, or the lane's promise cannot be kept.
         """
         with self._lock:
-            line, ticket = self._ticket(request, now, num_cached)
+            line, ticket = self._ticket(request, now, num_cached, num_in_use)
             self._check_bounds(line, ticket, now)
-            forecast = self.admission.forecast(
-                self._lanes, ticket.account, ticket.num_uncached, ticket.num_prompt, now
-            )
+            forecast = self.admission.forecast(ticket.account, ticket.size, now)
             waited_s = max(0.0, now - request.arrival_s)
             if forecast is not None:
                 self._check_promise(line, forecast, waited_s)
@@ -110,7 +107,7 @@ class LaneQueue:
     def readmit(self, request: Request, now: float) -> None:
         """Lets in a request that a process that is gone let in before: no bound and no promise is asked again."""
         with self._lock:
-            line, ticket = self._ticket(request, now, 0)
+            line, ticket = self._ticket(request, now)
             self._enter(line, ticket, now)
 
     def check_open(self, lane: Lane, tenant: str, arrival_s: float, now: float, most_tokens: int) -> None:
@@ -125,9 +122,9 @@ class LaneQueue:
         with self._lock:
             line = self._lanes[lane]
             account = line.accounts.get(tenant)
-            self._check_places(line, len(account.tickets) if account else 0, now)
+            self._check_places(line, account, 1, now)
             if account is not None and line.is_late:
-                forecast = self.admission.forecast(self._lanes, account, 1, 1, now, num_promised=most_tokens)
+                forecast = self.admission.forecast(account, Size.of(1), now, num_promised=most_tokens)
                 if forecast is not None:
                     self._check_promise(line, forecast, max(0.0, now - arrival_s))
 
@@ -165,8 +162,7 @@ class LaneQueue:
         with self._lock:
             found = {}
             for lane, line in self._lanes.items():
-                account = Account("", 1, line)
-                forecast = self.admission.forecast(self._lanes, account, _SHORT_PROMPT, _SHORT_PROMPT, now)
+                forecast = self.admission.forecast(Account("", 1, line), Size.of(_SHORT_PROMPT), now)
                 if forecast is not None:
                     found[lane] = forecast.seconds
             return found
@@ -199,17 +195,15 @@ class LaneQueue:
     def load(self, now: float, *, num_free_kv: int, is_draining: bool = False) -> Load:
         """What a router has to know of this queue and its engine, of whose KV pool so many tokens are free."""
         with self._lock:
-            admission = self.admission
-            alpha, beta, gamma, delta = (
-                admission.model.coefficients if admission.model.is_known else (0.0,) * 4
-            )
-            held = admission.held(now)
+            admission, model, held = self.admission, self.admission.model, self.admission.held()
+            each = model.attended_each
             return Load(
-                lanes={lane: line.work(now) for lane, line in self._lanes.items()},
-                coefficients=(alpha, beta, gamma, delta),
+                lanes={lane: line.told(now, each) for lane, line in self._lanes.items()},
+                coefficients=tuple(model.coefficients if model.is_known else (0.0,) * len(NAMES)),
                 num_free_kv=num_free_kv,
                 held=held,
                 context_each=admission.context_each,
+                rows_each=admission.rows_each,
                 step_s=admission.last_step_s if held.num_running else 0.0,
                 is_draining=is_draining,
             )
@@ -222,17 +216,8 @@ class LaneQueue:
     # The engine's side
 
     def allowance(self, running: list[Sequence]) -> Allowance:
-        decodes = [0] * len(Lane)
-        num_context = 0
-        for sequence in running:
-            if sequence.num_remaining == 1:
-                decodes[sequence.request.lane] += 1
-                num_context += len(sequence.token_ids)
         with self._lock:
-            self.admission.running = running
-            by_lane = {lane: decodes[lane] for lane in Lane if decodes[lane]}
-            lively = [line.lane for line in self._lanes.values() if line.is_lively(self._now_us / 1e6)]
-            return self.admission.allowance(by_lane, num_context, lively)
+            return self.admission.allowance(running, self._now_us / 1e6)
 
     def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
         """Whether a request fits can take milliseconds to say, and is asked without the lock."""
@@ -247,60 +232,60 @@ class LaneQueue:
                 return None
             with self._lock:
                 if self._tickets.get(chosen.request.request_id) is chosen:  # else it was cancelled meanwhile
-                    self._aged_tokens -= chosen.num_uncached if chosen is aged else 0
+                    self._aged_tokens -= chosen.size.num_uncached if chosen is aged else 0
                     return self._dispatch(chosen)
 
     def passed_over(self) -> Request | None:
         with self._lock:
-            aged = self._aged()
+            aged = self.admission.passed_over = self._aged()
             return None if aged is None else aged.request
 
-    def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
+    def charge(self, work: list[tuple[Request, int, int, int]], now: float) -> None:
         with self._lock:
             self._now_us = max(self._now_us, microseconds(now))
             self.admission.step_began_s = now
             outputs: dict[Account, int] = {}
             tickets, prefilling = self._tickets, Stage.PREFILLING
-            for request, num_prompt, num_output in work:
+            for request, num_prompt, num_output, num_known in work:
                 ticket = tickets.get(request.request_id)
                 if ticket is None:
                     continue
                 if ticket.stage is prefilling:
                     self._note_prefill(ticket, num_prompt, num_output, now)
                 if num_output:
-                    outputs[ticket.account] = outputs.get(ticket.account, 0) + num_output
-            for account, num_output in outputs.items():
-                _bill(account, COST_OUTPUT * num_output)
+                    cost = output_cost(num_known - num_output, num_known)
+                    outputs[ticket.account] = outputs.get(ticket.account, 0) + cost
+            for account, cost in outputs.items():
+                _bill(account, cost)
 
     def observe(self, load: StepLoad) -> None:
         with self._lock:
             self.admission.observe(load)
 
-    def step_seconds(self, num_prefill: int, num_decode: int, num_context: int) -> float:
+    def step_seconds(self, num_prefill: int, num_decode: int, num_context: int, num_attended: int) -> float:
         model = self.admission.model
-        return model.seconds(num_prefill, num_decode, num_context) if model.is_known else 0.0
+        return model.seconds(num_prefill, num_decode, num_context, num_attended) if model.is_known else 0.0
 
-    def settle(self, request: Request, now: float) -> None:
+    def settle(self, request: Request, now: float, sequence: Sequence | None = None) -> None:
         with self._lock:
             ticket = self._tickets.get(request.request_id)
             if ticket is None:
                 return
             ticket.choices_left -= 1
+            if sequence is not None and not request.branches:
+                self.admission.note_ended(ticket, sequence)
             if ticket.choices_left:
                 return
             del self._tickets[request.request_id]
             line, account = ticket.account.lane, ticket.account
             if request.branches and not ticket.num_prefill_left:  # it is answered with its last branch
                 self._note_prefill(ticket, 0, 1, now)
-            if ticket.stage is Stage.PREFILLING:
-                line.num_prefill_left -= ticket.num_prefill_left
-                # What was not computed is given back.
-                _bill(ticket.account, -COST_PREFILL * max(0, ticket.num_charged - ticket.num_computed))
+            line.note_left(ticket, -1)
+            if ticket.stage is Stage.PREFILLING:  # what was not computed is given back
+                _bill(account, -prompt_cost(min(ticket.num_computed, ticket.num_charged), ticket.num_charged))
             line.num_running -= 1
             self._close(account)
-            self.admission.note_finished(
-                len(request.prompt_token_ids) + request.sampling.max_tokens // 2, now
-            )
+            self.admission.note_finished(now)
 
     def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:
         """A strictly lower lane gives way, cheapest recompute first; else the newest of the lowest lane."""
@@ -313,40 +298,44 @@ class LaneQueue:
 
     # Letting in
 
-    def _ticket(self, request: Request, now: float, num_cached: int) -> tuple[LaneLine, Ticket]:
+    def _ticket(
+        self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0
+    ) -> tuple[LaneLine, Ticket]:
         line = self._lanes[Lane(request.lane)]
         self._now_us = max(self._now_us, microseconds(now))
         account = line.account(request.tenant, self._weights.get(request.tenant, 1))
         self._num_let_in += 1
         promise_s = line.policy.ttft_s if isfinite(line.policy.ttft_s) else 0.0
         deadline_us = microseconds(request.arrival_s + promise_s)
-        return line, Ticket(request, account, num_cached, deadline_us, self._num_let_in)
+        return line, Ticket(request, account, num_cached, num_in_use, deadline_us, self._num_let_in)
 
     def _check_bounds(self, line: LaneLine, ticket: Ticket, now: float) -> None:
         policy, account = line.policy, ticket.account
-        self._check_places(line, len(account.tickets), now)
+        self._check_places(line, account, ticket.num_places, now)
         if not line.num_requests:
             return  # one that is larger than the bounds may wait alone
         if (
             account.tickets
-            and account.num_tokens + ticket.num_uncached > self._part(line) * policy.max_tokens
+            and account.num_tokens + ticket.size.num_uncached > self._part(line) * policy.max_tokens
         ):
             raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
         if (
-            line.num_tokens + ticket.num_uncached > policy.max_tokens
+            line.num_tokens + ticket.size.num_uncached > policy.max_tokens
             or line.num_bytes + ticket.num_bytes > policy.max_bytes
         ):
             raise self._full(line, f"{line.num_tokens} prompt tokens", now)
 
-    def _check_places(self, line: LaneLine, num_own: int, now: float) -> None:
+    def _check_places(self, line: LaneLine, account: Account | None, n: int, now: float) -> None:
+        """Refuses a request of `n` choices, each of which is a place; larger ones may wait alone."""
         most = line.policy.max_requests
-        if num_own >= max(1, int(self._part(line) * most)) and num_own < most:
-            raise self._tenant_full(line, f"{num_own} requests", num_own, now)
-        if line.num_requests >= most:
-            raise self._full(line, f"{line.num_requests} requests", now)
+        most_own = max(1, int(self._part(line) * most))
+        if account is not None and account.tickets and account.num_choices + n > most_own < most:
+            raise self._tenant_full(line, f"{account.num_choices} answers", account.num_requests, now)
+        if line.num_requests and line.num_choices + n > most:
+            raise self._full(line, f"{line.num_choices} answers", now)
 
     def _part(self, line: LaneLine) -> float:
-        """What one tenant may fill of the lane: all of it while no other tenant has been seen."""
+        """Returns the part of the lane that one tenant may fill: all of it while no other tenant has been seen."""
         return line.policy.tenant_share if len(line.accounts) > 1 else 1.0
 
     def _tenant_full(self, line: LaneLine, what: str, num_own: int, now: float) -> Refusal:
@@ -363,13 +352,13 @@ class LaneQueue:
         return num_requests / rate if rate > 0 else _RETRY_S[1] if self._tickets else _RETRY_S[0]
 
     def _check_promise(self, line: LaneLine, forecast: Forecast, waited_s: float) -> None:
-        """Refuses a request that would come too late."""
-        seconds = waited_s + forecast.seconds
+        """Refuses a request that would come too late: one in ten that are let in may."""
+        seconds = waited_s + forecast.late_s
         line.is_late = self._promises and seconds > forecast.allowed_s
         if line.is_late:
             raise Refusal(
                 "promise_out_of_reach",
-                f"the first token would take {seconds:.2f} s; "
+                f"the first token could take {seconds:.2f} s; "
                 f"the {line.lane.label} lane promises {forecast.allowed_s:.2f} s",
                 seconds - forecast.allowed_s,
             )
@@ -386,7 +375,7 @@ class LaneQueue:
             line.share.clock = max(line.share.clock, self._lane_floor(line))
         line.entered_s = now
         account.num_open += 1
-        account.arrivals.add(ticket.num_uncached, now)
+        account.arrivals.add(ticket.size.work(self.admission.model.attended_each), now)
         line.add(ticket)
         self._tickets[ticket.request.request_id] = ticket
 
@@ -424,7 +413,7 @@ class LaneQueue:
         contenders = [line for line in self._lanes.values() if line.num_requests or line.lane == above]
         if not contenders:
             return []
-        first = min(contenders, key=_lane_turn)
+        first = min(contenders, key=lambda line: (line.turn, line.lane))
         if above is not None and first.lane >= above:
             return []
         return [first, *(line for line in contenders if line.lane < first.lane)]
@@ -458,32 +447,26 @@ class LaneQueue:
         ticket.account.served_us = self._now_us
         ticket.stage = Stage.PREFILLING
         ticket.num_charged = ticket.num_prompt
-        line.num_prefill_left += ticket.num_prefill_left
-        self._aged_tokens = min(_AGED_MOST_TOKENS, self._aged_tokens + ticket.num_uncached // AGED_PART)
-        _bill(ticket.account, COST_PREFILL * ticket.num_charged)
+        line.note_left(ticket, 1)
+        self._aged_tokens = min(_AGED_MOST_TOKENS, self._aged_tokens + ticket.size.num_uncached // AGED_PART)
+        _bill(ticket.account, prompt_cost(0, ticket.num_charged))
         return ticket.request
 
     def _note_prefill(self, ticket: Ticket, num_prompt: int, num_output: int, now: float) -> None:
         line = ticket.account.lane
-        line.num_prefill_left -= ticket.num_prefill_left
+        line.note_left(ticket, -1)
         ticket.num_computed += num_prompt
         if num_output:
             ticket.stage = Stage.DECODING
             num_hits = max(0, ticket.num_charged - ticket.num_computed)
-            _bill(ticket.account, (COST_HIT - COST_PREFILL) * num_hits)
+            _bill(ticket.account, COST_HIT * num_hits - prompt_cost(0, num_hits))
             self.admission.note_first_token(ticket, now)
-        else:
-            line.num_prefill_left += ticket.num_prefill_left
+        line.note_left(ticket, 1)
 
 
 def _bill(account: Account, cost: int) -> None:
     account.share.charge(cost)
     account.lane.share.charge(cost)
-
-
-def _lane_turn(line: LaneLine) -> tuple[int, int]:
-    lead = (len(Lane) - 1 - line.lane) * virtual(COST_PREFILL * LEAD_TOKENS)
-    return line.share.clock - lead, line.lane
 
 
 def _tenant_turn(account: Account) -> tuple[float, int, tuple[int, int]]:

@@ -1,29 +1,34 @@
-"""Rates of events that fade: half of what was seen five seconds ago counts."""
+"""Rates of events that fade: half of what was seen as long ago as a half-life counts."""
 
 from __future__ import annotations
 
 from math import exp2, log
 
 HALF_LIFE_S = 5.0
+_LONG_S = 40.0
 
 
 class Rate:
     """Amounts per second, weighted towards the present."""
 
-    __slots__ = ("_amount", "_at_s")
+    __slots__ = ("_amounts", "_at_s")
 
     def __init__(self) -> None:
-        self._amount = 0.0
+        self._amounts = 0.0, 0.0
         self._at_s = 0.0
 
     def add(self, amount: float, now: float) -> None:
-        self._amount = self._faded(now) + amount
-        self._at_s = now
+        short, long = self._faded(now)
+        self._amounts, self._at_s = (short + amount, long + amount), now
 
-    def per_second(self, now: float) -> float:
-        return self._faded(now) * log(2) / HALF_LIFE_S
+    def per_second(self, now: float, ahead_s: float = 0.0) -> float:
+        """Returns the rate of late; who looks far ahead looks back as far."""
+        short, long = (
+            amount * log(2) / s for amount, s in zip(self._faded(now), (HALF_LIFE_S, _LONG_S), strict=True)
+        )
+        return short + (long - short) * min(1.0, ahead_s / _LONG_S)
 
-    def _faded(self, now: float) -> float:
-        if not self._amount:
-            return 0.0
-        return self._amount * exp2(-max(0.0, now - self._at_s) / HALF_LIFE_S)
+    def _faded(self, now: float) -> tuple[float, float]:
+        ago_s = max(0.0, now - self._at_s)
+        short, long = self._amounts
+        return short * exp2(-ago_s / HALF_LIFE_S), long * exp2(-ago_s / _LONG_S)

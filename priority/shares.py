@@ -1,24 +1,27 @@
 """Fair shares by virtual time: whoever has had least, for its weight, goes next.
 
 The virtual token counter of Sheng et al. (OSDI 2024), used twice: between lanes, and between the tenants of a lane. All
-integers: costs are sixteenths of a prompt token, clocks are costs divided by weights.
+integers: costs are sixteenths of a prompt token, clocks are costs divided by weights. A token costs more the more
+tokens it attends to, in the proportions of a large model on a GPU; those of a small one on a CPU are similar.
 """
 
 from __future__ import annotations
 
 COST_PREFILL = 16
-"""Of a prompt token that is computed."""
+"""The cost of a prompt token that is computed, before what it attends to."""
 COST_HIT = 1
-"""Of a prompt token that is found in the prefix cache: sharing pays, but the memory is not free."""
+"""The cost of a prompt token that is found in the prefix cache: sharing pays, but the memory is not free."""
 COST_OUTPUT = 32
-"""Of an output token."""
+"""The cost of an output token, before what it attends to."""
+_ATTENDED_BY_PROMPT, _ATTENDED_BY_OUTPUT = 1024, 64
+"""Attending to so many tokens costs one more: a prompt's tokens are computed together and read each KV once."""
 DEBT_HALF_LIFE_US = 60_000_000
 
 _PRECISION = 1 << 12
 
 
 class Share:
-    """The account of one contender: a lane, or a tenant within a lane."""
+    """The costs of one contender: a lane, or a tenant within a lane."""
 
     __slots__ = ("charged", "clock", "idle_since_us", "weight")
 
@@ -26,16 +29,16 @@ class Share:
         self.weight = weight
         self.clock = 0
         self.charged = 0
-        """The sum of all costs, refunds taken off."""
+        """The sum of all its costs, less refunds."""
         self.idle_since_us = 0
 
     def charge(self, cost: int) -> None:
-        """A negative cost is a refund."""
+        """Adds a cost; a negative one is a refund."""
         self.charged += cost
         self.clock += cost * _PRECISION // self.weight
 
     def join(self, floor: int, now_us: int) -> None:
-        """Comes back from idling, to contenders whose least clock is `floor`.
+        """Puts one that comes back from idling among contenders whose least clock is `floor`.
 
         Credit is never hoarded: nobody comes back behind the others. Debt halves with every minute of idling.
         """
@@ -46,6 +49,24 @@ class Share:
             self.clock = floor
 
 
+def prompt_cost(start: int, end: int) -> int:
+    """Returns the cost of computing the prompt tokens `[start, end)`; costs of parts add up to that of the whole."""
+    attended = end * end // (2 * _ATTENDED_BY_PROMPT) - start * start // (2 * _ATTENDED_BY_PROMPT)
+    return COST_PREFILL * (end - start) + attended
+
+
+def output_cost(start: int, end: int) -> int:
+    """Returns the cost of the tokens `[start, end)` of a sequence, which are output; costs of parts add up."""
+    attended = end * end // (2 * _ATTENDED_BY_OUTPUT) - start * start // (2 * _ATTENDED_BY_OUTPUT)
+    return COST_OUTPUT * (end - start) + attended
+
+
+def cost_of(num_prompt: int, num_cached: int, num_output: int, n: int = 1) -> int:
+    """Returns the cost of a whole request whose `n` choices had so many output tokens each."""
+    prompt = COST_HIT * num_cached + prompt_cost(num_cached, num_prompt)
+    return prompt + n * output_cost(num_prompt, num_prompt + num_output)
+
+
 def virtual(cost: int) -> int:
-    """The distance that a cost moves a clock of weight 1."""
+    """Returns the distance that a cost moves a clock of weight 1."""
     return cost * _PRECISION

@@ -1,9 +1,10 @@
 """How long a step takes: a linear model, fitted to the steps that were measured.
 
-    seconds = alpha + beta * prefill tokens + gamma * decodes and drafts + delta * context tokens
+    seconds = alpha + beta * prefill tokens + gamma * decodes and drafts + delta * context tokens + epsilon * attended
 
-Context tokens are those whose KV is read, over all sequences of the step. This one model serves everybody who asks what
-a step takes: the budget of a step, the forecast of a first token, the choice of drafts, and the simulator.
+Context tokens are those whose KV is read, over all sequences of the step; attended are the pairs of a prefill token and
+a token that it attends to, which long prompts have many of. This one model serves everybody who asks what a step takes:
+the budget of a step, the forecast of a first token, the choice of drafts, and the simulator.
 
 Least squares over an exponentially fading past. What the recent past says nothing about (no prefill for a while, say)
 keeps its last estimate: the fit is a ridge around it. No coefficient is ever negative.
@@ -15,9 +16,10 @@ alike: a factor on the whole fit follows the last ten.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf, sqrt
 
-_SCALES = (1.0, 64.0, 8.0, 4096.0)
-"""What counts as one unit of each feature, so that the ridge weighs them alike."""
+_SCALES = (1.0, 64.0, 8.0, 4096.0, 64.0 * 4096.0)
+"""The amount of each feature that counts as one unit, so that the ridge weighs them alike."""
 _FADING = 0.995
 _RIDGE = 0.3
 _FOLLOWING = 0.1
@@ -25,54 +27,74 @@ _DISTURBANCE = 1.5
 """No single step counts as slower, or faster, than this times the fit."""
 _REFIT_STEPS = 8
 _ENOUGH_STEPS = 20
-NAMES = ("alpha_s", "beta_s", "gamma_s", "delta_s")
+NAMES = ("alpha_s", "beta_s", "gamma_s", "delta_s", "epsilon_s")
+_ALL = range(len(NAMES))
 
 
 class StepTimeModel:
-    """Predicts and learns. Deterministic: the same steps give the same model."""
+    """Predicts what steps take, and learns from them: the same steps give the same model."""
 
     def __init__(self, coefficients: Mapping[str, float] | None = None, *, learns: bool = True) -> None:
-        """`coefficients` as `as_dict` gives them: known from the start, and kept if `learns` is False."""
-        self.coefficients = [float(coefficients[name]) if coefficients else 0.0 for name in NAMES]
-        """Of the machine as it is now: the fit times `slowdown`."""
+        """`coefficients`, as `as_dict` gives them, are known from the start, and stay if `learns` is False."""
+        self.coefficients = [float(coefficients.get(name, 0.0)) if coefficients else 0.0 for name in NAMES]
+        """The coefficients of the machine as it is now: the fit times `slowdown`."""
         self.slowdown = 1.0
         self._fit = list(self.coefficients)
         self.num_steps = _ENOUGH_STEPS if coefficients else 0
         self._learns = learns
-        self._gram = [[0.0] * 4 for _ in range(4)]
-        self._moment = [0.0] * 4
+        self._gram = [[0.0] * len(NAMES) for _ in _ALL]
+        self._moment = [0.0] * len(NAMES)
 
     @property
     def is_known(self) -> bool:
-        """Enough was measured to rely on it."""
+        """Whether enough was measured to rely on it."""
         return self.num_steps >= _ENOUGH_STEPS and sum(self.coefficients) > 0.0
+
+    @property
+    def attended_each(self) -> float:
+        """The prompt tokens that take as long as attending to one token more does."""
+        _, beta, _, _, epsilon = self.coefficients
+        return epsilon / beta if beta > 0 else 0.0
 
     def as_dict(self) -> dict[str, float]:
         return dict(zip(NAMES, self.coefficients, strict=True))
 
-    def seconds(self, num_prefill: float, num_decode: float, num_context: float) -> float:
-        return _seconds(self.coefficients, num_prefill, num_decode, num_context)
+    def seconds(
+        self, num_prefill: float, num_decode: float, num_context: float, num_attended: float = 0.0
+    ) -> float:
+        return _seconds(self.coefficients, (1.0, num_prefill, num_decode, num_context, num_attended))
 
-    def prefill_within(self, seconds: float, num_decode: int, num_context: int) -> float:
-        """Prefill tokens that a step of at most `seconds` has room for; can be negative, or infinite."""
-        beta = self.coefficients[1]
-        left = seconds - self.seconds(0, num_decode, num_context)
-        return left / beta if beta > 0 else float("inf")
+    def prefill_within(
+        self, seconds: float, num_decode: float, num_context: float, num_before: float = 0.0
+    ) -> float:
+        """Returns the prefill tokens that a step of at most `seconds` has room for; can be negative, or infinite.
 
-    def observe(self, num_prefill: int, num_decode: int, num_context: int, seconds: float) -> None:
+        Args:
+            num_before: tokens of the prompt that come before them.
+        """
+        _, beta, _, _, epsilon = self.coefficients
+        left_s, each_s = seconds - self.seconds(0, num_decode, num_context), beta + epsilon * num_before
+        if each_s <= 0 or left_s == inf:
+            return inf
+        # The x that solves each_s * x + epsilon * x^2 / 2 = left_s.
+        return 2 * left_s / (each_s + sqrt(each_s**2 + 2 * epsilon * max(0.0, left_s)))
+
+    def observe(
+        self, num_prefill: int, num_decode: int, num_context: int, seconds: float, num_attended: int = 0
+    ) -> None:
         if not self._learns:
             return
+        amounts = (1.0, num_prefill, num_decode, num_context, num_attended)
         if self.is_known:
-            expected_s = _seconds(self._fit, num_prefill, num_decode, num_context)
-            ratio = seconds / max(expected_s, 1e-9)
+            ratio = seconds / max(_seconds(self._fit, amounts), 1e-9)
             self.slowdown += _FOLLOWING * (min(max(ratio, 1 / _DISTURBANCE), _DISTURBANCE) - self.slowdown)
-        row = (1.0, num_prefill / _SCALES[1], num_decode / _SCALES[2], num_context / _SCALES[3])
+        row = [amount / scale for amount, scale in zip(amounts, _SCALES, strict=True)]
         # Relative errors: a long step says no more than a short one, and one that was disturbed says little.
         weight = 1.0 / max(seconds, 1e-6) ** 2
-        for i in range(4):
+        for i in _ALL:
             self._moment[i] = _FADING * self._moment[i] + weight * row[i] * seconds
             gram = self._gram[i]
-            for j in range(4):
+            for j in _ALL:
                 gram[j] = _FADING * gram[j] + weight * row[i] * row[j]
         self.num_steps += 1
         if self.num_steps % _REFIT_STEPS == 0 or self.num_steps == _ENOUGH_STEPS:
@@ -82,27 +104,24 @@ class StepTimeModel:
     def _refit(self) -> None:
         centre = [c * scale for c, scale in zip(self._fit, _SCALES, strict=True)]
         ridge = _RIDGE * self._gram[0][0] / 100.0
-        free = [0, 1, 2, 3]
+        free = list(_ALL)
         while free:
             matrix = [[self._gram[i][j] + (ridge if i == j else 0.0) for j in free] for i in free]
             solution = _solve(matrix, [self._moment[i] + ridge * centre[i] for i in free])
             negative = [i for i, value in zip(free, solution, strict=True) if value < 0]
             if not negative:
                 found = dict(zip(free, solution, strict=True))
-                self._fit = [found.get(i, 0.0) / _SCALES[i] for i in range(4)]
+                self._fit = [found.get(i, 0.0) / _SCALES[i] for i in _ALL]
                 return
             free = [i for i in free if i not in negative]
 
 
-def _seconds(
-    coefficients: Sequence[float], num_prefill: float, num_decode: float, num_context: float
-) -> float:
-    alpha, beta, gamma, delta = coefficients
-    return alpha + beta * num_prefill + gamma * num_decode + delta * num_context
+def _seconds(coefficients: Sequence[float], amounts: Sequence[float]) -> float:
+    return sum([each * amount for each, amount in zip(coefficients, amounts, strict=True)])
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination of a positive definite system; both arguments are used up."""
+    """Solves a positive definite system by Gaussian elimination, which uses up both arguments."""
     size = len(right)
     for i in range(size):
         for k in range(i + 1, size):

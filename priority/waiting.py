@@ -6,14 +6,23 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import Enum
 from math import inf
+from typing import NamedTuple
 
 from engine.planning.request import Request
+from engine.planning.step import num_attended
 from priority.lanes import Lane, LanePolicy
+from priority.lengths import Lengths
 from priority.rates import Rate
+from priority.ratios import LATE, Ratios
+from priority.room import Need
 from priority.routing.state import LaneWork, with_largest
-from priority.shares import Share
+from priority.shares import COST_PREFILL, Share, virtual
 
+LEAD_TOKENS = 4_096
+"""Prompt tokens that a lane may be ahead of the next less urgent one and still go first, at weight 1."""
 _LIVELY_S = 300.0
+_UNKNOWN_LENGTH = 256
+"""The tokens that are expected of an answer while too little is known, if its limit allows them."""
 _BYTES_PER_TOKEN = 36
 """A slot of a tuple, and an integer object."""
 
@@ -22,6 +31,33 @@ class Stage(Enum):
     WAITING = 1
     PREFILLING = 2
     DECODING = 3
+
+
+class Size(NamedTuple):
+    """What a request asks of the machine until its first token."""
+
+    num_uncached: int
+    """Prompt tokens to compute."""
+    num_attended: int
+    """Pairs of such a token and a token that it attends to."""
+    num_kv: int
+    """Tokens of KV that no running sequence holds yet."""
+    num_seats: int = 1
+
+    def work(self, attended_each: float) -> float:
+        """Returns the prompt tokens to compute, those included that attending to others takes as long as."""
+        return self.num_uncached + attended_each * self.num_attended
+
+    @staticmethod
+    def of(num_prompt: int, num_cached: int = 0, num_in_use: int = 0, num_seats: int = 1) -> Size:
+        """Returns the size of a prompt of which so much is cached, and so much of that is in use."""
+        num_uncached = max(1, num_prompt - num_cached)
+        return Size(
+            num_uncached,
+            num_attended(num_prompt - num_uncached, num_prompt),
+            max(1, num_prompt - num_in_use),
+            num_seats,
+        )
 
 
 class Ticket:
@@ -38,23 +74,37 @@ class Ticket:
         "num_cached",
         "num_charged",
         "num_computed",
-        "num_uncached",
+        "num_growth",
+        "num_places",
+        "num_prompt",
         "request",
+        "size",
         "stage",
     )
 
     def __init__(
-        self, request: Request, account: Account, num_cached: int, deadline_us: int, order: int
+        self,
+        request: Request,
+        account: Account,
+        num_cached: int,
+        num_in_use: int,
+        deadline_us: int,
+        order: int,
     ) -> None:
+        num_prompt = request.num_prompt_tokens
         self.request = request
         self.account = account
         self.arrival_us = microseconds(request.arrival_s)
         self.deadline_us = deadline_us
         self.num_cached = num_cached
         """Prompt tokens that were in the prefix cache when it was let in."""
-        num_prompt = request.num_prompt_tokens
-        self.num_uncached = max(1, num_prompt - num_cached)
-        """What it counts as, in prompt tokens."""
+        self.num_prompt = num_prompt
+        self.size = Size.of(num_prompt, num_cached, num_in_use, request.n if request.beams is not None else 1)
+        self.num_places = 1 if request.branches else request.n
+        """Answers that are streams of their own; branches have no output."""
+        most = 0 if request.branches else self.num_places
+        self.num_growth = int(most * account.left(0, max(1, request.sampling.max_tokens)))
+        """Tokens of KV that its answers are expected to take."""
         self.num_bytes = _BYTES_PER_TOKEN * num_prompt
         self.key = (deadline_us, order)
         self.stage = Stage.WAITING
@@ -63,26 +113,57 @@ class Ticket:
         self.num_computed = 0
         self.choices_left = request.n
         self.forecast_s: float | None = None
+        """The forecast that it was let in with, before what is learnt from forecasts."""
 
-    @property
-    def num_prompt(self) -> int:
-        return self.num_uncached + self.num_cached
+    def need(self, attended_each: float, spare: float) -> Need:
+        """Returns what it needs of the machine, with half of what its answers take: they grow."""
+        size = self.size
+        return Need(size.work(attended_each), size.num_kv + self.num_growth / 2, self.num_places, spare)
 
     @property
     def num_prefill_left(self) -> int:
-        return max(0, self.num_uncached - self.num_computed) if self.stage is Stage.PREFILLING else 0
+        return max(0, self.size.num_uncached - self.num_computed) if self.stage is Stage.PREFILLING else 0
+
+    @property
+    def num_attended_left(self) -> int:
+        return num_attended(self.num_prompt - self.num_prefill_left, self.num_prompt)
 
 
-class Account:
+class Backlog:
+    """The sums over the waiting requests of a tenant or a lane."""
+
+    __slots__ = ("num_attended", "num_choices", "num_kv", "num_requests", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_choices = 0
+        self.num_tokens = 0
+        """Uncached prompt tokens."""
+        self.num_attended = 0
+        self.num_kv = 0
+
+    def count(self, ticket: Ticket, sign: int) -> None:
+        size = ticket.size
+        self.num_requests += sign
+        self.num_choices += sign * ticket.num_places
+        self.num_tokens += sign * size.num_uncached
+        self.num_attended += sign * size.num_attended
+        self.num_kv += sign * size.num_kv
+
+    def work(self, attended_each: float) -> float:
+        """Prompt tokens to compute, those included that attending to others takes as long as."""
+        return self.num_tokens + attended_each * self.num_attended
+
+
+class Account(Backlog):
     """A tenant in a lane: its waiting requests, earliest deadline first, and its share."""
 
     __slots__ = (
         "arrivals",
-        "factor",
         "lane",
-        "num_learnt",
+        "lengths",
         "num_open",
-        "num_tokens",
+        "ratios",
         "served_us",
         "share",
         "tenant",
@@ -90,71 +171,99 @@ class Account:
     )
 
     def __init__(self, tenant: str, weight: int, lane: LaneLine) -> None:
+        super().__init__()
         self.tenant = tenant
         self.lane = lane
         self.share = Share(weight)
         self.tickets: list[tuple[tuple[int, int], Ticket]] = []
-        self.num_tokens = 0
-        """Uncached prompt tokens that wait."""
         self.num_open = 0
         """Requests that wait or run."""
-        self.factor = lane.factor
-        """What its forecasts should be multiplied by; `Admission` learns it."""
-        self.num_learnt = 0
-        """Forecasts that it was learnt from."""
+        self.ratios = Ratios()
+        self.lengths = Lengths()
         self.served_us = 0
         """When a request of it was last dispatched."""
         self.arrivals = Rate()
-        """Uncached prompt tokens let in per second."""
+        """Work that was let in per second, in prompt tokens."""
 
     @property
     def head(self) -> Ticket:
         return self.tickets[0][1]
 
+    def first(self, due: float, attended_each: float) -> Iterator[Ticket]:
+        """The waiting requests that are no more work than is due, in order."""
+        for _, ticket in self.tickets:
+            due -= ticket.size.work(attended_each)
+            if due < 0:
+                return
+            yield ticket
 
-class LaneLine:
+    def left(self, num_output: int, limit: int) -> float:
+        """Returns how many tokens more are expected of an answer that has so many."""
+        for lengths in (self.lengths, self.lane.lengths):
+            if (left := lengths.left(num_output, limit)) is not None:
+                return left
+        return min(limit - num_output, max(_UNKNOWN_LENGTH - num_output, num_output / 2))
+
+
+class LaneLine(Backlog):
     """A lane: the accounts that have something waiting, and what it adds up to."""
 
     def __init__(self, lane: Lane, policy: LanePolicy) -> None:
+        super().__init__()
         self.lane = lane
         self.policy = policy
         self.share = Share(policy.weight)
         self.accounts: dict[str, Account] = {}
         self.active: dict[str, Account] = {}
-        """Those of the accounts that have something waiting."""
-        self.num_requests = 0
-        self.num_tokens = 0
+        """The accounts that have something waiting."""
         self.num_bytes = 0
         self.num_prefill_left = 0
         """Prompt tokens that running requests of the lane still have to compute."""
+        self.num_attended_left = 0
         self.num_running = 0
         self.entered_s = -inf
         """When a request last came."""
         self.is_late = False
-        """The one that was looked at last was refused, for its first token would have come too late."""
-        self.factor = 1.0
-        """Where the factors of new tenants start."""
+        """Whether the request that was looked at last was refused because it would have come too late."""
+        self.ratios = Ratios()
+        self.lengths = Lengths()
         self.last_clock = 0
         """The clock of the tenant that was served last: where others start if nobody waits."""
 
     @property
+    def turn(self) -> int:
+        """The lane of which this is least goes next: the clock, less the lead that an urgent lane may have."""
+        return self.share.clock - (len(Lane) - 1 - self.lane) * virtual(COST_PREFILL * LEAD_TOKENS)
+
+    @property
     def floor(self) -> int:
-        """The least clock of those who wait."""
+        """The least clock of the tenants that have something waiting."""
         return min((a.share.clock for a in self.active.values()), default=self.last_clock)
 
     def is_lively(self, now: float) -> bool:
-        """Requests came lately, and more are to be expected."""
+        """Whether requests came lately, so that more are to be expected."""
         return now - self.entered_s < _LIVELY_S
 
-    def work(self, now: float) -> LaneWork:
-        """What a router has to know of it."""
+    def work_left(self, attended_each: float) -> float:
+        """Returns the work that running requests still have with their prompts, in prompt tokens."""
+        return self.num_prefill_left + attended_each * self.num_attended_left
+
+    def note_left(self, ticket: Ticket, sign: int) -> None:
+        """Adds what a running request still has to compute of its prompt to the sums, or takes it out."""
+        if ticket.stage is Stage.PREFILLING:
+            self.num_prefill_left += sign * ticket.num_prefill_left
+            self.num_attended_left += sign * ticket.num_attended_left
+
+    def told(self, now: float, attended_each: float) -> LaneWork:
+        """Returns what a router has to know of it."""
+        queued = {tenant: int(account.work(attended_each)) for tenant, account in self.active.items()}
         return LaneWork(
-            queued=with_largest({tenant: account.num_tokens for tenant, account in self.active.items()}),
+            queued=with_largest(queued),
             num_waiting=self.num_requests,
             num_running=self.num_running,
-            num_prefill_left=self.num_prefill_left,
+            num_prefill_left=int(self.work_left(attended_each)),
             is_lively=self.is_lively(now),
-            factor=self.factor,
+            factor=self.ratios.quantile(LATE),
         )
 
     def account(self, tenant: str, weight: int) -> Account:
@@ -167,25 +276,33 @@ class LaneLine:
         account = ticket.account
         insort(account.tickets, (ticket.key, ticket))
         self.active[account.tenant] = account
-        self._count(ticket, 1)
+        account.count(ticket, 1)
+        self.count(ticket, 1)
 
     def remove(self, ticket: Ticket) -> None:
         account = ticket.account
         del account.tickets[bisect_left(account.tickets, (ticket.key,))]
         if not account.tickets:
             del self.active[account.tenant]
-        self._count(ticket, -1)
+        account.count(ticket, -1)
+        self.count(ticket, -1)
+
+    def first(self, due: float, attended_each: float) -> Iterator[Ticket]:
+        """The waiting requests, the earliest deadline first, until they are more work than is due."""
+        for ticket in sorted(self.waiting(), key=lambda ticket: ticket.key):
+            if due <= 0:
+                return
+            yield ticket
+            due -= ticket.size.work(attended_each)
 
     def waiting(self) -> Iterator[Ticket]:
         for account in self.active.values():
             for _, ticket in account.tickets:
                 yield ticket
 
-    def _count(self, ticket: Ticket, sign: int) -> None:
-        self.num_requests += sign
-        self.num_tokens += sign * ticket.num_uncached
+    def count(self, ticket: Ticket, sign: int) -> None:
+        super().count(ticket, sign)
         self.num_bytes += sign * ticket.num_bytes
-        ticket.account.num_tokens += sign * ticket.num_uncached
 
 
 def microseconds(seconds: float) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Mapping, Sequence
+from math import log
 from random import Random
 from statistics import median
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.bench.checkpoint import NUM_BYTES
 from app.bench.client import Job, ask
 from app.bench.job import Run
 from app.bench.reader import Answer
@@ -25,6 +27,8 @@ from priority.steptime import NAMES
 _BLOCK_SIZE = 16
 _MAX_BATCH_TOKENS = 512
 """The default of a server on a CPU."""
+_LOG_OF_OTHERS = 9.82
+"""The logarithm of the sum over what all but the end token weigh in the choice of a random model's token."""
 _NUM_ALONE, _APART_S, _SHORT_PROMPT = 20, 0.1, 64
 
 
@@ -49,8 +53,8 @@ def compare(
             Arrival(a.at_s, a.num_prompt, a.num_output, a.lane, hash_ids=a.hash_ids) for a in arrivals
         ]
     alone = [Arrival(_APART_S * i, _SHORT_PROMPT, 1, tenant=arrivals[0].tenant) for i in range(_NUM_ALONE)]
-    answers_alone = _send(server, run, alone, token_ids, keys or {}, seed=1)
-    answers = _send(server, run, arrivals, token_ids, keys or {})
+    answers_alone = send(server, run, alone, token_ids, keys or {}, seed=1)
+    answers = send(server, run, arrivals, token_ids, keys or {})
     served = [
         served_of(arrival, answer, arrival.at_s) for arrival, answer in zip(arrivals, answers, strict=True)
     ]
@@ -140,7 +144,16 @@ def figures_of(summary: Summary) -> tuple[float | None, float | None, float, flo
     return p50_ms, p90_ms, summary.output_tokens_per_s, summary.total.attainment
 
 
-def _send(
+def body_of(arrival: Arrival, prompt: list[int]) -> dict[str, object]:
+    """The request of an arrival; one that allows itself more than it gets samples until it happens to end."""
+    body = completion("bench", prompt, arrival.max_tokens or arrival.num_output, tier_of(arrival.lane))
+    if arrival.max_tokens:
+        bias = _LOG_OF_OTHERS - log(arrival.num_output)
+        body |= {"temperature": 1, "ignore_eos": False, "logit_bias": {str(NUM_BYTES + 1): bias}}
+    return body | ({"n": arrival.n} if arrival.n > 1 else {})
+
+
+def send(
     server: ServerProcess,
     run: Run,
     arrivals: Sequence[Arrival],
@@ -151,7 +164,7 @@ def _send(
     """The answers, in the order of the trace."""
     first_s = arrivals[0].at_s
     bodies = [
-        [completion("bench", prompt, arrival.num_output, tier_of(arrival.lane))]
+        [body_of(arrival, prompt)]
         for arrival, prompt in zip(arrivals, prompts(arrivals, token_ids, seed), strict=True)
     ]
     job = Job(

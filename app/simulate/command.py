@@ -37,7 +37,13 @@ _MODES = {
     "replicas": ({"router", "push_ms", "transfer_gbps", "prefill_replicas"}, {"policies", "capacity"}),
 }
 """The arguments that go only with a mode, and those that do not go with it."""
-_COST_HELP = ("a step", "a prompt token", "a decoded token", "a token of KV that is read")
+_COST_HELP = (
+    "a step",
+    "a prompt token",
+    "a decoded token",
+    "a token of KV that is read",
+    "a token that a prompt token attends to",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,12 +16,20 @@ from priority.simulator.run import Machine
 from priority.simulator.trace import SCENARIOS, Arrival, Demand, TraceError, read_trace
 from priority.steptime import NAMES
 
-GPU_COST: Mapping[str, float] = {"alpha_s": 0.007, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9}
-"""A large model on a large GPU: seconds per step, prompt token, decoded token, and token of KV that is read."""
+GPU_COST: Mapping[str, float] = {
+    "alpha_s": 0.007,
+    "beta_s": 28e-6,
+    "gamma_s": 20e-6,
+    "delta_s": 40e-9,
+    "epsilon_s": 1e-9,
+}
+"""A large model on a large GPU: seconds per step, prompt token, decoded token, token of KV that is read, and pair of a
+prompt token and a token that it attends to."""
 DEFAULTS: Mapping[str, str | float] = {
     "scenario": "mixed", "kind": "conversation", "rate": 12.0, "duration": 120.0, "scale": 1.0, "seed": 0,
 }  # fmt: skip
 _SIZES = tuple(field.name for field in fields(Machine) if field.name != "coefficients")
+_OPTIONAL = {"epsilon_s": 0.0}
 _ENOUGH_TIMES = 1.25
 """A trace of N requests is generated this much longer, and again, until it has them."""
 
@@ -67,7 +75,7 @@ def read_machine(options: argparse.Namespace) -> Machine:
     coefficients = {name: given[name] for name in NAMES}
     if not any(coefficients.values()):
         raise OperatorError(
-            "steps that take no time cannot be simulated: one of alpha to delta must be above 0"
+            "steps that take no time cannot be simulated: one of alpha to epsilon must be above 0"
         )
     return Machine(coefficients=coefficients, **{name: int(given[name]) for name in _SIZES if name in given})
 
@@ -167,7 +175,7 @@ def _read_cost(path: Path) -> dict[str, float]:
         near = difflib.get_close_matches(name, (*NAMES, *_SIZES), n=1, cutoff=0.8)
         if near and name not in near:
             raise OperatorError(f"--cost {path}: there is no {name}; did you mean {near[0]}?")
-    cost = {name: _coefficient(path, name, given.get(name)) for name in NAMES}
+    cost = {name: _coefficient(path, name, given.get(name, _OPTIONAL.get(name))) for name in NAMES}
     return cost | {name: _size(path, name, given[name]) for name in _SIZES if name in given}
 
 

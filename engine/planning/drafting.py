@@ -276,9 +276,10 @@ class Drafting:
 
     def _price(self, plan: Plan) -> None:
         """Finds what the planned step takes without drafts, and what each of them adds."""
-        num_prefill, num_context, num_plain = plan.num_prefill, plan.num_context, plan.num_tokens
+        num_prefill, num_plain = plan.num_prefill, plan.num_tokens
+        rest = plan.num_context, plan.num_attended
         plain_s, longer_s = (
-            self._step_seconds(num_prefill, num_plain - num_prefill + num, num_context) for num in (0, 1)
+            self._step_seconds(num_prefill, num_plain - num_prefill + num, *rest) for num in (0, 1)
         )
         least_s, draft_s = max(plain_s, 1e-9), longer_s - plain_s
         self._seconds = lambda num_tokens: least_s + (num_tokens - num_plain) * draft_s
@@ -387,7 +388,7 @@ class Drafting:
 
         The host's work for all passes takes about as long as one more.
         """
-        each_s, late_s = (self._step_seconds(late, num, 0) for late in (0, num_late))
+        each_s, late_s = (self._step_seconds(late, num, 0, 0) for late in (0, num_late))
         return length * each_s + late_s
 
     def _learn_costs(self, chunks: list[Chunk], seconds: float) -> None:

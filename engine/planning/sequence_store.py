@@ -37,8 +37,8 @@ class SequenceStore:
         deferred ones, which wait for a prefix that another sequence computes."""
         self.searches: list[Beams] = []
         """The searches over beams that have begun and not ended."""
-        self._ended: list[Request] = []
-        """One entry for each choice that ended and that the queue was not told of."""
+        self._ended: list[tuple[Request, Sequence | None]] = []
+        """The choices that ended and that the queue was not told of."""
         self._departed: list[Sequence] = []
 
     @property
@@ -49,6 +49,11 @@ class SequenceStore:
     def num_seats_taken(self) -> int:
         """The seats of the running sequences, and those that are kept for beams which are still to fork."""
         return len(self.running) + sum(beams.num_seats_kept for beams in self.searches)
+
+    @property
+    def preempted(self) -> list[tuple[int, int]]:
+        """Lane and known tokens of each sequence that gave way and waits to go on."""
+        return [(s.request.lane, len(s.token_ids)) for s in self.waiting if s.num_preemptions]
 
     def take_departed(self) -> list[Sequence]:
         """Returns the sequences that ended or were preempted since the last call, each once for every time it was.
@@ -147,7 +152,7 @@ class SequenceStore:
         output.timings = sequence.timings
         output.timings.note_end(sequence.num_output_tokens, now)
         self._remove(sequence)
-        self._ended.append(sequence.request)
+        self._ended.append((sequence.request, sequence))
         return output
 
     def _finish_unbegun(
@@ -156,14 +161,14 @@ class SequenceStore:
         """Ends a choice that there is no sequence of."""
         timings = Timings(arrival_s=request.arrival_s, num_prompt_tokens=len(request.prompt_token_ids))
         timings.note_end(0, now)
-        self._ended.append(request)
+        self._ended.append((request, None))
         return Output(request.request_id, index, finish_reason=reason, error=error, timings=timings)
 
     def _settle(self, now: float) -> None:
         """Tells the queue which choices ended; by then it has been charged for what they did."""
         ended, self._ended = self._ended, []
-        for request in ended:
-            self.queue.settle(request, now)
+        for request, sequence in ended:
+            self.queue.settle(request, now, sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         self._release(sequence)

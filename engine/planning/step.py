@@ -10,6 +10,12 @@ from typing import Protocol
 from engine.planning.prefix_events import PrefixEvent
 from engine.planning.request import NO_LIMIT, DraftCount, Output, Pooling, Request, Sequence, TokenLogprobs
 
+
+def num_attended(start: int, end: int) -> int:
+    """The pairs of a token of `[start, end)` and a token that it attends to: itself and all before it."""
+    return (end * (end + 1) - start * (start + 1)) // 2
+
+
 OPEN = -1
 """A draft that the draft model is yet to make."""
 
@@ -113,6 +119,15 @@ class Plan:
         """Tokens of chunks that begin within a prompt."""
         return sum(
             chunk.num_tokens - len(chunk.drafts)
+            for chunk in self.chunks
+            if chunk.start < chunk.sequence.num_prompt_tokens
+        )
+
+    @property
+    def num_attended(self) -> int:
+        """Pairs of a token of such a chunk and a token that it attends to, itself included."""
+        return sum(
+            num_attended(chunk.start, chunk.start + chunk.num_tokens)
             for chunk in self.chunks
             if chunk.start < chunk.sequence.num_prompt_tokens
         )
@@ -269,6 +284,8 @@ class StepLoad:
     """Drafts that were right, each of which brought a token more."""
     num_context_tokens: int
     """Tokens whose KV the step read, over all its sequences."""
+    num_attended: int = 0
+    """Pairs of a prompt token that it computed and a token that this one attends to."""
     duration_s: float
     """The time that the step took, without the time that went into making its drafts."""
     num_running: int
@@ -276,11 +293,15 @@ class StepLoad:
     max_batch_tokens: int
     num_free_tokens: int
     """Tokens that there is room for in the KV pool, evictable blocks included."""
+    num_kv_tokens: int = 0
+    """Tokens that there is room for in all of the KV pool."""
+    preempted: ListLike[tuple[int, int]] = ()
+    """Lane and known tokens of each sequence that gave way and waits to go on."""
 
 
-StepSeconds = Callable[[int, int, int], float]
-"""The time that a step is expected to take, by its prompt tokens, its decoded tokens with their drafts, and the tokens
-whose KV it reads; 0 while too little was measured."""
+StepSeconds = Callable[[int, int, int, int], float]
+"""The time that a step is expected to take, by its prompt tokens, its decoded tokens with their drafts, the tokens
+whose KV it reads, and the pairs of `num_attended`; 0 while too little was measured."""
 
 
 class RequestQueue(Protocol):
@@ -301,17 +322,25 @@ class RequestQueue(Protocol):
     def passed_over(self) -> Request | None:
         """The request in the queue that has waited for too long, if there is one; others leave it room."""
 
-    def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
-        """Takes the work of a step: (request, prompt tokens computed, output tokens brought). Called once per step."""
+    def charge(self, work: list[tuple[Request, int, int, int]], now: float) -> None:
+        """Takes the work of a step, called once per step.
+
+        Args:
+            work: request, prompt tokens computed, output tokens brought, and the tokens that the sequence has then.
+        """
 
     def observe(self, load: StepLoad) -> None:
         """Takes the measured load of a step. Called once per step, last."""
 
-    def step_seconds(self, num_prefill: int, num_decode: int, num_context: int) -> float:
+    def step_seconds(self, num_prefill: int, num_decode: int, num_context: int, num_attended: int) -> float:
         """The time that a step is expected to take, by those that were observed; see `StepSeconds`."""
 
-    def settle(self, request: Request, now: float) -> None:
-        """Notes that one choice of the request has ended; called once for each."""
+    def settle(self, request: Request, now: float, sequence: Sequence | None = None) -> None:
+        """Notes that one choice of the request has ended; called once for each.
+
+        Args:
+            sequence: the choice; None if it never began.
+        """
 
     def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:
         """Chooses the running sequence that gives way when `beneficiary`, which runs, has no KV block to go on.

@@ -81,7 +81,7 @@ class StepResults(SequenceStore):
         tables.end_step(plan.number)
         self._step_limit.note_fitted()
         outputs: list[Output] = []
-        work: list[tuple[Request, int, int]] = []
+        work: list[tuple[Request, int, int, int]] = []
         sampled, scored, pooled = iter(result.sampled), iter(result.scored), iter(result.pooled)
         for chunk in plan.chunks:
             sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
@@ -104,7 +104,7 @@ class StepResults(SequenceStore):
                 if sequence.branch is not None:  # the request is answered with its last branch
                     num_output = 0
                 outputs += brought_outputs
-            work.append((sequence.request, num_prompt, num_output))
+            work.append((sequence.request, num_prompt, num_output, len(sequence.token_ids)))
         self.queue.charge(work, now)
         self._settle(now)
         return outputs

@@ -164,9 +164,14 @@ def _load(rng: Random) -> Load:
         )
         for lane in Lane
     }
-    held = Held(num_running=20, num_tokens=20_000, ends_s=5.0, finished_per_s=2.0, freed_per_s=2_000.0)
+    endings = [(10.0 * i, 1_000.0, 1.0) for i in range(20)]
+    held = Held(num_running=20, num_kv=20_000, endings=endings, growth=1.0, life_steps=200.0)
     return Load(
-        lanes=lanes, coefficients=(7e-3, 28e-6, 20e-6, 40e-9), num_free_kv=300_000, held=held, step_s=0.01
+        lanes=lanes,
+        coefficients=(7e-3, 28e-6, 20e-6, 40e-9, 1e-9),
+        num_free_kv=300_000,
+        held=held,
+        step_s=0.01,
     )
 
 

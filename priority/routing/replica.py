@@ -1,21 +1,23 @@
 """A replica as a router sees it: the load that it pushed last, and what was sent to it since.
 
-Its forecast is that of `priority.admission`, by the same pace of prompts beside decodes and the same wait for room.
-What admission adds from the rates at which tenants send is left out: a router itself decides what comes next.
+Its forecast is that of `priority.admission`, by the same outlook. What admission adds from the rates at which tenants
+send is left out: a router itself decides what comes next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from priority.admission import Admission, Pace
+from engine.planning.step import num_attended
 from priority.lanes import Lane
+from priority.outlook import Outlook
+from priority.pacing import PromptPace, StepPlanner, Streams
+from priority.room import MOST_AHEAD, Need
 from priority.routing.state import LaneWork, Load, Snapshot, StateError
 from priority.steptime import NAMES, StepTimeModel
-from priority.yielding import MAX_VICTIMS
 
-_NOMINAL = (0.01, 1e-4, 1e-4, 0.0)
+_NOMINAL = (0.01, 1e-4, 1e-4, 0.0, 0.0)
 """Step time of a replica that has measured too little: as for a small GPU, so that it gets work and learns."""
 
 
@@ -26,7 +28,8 @@ class Reservation:
     replica: Replica
     lane: Lane
     tenant: str
-    num_uncached: int
+    work: int
+    """Prompt tokens to compute, those included that attending to others takes as long as."""
     expected: Sequence[bytes]
     """Hashes of the blocks that it will make resident there."""
     is_counted: bool = False
@@ -51,29 +54,10 @@ class _Line:
         return self.num_tokens + self.work.num_prefill_left
 
     def add(self, reservation: Reservation, sign: int) -> None:
-        tenant, num_tokens = reservation.tenant, sign * reservation.num_uncached
+        tenant, num_tokens = reservation.tenant, sign * reservation.work
         self.queued[tenant] = self.queued.get(tenant, 0) + num_tokens
         self.num_tokens += num_tokens
         self.num_waiting += sign
-
-
-@dataclass(slots=True, kw_only=True)
-class _Sight:
-    """What a new request of a lane sees, whatever its prompt and its tenant."""
-
-    pace: Pace
-    queued: Mapping[str, int]
-    """In the lane, by tenant."""
-    num_urgent: int
-    """Tokens that wait in more urgent lanes."""
-    num_running: int
-    """Prompt tokens of those that run and that it does not go before."""
-    lower: Sequence[tuple[int, float]]
-    """Of less urgent lanes that have any: tokens, and the lane's share for each token of this one."""
-    num_seats: int
-    """For those that wait before it, and for itself."""
-    num_yielding: int
-    """Requests that run in less urgent lanes."""
 
 
 class Replica:
@@ -93,10 +77,10 @@ class Replica:
         """What was sent to it and is not over, by ticket."""
         self.load = snapshot.load
         self._snapshot = snapshot
-        self._admission = Admission(snapshot.policies, StepTimeModel(dict.fromkeys(NAMES, 0.0), learns=False))
+        self._planner = StepPlanner(snapshot.policies, StepTimeModel(dict.fromkeys(NAMES, 0.0), learns=False))
         self._lines: list[_Line] = []
-        self._paces: dict[Lane, Pace] = {}
-        self._sights: dict[Lane, _Sight] = {}
+        self._paces: dict[Lane, PromptPace] = {}
+        self._outlooks: dict[Lane, Outlook] = {}
         """Kept as reservations come and go, until the load changes."""
         self.take(snapshot.load)
 
@@ -126,9 +110,9 @@ class Replica:
     def take(self, load: Load) -> None:
         """A newer load; what was sent and is not in it yet is put on top of it again."""
         self.load = load
-        self._admission.model.coefficients = list(load.coefficients if self.is_measured else _NOMINAL)
+        self._planner.model.coefficients = list(load.coefficients if self.is_measured else _NOMINAL)
         self._paces.clear()
-        self._sights.clear()
+        self._outlooks.clear()
         self._num_free_seats = self._snapshot.max_num_seqs - load.held.num_running
         policies = self._snapshot.policies
         self._lines = [_Line(load.lanes[lane], policies[lane].weight) for lane in Lane]
@@ -153,25 +137,27 @@ class Replica:
         self.open.pop(ticket, None)
 
     def forecast_s(self, lane: Lane, tenant: str | None, num_uncached: int, num_prompt: int) -> float:
-        """Seconds to the first token of a request that would be sent now; of a new tenant for None."""
-        sight = self._sights.get(lane) or self._look(lane)
-        mine = num_uncached if tenant is None else sight.queued.get(tenant, 0) + num_uncached
-        ahead = float(sight.num_urgent + mine)
-        for other, num_tokens in sight.queued.items():
-            if other != tenant:
-                ahead += num_tokens if num_tokens < mine else mine
-        for num_tokens, ratio in sight.lower:
-            ahead += min(num_tokens, ratio * mine)
-        wait_s = sight.pace.seconds_for(sight.num_running + ahead, is_filled=bool(sight.lower))
-        missing_kv = ahead + num_prompt - self.load.num_free_kv
-        missing_seats = sight.num_seats - self._num_free_seats
-        if missing_kv > 0 or missing_seats > 0:
-            num_victims = min(MAX_VICTIMS * sight.num_seats, sight.num_yielding)
-            wait_s += self.load.held.wait_s(missing_kv, missing_seats, num_victims)
+        """Returns the seconds to the first token of a request that would be sent now; of a new tenant for None."""
+        outlook, line = self._outlooks.get(lane) or self._look(lane), self._lines[lane]
+        own = self.work(num_uncached, num_prompt)
+        mine = own if tenant is None else line.queued.get(tenant, 0) + own
+        work = outlook.work(mine, [(num, mine) for other, num in line.queued.items() if other != tenant])
+        wait_s = outlook.seconds_for(work)
+        num_waiting = sum(line.num_waiting for line in self._lines[: lane + 1])
+        # What waits is held to need as much KV as it is work, and to be alike.
+        each = (work - own) / max(1, num_waiting)
+        ahead = [Need(each, each, 1)] * min(MOST_AHEAD, num_waiting)
+        room = self.load.num_free_kv, self._num_free_seats
+        wait_s += outlook.idle_s(*room, ahead, Need(own, num_prompt, 1), num_waiting)
         # Of the step that runs, half is left on average.
         return self.load.step_s / 2 + wait_s
 
-    def margin_s(self, lane: Lane, forecast_s: float, waited_s: float, num_uncached: int) -> float:
+    def work(self, num_uncached: int, num_prompt: int) -> float:
+        """Returns the work of a prompt of which so much is to be computed, in prompt tokens."""
+        attended = num_attended(max(0, num_prompt - num_uncached), num_prompt)
+        return num_uncached + self._planner.model.attended_each * attended
+
+    def margin_s(self, lane: Lane, forecast_s: float, waited_s: float, work: float) -> float:
         """By how much the first token is expected before the lane's promise is broken; below 0: it would be late."""
         if not self.is_measured:
             return 0.0
@@ -179,38 +165,36 @@ class Replica:
         margin_s = self._snapshot.policies[lane].ttft_s - seconds
         if margin_s >= 0:
             return margin_s
-        return self._admission.allowed_s(lane, num_uncached, self._snapshot.max_batch_tokens) - seconds
+        return self._planner.allowed_s(lane, work, self._snapshot.max_batch_tokens) - seconds
 
     def _add(self, reservation: Reservation, sign: int) -> None:
         self._lines[reservation.lane].add(reservation, sign)
-        for lane, sight in list(self._sights.items()):
+        for lane, outlook in list(self._outlooks.items()):
             if lane < reservation.lane:
-                del self._sights[lane]
-            else:
-                sight.num_seats += sign
-                if lane > reservation.lane:
-                    sight.num_urgent += sign * reservation.num_uncached
+                del self._outlooks[lane]
+            elif lane > reservation.lane:
+                outlook.urgent += sign * reservation.work
 
-    def _pace(self, lane: Lane) -> Pace:
+    def _pace(self, lane: Lane) -> PromptPace:
         pace = self._paces.get(lane)
         if pace is None:
-            decodes = {other: work.num_running for other, work in self.load.lanes.items() if work.num_running}
-            num_context = int(self.load.context_each * sum(decodes.values()))
-            lively = {other for other, work in self.load.lanes.items() if work.is_lively} | {lane}
-            pace = self._admission.pace(decodes, num_context, lively, self._snapshot.max_batch_tokens)
-            self._paces[lane] = pace
+            load = self.load
+            decodes = {other: work.num_running for other, work in load.lanes.items() if work.num_running}
+            num_context = int(load.context_each * sum(decodes.values()))
+            lively = {other for other, work in load.lanes.items() if work.is_lively} | {lane}
+            streams = Streams(decodes, num_context, load.rows_each)
+            pace = self._paces[lane] = self._planner.pace(streams, lively, self._snapshot.max_batch_tokens)
         return pace
 
-    def _look(self, lane: Lane) -> _Sight:
+    def _look(self, lane: Lane) -> Outlook:
         own = self._lines[lane]
         urgent, upper, lower = self._lines[:lane], self._lines[: lane + 1], self._lines[lane + 1 :]
-        sight = self._sights[lane] = _Sight(
+        outlook = self._outlooks[lane] = Outlook(
             pace=self._pace(lane),
-            queued=own.queued,
-            num_urgent=sum([line.num_tokens for line in urgent]),
-            num_running=sum([line.work.num_prefill_left for line in upper]),
-            lower=[(line.num_work, line.weight / own.weight) for line in lower if line.num_work],
-            num_seats=sum([line.num_waiting for line in upper]) + 1,
+            urgent=sum([line.num_tokens for line in urgent]),
+            running=sum([line.work.num_prefill_left for line in upper]),
+            lower=[(line.num_work, line.weight / own.weight, 0.0) for line in lower if line.num_work],
+            held=self.load.held,
             num_yielding=sum([line.work.num_running for line in lower]),
         )
-        return sight
+        return outlook

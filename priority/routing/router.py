@@ -197,8 +197,8 @@ class Router:
         candidates = self._candidates(ask, usable)
         in_time, least_late_s = [], float("inf")
         for one in candidates:
-            num_uncached = ask.num_prompt - one.num_cached
-            margin_s = one.replica.margin_s(ask.lane, one.forecast_s, ask.waited_s, num_uncached)
+            work = one.replica.work(ask.num_prompt - one.num_cached, ask.num_prompt)
+            margin_s = one.replica.margin_s(ask.lane, one.forecast_s, ask.waited_s, work)
             if margin_s >= 0:
                 in_time.append(one)
             least_late_s = min(least_late_s, -margin_s)
@@ -237,7 +237,8 @@ class Router:
         self._num_tickets += 1
         ticket = self._num_tickets
         expected = ask.hashes[found.num_cached // replica.block_size :]
-        reservation = Reservation(replica, ask.lane, ask.tenant, ask.num_prompt - found.num_cached, expected)
+        work = int(replica.work(ask.num_prompt - found.num_cached, ask.num_prompt))
+        reservation = Reservation(replica, ask.lane, ask.tenant, work, expected)
         self._tickets[ticket] = reservation
         heappush(self._leases, (now + found.forecast_s + LEASE_S, ticket))
         self.index.expect(expected, replica.bit)

@@ -16,7 +16,7 @@ from math import inf
 from typing import Annotated, Any, get_args, get_type_hints
 
 from priority.lanes import Lane, LanePolicy
-from priority.room import Held
+from priority.room import MAX_ENDINGS, Ending, Held
 from priority.steptime import NAMES
 
 HASH_BYTES = 16
@@ -29,7 +29,7 @@ MAX_TICKETS = 65_536
 """Tickets in one message."""
 MAX_NAME = 256
 _MOST = 2**53
-Coefficients = tuple[float, float, float, float]
+Coefficients = tuple[float, ...]
 Size = Annotated[int, "at least 1"]
 _Unbounded = Annotated[float, "or infinite"]
 
@@ -43,16 +43,16 @@ class LaneWork:
     """The requests that wait and run in a lane."""
 
     queued: Mapping[str, int] = field(default_factory=dict)
-    """Uncached prompt tokens that wait, by tenant; see `with_largest`."""
+    """Work that waits, in prompt tokens, by tenant; see `with_largest`."""
     num_waiting: int = 0
     """Requests that wait."""
     num_running: int = 0
     num_prefill_left: int = 0
-    """Prompt tokens that running requests still have to compute."""
+    """Work that running requests still have with their prompts, in prompt tokens."""
     is_lively: bool = False
     """Requests came lately, and more are to be expected."""
     factor: float = 1.0
-    """A learnt factor: 19 in 20 forecasts that are multiplied by it come true."""
+    """A learnt factor: 9 in 10 first tokens come sooner than their forecast times this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,8 @@ class Load:
     held: Held
     context_each: float = 0.0
     """Tokens of KV of a running stream, on average."""
+    rows_each: float = 1.0
+    """Tokens that a step computes for a running stream, drafts included."""
     step_s: float = 0.0
     """Seconds that the last step took; 0 if none runs."""
     is_draining: bool = False
@@ -215,6 +217,10 @@ def _is_list(value: object, most: int, is_right: Callable[[object], bool]) -> bo
     return isinstance(value, list) and len(value) <= most and all(map(is_right, value))
 
 
+def _is_ending(value: object) -> bool:
+    return _is_list(value, 3, _is_number) and len(value) == 3  # type: ignore[arg-type]
+
+
 def _are_tenants(value: object) -> bool:
     if not isinstance(value, dict) or len(value) > MAX_TENANTS + 1:
         return False
@@ -256,4 +262,9 @@ _READERS: dict[Any, _Read] = {
         tuple,
     ),
     Sequence[bytes]: _read_hashes,
+    Sequence[Ending]: _checked(
+        lambda value: _is_list(value, MAX_ENDINGS, _is_ending),
+        f"a list of at most {MAX_ENDINGS} lists of three numbers",
+        lambda value: list(map(tuple, value)),
+    ),
 }

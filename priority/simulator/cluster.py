@@ -239,10 +239,10 @@ class _Replica:
         server.advance(now)
         if adopts:
             _adopt(server, request)
-        known = server.tables.index.match(hashes[: (num_prompt - 1) // BLOCK_SIZE])
+        request = replace(request, block_hashes=tuple(hashes[: (num_prompt - 1) // BLOCK_SIZE]))
         self._tickets[request.request_id] = ticket
         try:
-            server.offer(served, request, len(known) * BLOCK_SIZE)
+            server.offer(served, request)
         except Refusal:
             del self._tickets[request.request_id]
             raise

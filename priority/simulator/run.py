@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -93,7 +93,9 @@ class Result:
 class SimulatedQueue(RequestQueue, Protocol):
     """What the simulator needs beyond the engine's side."""
 
-    def put(self, request: Request, now: float, num_cached: int = 0) -> Forecast | None: ...
+    def put(
+        self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0
+    ) -> Forecast | None: ...
 
     def depths(self) -> dict[Lane, int]: ...
 
@@ -127,11 +129,13 @@ def simulate(
     lanes: Mapping[Lane, LanePolicy] = DEFAULT_POLICIES,
     weights: Mapping[str, int] | None = None,
     num_machines: int = 1,
+    insisting: Container[int] = (),
     progress: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Runs a trace to the end of its last request. Deterministic.
 
     Args:
+        insisting: places in the trace of requests that are let in even if they are expected too late.
         num_machines: so many equal machines; each request goes to the one with the least prompt tokens outstanding,
             sessions stay where they began.
         progress: told now and then how many requests have ended.
@@ -152,9 +156,8 @@ def simulate(
         for server in servers:
             server.advance(arrival.at_s)
         server, request = dealer.server_for(arrival), request_of(number, arrival)
-        cached, _ = server.tables.find_cached(request.block_hashes)
         try:
-            server.offer(served, request, cached)
+            server.offer(served, request, insists=number in insisting)
         except Refusal as refusal:
             served.refuse(refusal)
             tally.add()
@@ -219,7 +222,7 @@ class Server:
         self.num_prompt_open = 0
         """Prompt tokens let in whose request has no first token yet."""
 
-    def offer(self, served: Served, request: Request, num_cached: int) -> None:
+    def offer(self, served: Served, request: Request, *, insists: bool = False) -> None:
         """A request comes; the clock stands at the end of the step in which it came, or at its time.
 
         Raises:
@@ -229,7 +232,12 @@ class Server:
         if arrival.num_prompt + arrival.num_output > min(self.machine.max_model_len, self.tables.max_tokens):
             raise Refusal("too_long", "more tokens than the machine holds", 0.0)
         # On the server the event loop decides when it comes, not when the step has ended.
-        forecast = self.queue.put(request, arrival.at_s, num_cached)
+        cached = self.tables.find_cached(request.block_hashes)
+        forecast = None
+        if insists and isinstance(self.queue, LaneQueue):
+            self.queue.readmit(request, arrival.at_s)
+        else:
+            forecast = self.queue.put(request, arrival.at_s, *cached)
         served.predicted_s = forecast.seconds if forecast else None
         self.open[request.request_id] = served
         self.num_prompt_open += arrival.num_prompt
@@ -286,11 +294,11 @@ class Server:
             num_decode += chunk.start >= chunk.sequence.num_prompt_tokens
             num_context += chunk.start + chunk.num_tokens
             num_sampled += chunk.samples
-        num_prefill = plan.num_tokens - num_decode
-        duration_s = self._spend(num_prefill, num_decode, num_context)
+        shape = plan.num_tokens - num_decode, num_decode, num_context, plan.num_attended
+        duration_s = self._spend(*shape)
         for output in self.scheduler.commit(plan, StepResult([Sampled(_TOKEN)] * num_sampled), self.now):
             self._note(output)
-        self._observe(num_prefill, num_decode, num_context, duration_s)
+        self._observe(*shape, duration_s)
 
     def _repeat(self, until_s: float) -> None:
         """Takes the steps in which every stream only gets its next token, all at once.
@@ -308,8 +316,8 @@ class Server:
         while running and run.num_steps < most_steps and self.now < until_s:
             if self.model.seconds(0, len(running), num_context) > self._most_s(running):
                 break
-            load = (len(running), num_context)
-            self._spend(0, *load)
+            shape = 0, len(running), num_context, 0
+            self._spend(*shape)
             run.add(self.now)
             ending = self._pop_ending(running, run.num_steps)
             num_context += len(running) - sum(
@@ -319,7 +327,7 @@ class Server:
                 self._end(ending, run)
         if run.num_steps:
             self._extend(running, run.num_steps, run)
-            self._observe(0, *load, run.last_s)
+            self._observe(*shape, run.last_s)
 
     def _num_alike(self, running: list[Sequence]) -> int:
         """How many steps can be nothing but one more token for each stream; arrivals not considered."""
@@ -369,27 +377,33 @@ class Server:
             served.longest_gap_s = max(served.longest_gap_s, first_gap_s, run.longest_s)
             served.last_token_s = self.now
             served.num_tokens += num_tokens
-        self.queue.charge([(sequence.request, 0, num_tokens) for sequence in sequences], self.now)
+        work = [(sequence.request, 0, num_tokens, len(sequence.token_ids)) for sequence in sequences]
+        self.queue.charge(work, self.now)
 
-    def _spend(self, num_prefill: int, num_decode: int, num_context: int) -> float:
+    def _spend(self, num_prefill: int, num_decode: int, num_context: int, num_attended: int) -> float:
         """Lets the time of one step pass."""
-        duration_s = self.model.seconds(num_prefill, num_decode, num_context)
+        duration_s = self.model.seconds(num_prefill, num_decode, num_context, num_attended)
         self.now += duration_s
         self.result.busy_s += duration_s
         self.result.num_steps += 1
         return duration_s
 
-    def _observe(self, num_prefill: int, num_decode: int, num_context: int, duration_s: float) -> None:
+    def _observe(
+        self, num_prefill: int, num_decode: int, num_context: int, num_attended: int, duration_s: float
+    ) -> None:
         self.queue.observe(
             StepLoad(
                 num_prefill_tokens=num_prefill,
                 num_decode_tokens=num_decode,
                 num_context_tokens=num_context,
+                num_attended=num_attended,
                 duration_s=duration_s,
                 num_running=len(self.scheduler.running),
                 max_num_seqs=self.limits.max_num_seqs,
                 max_batch_tokens=self.limits.max_batch_tokens,
                 num_free_tokens=self.tables.num_free_tokens,
+                num_kv_tokens=self.tables.num_kv_tokens,
+                preempted=self.scheduler.preempted,
             )
         )
 

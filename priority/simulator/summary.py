@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import floor, isfinite
 
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
+from priority.shares import cost_of
 from priority.simulator.run import Result, Served
 
 Promises = Mapping[Lane, LanePolicy]
@@ -154,8 +154,8 @@ def work(served: Served) -> int:
     """What serving it came to, in sixteenths of a prompt token, as the queue charges it; 0 without a first token."""
     if served.first_token_s is None:
         return 0
-    num_computed = served.arrival.num_prompt - served.num_cached
-    return COST_PREFILL * num_computed + COST_HIT * served.num_cached + COST_OUTPUT * served.num_tokens
+    arrival = served.arrival
+    return cost_of(arrival.num_prompt, served.num_cached, served.num_tokens // arrival.n, arrival.n)
 
 
 def spread(values: Iterable[float]) -> Spread:

@@ -36,7 +36,7 @@ from tests.app.expected import drawing, expected
 
 METRICS = "".join(
     f'penstock_step_model_seconds{{coefficient="{name}"}} {value}\n'
-    for name, value in zip(NAMES, (0.01, 1e-4, 1e-3, 1e-7), strict=True)
+    for name, value in zip(NAMES, (0.01, 1e-4, 1e-3, 1e-7, 0.0), strict=True)
 )
 
 

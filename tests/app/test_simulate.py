@@ -160,7 +160,7 @@ def test_what_is_simulated_if_nothing_is_said() -> None:
     assert traffic.name == "mixed, conversation"
     assert traffic.arrivals == SCENARIOS["mixed"](Demand(12, 120, 0, 1.0, "conversation"))
     assert read_lanes(options) == dict(DEFAULT_POLICIES)
-    costs = {"alpha_s": 0.007, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9}
+    costs = {"alpha_s": 0.007, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9, "epsilon_s": 1e-9}
     assert read_machine(options) == Machine(coefficients=costs)
 
 
@@ -217,7 +217,10 @@ def test_a_machine_that_just_holds_a_request() -> None:
         (["--tpot", "-1"], "--tpot"),
         (["--ttft", "nan"], "--ttft"),
         (["--beta-s", "-1"], "--beta-s: must be at least 0"),
-        (["--alpha-s", "0", "--beta-s", "0", "--gamma-s", "0", "--delta-s", "0"], "take no time"),
+        (
+            ["--alpha-s", "0", "--beta-s", "0", "--gamma-s", "0", "--delta-s", "0", "--epsilon-s", "0"],
+            "take no time",
+        ),
         (["--cost", "/nowhere/cost.json"], "--cost /nowhere/cost.json: No such file"),
         (["--trace", "/nowhere/trace.jsonl"], "--trace /nowhere/trace.jsonl: No such file"),
         (["--trace", "/"], "--trace /: Is a directory"),

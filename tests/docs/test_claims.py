@@ -39,7 +39,7 @@ from gateway.sessions.batches import batch, files, run, running
 from gateway.sessions.recordings.registry import Keeping
 from gateway.store import breaker, interface, memory, patience, pieces, redis, redis_records
 from gateway.wire import compiling, sampling
-from priority import admission, queue, shares, steptime, yielding
+from priority import lengths, pacing, queue, ratios, shares, steptime, waiting, yielding
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.routing import index, router
 from priority.simulator.cluster import Wires
@@ -136,19 +136,25 @@ CLAIMS: dict[str, list[str]] = {
     ],
     "docs/guide/simulate.md": [
         f"{GPU_COST['alpha_s'] * 1e3:g} ms, {GPU_COST['beta_s'] * 1e6:g} us, {GPU_COST['gamma_s'] * 1e6:g} us, "
-        f"{GPU_COST['delta_s'] * 1e9:g} ns, and KV for {Machine(coefficients={}).num_kv_tokens:,} tokens",
+        f"{GPU_COST['delta_s'] * 1e9:g} ns, {GPU_COST['epsilon_s'] * 1e9:g} ns, "
+        f"and KV for {Machine(coefficients={}).num_kv_tokens:,} tokens",
     ],
     "docs/internals/parallel.md": [f"the others wait for {group._TIMEOUT.seconds / 60:g} minutes"],
     "docs/internals/scheduling.md": [
         f"A prompt token that is computed costs {shares.COST_PREFILL}",
         f"in the prefix cache {shares.COST_HIT}, an output token {shares.COST_OUTPUT}",
-        f"ahead of the next less urgent one by {queue.LEAD_TOKENS:,} prompt tokens",
+        f"ahead of the next less urgent one by {waiting.LEAD_TOKENS:,} prompt tokens",
         f"Those within {queue.LOCALITY_TOKENS:,} prompt tokens",
-        f"The factor follows the {admission._QUANTILE:g}-quantile",
-        f"within {admission.ALONE_SLACK:g} times that",
+        f"what {10 * ratios.TOLD:g} in 10 first tokens come before",
+        f"the promise is what {10 * ratios.LATE:g} in 10 do",
+        f"the last {ratios._KEPT} requests of the tenant, or while it has fewer than {ratios._ENOUGH}, of its lane",
+        f"from the last {lengths._KEPT} of the tenant",
+        f"a prompt token 1 for every {shares._ATTENDED_BY_PROMPT:,} tokens",
+        f"1 for every {shares._ATTENDED_BY_OUTPUT}",
+        f"within {pacing.ALONE_SLACK:g} times that",
         f"Before {steptime._ENOUGH_STEPS} steps were measured",
-        f"keep it within {admission._MARGIN * 100:g} % of the strictest TPOT promise",
-        f"never more than {WORDS[admission._CATCH_UP - 1]}, and prefill goes on by {admission._LEAST_PREFILL} tokens",
+        f"keep it within {pacing._MARGIN * 100:g} % of the strictest TPOT promise",
+        f"never more than {WORDS[pacing._CATCH_UP - 1]}, and prefill goes on by {pacing._LEAST_PREFILL} tokens",
         f"{WORDS[yielding.MAX_VICTIMS]} at most, and only if that is enough",
         f"Nobody is asked more than {WORDS[yielding.MAX_PREEMPTIONS]} times",
     ],

@@ -8,17 +8,17 @@ from dataclasses import replace
 from math import inf
 
 from engine.planning.block_tables import BlockTables
-from engine.planning.request import FinishReason, Output, Request, SamplingParams
+from engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan, StepLoad
 from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
-from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
+from priority.shares import cost_of
 from priority.steptime import StepTimeModel
 from priority.waiting import Account, LaneLine, Stage
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output
 
-COEFFICIENTS = {"alpha_s": 7e-3, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9}
+COEFFICIENTS = {"alpha_s": 7e-3, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9, "epsilon_s": 1e-9}
 """The coefficients of a machine that prefills some 30,000 tokens a second."""
 ROOMY = LanePolicy(max_requests=10**6, max_tokens=10**9, max_bytes=10**12, ttl_s=10**6, tenant_share=1.0)
 """Bounds that nobody reaches, and no promise."""
@@ -76,12 +76,17 @@ def ask(
 
 def serve(queue: LaneQueue, request: Request, num_output: int = 1, now: float = 0.0, num_hit: int = 0) -> int:
     """All that the engine reports of a request that ran alone; what that costs."""
-    num_computed = len(request.prompt_token_ids) - num_hit
-    queue.charge([(request, num_computed, 1)], now)
+    num_prompt = len(request.prompt_token_ids)
+    queue.charge([(request, num_prompt - num_hit, 1, num_prompt + 1)], now)
     if num_output > 1:
-        queue.charge([(request, 0, num_output - 1)], now)
-    queue.settle(request, now)
-    return COST_PREFILL * num_computed + COST_HIT * num_hit + COST_OUTPUT * num_output
+        queue.charge([(request, 0, num_output - 1, num_prompt + num_output)], now)
+    settle(queue, request, now)
+    return cost_of(num_prompt, num_hit, num_output)
+
+
+def settle(queue: LaneQueue, request: Request, now: float = 0.0) -> None:
+    """Reports the end of one choice."""
+    queue.settle(request, now, Sequence(request))
 
 
 def take(queue: LaneQueue) -> Request | None:
@@ -122,15 +127,19 @@ def check_books(queue: LaneQueue) -> None:
         running = [t for t in own if t not in waiting]
         assert all(t in own for t in waiting)
         assert line.num_requests == len(waiting) == queue.depths()[line.lane]
-        assert line.num_tokens == sum(t.num_uncached for t in waiting)
+        assert line.num_tokens == sum(t.size.num_uncached for t in waiting)
+        assert line.num_attended == sum(t.size.num_attended for t in waiting)
+        assert line.num_kv == sum(t.size.num_kv for t in waiting)
+        assert line.num_choices == sum(t.num_places for t in waiting)
         assert line.num_bytes == sum(t.num_bytes for t in waiting)
         assert line.num_running == len(running)
         assert line.num_prefill_left == sum(t.num_prefill_left for t in running) >= 0
+        assert line.num_attended_left == sum(t.num_attended_left for t in running) >= 0
         assert not any(t.num_prefill_left for t in own if t.stage is not Stage.PREFILLING)
         assert line.share.charged == sum(a.share.charged for a in line.accounts.values())
         assert {a.tenant for a in line.accounts.values() if a.tickets} == set(line.active)
         for account in line.accounts.values():
-            assert account.num_tokens == sum(t.num_uncached for _, t in account.tickets)
+            assert account.num_tokens == sum(t.size.num_uncached for _, t in account.tickets)
             assert account.num_open == sum(1 for t in own if t.account is account)
             assert [key for key, _ in account.tickets] == sorted(t.key for _, t in account.tickets)
 
@@ -179,7 +188,9 @@ class SimulatedEngine:
         self._in_step = set(names)
         num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
         num_context = sum(c.start + c.num_tokens for c in plan.chunks)
-        duration_s = self.model.seconds(plan.num_tokens - num_decode, num_decode, num_context)
+        duration_s = self.model.seconds(
+            plan.num_tokens - num_decode, num_decode, num_context, plan.num_attended
+        )
         self.now += duration_s
         self.receive(self.scheduler.commit(plan, self.runner.execute(plan), self.now))
         self.queue.observe(
@@ -187,11 +198,14 @@ class SimulatedEngine:
                 num_prefill_tokens=plan.num_tokens - num_decode,
                 num_decode_tokens=num_decode,
                 num_context_tokens=num_context,
+                num_attended=plan.num_attended,
                 duration_s=duration_s,
                 num_running=len(self.scheduler.running),
                 max_num_seqs=self.limits.max_num_seqs,
                 max_batch_tokens=self.limits.max_batch_tokens,
                 num_free_tokens=self.tables.num_free_tokens,
+                num_kv_tokens=self.tables.num_kv_tokens,
+                preempted=self.scheduler.preempted,
             )
         )
         return plan

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.planning.prefix_index import with_hashes
 from engine.planning.request import FinishReason, Request
 from priority.lanes import Lane, LanePolicy
-from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
+from priority.shares import COST_HIT, cost_of, output_cost, prompt_cost
 from priority.steptime import StepTimeModel
 from tests.few import examples
 from tests.priority.simulated_engine import (
@@ -49,18 +49,21 @@ class Meter:
         self.num_computed = 0
         """Prompt tokens, until the first output token."""
         self.num_output = 0
+        self.output = 0
+        """The cost of its output tokens."""
 
-    def note(self, num_prompt: int, num_output: int) -> None:
+    def note(self, num_prompt: int, num_output: int, num_known: int) -> None:
         if not self.num_output:
             self.num_computed += num_prompt
         self.num_output += num_output
+        self.output += output_cost(num_known - num_output, num_known)
 
     @property
     def cost(self) -> int:
         """The expected cost: tokens computed, each once; tokens found; tokens brought."""
         num_computed = min(self.num_prompt, self.num_computed)
         num_hit = self.num_prompt - num_computed if self.num_output else 0
-        return COST_PREFILL * num_computed + COST_HIT * num_hit + COST_OUTPUT * self.num_output
+        return COST_HIT * num_hit + prompt_cost(num_hit, num_hit + num_computed) + self.output
 
 
 class Conservation(RuleBasedStateMachine):
@@ -91,9 +94,9 @@ class Conservation(RuleBasedStateMachine):
         self.number = 0
         charge = self.queue.charge
 
-        def metered(work: list[tuple[Request, int, int]], now: float) -> None:
-            for request, num_prompt, num_output in work:
-                self.meters[request.request_id].note(num_prompt, num_output)
+        def metered(work: list[tuple[Request, int, int, int]], now: float) -> None:
+            for request, num_prompt, num_output, num_known in work:
+                self.meters[request.request_id].note(num_prompt, num_output, num_known)
             charge(work, now)
 
         self.queue.charge = metered  # type: ignore[method-assign]
@@ -243,10 +246,10 @@ def test_what_is_charged_is_what_was_done() -> None:
     engine = SimulatedEngine(make_queue(), budget=16)
     engine.put(ask("first", 40, max_tokens=5))
     engine.finish()
-    assert engine.queue.tenants() == {"a": 40 * COST_PREFILL + 5 * COST_OUTPUT}
+    assert engine.queue.tenants() == {"a": cost_of(40, 0, 5)}
     engine.put(ask("again", 40, tenant="b", max_tokens=3))
     engine.finish()
-    assert engine.queue.tenants()["b"] == 36 * COST_HIT + 4 * COST_PREFILL + 3 * COST_OUTPUT
+    assert engine.queue.tenants()["b"] == cost_of(40, 36, 3)
 
 
 def test_a_prompt_that_was_cancelled_costs_what_was_computed() -> None:
@@ -254,9 +257,9 @@ def test_a_prompt_that_was_cancelled_costs_what_was_computed() -> None:
     engine = SimulatedEngine(make_queue(), budget=16)
     engine.put(ask("r", 40))
     engine.step()
-    assert engine.queue.tenants() == {"a": 40 * COST_PREFILL}, "charged when it is taken"
+    assert engine.queue.tenants() == {"a": cost_of(40, 0, 0)}, "charged when it is taken"
     engine.cancel("r")
-    assert engine.queue.tenants() == {"a": 16 * COST_PREFILL}
+    assert engine.queue.tenants() == {"a": cost_of(16, 0, 0)}
 
 
 def test_what_is_computed_again_after_a_preemption_costs_nothing() -> None:
@@ -270,7 +273,7 @@ def test_what_is_computed_again_after_a_preemption_costs_nothing() -> None:
     engine.scheduler.preempt(engine.scheduler.running[0])
     engine.finish()
     assert engine.runner.num_tokens > 60
-    assert engine.queue.tenants() == {"a": 40 * COST_PREFILL + 6 * COST_OUTPUT}
+    assert engine.queue.tenants() == {"a": cost_of(40, 0, 6)}
 
 
 def test_choices_share_one_prompt_and_one_place() -> None:
@@ -281,7 +284,7 @@ def test_choices_share_one_prompt_and_one_place() -> None:
     assert lines(engine.queue)[0].num_running == 1
     engine.finish()
     assert lines(engine.queue)[0].num_running == 0
-    assert engine.queue.tenants() == {"a": 20 * COST_PREFILL + 12 * COST_OUTPUT}
+    assert engine.queue.tenants() == {"a": cost_of(20, 0, 4, n=3)}
 
 
 def test_who_is_cancelled_during_a_step_is_in_no_later_one() -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from engine.planning.request import Request
 from priority.lanes import Lane
-from priority.queue import _AGED_MOST_TOKENS, AGED_PART, LEAD_TOKENS, LaneQueue
-from priority.shares import COST_OUTPUT, COST_PREFILL
+from priority.queue import _AGED_MOST_TOKENS, AGED_PART, LaneQueue
+from priority.shares import COST_PREFILL, output_cost, prompt_cost
+from priority.waiting import LEAD_TOKENS
 from tests.few import examples
 from tests.priority.simulated_engine import (
     SimulatedEngine,
@@ -64,7 +65,7 @@ def test_backlogged_lanes_share_by_weight(
     """Invariant 6: a lane gets its part of the work, but for one request and the lead of the more urgent."""
     contenders = [lane for lane in Lane if lane is not absent]
     charged = serve_backlogged(make_queue(permissive(weights)), jobs, num_jobs, contenders)
-    unit = COST_PREFILL * LONGEST + COST_OUTPUT * MOST_OUTPUT
+    unit = prompt_cost(0, LONGEST) + output_cost(LONGEST, LONGEST + MOST_OUTPUT)
     lead = 2 * COST_PREFILL * LEAD_TOKENS
     total, sum_of_weights = sum(charged.values()), sum(weights[lane] for lane in contenders)
     for lane in contenders:
@@ -91,7 +92,7 @@ def test_the_lead_of_an_urgent_lane_is_what_it_says() -> None:
         queue.put(ask(f"b{i}", 1_024, lane=Lane.BATCH), 0.0)
     order = [name[0] for name in take_all(queue)]
     ahead = order.index("b")
-    assert ahead == 2 * LEAD_TOKENS // 1_024 + 1
+    assert ahead == 2 * COST_PREFILL * LEAD_TOKENS // prompt_cost(0, 1_024) + 1
     assert order[ahead : ahead + 10] == ["b", "i"] * 5
 
 
@@ -196,7 +197,7 @@ def test_a_tenant_that_is_served_is_not_aged_however_long_its_backlog_is() -> No
 def test_batch_finishes_under_an_endless_interactive_flood(ageing_s: float) -> None:
     """Invariant 7, in the engine: by its share alone, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("priority.queue.LEAD_TOKENS", 32)
+        patch.setattr("priority.waiting.LEAD_TOKENS", 32)
         queue = make_queue(permissive(ageing_s=(inf, inf, ageing_s)))
         engine = SimulatedEngine(queue, budget=48, max_num_seqs=4)
         for i in range(3):

@@ -82,10 +82,10 @@ def test_without_ageing_it_would_wait() -> None:
     """The flood is one that does starve it: what the other tests see is the reservation's doing."""
     engine = engine_with(inf)
     for number in range(60):
-        engine.put(ask(f"before-{number}", 20, tenant="x", max_tokens=12))
+        engine.put(ask(f"before-{number}", 28, tenant="x", max_tokens=12))
     engine.step()
     engine.put(ask("large", 200, lane=Lane.BATCH, tenant="large", at_s=engine.now))
-    flood_until(engine, "large", lane=Lane.INTERACTIVE, each=20)
+    flood_until(engine, "large", lane=Lane.INTERACTIVE, each=28)
     assert ("large", 0) not in engine.ended
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.planning.request import Request
 from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
-from tests.priority.simulated_engine import ask, check_books, lines, permissive, serve, take, take_all
+from tests.priority.simulated_engine import ask, check_books, lines, permissive, serve, settle, take, take_all
 from tests.priority.simulated_engine import make_queue as make_permissive_queue
 
 
@@ -252,8 +252,8 @@ def test_unknown_requests_are_nobodys() -> None:
     """The engine may report on a request that did not come through the queue: its own warm-up, say."""
     queue = make_queue()
     stranger = ask("stranger", 5)
-    queue.charge([(stranger, 5, 1)], 0.0)
-    queue.settle(stranger, 0.0)
+    queue.charge([(stranger, 5, 1, 6)], 0.0)
+    settle(queue, stranger)
     assert queue.tenants() == {}
     assert all(line.num_running == 0 for line in lines(queue))
 

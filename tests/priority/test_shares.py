@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from priority.lanes import Lane
 from priority.queue import LOCALITY_TOKENS, LaneQueue
-from priority.shares import COST_OUTPUT, COST_PREFILL, DEBT_HALF_LIFE_US, Share, virtual
+from priority.shares import COST_PREFILL, DEBT_HALF_LIFE_US, Share, cost_of, output_cost, prompt_cost, virtual
 from tests.few import examples
 from tests.priority.simulated_engine import (
     SimulatedEngine,
@@ -131,7 +132,7 @@ def test_backlogged_tenants_get_service_by_their_weights(
             yield from sizes
 
     most = max(
-        COST_PREFILL * prompt + COST_OUTPUT * output for prompt, _, output in sizes
+        cost_of(prompt, 0, output) for prompt, _, output in sizes
     )  # at dispatch a hit costs as much as a computed token
     bound = COST_PREFILL * locality + most / min(weights)
     for queue in contend(weights, jobs(), 100, locality=locality):
@@ -157,7 +158,7 @@ def test_within_the_window_goes_who_has_more_in_the_cache_and_beyond_it_who_had_
         order.append(request.tenant)
         serve(queue, request, 1)
     ahead = next(i for i, tenant in enumerate(order) if tenant == "cold")
-    assert ahead == LOCALITY_TOKENS // 1_000 + 1
+    assert ahead == COST_PREFILL * LOCALITY_TOKENS // (cost_of(1_000, 0, 1)) + 1
     assert order[: 2 * ahead + 2].count("cold") >= ahead - 1
 
 
@@ -169,7 +170,7 @@ def test_the_service_gap_stays_bounded_while_many_run_at_once(share: int, seed: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("priority.queue.LOCALITY_TOKENS", q)
         engine = SimulatedEngine(make_queue(), budget=32, max_num_seqs=seats, prefix_cache=False)
-        in_flight = seats * (COST_PREFILL * longest[0] + COST_OUTPUT * longest[1])
+        in_flight = seats * cost_of(longest[0], 0, longest[1])
         number = 0
         for _ in range(150):
             for tenant, most in (("greedy", 1 + share), ("modest", 2)):
@@ -228,7 +229,7 @@ def test_debt_is_remembered_for_a_while_but_not_for_ever() -> None:
         queue.put(ask("first", 1_000, tenant="debtor"), 0.0)
         request = take(queue)
         assert request is not None
-        queue.charge([(request, 0, 15_000)], 0.0)  # worth thirty prompts of a thousand tokens
+        queue.charge([(request, 0, 15, 15)] * 1_000, 0.0)  # worth thirty prompts of a thousand tokens
         serve(queue, request, 1)
         for i in range(60):
             queue.put(ask(f"b{i}", 1_000, tenant="b"), idle_s)
@@ -271,3 +272,39 @@ def test_moving_all_clocks_changes_no_decision(steps: list[tuple[str, int, int]]
         return order + take_all(queue)
 
     assert run(0) == run(by)
+
+
+# Costs
+
+
+@given(st.integers(0, 200_000), st.integers(0, 200_000), st.integers(0, 200_000))
+def test_costs_of_parts_add_up_to_that_of_the_whole(first: int, second: int, third: int) -> None:
+    for cost in (prompt_cost, output_cost):
+        assert cost(0, first + second + third) == (
+            cost(0, first) + cost(first, first + second) + cost(first + second, first + second + third)
+        )
+
+
+def test_tokens_cost_the_more_the_more_they_attend_to() -> None:
+    """A token after 100,000 cached ones reads the KV of all of them, and is charged for it."""
+    short, long = cost_of(100, 96, 500), cost_of(100_000, 99_984, 500)
+    assert long > 20 * short
+    assert cost_of(100, 96, 500, n=8) - cost_of(100, 96, 500) == 7 * output_cost(100, 600)
+
+
+def test_a_tenant_with_long_contexts_gets_fewer_tokens_than_one_with_short_ones() -> None:
+    """What shares are by is what steps take, and not how many tokens they bring."""
+    queue, num_output = make_queue(), Counter[str]()
+    sizes = {"long": 8_000, "short": 80}
+    for tenant, num_prompt in sizes.items():
+        for i in range(300):
+            queue.put(ask(f"{tenant}-{i}", num_prompt, tenant=tenant), 0.0, num_cached=num_prompt - 1)
+    for _ in range(300):
+        request = take(queue)
+        assert request is not None
+        serve(queue, request, 100, num_hit=len(request.prompt_token_ids) - 1)
+        num_output[request.tenant] += 100
+    per_token = {tenant: cost_of(n, n - 1, 100) for tenant, n in sizes.items()}
+    expected = per_token["short"] / per_token["long"]
+    assert num_output["long"] / num_output["short"] == pytest.approx(expected, rel=0.15)
+    assert expected < 0.25

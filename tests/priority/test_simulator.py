@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
+from priority.shares import cost_of
 from priority.simulator.run import POLICIES, Machine, Result, Served, simulate
 from priority.simulator.trace import BLOCK_TOKENS, SCENARIOS, Arrival, Demand, sessions
 from tests.few import examples
@@ -89,9 +89,8 @@ def test_tenants_are_charged_for_what_they_got(trace: list[Arrival], policy: str
     least: Counter[str] = Counter()
     for served in result.served:
         if served.refused is None:
-            num_computed = served.arrival.num_prompt - served.num_cached
-            least[served.arrival.tenant] += COST_PREFILL * num_computed + COST_HIT * served.num_cached
-            least[served.arrival.tenant] += COST_OUTPUT * served.num_tokens
+            cost = cost_of(served.arrival.num_prompt, served.num_cached, served.num_tokens)
+            least[served.arrival.tenant] += cost
     for tenant, cost in result.charged.items():
         if result.num_preemptions:
             assert cost >= least[tenant]

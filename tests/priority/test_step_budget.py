@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.planning.request import Sequence
 from engine.planning.step import UNLIMITED
-from priority.admission import Admission
 from priority.lanes import DEFAULT_POLICIES, Lane
+from priority.pacing import NO_STREAMS, StepPlanner, Streams
 from priority.simulator.run import Machine, simulate
 from priority.simulator.trace import Arrival
 from priority.steptime import StepTimeModel
@@ -49,7 +49,7 @@ def test_a_step_keeps_the_pace_of_those_who_run(
 ) -> None:
     """Invariant 19: if more than the least prefill is granted, the step is within the tightest promise."""
     num_context = each * sum(by_lane.values())
-    granted = Admission(DEFAULT_POLICIES, model).allowance(by_lane, num_context, lively)
+    granted = StepPlanner(DEFAULT_POLICIES, model).allowance(Streams(by_lane, num_context), lively)
     alpha_s, beta_s = model.coefficients[:2]
     least = max(16, int(alpha_s / beta_s))
     if granted.num_prefill > least:
@@ -65,7 +65,9 @@ def test_prefill_and_every_promised_stream_always_go_on(
     model: StepTimeModel, by_lane: dict[Lane, int], each: int, lively: set[Lane]
 ) -> None:
     """Invariants 3 and 19: however slow the machine, and a stream without a promise is not left out for ever."""
-    granted = Admission(DEFAULT_POLICIES, model).allowance(by_lane, each * sum(by_lane.values()), lively)
+    granted = StepPlanner(DEFAULT_POLICIES, model).allowance(
+        Streams(by_lane, each * sum(by_lane.values())), lively
+    )
     assert granted.num_prefill >= 16
     promised = sum(n for lane, n in by_lane.items() if lane is not Lane.BATCH)
     patient = by_lane.get(Lane.BATCH, 0)
@@ -79,7 +81,7 @@ def test_a_step_is_never_so_long_that_a_newcomer_misses_its_promise(
     model: StepTimeModel, lively: set[Lane]
 ) -> None:
     """With nobody running there is no pace to keep, but somebody may come at any moment."""
-    granted = Admission(DEFAULT_POLICIES, model).allowance({}, 0, lively)
+    granted = StepPlanner(DEFAULT_POLICIES, model).allowance(NO_STREAMS, lively)
     ttft_s = min((DEFAULT_POLICIES[lane].ttft_s for lane in lively), default=inf)
     if ttft_s == inf:
         assert granted.num_prefill == UNLIMITED.num_prefill
@@ -92,19 +94,19 @@ def test_the_tighter_the_promise_the_shorter_the_step(
     by_lane: dict[Lane, int], each: int, lively: set[Lane]
 ) -> None:
     num_context = each * sum(by_lane.values())
-    loose = Admission(DEFAULT_POLICIES, known_model())
-    tight = Admission(
+    loose = StepPlanner(DEFAULT_POLICIES, known_model())
+    tight = StepPlanner(
         {lane: replace(p, tpot_s=p.tpot_s / 2) for lane, p in DEFAULT_POLICIES.items()}, loose.model
     )
     assert (
-        tight.allowance(by_lane, num_context, lively).num_prefill
-        <= loose.allowance(by_lane, num_context, lively).num_prefill
+        tight.allowance(Streams(by_lane, num_context), lively).num_prefill
+        <= loose.allowance(Streams(by_lane, num_context), lively).num_prefill
     )
 
 
 def test_nothing_is_held_back_while_too_little_was_measured() -> None:
-    admission = Admission(DEFAULT_POLICIES, StepTimeModel())
-    assert admission.allowance({Lane.INTERACTIVE: 50}, 10_000, list(Lane)) == UNLIMITED
+    planner = StepPlanner(DEFAULT_POLICIES, StepTimeModel())
+    assert planner.allowance(Streams({Lane.INTERACTIVE: 50}, 10_000), list(Lane)) == UNLIMITED
 
 
 def test_the_queue_counts_those_that_decode_and_what_they_read() -> None:
@@ -112,7 +114,7 @@ def test_the_queue_counts_those_that_decode_and_what_they_read() -> None:
     queue = make_queue(dict(DEFAULT_POLICIES), model=known_model())
     decoding, prefilling = Sequence(ask("d", 1_000)), Sequence(ask("p", 1_000))
     decoding.num_computed = 999
-    expected = queue.admission.allowance({Lane.INTERACTIVE: 1}, 1_000, [])
+    expected = queue.admission.planner.allowance(Streams({Lane.INTERACTIVE: 1}, 1_000), [])
     assert queue.allowance([decoding, prefilling]) == expected
     assert queue.allowance([prefilling]) == UNLIMITED.__class__(1, UNLIMITED.num_prefill)
 

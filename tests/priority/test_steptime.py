@@ -55,6 +55,19 @@ def test_it_finds_the_coefficients_themselves() -> None:
     assert found["delta_s"] == pytest.approx(COEFFICIENTS["delta_s"], rel=0.2)
 
 
+def test_long_prompts_are_learnt_apart_from_short_ones() -> None:
+    """A prompt token takes the longer the more tokens it attends to: twice as long at 28,000 on this machine."""
+    rng, model = Random(0), StepTimeModel()
+    for _ in range(600):
+        shape, num_before = random_shape(rng), rng.randrange(30_000)
+        attended = shape[0] * (num_before + shape[0] // 2)
+        model.observe(*shape, known_model().seconds(*shape, attended), attended)
+    for num_before in (0, 28_000):
+        amounts = 512, 10, 30_000, 512 * (num_before + 256)
+        assert model.seconds(*amounts) == pytest.approx(known_model().seconds(*amounts), rel=0.05)
+    assert model.attended_each == pytest.approx(1 / 28_000, rel=0.1)
+
+
 def test_it_is_not_relied_on_before_enough_was_measured() -> None:
     model = StepTimeModel()
     rng = Random(3)
@@ -154,8 +167,10 @@ def test_what_it_saves_it_can_be_given_again() -> None:
 def test_the_prefill_that_fits_takes_just_so_long(seconds: float, num_decode: int, num_context: int) -> None:
     """Invariant 19: the budget is the model turned around."""
     model = known_model()
-    fitting = model.prefill_within(seconds, num_decode, num_context)
-    assert model.seconds(fitting, num_decode, num_context) == pytest.approx(seconds, abs=1e-9)
+    num_before = num_context // 50
+    fitting = model.prefill_within(seconds, num_decode, num_context, num_before)
+    attended = fitting * (num_before + max(0.0, fitting) / 2)
+    assert model.seconds(fitting, num_decode, num_context, attended) == pytest.approx(seconds, abs=1e-9)
 
 
 def test_where_prefill_costs_nothing_any_amount_fits() -> None:

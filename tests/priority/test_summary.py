@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from priority.lanes import Lane, LanePolicy
-from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
+from priority.shares import COST_HIT, output_cost, prompt_cost
 from priority.simulator.run import Machine, Result, Served, simulate
 from priority.simulator.summary import figures, is_kept, jain, percentile, spread, summarise, work
 from priority.simulator.trace import Arrival, Demand, mixed
@@ -113,8 +113,8 @@ def test_a_tenants_percentiles_are_those_of_its_promised_requests() -> None:
 
 
 def test_work_is_what_the_queue_charges() -> None:
-    assert work(served()) == COST_PREFILL * 100 + COST_OUTPUT * 11
-    assert work(served(num_cached=40)) == COST_PREFILL * 60 + COST_HIT * 40 + COST_OUTPUT * 11
+    assert work(served()) == prompt_cost(0, 100) + output_cost(100, 111)
+    assert work(served(num_cached=40)) == prompt_cost(40, 100) + COST_HIT * 40 + output_cost(100, 111)
     assert work(served(None, refused="queue_full")) == 0
 
 

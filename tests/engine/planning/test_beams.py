@@ -177,8 +177,8 @@ def test_what_is_charged_for_is_what_was_computed() -> None:
     run = Run(workload_of(search(n=3, max_tokens=5)), runner=Runner(40, BLOCK_SIZE))
     charge = run.queue.charge
 
-    def note(work: list[tuple[Request, int, int]], now: float) -> None:
-        charged.extend((num_prompt, num_output) for _, num_prompt, num_output in work)
+    def note(work: list[tuple[Request, int, int, int]], now: float) -> None:
+        charged.extend((num_prompt, num_output) for _, num_prompt, num_output, _ in work)
         charge(work, now)
 
     run.queue.charge = note  # type: ignore[method-assign]

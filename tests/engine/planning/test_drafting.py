@@ -93,7 +93,7 @@ def drafting_at(
 ) -> Drafting:
     """Steps take a fixed time and some for each token that is decoded, drafts included."""
     drafting = drafting_always(lookup or (None if model else Echo()), 8, has_model=model is not None)
-    drafting._step_seconds = lambda _, num_decode, __: fixed_s + each_s * num_decode
+    drafting._step_seconds = lambda _, num_decode, *__: fixed_s + each_s * num_decode
     drafting._model_share = 0.0 if model is None else model.pass_s
     return drafting
 
@@ -327,7 +327,7 @@ def test_a_model_that_fails_takes_its_drafts_away_and_rests() -> None:
 def test_what_the_model_has_to_catch_up_counts_in_what_drafting_takes() -> None:
     """A pass takes 1 s and 0.1 s for each token; five drafts and what the host does are six passes."""
     tables, drafting = BlockTables(256, 4), Drafting(None, 8, has_model=True)
-    drafting._step_seconds = lambda prefill, decode, _: 10.0 + 1.0 * (prefill + decode)
+    drafting._step_seconds = lambda prefill, decode, *_: 10.0 + 1.0 * (prefill + decode)
     late, known = Sequence(make_request("late", [1] * 400)), Sequence(make_request("known", [1, 2]))
     chunks = {s: Chunk(s, len(s.token_ids) - 1, 1, samples=True) for s in (late, known)}
     drafting.extend(step_of(running(tables, 1)), tables, 1000)

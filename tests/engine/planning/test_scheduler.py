@@ -358,7 +358,7 @@ def test_steps_are_small_for_a_while_and_grow_again_more_and_more_slowly() -> No
 def test_charges_add_up_to_the_work_done() -> None:
     charged: list[tuple[str, int, int]] = []
     harness = SchedulerHarness(budget=8)
-    harness.queue.charge = lambda work, _: charged.extend((r.request_id, p, o) for r, p, o in work)  # type: ignore[method-assign, assignment]
+    harness.queue.charge = lambda work, _: charged.extend((r.request_id, p, o) for r, p, o, _ in work)  # type: ignore[method-assign, assignment]
     harness.submit(make_request("r", list(range(20)), max_tokens=5))
     harness.finish()
     assert sum(p for _, p, _ in charged) == 20

@@ -224,7 +224,7 @@ def test_timings_are_in_order_and_of_the_sequence_itself(workload: Workload) -> 
 @given(workloads())
 def test_what_is_charged_is_what_was_computed_and_said(workload: Workload) -> None:
     run = Run(workload)
-    charged: list[list[tuple[Request, int, int]]] = []
+    charged: list[list[tuple[Request, int, int, int]]] = []
     run.queue.charge = lambda work, _: charged.append(work)  # type: ignore[method-assign, assignment]
     run.finish()
     steps = [step for step in run.steps if step.pieces]
@@ -232,7 +232,7 @@ def test_what_is_charged_is_what_was_computed_and_said(workload: Workload) -> No
     said: Counter[str] = Counter()
     prompts: Counter[str] = Counter()
     for work in charged:
-        for request, num_prompt, num_output in work:
+        for request, num_prompt, num_output, _ in work:
             said[request.request_id] += num_output
             prompts[request.request_id] += num_prompt
     computed: Counter[str] = Counter()

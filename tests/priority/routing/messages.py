@@ -12,12 +12,7 @@ from priority.routing.state import Change, LaneWork, Load, Snapshot
 from tests.priority.simulated_engine import COEFFICIENTS
 
 BLOCK_SIZE = 16
-MEASURED = (
-    COEFFICIENTS["alpha_s"],
-    COEFFICIENTS["beta_s"],
-    COEFFICIENTS["gamma_s"],
-    COEFFICIENTS["delta_s"],
-)
+MEASURED = tuple(COEFFICIENTS.values())
 
 
 def chain(name: str, num_blocks: int) -> list[bytes]:
@@ -31,7 +26,7 @@ def load(
     queued: int = 0,
     num_free_kv: int = 400_000,
     num_running: int = 0,
-    coefficients: tuple[float, float, float, float] = MEASURED,
+    coefficients: tuple[float, ...] = MEASURED,
     is_draining: bool = False,
 ) -> Load:
     """`queued` tokens of tenant a wait in the interactive lane, unless all lanes are given."""
@@ -42,10 +37,9 @@ def load(
         num_free_kv=num_free_kv,
         held=Held(
             num_running=num_running,
-            num_tokens=400_000 - num_free_kv,
-            ends_s=60.0,
-            finished_per_s=1.0,
-            freed_per_s=1_000.0,
+            num_kv=400_000 - num_free_kv,
+            endings=[(1_000.0 * i, 20_000.0, 10.0) for i in range(1, 21)],
+            life_steps=2_000.0,
         ),
         is_draining=is_draining,
     )

@@ -157,7 +157,7 @@ def test_a_reservation_is_released_whatever_becomes_of_it(ending: str) -> None:
 def test_what_would_be_late_everywhere_is_refused_with_the_least_retry_after() -> None:
     """At 32,000 tokens a second, 100,000 tokens before it are 3 s; the promise is 1 s."""
     router = router_of({"a": load(queued=400_000), "b": load(queued=100_000)})
-    refusal = refused(router, ask(num_prompt=200_000))
+    refusal = refused(router, ask(num_prompt=20_000))
     assert refusal.reason == "promise_out_of_reach"
     assert refused(router, ask(num_prompt=100)).retry_after_s == pytest.approx(2.3, abs=0.5)
     assert chosen(router, ask(num_prompt=100, lane=Lane.STANDARD)).replica == "b"

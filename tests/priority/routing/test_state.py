@@ -114,15 +114,15 @@ def put(*path: str, value: object) -> Callable[[Wire], object]:
         (put("load", "is_draining", value=1), "snapshot.load.is_draining must be true or false"),
         (
             put("load", "coefficients", value=[1, 2, 3]),
-            "snapshot.load.coefficients must be a list of 4 numbers",
+            "snapshot.load.coefficients must be a list of 5 numbers",
         ),
         (
             put("load", "coefficients", value=[1, 2, 3, None]),
-            "snapshot.load.coefficients must be a list of 4 numbers",
+            "snapshot.load.coefficients must be a list of 5 numbers",
         ),
         (
-            put("load", "held", "num_tokens", value=2**60),
-            "snapshot.load.held.num_tokens must be a whole number",
+            put("load", "held", "num_kv", value=2**60),
+            "snapshot.load.held.num_kv must be a whole number",
         ),
         *(
             (

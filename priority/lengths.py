@@ -1,0 +1,73 @@
+"""How long answers are, as they were of late, and how much of one is likely still to come.
+
+An answer that was cut off, by its limit or its client, says only that it would have been longer: the share of answers
+that are longer than so many tokens is the estimate of Kaplan and Meier (1958).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+
+_KEPT = 64
+_ENOUGH = 8
+
+
+class Lengths:
+    """The lengths of the last answers of a tenant or a lane, those with about the same limit together."""
+
+    __slots__ = ("_alike",)
+
+    def __init__(self) -> None:
+        self._alike: dict[int, _Alike] = {}
+        """By bit length of the limit: who asks for exactly what is needed says nothing of who sets no limit."""
+
+    def add(self, num_tokens: int, limit: int, *, is_whole: bool) -> None:
+        """Takes the length of an answer, and whether it ended by itself."""
+        self._alike.setdefault(limit.bit_length(), _Alike()).add(num_tokens, is_whole=is_whole)
+
+    def left(self, num_tokens: int, limit: int) -> float | None:
+        """Returns how many tokens more are expected of an answer that has so many; None if too little is known."""
+        alike = self._alike.get(limit.bit_length())
+        return None if alike is None else alike.left(num_tokens, limit - num_tokens)
+
+
+class _Alike:
+    """The lengths of the last answers with about the same limit."""
+
+    __slots__ = ("_areas", "_ends", "_last", "_shares")
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, bool]] = deque(maxlen=_KEPT)
+        self._ends = [0]
+        """The lengths at which the share changes, ascending."""
+        self._shares = [1.0]
+        """By end, the share of answers that are longer."""
+        self._areas = [0.0]
+        """By end, the tokens that answers have up to there on average."""
+
+    def add(self, num_tokens: int, *, is_whole: bool) -> None:
+        self._last.append((num_tokens, is_whole))
+        self._ends, self._shares, self._areas = [0], [1.0], [0.0]
+        ordered = sorted(self._last)
+        for number, (end, ended) in enumerate(ordered):
+            share = self._shares[-1]
+            self._areas.append(self._areas[-1] + share * (end - self._ends[-1]))
+            self._ends.append(end)
+            self._shares.append(share * (1.0 - 1.0 / (len(ordered) - number)) if ended else share)
+
+    def left(self, num_tokens: int, most: int) -> float | None:
+        """Returns how many tokens more are expected, at most as many as are allowed."""
+        if len(self._last) < _ENOUGH:
+            return None
+        place = bisect_right(self._ends, num_tokens) - 1
+        share = self._shares[place]
+        if share <= 0.0:  # none was as long
+            return min(most, 1 + num_tokens / 2)
+        # Nothing is known of what is longer than all that was seen.
+        until = min(num_tokens + most, 1 + 2 * max(self._ends[-1], num_tokens))
+        return min(most, (self._area(until) - self._area(num_tokens)) / share)
+
+    def _area(self, until: float) -> float:
+        place = bisect_right(self._ends, until) - 1
+        return self._areas[place] + self._shares[place] * (until - self._ends[place])

@@ -1,0 +1,132 @@
+"""The pace of steps: how much one may do so that promises on the time per token are kept, and what prompts get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from engine.planning.step import UNLIMITED, Allowance
+from priority.lanes import Lane, LanePolicy
+from priority.steptime import StepTimeModel
+
+ALONE_SLACK = 1.5
+"""A prompt so long that even alone it takes longer than the promise is let in if this times that can be kept."""
+_MARGIN = 0.9
+"""The part of a promise on the time per token that a step is planned to take: the rest is for what is between steps."""
+_STEPS_PER_TTFT = 8
+"""No step takes longer than this part of the promise on the first token, so that nobody who comes waits longer."""
+_LEAST_PREFILL = 16
+_GRAIN = 8
+_CATCH_UP = 8
+"""A stream without a promise decodes at least once in so many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPace:
+    """Steps that have so many prompt tokens at most, beside decodes that take the fixed part of their time."""
+
+    num_prefill: int
+    fixed_s: float
+    each_s: float
+    """The time of a prompt token."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt tokens a second, in full steps."""
+        return self.num_prefill / (self.fixed_s + self.each_s * self.num_prefill)
+
+    def seconds_for(self, num_tokens: float, *, is_filled: bool) -> float:
+        """Returns the time to the end of the step that has the last of these prompt tokens; others' may fill it."""
+        num_full, rest = divmod(num_tokens, self.num_prefill)
+        if rest and is_filled:
+            num_full, rest = num_full + 1, 0.0
+        last_s = self.fixed_s + self.each_s * rest if rest else 0.0
+        return num_full * (self.fixed_s + self.each_s * self.num_prefill) + last_s
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The running sequences that decode."""
+
+    by_lane: Mapping[Lane, int]
+    num_context: float = 0.0
+    """Tokens of their KV."""
+    rows_each: float = 1.0
+    """Tokens that a step computes for each: its next one, and drafts."""
+
+    @property
+    def num(self) -> int:
+        return sum(self.by_lane.values())
+
+
+NO_STREAMS = Streams({})
+
+
+class StepPlanner:
+    """What a step may do, by the lanes' promises and the model of step time."""
+
+    def __init__(self, policies: Mapping[Lane, LanePolicy], model: StepTimeModel) -> None:
+        self.policies = policies
+        self.model = model
+
+    def allowance(self, streams: Streams, lively: Iterable[Lane], num_before: float = 0.0) -> Allowance:
+        """Returns what a step may do.
+
+        Args:
+            lively: lanes in which requests are to be expected.
+            num_before: tokens of the prompt that is computed next, before those to compute.
+        """
+        if not self.model.is_known:
+            return UNLIMITED
+        alone_s = self._decode_s(streams, 1)
+        promised = (self.policies[lane].tpot_s for lane in streams.by_lane)
+        # A promise that not even a single stream could be kept does not bind.
+        tpot_s = min((s * _MARGIN for s in promised if s >= alone_s), default=inf)
+        num_decode = self._num_decodes(streams, tpot_s)
+        ttft_s = min((self.policies[lane].ttft_s for lane in lively), default=inf)
+        alpha_s, beta_s = self.model.coefficients[:2]
+        half_efficient = int(alpha_s / beta_s) if beta_s > 0 else 0
+        rows, num_context = num_decode * streams.rows_each, streams.num_context + num_before
+        num_prefill = min(
+            max(least, self._num_prefill(cap_s, rows, num_context, num_before))
+            for cap_s, least in ((tpot_s, _LEAST_PREFILL), (ttft_s / _STEPS_PER_TTFT, half_efficient))
+        )
+        return Allowance(max(1, num_decode), max(num_prefill, _LEAST_PREFILL))
+
+    def pace(self, streams: Streams, lively: Iterable[Lane], max_batch_tokens: int) -> PromptPace:
+        """Returns how prompts are computed beside these streams."""
+        allowance = self.allowance(streams, lively)
+        num_decode = min(streams.num, allowance.num_decodes)
+        num_prefill = min(allowance.num_prefill, max(1, max_batch_tokens - num_decode))
+        return PromptPace(
+            num_prefill, max(1e-6, self._decode_s(streams, num_decode)), self.model.coefficients[1]
+        )
+
+    def allowed_s(self, lane: Lane, work: float, max_batch_tokens: int) -> float:
+        """Returns what the lane promises to a prompt that is so much work."""
+        ttft_s = self.policies[lane].ttft_s
+        if not isfinite(ttft_s):
+            return inf
+        alone_s = self.pace(NO_STREAMS, [lane], max_batch_tokens).seconds_for(work, is_filled=False)
+        return max(ttft_s, ALONE_SLACK * alone_s)
+
+    def _decode_s(self, streams: Streams, num: int) -> float:
+        """Returns what a step takes in which so many of the streams decode, and that does nothing else."""
+        num_context = streams.num_context * num / max(1, streams.num)
+        return self.model.seconds(0, num * streams.rows_each, num_context)
+
+    def _num_decodes(self, streams: Streams, tpot_s: float) -> int:
+        """Returns how many may decode: all, unless those without a promise make the others miss theirs."""
+        excess_s = self._decode_s(streams, streams.num) - tpot_s
+        patient = sum(n for lane, n in streams.by_lane.items() if not isfinite(self.policies[lane].tpot_s))
+        if excess_s <= 0 or not patient:
+            return streams.num
+        each_s = self._decode_s(streams, 1) - self.model.seconds(0, 0, 0)
+        too_many = int(excess_s / each_s) + 1 if each_s > 0 else patient
+        return streams.num - min(too_many, patient - -(-patient // _CATCH_UP))
+
+    def _num_prefill(self, cap_s: float, rows: float, num_context: float, num_before: float) -> int:
+        """Returns the prompt tokens that a step of `cap_s` has room for beside the decodes."""
+        fitting = self.model.prefill_within(cap_s, rows, num_context, num_before)
+        return int(min(fitting, UNLIMITED.num_prefill)) // _GRAIN * _GRAIN

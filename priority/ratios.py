@@ -1,0 +1,37 @@
+"""How forecasts came out: real over forecast time to the first token, of the last requests of a tenant or a lane."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice, repeat
+
+TOLD, LATE = 0.6, 0.9
+"""The parts of all first tokens that come sooner than is told, and than is held against the promise."""
+_KEPT = 64
+_ENOUGH = 16
+"""As many of a tenant's own are enough; if there are fewer, the last ones of its lane make up for them."""
+_LEAST, _MOST = 0.5, 3.0
+
+
+class Ratios:
+    """The last ratios, and what follows from them for the next."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=_KEPT)
+
+    def add(self, ratio: float) -> None:
+        self._last.append(ratio)
+
+    def quantile(self, part: float, others: Ratios | None = None) -> float:
+        """Returns the ratio that so large a part of all stay below; what is not known yet counts as 1.
+
+        Args:
+            others: the ratios to go by as far as these are too few.
+        """
+        known = [*self._last]
+        for more in (() if others is None else reversed(others._last), repeat(1.0)):
+            known += islice(more, max(0, _ENOUGH - len(known)))
+        known.sort()
+        return min(max(known[int(part * (len(known) - 1) + 0.5)], _LEAST), _MOST)
