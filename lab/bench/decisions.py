@@ -111,9 +111,7 @@ class DecisionsBench:
     def _ask(self, method: str, path: str, **body: Any) -> Any:
         connection = HTTPConnection(self._server.host, self._server.port)
         try:
-            sent = (
-                json.dumps({"service_tier": "flex", **body}) if body else None
-            )  # nobody is refused for being late
+            sent = json.dumps(body) if body else None
             connection.request(method, path, sent, {"content-type": "application/json"})
             reply = connection.getresponse()
             told = json.loads(reply.read())
