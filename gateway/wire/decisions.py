@@ -18,7 +18,7 @@ from gateway.http.errors import invalid
 from gateway.http.limits import Limits
 from gateway.wire.conversation import as_call
 from gateway.wire.schemas import ServiceTier
-from gateway.wire.strict import STRICT, Many, StrictBody, unsupported_value
+from gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -67,20 +67,20 @@ def _check_kind(field: str, item: object, kinds: Sequence[str]) -> None:
         raise unsupported_value(f"{field}.type", kind)
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class DecisionText(TypedDict):
     type: Literal["input_text", "output_text"]
     text: str
     prompt_cache_breakpoint: NotRequired[dict[str, Any] | None]
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class DecisionRefusal(TypedDict):
     type: Literal["refusal"]
     refusal: str
 
 
-@with_config(STRICT)
+@with_config(TOLERANT)
 class DecisionJson(TypedDict):
     type: Literal["input_json"]
     data: dict[str, Any] | list[dict[str, Any]]
@@ -96,14 +96,14 @@ Part = Annotated[
 Content = str | Annotated[Many[Part], Field(min_length=1)]
 
 
-class DecisionMessage(StrictBody):
+class DecisionMessage(TolerantBody):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class _CallItem(StrictBody):
+class _CallItem(TolerantBody):
     call_id: str
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -200,6 +200,14 @@ class DecisionsBody(DecidedBody):
         "questions[].instructions": "max_content_parts",
         "questions[].choices": MAX_OPTIONS,
         "questions[].levels": MAX_OPTIONS,
+    }
+
+    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "input[]": (DecisionMessage, _CallItem, DecisionCall, DecisionCustomCall, DecisionOutput),
+        **dict.fromkeys(
+            ("input[].content[]", "input[].output[]", "questions[].instructions[]"),
+            (DecisionText, DecisionRefusal, DecisionJson),
+        ),
     }
 
     input: str | Annotated[Many[DecisionItem], Field(min_length=1), _known("input", "message", *_CALLS)]

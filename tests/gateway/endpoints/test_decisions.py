@@ -324,6 +324,20 @@ async def test_hints_change_nothing() -> None:
     assert hinted.prompt_token_ids == plain.prompt_token_ids
 
 
+async def test_what_else_messages_and_parts_have_is_named() -> None:
+    part = {"type": "output_text", "text": "x", "annotations": [1], "logprobs": []}
+    items = [{"role": "assistant", "content": [part], "id": "m", "status": "completed", "more": 1}]
+    body = {"model": MODEL, "input": items, "questions": [CHOICE]}
+    gateway = gateway_of()
+    async with client(gateway.app) as http:
+        asking = asyncio.create_task(http.post(DECISIONS, json=body))
+        gateway.score(await gateway.taken())
+        ignored = (await asking).headers["x-penstock-ignored"]
+        assert ignored == "input[].content[].annotations, input[].more"
+        refused = await http.post(DECISIONS, json={**body, "more": 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "more")
+
+
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
 ONE = [{"value": "a"}]
 MANY = [{"value": str(i)} for i in range(256)]
