@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 HALF_LIFE_S = 3600.0
 """Twice as many hits of a prefix are worth as much as being used so much later."""
 MAX_WAIT_S = 0.1
-"""No call takes longer, whatever state Redis is in."""
+"""No call takes longer, whatever state Redis is in, where the request can go on without an answer."""
 
 
 PIECE = "piece"

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
@@ -95,7 +95,7 @@ class LocalRecords:
 
     def touch(self, key: Key, ttl_s: float) -> None:
         """The time to live of an entry begins again."""
-        self._enter(key, replace(self._entries[key], expires_s=self._clock() + ttl_s))
+        self._enter(key, Entry(self._entries[key].value, self._clock() + ttl_s))
 
     def refresh(self, key: Key, value: bytes) -> None:
         """Puts the value where there is one, to expire when that would have."""
@@ -175,6 +175,9 @@ class MemoryStore:
         return StoreStats(num_records=len(records), num_bytes=records.num_bytes, shares={"memory": share})
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
+        return self._read(key, ttl_s)
+
+    def _read(self, key: Key, ttl_s: float | None) -> bytes | None:
         entry = self.records.get(key)
         if entry is None:
             return None
@@ -214,7 +217,7 @@ class MemoryStore:
             self.records.touch(key, ttl_s)
 
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
-        return [await self.get(key, ttl_s) for key in keys]
+        return [self._read(key, ttl_s) for key in keys]
 
     async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
         return self.quotas.reserve(tenant, quota, num_tokens, lease_id)
