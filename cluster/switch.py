@@ -42,7 +42,7 @@ from gateway.http.refusals import answer_fault, refusal
 from gateway.sessions.owners import tag_in
 from gateway.wire.frames import Json
 from gateway.wire.prompts import Prompts
-from priority.queue import Refusal
+from priority.refusal import Refusal
 from priority.routing.router import RouteQuery, Router
 
 STALL_S = 30.0

@@ -23,7 +23,7 @@ from gateway.tickets import Tickets
 from gateway.wire.streams import Generation, joined
 from priority.admission import Forecast
 from priority.lanes import Lane
-from priority.queue import Refusal
+from priority.refusal import Refusal
 from priority.routing.state import Load
 
 log = logging.getLogger("penstock.gateway")

@@ -12,7 +12,7 @@ from typing import Any
 from app.bench.statistics import percentile
 from loadtests.outcomes import Outcome
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.simulator.run import Result
+from priority.simulator.result import Result
 from priority.simulator.summary import summarise
 
 Row = dict[str, Any]

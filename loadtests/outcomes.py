@@ -9,7 +9,7 @@ from typing import Any, Literal
 from app.bench.reader import Answer
 from app.bench.replay import served_of
 from priority.lanes import parse_lane
-from priority.simulator.run import Served
+from priority.simulator.result import Served
 from priority.simulator.trace import Arrival
 
 Ending = Literal["done", "left", "refused", "failed"]

@@ -20,6 +20,7 @@ from engine.planning.request import Request, Sequence
 from engine.planning.step import Allowance, StepLoad
 from priority.admission import Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from priority.refusal import RETRY_S, Refusal
 from priority.routing.state import Load
 from priority.shares import COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
 from priority.steptime import NAMES, StepTimeModel
@@ -33,25 +34,6 @@ AGED_PART = 4
 _AGED_MOST_TOKENS = 2_048
 _SHORT_PROMPT = 64
 _FORGET_AFTER_US = 600_000_000
-_RETRY_S = (1.0, 60.0)
-
-
-class Refusal(Exception):
-    """A request that is not let in.
-
-    Attributes:
-        reason: machine-readable, e.g. "queue_full".
-        retry_after_s: when it is worth coming back.
-        tenant_limit: True if it is this tenant's own limit, False if it is the server's.
-    """
-
-    def __init__(
-        self, reason: str, message: str, retry_after_s: float, *, tenant_limit: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.retry_after_s = min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])
-        self.tenant_limit = tenant_limit
 
 
 class LaneQueue:
@@ -107,8 +89,7 @@ class LaneQueue:
     def readmit(self, request: Request, now: float) -> None:
         """Lets in a request that a process that is gone let in before: no bound and no promise is asked again."""
         with self._lock:
-            line, ticket = self._ticket(request, now)
-            self._enter(line, ticket, now)
+            self._enter(*self._ticket(request, now), now)
 
     def check_open(self, lane: Lane, tenant: str, arrival_s: float, now: float, most_tokens: int) -> None:
         """Refuses what `put` would refuse whatever the prompt, before any work is spent on it.
@@ -196,9 +177,8 @@ class LaneQueue:
         """What a router has to know of this queue and its engine, of whose KV pool so many tokens are free."""
         with self._lock:
             admission, model, held = self.admission, self.admission.model, self.admission.held()
-            each = model.attended_each
             return Load(
-                lanes={lane: line.told(now, each) for lane, line in self._lanes.items()},
+                lanes={lane: line.told(now, model.attended_each) for lane, line in self._lanes.items()},
                 coefficients=tuple(model.coefficients if model.is_known else (0.0,) * len(NAMES)),
                 num_free_kv=num_free_kv,
                 held=held,
@@ -277,7 +257,7 @@ class LaneQueue:
             if ticket.choices_left:
                 return
             del self._tickets[request.request_id]
-            line, account = ticket.account.lane, ticket.account
+            account, line = ticket.account, ticket.account.lane
             if request.branches and not ticket.num_prefill_left:  # it is answered with its last branch
                 self._note_prefill(ticket, 0, 1, now)
             line.note_left(ticket, -1)
@@ -310,19 +290,14 @@ class LaneQueue:
         return line, Ticket(request, account, num_cached, num_in_use, deadline_us, self._num_let_in)
 
     def _check_bounds(self, line: LaneLine, ticket: Ticket, now: float) -> None:
-        policy, account = line.policy, ticket.account
+        policy, account, num_tokens = line.policy, ticket.account, ticket.size.num_uncached
         self._check_places(line, account, ticket.num_places, now)
         if not line.num_requests:
             return  # one that is larger than the bounds may wait alone
-        if (
-            account.tickets
-            and account.num_tokens + ticket.size.num_uncached > self._part(line) * policy.max_tokens
-        ):
+        if account.tickets and account.num_tokens + num_tokens > self._part(line) * policy.max_tokens:
             raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
-        if (
-            line.num_tokens + ticket.size.num_uncached > policy.max_tokens
-            or line.num_bytes + ticket.num_bytes > policy.max_bytes
-        ):
+        is_long = line.num_tokens + num_tokens > policy.max_tokens
+        if is_long or line.num_bytes + ticket.num_bytes > policy.max_bytes:
             raise self._full(line, f"{line.num_tokens} prompt tokens", now)
 
     def _check_places(self, line: LaneLine, account: Account | None, n: int, now: float) -> None:
@@ -348,8 +323,9 @@ class LaneQueue:
         return Refusal("queue_full", message, self._time_for(max(1, line.num_requests // 4), now))
 
     def _time_for(self, num_requests: int, now: float) -> float:
-        rate = self.admission.finish_rate(now)
-        return num_requests / rate if rate > 0 else _RETRY_S[1] if self._tickets else _RETRY_S[0]
+        if rate := self.admission.finish_rate(now):
+            return num_requests / rate
+        return RETRY_S[1] if self._tickets else RETRY_S[0]
 
     def _check_promise(self, line: LaneLine, forecast: Forecast, waited_s: float) -> None:
         """Refuses a request that would come too late: one in ten that are let in may."""
@@ -380,9 +356,8 @@ class LaneQueue:
         self._tickets[ticket.request.request_id] = ticket
 
     def _lane_floor(self, line: LaneLine) -> int:
-        busy = [
-            o.share.clock for o in self._lanes.values() if o is not line and (o.num_requests or o.num_running)
-        ]
+        others = (other for other in self._lanes.values() if other is not line)
+        busy = [other.share.clock for other in others if other.num_requests or other.num_running]
         return min(busy, default=line.share.clock)
 
     def _leave(self, ticket: Ticket) -> None:

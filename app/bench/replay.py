@@ -19,7 +19,8 @@ from app.bench.statistics import number, percent, table
 from app.bench.workloads import completion
 from app.settings import Settings
 from gateway.wire.sampling import tier_of
-from priority.simulator.run import Machine, Result, Served, simulate
+from priority.simulator.result import Result, Served
+from priority.simulator.run import Machine, simulate
 from priority.simulator.summary import Summary, summarise
 from priority.simulator.trace import BLOCK_TOKENS, Arrival
 from priority.steptime import NAMES

@@ -26,7 +26,8 @@ from app.simulate.replicas import DEFAULT_ROUTERS, Cell, Fleet, compare, draw_ce
 from app.simulate.report import print_report
 from priority.lanes import Lane, LanePolicy
 from priority.simulator.cluster import ROUTERS, Wires
-from priority.simulator.run import POLICIES, Machine, Result, simulate
+from priority.simulator.result import Result
+from priority.simulator.run import POLICIES, Machine, simulate
 from priority.simulator.summary import Summary, summarise
 from priority.simulator.trace import KINDS, SCENARIOS, write_trace
 from priority.steptime import NAMES

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from priority.lanes import Lane, LanePolicy
-from priority.simulator.run import Result, Served
+from priority.simulator.result import Result, Served
 from priority.simulator.summary import Summary, spread
 
 SIZE = (1280, 640)

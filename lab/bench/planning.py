@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING
 
 from app.bench.statistics import percentile
 from engine.planning.block_tables import BlockTables
-from engine.planning.request import Request, SamplingParams
+from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan, Sampled, StepResult
 from priority.queue import LaneQueue
-from priority.simulator.run import NoText
 
 if TYPE_CHECKING:
     from engine.execution.seats import Seats
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 32
+
+
+class NoText:
+    """Sequences that end when they have all their tokens."""
+
+    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
+        return "", FinishReason.LENGTH if is_last else None
 
 
 def measure_planning(num_sequences: int = 256, num_steps: int = 200) -> dict[str, float]:

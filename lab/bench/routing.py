@@ -14,7 +14,7 @@ from random import Random
 
 from app.bench.statistics import percentile
 from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.queue import Refusal
+from priority.refusal import Refusal
 from priority.room import Held
 from priority.routing.index import BlockIndex
 from priority.routing.router import Choice, RouteQuery, Router

@@ -17,8 +17,8 @@ from engine.planning.drafting import DRAFT_MODEL, Drafting, Proposer
 from engine.planning.request import Request
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import OPEN, Plan, StepInFlight
+from lab.bench.planning import NoText
 from priority.queue import LaneQueue
-from priority.simulator.run import NoText
 
 
 @dataclass(frozen=True, slots=True)

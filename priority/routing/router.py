@@ -22,7 +22,7 @@ from itertools import islice
 from random import Random
 
 from priority.lanes import Lane
-from priority.queue import Refusal
+from priority.refusal import Refusal
 from priority.routing.index import DEFAULT_MAX_BLOCKS, BlockIndex
 from priority.routing.order import CLOSE, LoadOrder
 from priority.routing.replica import Replica, Reservation

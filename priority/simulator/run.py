@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.prefix_events import PrefixLog
-from engine.planning.prefix_index import with_hashes
-from engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
+from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
 from priority.admission import Forecast
 from priority.baselines import FirstComeQueue
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.queue import LaneQueue, Refusal
-from priority.simulator.trace import BLOCK_TOKENS, Arrival
+from priority.queue import LaneQueue
+from priority.refusal import Refusal
+from priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
+from priority.simulator.trace import Arrival
 from priority.steptime import StepTimeModel
 
 POLICIES = ("fcfs", "strict", "fair", "penstock")
-BLOCK_SIZE = 16
 _PROGRESS_EVERY = 100
 _LOOK_EVERY_S = 0.25
 """How often requests that waited too long are looked for, as on the server."""
@@ -42,54 +42,6 @@ class Machine:
     max_model_len: int = 32_768
 
 
-@dataclass(slots=True)
-class Served:
-    """How one request of the trace went. Times in seconds on the virtual clock."""
-
-    arrival: Arrival
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    num_tokens: int = 0
-    longest_gap_s: float = 0.0
-    last_token_s: float = 0.0
-    predicted_s: float | None = None
-    refused: str | None = None
-    retry_after_s: float = 0.0
-    num_preemptions: int = 0
-    num_cached: int = 0
-    num_ended: int = 0
-    """Choices that have all their tokens."""
-
-    @property
-    def ttft_s(self) -> float | None:
-        return None if self.first_token_s is None else self.first_token_s - self.arrival.at_s
-
-    def refuse(self, refusal: Refusal) -> None:
-        self.refused, self.retry_after_s = refusal.reason, refusal.retry_after_s
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean time per token after the first; 0 for one token."""
-        if self.num_tokens < 2 or self.first_token_s is None:
-            return 0.0
-        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
-
-
-@dataclass(slots=True)
-class Result:
-    """One simulated run."""
-
-    policy: str
-    served: list[Served]
-    duration_s: float
-    num_steps: int = 0
-    num_preemptions: int = 0
-    busy_s: float = 0.0
-    """Over all machines."""
-    charged: dict[str, int] = field(default_factory=dict)
-    """By tenant, as the queues have it: sixteenths of a prompt token. Not of `fcfs` and `strict`."""
-
-
 class SimulatedQueue(RequestQueue, Protocol):
     """What the simulator needs beyond the engine's side."""
 
@@ -98,13 +50,6 @@ class SimulatedQueue(RequestQueue, Protocol):
     ) -> Forecast | None: ...
 
     def depths(self) -> dict[Lane, int]: ...
-
-
-class NoText:
-    """Sequences that end when they have all their tokens."""
-
-    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
-        return "", FinishReason.LENGTH if is_last else None
 
 
 def make_queue(
@@ -468,28 +413,3 @@ class _Dealer:
 
     def _least(self) -> Server:
         return min(self._servers, key=lambda server: (server.num_prompt_open, len(server.open)))
-
-
-def request_of(number: int, arrival: Arrival) -> Request:
-    request = Request(
-        request_id=str(number),
-        prompt_token_ids=_prompt(number, arrival),
-        sampling=SamplingParams(max_tokens=arrival.max_tokens or arrival.num_output),
-        n=arrival.n,
-        arrival_s=arrival.at_s,
-        lane=arrival.lane,
-        tenant=arrival.tenant,
-    )
-    return with_hashes(request, BLOCK_SIZE) if arrival.hash_ids else request
-
-
-def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:
-    """Token ids that are equal exactly where the trace says that prompts are."""
-    if not arrival.hash_ids:
-        return (number,) * arrival.num_prompt
-    tokens: list[int] = []
-    for i in range(-(-arrival.num_prompt // BLOCK_TOKENS)):
-        # Past the ids that the trace gives, a prompt is its own.
-        block = arrival.hash_ids[i] if i < len(arrival.hash_ids) else -number - 1
-        tokens += [block] * BLOCK_TOKENS
-    return tuple(tokens[: arrival.num_prompt])

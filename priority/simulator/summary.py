@@ -13,7 +13,7 @@ from math import floor, isfinite
 
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.shares import cost_of
-from priority.simulator.run import Result, Served
+from priority.simulator.result import Result, Served
 
 Promises = Mapping[Lane, LanePolicy]
 

@@ -7,7 +7,8 @@ import pytest
 from app.bench.reader import Answer
 from app.bench.replay import delay, print_comparison, prompts, served_of
 from priority.lanes import DEFAULT_POLICIES
-from priority.simulator.run import Machine, Result, simulate
+from priority.simulator.result import Result
+from priority.simulator.run import Machine, simulate
 from priority.simulator.summary import is_kept, summarise
 from priority.simulator.trace import BLOCK_TOKENS, Arrival
 

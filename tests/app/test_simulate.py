@@ -21,7 +21,8 @@ from app.simulate.inputs import GPU_COST, Traffic, check_can_run, read_lanes, re
 from app.simulate.plots import SIZE
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator import run as simulator
-from priority.simulator.run import POLICIES, Machine, Served, simulate
+from priority.simulator.result import Served
+from priority.simulator.run import POLICIES, Machine, simulate
 from priority.simulator.trace import SCENARIOS, Arrival, Demand, read_trace, write_trace
 
 SMALL = ("--scenario", "noisy-burst", "--kind", "chat", "--rate", "20", "--duration", "8")

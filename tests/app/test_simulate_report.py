@@ -19,7 +19,8 @@ from app.simulate.replicas import Cell, draw_cells, print_cells
 from app.simulate.report import print_report
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator.cluster import ROUTERS
-from priority.simulator.run import POLICIES, Machine, Result, Served
+from priority.simulator.result import Result, Served
+from priority.simulator.run import POLICIES, Machine
 from priority.simulator.summary import summarise
 from priority.simulator.trace import Arrival
 from tests.app.expected import drawing, expected

@@ -12,7 +12,8 @@ from engine.planning.request import FinishReason, Output, Request, SamplingParam
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan, StepLoad
 from priority.lanes import Lane, LanePolicy
-from priority.queue import LaneQueue, Refusal
+from priority.queue import LaneQueue
+from priority.refusal import Refusal
 from priority.shares import cost_of
 from priority.steptime import StepTimeModel
 from priority.waiting import Account, LaneLine, Stage

@@ -15,7 +15,8 @@ from engine.planning.step import StepLoad
 from priority.admission import Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.pacing import ALONE_SLACK
-from priority.queue import LaneQueue, Refusal
+from priority.queue import LaneQueue
+from priority.refusal import Refusal
 from priority.steptime import StepTimeModel
 from priority.waiting import Size
 from tests.few import examples

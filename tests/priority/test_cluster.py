@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from priority.lanes import Lane
 from priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
-from priority.simulator.run import Result, simulate
+from priority.simulator.result import Result
+from priority.simulator.run import simulate
 from priority.simulator.summary import summarise
 from priority.simulator.trace import Arrival, Demand, agents
 from tests.few import examples

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.shares import cost_of
-from priority.simulator.run import POLICIES, Machine, Result, Served, simulate
+from priority.simulator.result import Result, Served
+from priority.simulator.run import POLICIES, Machine, simulate
 from priority.simulator.trace import BLOCK_TOKENS, SCENARIOS, Arrival, Demand, sessions
 from tests.few import examples
 from tests.priority.simulated_engine import COEFFICIENTS

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from priority.lanes import Lane, LanePolicy
 from priority.shares import COST_HIT, output_cost, prompt_cost
-from priority.simulator.run import Machine, Result, Served, simulate
+from priority.simulator.result import Result, Served
+from priority.simulator.run import Machine, simulate
 from priority.simulator.summary import figures, is_kept, jain, percentile, spread, summarise, work
 from priority.simulator.trace import Arrival, Demand, mixed
 

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from priority.lanes import Lane
-from priority.queue import Refusal
+from priority.refusal import Refusal
 from priority.routing.router import LEASE_S, STALE_S, Choice, OutOfStep, RouteQuery, Router
 from priority.routing.state import Change, LaneWork, Load, StateError
 from tests.few import examples

@@ -1,0 +1,85 @@
+"""How simulated requests went, and how they are made of a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.planning.prefix_index import with_hashes
+from engine.planning.request import Request, SamplingParams
+from priority.refusal import Refusal
+from priority.simulator.trace import BLOCK_TOKENS, Arrival
+
+BLOCK_SIZE = 16
+
+
+@dataclass(slots=True)
+class Served:
+    """How one request of the trace went. Times in seconds on the virtual clock."""
+
+    arrival: Arrival
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_tokens: int = 0
+    longest_gap_s: float = 0.0
+    last_token_s: float = 0.0
+    predicted_s: float | None = None
+    refused: str | None = None
+    retry_after_s: float = 0.0
+    num_preemptions: int = 0
+    num_cached: int = 0
+    num_ended: int = 0
+    """Choices that have all their tokens."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival.at_s
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.refused, self.retry_after_s = refusal.reason, refusal.retry_after_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first; 0 for one token."""
+        if self.num_tokens < 2 or self.first_token_s is None:
+            return 0.0
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+
+
+@dataclass(slots=True)
+class Result:
+    """One simulated run."""
+
+    policy: str
+    served: list[Served]
+    duration_s: float
+    num_steps: int = 0
+    num_preemptions: int = 0
+    busy_s: float = 0.0
+    """Over all machines."""
+    charged: dict[str, int] = field(default_factory=dict)
+    """By tenant, as the queues have it: sixteenths of a prompt token. Not of `fcfs` and `strict`."""
+
+
+def request_of(number: int, arrival: Arrival) -> Request:
+    request = Request(
+        request_id=str(number),
+        prompt_token_ids=_prompt(number, arrival),
+        sampling=SamplingParams(max_tokens=arrival.max_tokens or arrival.num_output),
+        n=arrival.n,
+        arrival_s=arrival.at_s,
+        lane=arrival.lane,
+        tenant=arrival.tenant,
+    )
+    return with_hashes(request, BLOCK_SIZE) if arrival.hash_ids else request
+
+
+def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:
+    """Token ids that are equal exactly where the trace says that prompts are."""
+    if not arrival.hash_ids:
+        return (number,) * arrival.num_prompt
+    tokens: list[int] = []
+    for i in range(-(-arrival.num_prompt // BLOCK_TOKENS)):
+        # Past the ids that the trace gives, a prompt is its own.
+        block = arrival.hash_ids[i] if i < len(arrival.hash_ids) else -number - 1
+        tokens += [block] * BLOCK_TOKENS
+    return tuple(tokens[: arrival.num_prompt])
