@@ -34,6 +34,7 @@ from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operator import OperatorApi
 from gateway.endpoints.responses import ResponsesApi
 from gateway.endpoints.state import StateApi
+from gateway.endpoints.stored_chats import StoredChatsApi
 from gateway.http.connections import ServerSendMiddleware
 from gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
 from gateway.http.errors import ApiError
@@ -68,10 +69,11 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     """
     intake, files = Intake(service), Files(service.store)
     completions, embeddings = CompletionsApi(service, intake), EmbeddingsApi(service, intake)
+    chats = StoredChatsApi(service, intake, completions.routes())
     responses = ResponsesApi(service, intake)
     messages = MessagesApi(intake)
     handlers: dict[Endpoint, Handler] = {
-        "/v1/chat/completions": completions.chat,
+        "/v1/chat/completions": chats.create,
         "/v1/completions": completions.complete,
         "/v1/embeddings": embeddings.embed,
         "/v1/responses": responses.create,
@@ -79,7 +81,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     }
     batches = BatchesApi(service, intake, files, handlers)
     routes = [
-        *completions.routes(),
+        *chats.routes(),
         *embeddings.routes(),
         *DecisionsApi(service, intake).routes(),
         *InputTokensApi(service, intake, responses).routes(),

@@ -21,6 +21,7 @@ from gateway.endpoints.operation import (
     Passing,
     StateQuery,
 )
+from gateway.endpoints.stored_chats import ChatsQuery, ChatUpdateBody
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
 from gateway.wire.decisions import DecisionsBody, SystemOneBody
@@ -64,10 +65,19 @@ _RERANK = Operation(BY_PROMPT, "Order documents by how like a query they are", R
 _SCORE = Operation(BY_PROMPT, "Say how alike texts are", ScoreBody)
 
 OPERATIONS: dict[str, dict[str, Operation]] = {
-    "/v1/chat/completions": {"POST": _recorded("Answer a conversation, streamed or whole", ChatBody)},
+    "/v1/chat/completions": {
+        "GET": Operation(ANY, "List stored answers", query=ChatsQuery, statuses=(503,)),
+        "POST": _recorded("Answer a conversation, streamed or whole", ChatBody),
+    },
     "/v1/chat/completions/{id}": {
-        "GET": _followed("Follow a resumable answer, after the event that was seen last"),
-        "DELETE": Operation(BY_ID, "Stop and forget a resumable answer"),
+        "GET": _followed(
+            "Show a stored answer, or follow a resumable one, after the event that was seen last"
+        ),
+        "POST": Operation(BY_ID, "Replace the metadata of a stored answer", ChatUpdateBody),
+        "DELETE": Operation(BY_ID, "Forget a stored answer, or stop and forget a resumable one"),
+    },
+    "/v1/chat/completions/{id}/messages": {
+        "GET": Operation(BY_ID, "List the messages that a stored answer is for", query=PageQuery)
     },
     "/v1/completions": {"POST": _recorded("Continue texts, streamed or whole", CompletionBody)},
     "/v1/completions/{id}": {

@@ -282,6 +282,7 @@ class AnswerFormat(StrictBody):
 class ChatBody(Chat, Sampled):
     """`POST /v1/chat/completions`."""
 
+    IGNORED = Sampled.IGNORED - {"store", "metadata"}
     NOT_SUPPORTED = frozenset(
         {
             "audio",

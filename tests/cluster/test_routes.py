@@ -249,6 +249,7 @@ def test_whatever_makes_something_says_that_it_does() -> None:
             "/v1/messages/batches/{message_batch_id}/cancel",
             "/v1/responses/{id}/cancel",
             "/v1/conversations/{conversation_id}",
+            "/v1/chat/completions/{id}",
         ),
         *(
             "/tokenize",

@@ -96,6 +96,17 @@ def test_chats(http: httpx.Client) -> None:
     check(chat.ChatCompletion, post(http, CHAT, asked), adds=TIMED | added)
 
 
+def test_stored_chats(http: httpx.Client) -> None:
+    made = json.loads(post(http, CHAT, {"messages": HI, "max_tokens": 9, "store": True}))
+    path = f"{CHAT}/{made['id']}"
+    shown = [http.get(path).text, *map(json.dumps, http.get(CHAT, params={"limit": 100}).json()["data"])]
+    check(chat.ChatCompletion, *shown, adds=TIMED | {"metadata"})
+    for message in http.get(f"{path}/messages").json()["data"]:
+        # The package's type knows no other role.
+        check(chat.ChatCompletionStoreMessage, json.dumps(message | {"role": "assistant"}))
+    check(chat.ChatCompletionDeleted, http.delete(path).text)
+
+
 def test_texts(http: httpx.Client) -> None:
     asked = {"prompt": "Once", "max_tokens": 9, "logprobs": 2}
     check(openai.types.Completion, post(http, TEXT, asked), adds=TIMED | {"service_tier"})

@@ -119,7 +119,7 @@ class _Known:
             requests = [{"custom_id": "a", "params": {"model": MODEL}}]
             return {"message_batch_id": self._make("/v1/messages/batches", {"requests": requests})}
         if path.startswith("/v1/chat/completions/"):
-            body = chat_body(stream=True, stream_options={"resumable": True})
+            body = chat_body(stream=True, store=True, stream_options={"resumable": True})
             with self._session.post(f"{self._url}/v1/chat/completions", json=body) as reply:
                 return {"id": "chatcmpl-" + reply.text.partition("chatcmpl-")[2][:32]}
         return {"name": MODEL} if path.startswith("/v1/models/") else {}

@@ -308,7 +308,7 @@ async def test_headers_are_bounded(headers: dict[str, str]) -> None:
         ("GET", "/v1/nothing", 404, "unknown_url"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
-        ("GET", CHAT, 405, "method_not_allowed"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("OPTIONS", CHAT, 405, "method_not_allowed"),
         ("POST", CHAT + "/", 404, "unknown_url"),

@@ -452,8 +452,6 @@ async def test_a_prompt_that_opens_reasoning() -> None:
 
 HARMLESS: dict[str, Any] = {
     "user": "u",
-    "store": True,
-    "metadata": {"a": "b"},
     "safety_identifier": "s",
     "prompt_cache_key": "k",
     "prediction": {"type": "content", "content": "x"},

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 READ, WRITE = {"GET", "HEAD"}, {"POST"}
 METHODS = {
-    CHAT: WRITE,
+    CHAT: READ | WRITE,
     "/v1/completions": WRITE,
     "/tokenize": WRITE,
     "/detokenize": WRITE,
@@ -137,7 +137,7 @@ async def test_scripts_may_read_refusals_and_their_headers() -> None:
             (get("/v1/models", origin, key), 200),
             (get("/v1/models", origin), 401),
             (get("/v1/nothing", origin, key), 404),
-            (get(CHAT, origin, key), 405),
+            (get("/v1/completions", origin, key), 405),
             (post(CHAT, chat_body(n=0), origin, key), 400),
             (post(CHAT, chat_body("x" * 1000), origin, key), 413),
         ):
@@ -196,9 +196,9 @@ async def test_every_answer_has_its_request_id() -> None:
     async with serving(gateway.app) as url, connect(url) as connection:
         for request, status in (
             (get("/v1/nothing", "x-request-id: mine"), 404),
-            (get(CHAT, "x-request-id: mine"), 405),
+            (get("/v1/completions", "x-request-id: mine"), 405),
             (post(CHAT, {}, "x-request-id: mine"), 400),
-            (get(CHAT, "x-request-id: mine", "content-length: 0", method="POST"), 415),
+            (get("/v1/completions", "x-request-id: mine", "content-length: 0", method="POST"), 415),
         ):
             connection.send(request)
             answer = await connection.answer()
