@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -124,15 +124,22 @@ class Fields:
         for one in allowed:
             if one == value:
                 return one
-        *most, last = map(str, allowed)
-        only = f"{', '.join(most)} and {last} are" if most else f"{last} is"
-        raise self.error(f"{name} {value!s:.40} is not supported; only {only}")
+        raise self._unsupported(name, value, allowed)
 
-    def strings(self, name: str) -> list[str]:
+    def strings(self, name: str, *allowed: str) -> list[str]:
+        """The strings of a list, each of which must be one of the allowed, if any are given."""
         value = self._typed(name, list, "a list of strings", [])
         if not all(isinstance(item, str) for item in value):
             raise self._fault(name, "a list of strings")
+        for item in value:
+            if allowed and item not in allowed:
+                raise self._unsupported(name, item, allowed)
         return value
+
+    def _unsupported(self, name: str, value: str | int, allowed: Sequence[str | int]) -> CheckpointError:
+        *most, last = map(str, allowed)
+        only = f"{', '.join(most)} and {last} are" if most else f"{last} is"
+        return self.error(f"{name} {value!s:.40} is not supported; only {only}")
 
     def string_lists(self, name: str) -> list[str]:
         """The strings of an entry that is a list of lists of strings, or of strings, or of both."""

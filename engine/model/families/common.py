@@ -145,24 +145,11 @@ def layer_types(fields: Fields, num_layers: int, is_full: Callable[[int], bool])
     Raises:
         CheckpointError: it says something else, or not of each layer.
     """
-    check_layer_types(fields, FULL, SLIDING)
-    kinds = fields.strings("layer_types") or [FULL if is_full(i) else SLIDING for i in range(num_layers)]
+    kinds = fields.strings("layer_types", FULL, SLIDING)
+    kinds = kinds or [FULL if is_full(i) else SLIDING for i in range(num_layers)]
     if len(kinds) < num_layers:
         raise fields.error(f"layer_types has {len(kinds)} entries for {num_layers} layers")
     return kinds[:num_layers]
-
-
-def check_layer_types(fields: Fields, *known: str) -> None:
-    """Checks that all layers are of kinds that can be run.
-
-    Raises:
-        CheckpointError: naming the first that is not.
-    """
-    other = next((kind for kind in fields.strings("layer_types") if kind not in known), None)
-    if other is not None:
-        raise fields.error(
-            f"layer_types has {other:.40}, which is not supported; only {' and '.join(known)} are"
-        )
 
 
 def read_rope(

@@ -130,7 +130,7 @@ def test_nothing_is_better_than_the_best() -> None:
 @pytest.mark.parametrize("name", ["neon", "AVX2", "avx3", " "])
 def test_a_level_that_does_not_exist_is_refused_with_those_that_do(name: str) -> None:
     with pytest.raises(
-        InstructionSetError, match="portable, avx2, avxvnni, avx512, avx512bf16, amx, tiles"
+        InstructionSetError, match=r"portable, avx2, avxvnni, avx512, avx512bf16, amx$"
     ) as caught:
         x86(SAPPHIRE_RAPIDS).named(name)
     assert repr(name) in str(caught.value)
@@ -185,6 +185,8 @@ def test_each_library_knows_its_level_and_computes(library: NativeLibrary, level
 
 
 def test_the_variable_names_the_level(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library.level == "tiles":
+        pytest.skip("the double of AMX's tiles is no level that a variable may name")
     monkeypatch.setenv(levels.VARIABLE, library.level)
     assert load_library(print) is library
 

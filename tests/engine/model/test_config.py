@@ -145,7 +145,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
         (
             {"layer_types": ["full_attention", "linear_attention"]},
-            "layer_types has linear_attention, which is not",
+            "layer_types linear_attention is not supported",
         ),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not supported"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
