@@ -74,7 +74,7 @@ class CompletionsApi:
         self._intake.check_beams(body)
         if (asked := _recorded(http, body)) is not None:
             asked.check(body, {"echo": body.echo})
-        lane = self._intake.admit(came, body)
+        lane = self._intake.admit(came, body.model, body.service_tier)
         prompts = await self._intake.prompting(came.tenant).encode_prompts(body)
         params = GenerationParams(
             body=body,

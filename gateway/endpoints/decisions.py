@@ -63,7 +63,7 @@ class DecisionsApi:
             ApiError: 400, 404, 429 or 503, whatever the request meets on its way.
         """
         asked = came.body
-        lane = self._intake.admit(came, asked.body)
+        lane = self._intake.admit(came, asked.body.model, asked.body.service_tier)
         prompt, branches, steps = await self._branches(asked, self._intake.prompting(came.tenant))
         request = Request(
             request_id=f"dec-{secrets.token_hex(16)}",

@@ -48,7 +48,7 @@ class EmbeddingsApi:
     async def embed(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, EmbeddingsBody, as_sent)
         body = came.body
-        lane = self._intake.admit(came, body)
+        lane = self._intake.admit(came, body.model, body.service_tier)
         self.check_dimensions(body.dimensions)
         prompts = await self._intake.prompting(came.tenant).encode_inputs(body)
         is_normalised = self._service.options.embedding.is_normalised
@@ -58,7 +58,7 @@ class EmbeddingsApi:
     async def rerank(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, RerankBody, as_sent)
         body = came.body
-        lane = self._intake.admit(came, body)
+        lane = self._intake.admit(came, body.model, body.service_tier)
         encode, id = self._intake.prompting(came.tenant).encode_texts, f"rerank-{secrets.token_hex(16)}"
         prompts = [
             *await encode([body.query], "query", body),
@@ -70,7 +70,7 @@ class EmbeddingsApi:
         came = await self._intake.begin(http, ScoreBody, as_sent)
         body = came.body
         first, second = body.sides()
-        lane = self._intake.admit(came, body)
+        lane = self._intake.admit(came, body.model, body.service_tier)
         encode, id = self._intake.prompting(came.tenant).encode_texts, f"score-{secrets.token_hex(16)}"
         prompts = [*await encode(first, "text_1", body), *await encode(second, "text_2", body)]
         writer = ScoreWriter(id, int(time.time()), body.model, len(first))

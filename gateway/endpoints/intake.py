@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -49,16 +49,6 @@ _COUNTED_BYTES = 16 * 1024 * 1024
 
 CLIENT = "penstock.client"
 """The scope's name for the client, in a request that the server itself sends for one."""
-
-
-class Laned(Protocol):
-    """A body that names a model and a lane."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def service_tier(self) -> ServiceTier | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +156,10 @@ class Intake:
             grammar=await self.grammar(came.tenant, self.form(body)),
         )
 
-    def admit(self, came: Arrival[Any], body: Laned) -> Lane:
+    def admit(self, came: Arrival[Any], model: str, tier: ServiceTier | None) -> Lane:
         """Returns the lane of a request; raises 404 for another model, 429 or 503 if the lane has no room for it."""
-        self.check_model(body.model)
-        lane = lane_of(body.service_tier, came.tenant)
+        self.check_model(model)
+        lane = lane_of(tier, came.tenant)
         self._service.dispatch.check_room(lane, came.tenant.name, came.at_s, came.num_bytes)
         return lane
 

@@ -115,7 +115,7 @@ class OllamaApi:
         if not asked.texts:
             self._intake.check_model(asked.model)
             return Json(nothing)
-        lane = self._intake.admit(came, body)
+        lane = self._intake.admit(came, body.model, body.service_tier)
         longest = self._service.dispatch.context_length - 1 if asked.truncates else None
         encode = self._intake.prompting(came.tenant).encode_texts
         prompts = await encode(asked.texts, field, body, longest=longest)

@@ -81,11 +81,6 @@ class Reading:
     shows_reasoning: bool = True
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the text is the answer as it is."""
-        return self.tools is None and self.reasoning is None
-
-    @property
     def markers(self) -> tuple[str, ...]:
         """The markers that must be seen in the text, special tokens or not."""
         calls = () if self.tools is None else TOOL_FORMATS[self.tools].markers
