@@ -176,7 +176,7 @@ def call_item(item_id: str, call: Call, status: ItemStatus) -> CallItem:
 def reasoning_item(
     item_id: str, texts: Sequence[str], status: ItemStatus, *, seals: bool = False
 ) -> ReasoningItem:
-    """With `seals`, the texts are there as one opaque string, too."""
+    """Returns an item of reasoning; with `seals`, it has its texts as one opaque string, too."""
     item: ReasoningItem = {
         "id": item_id,
         "type": "reasoning",

@@ -78,7 +78,7 @@ class LineWriter:
         return self._more("").encode("ascii")
 
     def _told(self, delta: Delta) -> bytes:
-        """What is new, with the log probabilities of its tokens."""
+        """Returns the line of what is new, with the log probabilities of its tokens."""
         pieces = [TextDelta(delta.text)] if self._parser is None else self._parser.feed(delta.text)
         shown = [piece for piece in pieces if isinstance(piece, TextDelta | ReasoningDelta)]
         answer = Answer()
