@@ -79,10 +79,6 @@ def test_a_name_is_no_way_in_either(name: str, content: str) -> None:
         ([{"text": "x"}], "messages[1].content[0].type"),
         ([*parts("a"), {"type": "text", "text": 7}], "messages[1].content[1].text"),
         ([*parts("a", "b"), {"type": "input_audio", "text": "x"}], "messages[1].content[2].type"),
-        (
-            [*parts("a"), {"type": "text", "text": "x", "cache_control": {}}],
-            "messages[1].content[1].cache_control",
-        ),
         (parts(*"x" * 257), "messages[1].content"),
         ({"type": "text", "text": "x"}, "messages[1].content"),
         (7, "messages[1].content"),
