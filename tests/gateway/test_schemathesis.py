@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -125,13 +125,22 @@ class _Known:
         return {"name": MODEL} if path.startswith("/v1/models/") else {}
 
     def _upload(self) -> str:
-        reply = self._session.post(
-            f"{self._url}/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", b"{}")}
+        file = {"file": ("in.jsonl", b"{}")}
+        return self._id_of(
+            lambda url: self._session.post(f"{url}/v1/files", data={"purpose": "batch"}, files=file)
         )
-        return str(reply.json()["id"])
 
     def _make(self, path: str, body: dict[str, Any]) -> str:
-        return str(self._session.post(self._url + path, json=body).json()["id"])
+        return self._id_of(lambda url: self._session.post(url + path, json=body))
+
+    def _id_of(self, ask: Callable[[str], requests.Response]) -> str:
+        """The id of what is made; files are forgotten when there are as many as there may be."""
+        made = ask(self._url).json()
+        if "id" not in made:
+            for file in self._session.get(f"{self._url}/v1/files").json()["data"]:
+                self._session.delete(f"{self._url}/v1/files/{file['id']}")
+            made = ask(self._url).json()
+        return str(made["id"])
 
 
 @pytest.mark.parametrize(
