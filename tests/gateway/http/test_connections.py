@@ -34,7 +34,7 @@ def said(stream: bytes) -> str:
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
-    paths = ["/health", "/v1/nothing", "/v1/models", CHAT, "/ready"]
+    paths = ["/health", "/v1/nothing", "/v1/models", TOKENIZE, "/ready"]
     async with serving(Gateway().app) as url, connect(url) as connection:
         connection.send(b"".join(get(path, f"x-request-id: r{number}") for number, path in enumerate(paths)))
         answers = [await connection.answer() for _ in paths]
@@ -75,7 +75,7 @@ async def test_a_connection_is_kept_whatever_was_answered_on_it() -> None:
             for request, status in (
                 (post(CHAT, chat_body(n=0)), 400),
                 (post(CHAT, chat_body(model="other")), 404),
-                (get(CHAT), 405),
+                (get(TOKENIZE), 405),
                 (get(CHAT, "content-length: 2", method="POST") + b"{}", 415),
                 (post(TOKENIZE, {"prompt": "Hi"}), 200),
             ):
