@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway.access import quotas
-from gateway.endpoints.batches import BatchesApi, Handler
+from gateway.endpoints.batches import BatchesApi
 from gateway.endpoints.completions import CompletionsApi
 from gateway.endpoints.conversations import ConversationsApi
 from gateway.endpoints.decisions import DecisionsApi
@@ -24,7 +24,7 @@ from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.files import FilesApi
 from gateway.endpoints.input_tokens import InputTokensApi
-from gateway.endpoints.intake import Intake
+from gateway.endpoints.intake import Handler, Intake
 from gateway.endpoints.message_batches import MessageBatchesApi
 from gateway.endpoints.messages import MessagesApi
 from gateway.endpoints.model_list import ModelsApi

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from http import HTTPStatus
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from gateway.endpoints.intake import CLIENT, Intake, route
+from gateway.endpoints.intake import CLIENT, Handler, Intake, route
 from gateway.http.connections import ServerSendMiddleware
 from gateway.http.correlation import CORRELATION, Correlation
 from gateway.http.errors import ApiError, internal, invalid, log_failed, log_fault
@@ -36,8 +36,6 @@ from priority.lanes import Lane
 MAX_LISTED = 1000
 _LANE_FIELDS = frozenset({"service_tier", "speed"})
 """The fields of a request that would name another lane than that of batches."""
-
-Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class BatchBody(StrictBody):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
 import orjson
@@ -14,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.endpoints.completions import CHAT_ID
-from gateway.endpoints.intake import Intake, route
+from gateway.endpoints.intake import Handler, Intake, route
 from gateway.http.connections import WRITABLE, WRITE, ServerSendMiddleware
 from gateway.http.errors import ApiError, invalid, not_found, unavailable
 from gateway.http.limits import parse_object
@@ -58,7 +59,7 @@ class StoredChatsApi:
         self._limits = service.options.limits
         self._intake = intake
         self._others = [route for route in routes if route.path not in (_CHATS, _CHAT)]
-        by_path = {route.path: route.endpoint for route in routes}
+        by_path: dict[str, Handler] = {route.path: route.endpoint for route in routes}
         self._make, self._recorded = by_path[_CHATS], by_path[_CHAT]
 
     def routes(self) -> list[Route]:
@@ -71,7 +72,7 @@ class StoredChatsApi:
 
     async def create(self, http: HttpRequest) -> Response:
         tenant, asked = self._tenant(http), await self._asked(http)
-        reply: Response = await self._make(http)
+        reply = await self._make(http)
         return reply if asked is None else _Kept(reply, lambda found: self._keep(tenant, asked, found))
 
     async def _asked(self, http: HttpRequest) -> dict[str, Any] | None:
@@ -138,11 +139,11 @@ class StoredChatsApi:
     async def show(self, http: HttpRequest) -> Response:
         """Shows a stored completion, unless its events are asked for."""
         tenant, follows = self._tenant(http), http.query_params or "last-event-id" in http.headers
-        chat = None if follows else await self._found(tenant, http)
-        if chat is not None:
-            return Json(chat.as_json())
-        reply: Response = await self._recorded(http)
-        return reply
+        try:
+            chat = None if follows else await self._read(tenant, http)
+        except StoreUnavailable:
+            return await self._recorded_alone(http)
+        return await self._recorded(http) if chat is None else Json(chat.as_json())
 
     async def update(self, http: HttpRequest) -> Response:
         tenant = self._tenant(http)
@@ -162,16 +163,18 @@ class StoredChatsApi:
     async def delete(self, http: HttpRequest) -> Response:
         """Forgets a completion, whether it is stored or recorded or both."""
         tenant, id = self._tenant(http), http.path_params["id"]
-        if await self._found(tenant, http) is None:
-            reply: Response = await self._recorded(http)
-            return reply
+        try:
+            if await self._read(tenant, http) is None:
+                return await self._recorded(http)
+        except StoreUnavailable:
+            return await self._recorded_alone(http)
         try:
             await self._store.delete(Key(KIND, tenant, id))
             await self._recorded(http)
         except StoreUnavailable:
             raise _unavailable() from None
         except ApiError as error:
-            if error.status != 404:
+            if error.status != HTTPStatus.NOT_FOUND:
                 raise
         return Json({"id": id, "object": "chat.completion.deleted", "deleted": True})
 
@@ -183,13 +186,26 @@ class StoredChatsApi:
     def _tenant(self, http: HttpRequest) -> str:
         return self._intake.client(http).tenant.name
 
-    async def _found(self, tenant: str, http: HttpRequest) -> StoredChat | None:
-        if not CHAT_ID.fullmatch(http.path_params["id"]):
-            return None
+    async def _recorded_alone(self, http: HttpRequest) -> Response:
+        """Answers while nothing can be said of stored completions: what is recorded is in memory, too."""
         try:
-            return await CHATS.get(self._store, tenant, http.path_params["id"])
+            return await self._recorded(http)
+        except ApiError as error:
+            raise _unavailable() if error.status == HTTPStatus.NOT_FOUND else error from None
+
+    async def _found(self, tenant: str, http: HttpRequest) -> StoredChat | None:
+        try:
+            return await self._read(tenant, http)
         except StoreUnavailable:
             raise _unavailable() from None
+
+    async def _read(self, tenant: str, http: HttpRequest) -> StoredChat | None:
+        """
+        Raises:
+            StoreUnavailable: the store does not answer.
+        """
+        id = http.path_params["id"]
+        return await CHATS.get(self._store, tenant, id) if CHAT_ID.fullmatch(id) else None
 
 
 class _Kept(Response):

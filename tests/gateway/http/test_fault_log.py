@@ -183,7 +183,7 @@ async def test_refusals_and_an_ordinary_end_are_no_lines(records: Callable[[], l
         for wrong, status in (
             (post(CHAT, chat_body(n=0)), 400),
             (get("/nowhere"), 404),
-            (get(CHAT), 405),
+            (get("/v1/messages"), 405),
             (get(f"{CHAT}/chatcmpl-{'0' * 32}"), 404),
         ):
             connection.send(wrong)
