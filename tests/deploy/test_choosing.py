@@ -77,9 +77,8 @@ def turn(proxy: Proxy, *texts: str) -> tuple[str, str, int, int]:
 @both
 def test_a_conversation_goes_on_where_its_beginning_is_cached(name: str, cluster: Cluster) -> None:
     proxy = cluster.proxy(name)
-    texts = [
-        f"{name} {number}: tell me of a fox that meets a wolf, and of what they say. " for number in range(4)
-    ]
+    # Long enough for what is cached to outweigh what else the replicas have to do.
+    texts = [f"{name} {number}: " + "tell me of a fox that meets a wolf. " * 30 for number in range(4)]
     begun = [(text, *turn(proxy, text)) for text in texts]
     assert {replica for _, replica, *_ in begun} == {"r0", "r1"}
     for text, replica, answer, _, num_prompt in begun:
