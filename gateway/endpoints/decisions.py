@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from itertools import pairwise
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -31,6 +32,9 @@ from gateway.wire.labels import Steps, label_branches
 from gateway.wire.sampling import context_exceeded
 from gateway.wire.streams import Stream
 
+_NO_END = (
+    "Another answer begins with this one, and the model's configuration names no token that ends an answer."
+)
 _OPTION_BYTES = 64
 """What is made of an answer that may be given is as much work as reading so many bytes."""
 
@@ -117,7 +121,8 @@ class DecisionsApi:
     def _labels(self, question: Asked) -> list[list[int]]:
         """
         Raises:
-            ApiError: 400, if the tokens of two answers are the same, or one has none.
+            ApiError: 400, if the tokens of two answers are the same, or one has none; or if one begins with another,
+                and the model has no token to end an answer with.
         """
         labels = [self._service.tokenizer.encode(option.label) for option in question.options]
         seen: set[tuple[int, ...]] = {()}
@@ -126,6 +131,11 @@ class DecisionsApi:
                 message = "The model's tokenizer cannot tell this answer from another one, or from none."
                 raise invalid(message, question.option_field(number))
             seen.add(label)
+        if not self._service.options.eos_token_ids:
+            ordered = sorted((tuple(label), number) for number, label in enumerate(labels))
+            for (label, number), (longer, _) in pairwise(ordered):
+                if longer[: len(label)] == label:
+                    raise invalid(_NO_END, question.option_field(number))
         return labels
 
     def _checked(self, request: Request, asked: Decisions) -> Request:

@@ -146,7 +146,7 @@ class TritonAttention:
         numbers, scales = numbers_and_scales(layer_kv)
         arguments = (
             *(attended, queries, numbers, scales, tables, batch.query_starts, batch.context_lens),
-            *(queries.stride(0), numbers.stride(0), tables.stride(0), window),
+            *(queries.stride(0), numbers.stride(0), tables.stride(0)),
         )
         constants = {
             **self._constants,
@@ -158,6 +158,7 @@ class TritonAttention:
         }
         decode_attention_kernel[(self._num_items, workspace.shape.num_kv_heads)](
             *arguments,
+            window,
             workspace.segment_outputs,
             workspace.segment_scales,
             segments.item_sequences,
@@ -171,7 +172,7 @@ class TritonAttention:
             block_queries = self._prefill.block_m // workspace.group
             num_blocks = self._num_tokens // block_queries + self._num_sequences
             prefill_attention_kernel[(num_blocks, workspace.shape.num_kv_heads)](
-                *arguments, self._num_sequences, **constants, **self._prefill.options
+                *arguments, self._num_sequences, window, **constants, **self._prefill.options
             )
         return attended
 

@@ -264,6 +264,14 @@ async def test_a_label_that_others_begin_with_has_to_end() -> None:
     assert answer["label_mass"] == pytest.approx(0.2)
 
 
+async def test_without_an_end_token_no_label_may_begin_with_another() -> None:
+    gateway = Gateway(ServiceOptions(models=(MODEL,)))
+    choices = [{"value": "no"}, {"value": "nobody"}]
+    question = {"type": "choice", "instructions": "Who?", "choices": choices}
+    reply = await refused("/v1/decisions", gateway, input="x", questions=[question])
+    assert reply.json()["error"]["param"] == "questions[0].choices[0].value"
+
+
 async def test_a_text_and_a_boolean_are_told_apart() -> None:
     question = {**CHOICE, "choices": [{"value": "true"}, {"value": True}, {"value": "other"}]}
     reply, request = await answered(
