@@ -164,7 +164,7 @@ class Scheduler(StepResults):
                 self._plan_chunk(plan, sequence, sequence.num_remaining)
 
     def _plan_chunk(self, plan: Plan, sequence: Sequence, num_remaining: int) -> None:
-        room, is_scored = self._tokens_left, sequence.is_scored and num_remaining > 1
+        room, is_scored = self._tokens_left, num_remaining > 1 and sequence.is_scored
         if is_scored and len(self.running) > 1:
             room = min(room, self._scored_left)
         if room <= 0 or not sequence.block_table:  # without blocks, it was preempted a moment ago

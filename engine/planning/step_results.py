@@ -101,7 +101,7 @@ class StepResults(SequenceStore):
             if brought is not None:
                 brought_outputs = self._apply(chunk, brought, now)
                 num_output = 1 if isinstance(sequence, BeamSequence) else len(brought_outputs)
-                if sequence.branch is not None:  # the request is answered with its last branch
+                if sequence.request.branches:  # the request is answered with its last branch
                     num_output = 0
                 outputs += brought_outputs
             work.append((sequence.request, num_prompt, num_output, len(sequence.token_ids)))
@@ -120,12 +120,13 @@ class StepResults(SequenceStore):
         A fault in the text of one sequence ends that sequence, and no other.
         """
         sequence = chunk.sequence
+        request = sequence.request
         sequence.num_pending -= 1
         if isinstance(sequence, BeamSequence):
             return self._apply_beam(sequence, sampled, now)
-        if sequence.branch is not None:
-            return self._apply_branch(sequence, sequence.branch, sampled, now)
-        if sequence.request.n > 1:
+        if request.branches:
+            return self._apply_branch(sequence, request.branches[sequence.index], sampled, now)
+        if request.n > 1:
             self._fork_if_due(sequence)
         error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
         if error is not None:
