@@ -24,7 +24,7 @@ from gateway.http.errors import ApiError, internal, invalid, log_failed, log_fau
 from gateway.http.refusals import refusal
 from gateway.service import Service
 from gateway.sessions.batches.batch import BATCH_ID, BATCHES, KIND, Batch, Endpoint, new_batch_id
-from gateway.sessions.batches.files import Files, answering_unavailable, new_file_id
+from gateway.sessions.batches.files import Files, answering, new_file_id
 from gateway.sessions.batches.run import Answer
 from gateway.sessions.batches.running import Batches
 from gateway.sessions.responses.objects import page
@@ -106,7 +106,7 @@ class BatchesApi:
     async def list_batches(self, http: HttpRequest) -> Response:
         tenant = self._tenant(http)
         query, store = read_page_query(http.query_params), self._service.store
-        with answering_unavailable():
+        with answering():
             newest_first = await store.list(KIND, tenant, MAX_LISTED)
             ids = filter(BATCH_ID.fullmatch, reversed(newest_first))
             found = page([{"id": batch_id} for batch_id in ids], query)
@@ -118,14 +118,14 @@ class BatchesApi:
 
     async def show(self, http: HttpRequest) -> Response:
         tenant, batch_id = self._asked(http)
-        with answering_unavailable():
+        with answering():
             batch = await BATCHES.get(self._service.store, tenant, batch_id, keep=False)
         return Json(_found(batch).as_json())
 
     async def cancel(self, http: HttpRequest) -> Response:
         """Cancels a batch, or shows it if it has ended."""
         tenant, batch_id = self._asked(http)
-        with answering_unavailable():
+        with answering():
             return Json(_found(await self.batches.cancel(tenant, batch_id)).as_json())
 
     def _tenant(self, http: HttpRequest) -> str:

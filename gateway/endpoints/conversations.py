@@ -94,7 +94,7 @@ class ConversationsApi:
         tenant = self._tenant(http)
         query = read_page_query(http.query_params)
         store = self._service.store
-        with conversations.answering_unavailable():
+        with conversations.answering():
             newest_first = await store.list(KIND, tenant, MAX_LISTED_CONVERSATIONS)
             found = page([{"id": conversation_id} for conversation_id in reversed(newest_first)], query)
             ids = [entry["id"] for entry in found["data"]]
@@ -118,7 +118,7 @@ class ConversationsApi:
 
     async def delete(self, http: HttpRequest) -> Response:
         key = self._key(http)
-        with conversations.answering_unavailable():
+        with conversations.answering():
             async with CONVERSATIONS.exclusive(key.tenant, key.id):
                 there = await CONVERSATIONS.get(self._service.store, key.tenant, key.id, keep=False)
                 conversations.found(there, key.id)
@@ -166,6 +166,6 @@ class ConversationsApi:
         return await conversations.find(self._service.store, key.tenant, key.id, "conversation_id")
 
     async def _change(self, key: Key, edit: Callable[[Conversation], None]) -> Conversation:
-        with conversations.answering_unavailable():
+        with conversations.answering():
             changed = await CONVERSATIONS.change(self._service.store, key.tenant, key.id, edit)
         return conversations.found(changed, key.id)

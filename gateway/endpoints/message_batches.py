@@ -20,7 +20,7 @@ from gateway.http.errors import invalid, not_found
 from gateway.http.off_loop import off_loop
 from gateway.service import Service
 from gateway.sessions.batches.batch import BATCHES, KIND, MAX_LINES, MAX_RESULT_BYTES, Batch
-from gateway.sessions.batches.files import Files, answering_unavailable, new_file_id
+from gateway.sessions.batches.files import Files, answering, new_file_id
 from gateway.sessions.batches.messages import (
     MESSAGE_BATCH_ID,
     input_line,
@@ -86,7 +86,7 @@ class MessageBatchesApi:
         )
         shown = message_batch(batch, _url(http, batch_id))
         try:
-            with answering_unavailable():
+            with answering():
                 await self._batches.create(tenant, batch)
         except BaseException:
             await self._files.delete(tenant, file)
@@ -96,7 +96,7 @@ class MessageBatchesApi:
     async def list_batches(self, http: HttpRequest) -> Response:
         tenant = self._tenant(http)
         query = validated(CursorQuery, http.query_params)
-        with answering_unavailable():
+        with answering():
             known = await self._store.list(KIND, tenant, MAX_LISTED)
             ids, has_more = window([id for id in known if MESSAGE_BATCH_ID.fullmatch(id)], query)
             read = await asyncio.gather(*(BATCHES.get(self._store, tenant, id, keep=False) for id in ids))
@@ -109,7 +109,7 @@ class MessageBatchesApi:
     async def cancel(self, http: HttpRequest) -> Response:
         """Cancels a batch, or shows it if it has ended."""
         found = await self._found(http)
-        with answering_unavailable():
+        with answering():
             return self._shown(http, await self._batches.cancel(self._tenant(http), found.id) or found)
 
     async def delete(self, http: HttpRequest) -> Response:
@@ -117,7 +117,7 @@ class MessageBatchesApi:
         for file in await self._files.all(tenant):
             if file.id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
                 await self._files.delete(tenant, file)
-        with answering_unavailable():
+        with answering():
             await self._store.delete(Key(KIND, tenant, batch.id))
         return Json({"id": batch.id, "type": "message_batch_deleted"})
 
@@ -144,7 +144,7 @@ class MessageBatchesApi:
     async def _found(self, http: HttpRequest) -> Batch:
         """The batch that the path names; a stranger is told nothing about ids."""
         tenant, batch_id = self._tenant(http), http.path_params["message_batch_id"]
-        with answering_unavailable():
+        with answering():
             known = MESSAGE_BATCH_ID.fullmatch(batch_id) is not None
             batch = await BATCHES.get(self._store, tenant, batch_id, keep=False) if known else None
         if batch is None:

@@ -17,7 +17,7 @@ from gateway.endpoints.intake import Intake, as_sent, route
 from gateway.endpoints.params import GenerationParams
 from gateway.endpoints.prompting import MESSAGE_CHARS, Prompting
 from gateway.endpoints.replies import Attached
-from gateway.http.errors import ApiError, gone, invalid, unavailable
+from gateway.http.errors import ApiError, gone, invalid
 from gateway.service import Service
 from gateway.sessions import conversations
 from gateway.sessions.conversations import ConversationLocks
@@ -322,10 +322,8 @@ class ResponsesApi:
         recording = await self._visible(tenant, response_id)
         if recording is not None:
             await self._service.recordings.discard(recording)
-        try:
+        with records.answering():
             was_kept = await self._service.store.delete(Key(KIND, tenant, response_id))
-        except StoreUnavailable:
-            raise _store_unavailable() from None
         if recording is None and not was_kept:
             raise self._unknown(response_id)
         return Json(deleted(response_id))
@@ -405,7 +403,3 @@ def _check_background(background: bool) -> None:
 def _cannot_continue(response_id: str, why: str) -> ApiError:
     message = f"The response '{response_id}' {why}, so that nothing can follow it."
     return invalid(message, "previous_response_id", "previous_response_not_ready")
-
-
-def _store_unavailable() -> ApiError:
-    return unavailable("Kept responses cannot be read now.", "store_unavailable")

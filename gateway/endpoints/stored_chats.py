@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
@@ -17,20 +18,23 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.endpoints.completions import CHAT_ID
 from gateway.endpoints.intake import Handler, Intake, route
 from gateway.http.connections import WRITABLE, WRITE, ServerSendMiddleware
-from gateway.http.errors import ApiError, invalid, not_found, unavailable
+from gateway.http.errors import ApiError, not_found
 from gateway.http.limits import parse_object
 from gateway.http.off_loop import off_loop
 from gateway.service import Service
 from gateway.sessions.chats import CHATS, KIND, Chunks, StoredChat, fits
-from gateway.sessions.responses.objects import page
+from gateway.sessions.responses.objects import page, place_after
 from gateway.sessions.responses.schemas import PageQuery, check_metadata, read_page_query
 from gateway.store.interface import Key, StoreUnavailable
+from gateway.store.records import answering_unavailable
 from gateway.wire.frames import Json
 from gateway.wire.strict import StrictBody, validated
 
 MAX_LISTED = 1000
 _READ_AT_ONCE = 32
 _CHATS, _CHAT = "/v1/chat/completions", "/v1/chat/completions/{id}"
+
+_answering = partial(answering_unavailable, "Stored completions")
 
 log = logging.getLogger("penstock.gateway")
 
@@ -111,14 +115,11 @@ class StoredChatsApi:
         asked = dict(http.query_params)
         metadata = {name[9:-1]: asked.pop(name) for name in list(asked) if name.startswith("metadata[")}
         query = validated(ChatsQuery, asked)
-        try:
+        with _answering():
             newest_first = await self._store.list(KIND, tenant, MAX_LISTED)
             ids = newest_first if query.order == "desc" else newest_first[::-1]
-            if query.after is not None:
-                ids = ids[_place(ids, query.after) + 1 :]
+            ids = ids[place_after(ids, query.after) :]
             found = await self._fitting(tenant, ids, query, metadata)
-        except StoreUnavailable:
-            raise _unavailable() from None
         shown = [chat.as_json() for chat in found[: query.limit]]
         ends = {"first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""}
         return Json({"object": "list", "data": shown, **ends, "has_more": len(found) > len(shown)})
@@ -154,10 +155,8 @@ class StoredChatsApi:
         def edit(chat: StoredChat) -> None:
             chat.metadata = body.metadata or {}
 
-        try:
+        with _answering():
             chat = await CHATS.change(self._store, tenant, http.path_params["id"], edit)
-        except StoreUnavailable:
-            raise _unavailable() from None
         return Json(_known(chat).as_json())
 
     async def delete(self, http: HttpRequest) -> Response:
@@ -168,14 +167,13 @@ class StoredChatsApi:
                 return await self._recorded(http)
         except StoreUnavailable:
             return await self._recorded_alone(http)
-        try:
+        with _answering():
             await self._store.delete(Key(KIND, tenant, id))
-            await self._recorded(http)
-        except StoreUnavailable:
-            raise _unavailable() from None
-        except ApiError as error:
-            if error.status != HTTPStatus.NOT_FOUND:
-                raise
+            try:
+                await self._recorded(http)
+            except ApiError as error:
+                if error.status != HTTPStatus.NOT_FOUND:
+                    raise
         return Json({"id": id, "object": "chat.completion.deleted", "deleted": True})
 
     async def list_messages(self, http: HttpRequest) -> Response:
@@ -191,13 +189,14 @@ class StoredChatsApi:
         try:
             return await self._recorded(http)
         except ApiError as error:
-            raise _unavailable() if error.status == HTTPStatus.NOT_FOUND else error from None
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+        with _answering():
+            raise StoreUnavailable("whether it is a stored one")
 
     async def _found(self, tenant: str, http: HttpRequest) -> StoredChat | None:
-        try:
+        with _answering():
             return await self._read(tenant, http)
-        except StoreUnavailable:
-            raise _unavailable() from None
 
     async def _read(self, tenant: str, http: HttpRequest) -> StoredChat | None:
         """
@@ -249,17 +248,7 @@ class _Kept(Response):
                 self._chunks.add(orjson.loads(line[6:]))
 
 
-def _place(ids: Sequence[str], after: str) -> int:
-    if after not in ids:
-        raise invalid(f"There is no item '{after}' in this list.", "after")
-    return ids.index(after)
-
-
 def _known(chat: StoredChat | None) -> StoredChat:
     if chat is None:
         raise not_found("There is no stored completion of that id.", "id")
     return chat
-
-
-def _unavailable() -> ApiError:
-    return unavailable("Stored completions cannot be read now.", "store_unavailable")

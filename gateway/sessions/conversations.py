@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 
-from gateway.http.errors import invalid, not_found, unavailable
+from gateway.http.errors import invalid, not_found
 from gateway.sessions.responses.objects import Item, JsonObject, as_messages, texts_of
 from gateway.sessions.responses.schemas import check_id
 from gateway.sessions.responses.threads import Thread
-from gateway.store.interface import Store, StoreUnavailable
+from gateway.store.interface import Store
 from gateway.store.packing import TOKEN_BYTES, Tokens
 from gateway.store.patience import insist
-from gateway.store.records import Records
+from gateway.store.records import Records, answering_unavailable
 
 KIND = "conversation"
 TTL_S = 24 * 3600.0
@@ -23,6 +23,9 @@ MAX_ITEMS = 2000
 MAX_BYTES = 1024 * 1024
 """The text of one conversation may have so many bytes."""
 MAX_TITLE_CHARS = 60
+
+answering = partial(answering_unavailable, "Conversations")
+"""A store that does not answer is a 503 while this is entered."""
 
 
 @dataclass(slots=True)
@@ -97,7 +100,7 @@ async def find(store: Store, tenant: str, conversation_id: str, param: str) -> C
         ApiError: 400 for what is no id, 404 if this tenant has none of that id, 503 if that cannot be said.
     """
     check_id(param, conversation_id, "conv")
-    with answering_unavailable():
+    with answering():
         kept = await insist(lambda: CONVERSATIONS.get(store, tenant, conversation_id))
     return found(kept, conversation_id)
 
@@ -145,14 +148,6 @@ class ConversationLocks:
     def release(self, tenant: str, conversation_id: str) -> None:
         """Gives a conversation back, which may have been given back already."""
         self._taken.discard((tenant, conversation_id))
-
-
-@contextlib.contextmanager
-def answering_unavailable() -> Iterator[None]:
-    try:
-        yield
-    except StoreUnavailable:
-        raise unavailable("Conversations cannot be read now.", "store_unavailable") from None
 
 
 def found(conversation: Conversation | None, conversation_id: str) -> Conversation:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from pydantic import TypeAdapter, ValidationError
 
+from gateway.http.errors import unavailable
 from gateway.http.off_loop import off_loop
 from gateway.store.interface import Key, Store, StoreUnavailable
 
@@ -90,3 +91,12 @@ class Records(Generic[T]):
                 "the %s %s is passed over, for it cannot be read: %s: %s", *key[::2], place, fault["msg"]
             )
             return None
+
+
+@contextlib.contextmanager
+def answering_unavailable(what: str) -> Iterator[None]:
+    """Makes a 503 of a store that does not answer, which says that `what` cannot be read now."""
+    try:
+        yield
+    except StoreUnavailable:
+        raise unavailable(f"{what} cannot be read now.", "store_unavailable") from None

@@ -1,10 +1,13 @@
-"""The event loop of this package's tests."""
+"""The event loop of this package's tests, and what their stores leave open."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
 
 import pytest
 
 from gateway.store import patience
+from tests.gateway.store.stores import OPENED
 
 
 @pytest.fixture
@@ -16,3 +19,11 @@ def anyio_backend() -> str:
 def _short_insistence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that a test takes away does not come back by itself."""
     monkeypatch.setattr(patience, "INSIST_S", 0.2)
+
+
+@pytest.fixture
+async def closing() -> AsyncIterator[None]:
+    """Closes the connections to Redis of a test, whatever became of it."""
+    yield
+    while OPENED:
+        await OPENED.pop().aclose()

@@ -11,16 +11,16 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from gateway.http.errors import ApiError, invalid, unavailable
+from gateway.http.errors import ApiError, invalid
 from gateway.store.interface import Durable, Key, Store, StoreUnavailable
 from gateway.store.patience import insist
-from gateway.store.records import Records
+from gateway.store.records import Records, answering_unavailable
 
 KIND, _PART_KIND = "file", "file_part"
 KEPT_S = 3 * 24 * 3600.0
@@ -62,6 +62,8 @@ class File:
         }
 
 
+answering = partial(answering_unavailable, "Files and batches")
+"""A store that does not answer is a 503 while this is entered."""
 _FILES = Records(KIND, File, KEPT_S, lambda file: len(file.filename))
 
 
@@ -107,13 +109,13 @@ class Upload:
             num_bytes=self.num_bytes,
             num_parts=self.num_parts,
         )
-        with answering_unavailable():
+        with answering():
             await self._files.enter(self._tenant, file)
         return file
 
     async def _put(self, num_bytes: int) -> None:
         part = bytes(self._tail[:num_bytes])
-        with answering_unavailable():
+        with answering():
             await insist(partial(self._files.write_part, self._tenant, self.id, self.num_parts, part))
         self.num_parts += 1
         del self._tail[:num_bytes]
@@ -184,7 +186,7 @@ class Files:
         Raises:
             ApiError: 404, if there is none.
         """
-        with answering_unavailable():
+        with answering():
             known = FILE_ID.fullmatch(file_id) is not None
             file = await _FILES.get(self._store, tenant, file_id, keep=False) if known else None
         if file is None:
@@ -193,13 +195,13 @@ class Files:
 
     async def all(self, tenant: str) -> list[File]:
         """All files of a tenant, the oldest first."""
-        with answering_unavailable():
+        with answering():
             newest_first = await self._store.list(KIND, tenant, 2 * MAX_FILES)
             read = (_FILES.get(self._store, tenant, id, keep=False) for id in reversed(newest_first))
             return [file for file in await asyncio.gather(*read) if file is not None]
 
     async def delete(self, tenant: str, file: File) -> None:
-        with answering_unavailable():
+        with answering():
             await self._store.delete(Key(KIND, tenant, file.id))
             await self._delete_parts(tenant, file.id, file.num_parts)
 
@@ -219,7 +221,7 @@ class Files:
             ApiError: 410, if a part was forgotten: a store in memory does that when it is full.
         """
         for number in range(file.num_parts):
-            with answering_unavailable():
+            with answering():
                 part = await insist(partial(self.part, tenant, file.id, number))
             if part is None:
                 message = f"The content of '{file.id}' is no longer kept."
@@ -255,15 +257,6 @@ class Files:
     async def enter(self, tenant: str, file: File) -> None:
         """Lets a file be found whose parts are there."""
         await _FILES.put(self._store, tenant, file.id, file)
-
-
-@contextlib.contextmanager
-def answering_unavailable() -> Iterator[None]:
-    """Makes a 503 of a store that does not answer."""
-    try:
-        yield
-    except StoreUnavailable:
-        raise unavailable("Files and batches cannot be read now.", "store_unavailable") from None
 
 
 def _no_file(file_id: str, param: str | None) -> ApiError:

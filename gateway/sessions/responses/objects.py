@@ -252,6 +252,19 @@ def response_tools(body: ResponseBody) -> ToolUse:
     return tool_use(tools, choice or "auto", one_call=one_call)
 
 
+def place_after(ids: Sequence[str], after: str | None) -> int:
+    """Returns where a list goes on after an item, or begins.
+
+    Raises:
+        ApiError: 400, if there is no item to go on after.
+    """
+    if after is None:
+        return 0
+    if after not in ids:
+        raise invalid(f"There is no item '{after}' in this list.", "after")
+    return ids.index(after) + 1
+
+
 def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
     """Returns one page of a list of items that is in the order in which they came.
 
@@ -259,11 +272,7 @@ def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
         ApiError: 400, if there is no item to go on after.
     """
     found = list(items) if query.order == "asc" else list(reversed(items))
-    if query.after is not None:
-        ids = [item["id"] for item in found]
-        if query.after not in ids:
-            raise invalid(f"There is no item '{query.after}' in this list.", "after")
-        found = found[ids.index(query.after) + 1 :]
+    found = found[place_after([item["id"] for item in found], query.after) :]
     shown = found[: query.limit]
     return {
         "object": "list",

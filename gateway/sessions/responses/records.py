@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 
-from gateway.http.errors import unavailable
 from gateway.http.off_loop import off_loop
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses.objects import (
@@ -26,12 +26,12 @@ from gateway.sessions.responses.objects import (
     status_of,
 )
 from gateway.sessions.responses.threads import Thread, num_chars
-from gateway.store.interface import Store, StoreUnavailable
+from gateway.store.interface import Store
 from gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
 from gateway.store.patience import insist
 from gateway.store.pieces import PIECE_BYTES, Pieces, cut, join
 from gateway.store.pieces import keep as keep_pieces
-from gateway.store.records import Records
+from gateway.store.records import Records, answering_unavailable
 
 KIND = "response"
 KEPT_S = 24 * 3600.0
@@ -40,6 +40,10 @@ _PIECES_S = KEPT_S + 60.0
 """Pieces outlive every response that names them."""
 _MAX_REWRITES = 4
 """No more pieces of token ids are written for a chain than its last context has, so many times over."""
+
+
+answering = partial(answering_unavailable, "Kept responses")
+"""A store that does not answer is a 503 while this is entered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +143,8 @@ async def find(store: Store, tenant: str, response_id: str) -> Record | None:
     Raises:
         ApiError: 503, if the store does not answer: nobody knows then.
     """
-    try:
+    with answering():
         return await insist(lambda: _read(store, tenant, response_id))
-    except StoreUnavailable:
-        raise unavailable("Kept responses cannot be read now.", "store_unavailable") from None
 
 
 async def _read(store: Store, tenant: str, response_id: str) -> Record | None:

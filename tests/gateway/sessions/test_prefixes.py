@@ -33,7 +33,7 @@ from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
 from tests.gateway.harness import MODEL, Gateway
 from tests.gateway.store.durable_store import DurableStore
-from tests.gateway.store.stores import OPENED, redis_store
+from tests.gateway.store.stores import redis_store
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -678,13 +678,6 @@ def test_token_ids_are_read_as_they_are_asked_for() -> None:
 def server() -> Iterator[RedisServer]:
     with RedisServer() as server:
         yield server
-
-
-@pytest.fixture
-async def closing() -> AsyncIterator[None]:
-    yield
-    while OPENED:
-        await OPENED.pop().aclose()
 
 
 @pytest.mark.usefixtures("closing")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from gateway.store import link, redis
-from tests.gateway.store.stores import OPENED
 from tests.redis_server import RedisServer
 
 
@@ -24,14 +23,6 @@ def server(redis_process: RedisServer) -> RedisServer:
     redis_process.resume()
     redis_process.call("FLUSHALL")
     return redis_process
-
-
-@pytest.fixture
-async def closing(server: RedisServer) -> AsyncIterator[None]:  # noqa: ARG001
-    """Closes the connections of a test, whatever became of it."""
-    yield
-    while OPENED:
-        await OPENED.pop().aclose()
 
 
 @pytest.fixture

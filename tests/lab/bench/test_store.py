@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from lab.bench.redis_process import RedisProcess, SlowLine
+from tests.lab.bench.command import measure
 
 ANSWER_S = 5.0
 
@@ -75,17 +72,7 @@ def test_a_slow_line_to_nobody_ends_connections(process: RedisProcess) -> None:
 
 @pytest.mark.long("benches")
 def test_redis_is_measured_well_and_in_trouble(tmp_path: Path) -> None:
-    model, figures = ensure_checkpoint(LLAMA_TINY, tmp_path), tmp_path / "figures.json"
-    options = ["store", "--quick", "--model", str(model), "--json", str(figures)]
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.bench", *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    part = json.loads(figures.read_text())["store"]
+    part, _ = measure("store", tmp_path)
     (streams,) = part["streams"]
     assert (streams["requests"], streams["failed"]) == (3 * 64, 0)
     assert all(rate > 0 for (rate,) in streams["turns"].values())

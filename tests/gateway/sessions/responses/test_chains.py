@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,7 +16,7 @@ from gateway.store.memory import MemoryStore
 from gateway.store.shared import SharedStore
 from tests.clock import Clock
 from tests.gateway.sessions.responses.recorded_responses import finish, recording_of, say
-from tests.gateway.store.stores import OPENED, redis_store
+from tests.gateway.store.stores import redis_store
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]
@@ -31,13 +31,6 @@ def redis_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
     monkeypatch.setattr(link, "WORK_S", 2.0)
     with RedisServer() as server:
         yield server
-
-
-@pytest.fixture
-async def closing() -> AsyncIterator[None]:
-    yield
-    while OPENED:
-        await OPENED.pop().aclose()
 
 
 class Talk:
