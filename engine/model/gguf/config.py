@@ -119,7 +119,7 @@ def _entries(header: Header, kind: Kind) -> dict[str, object]:
     depth = fields.size(f"{name}.block_count", most=MAX_LAYERS)
     head_dim = fields.size(f"{name}.attention.key_length", max(1, hidden // heads))
     windowed_dim = fields.size(f"{name}.attention.key_length_swa", head_dim)
-    inner = _of_layers(fields, f"{name}.feed_forward_length", depth)
+    inner = fields.layer_sizes(f"{name}.feed_forward_length", depth)
     window = max(0, fields.integer(f"{name}.attention.sliding_window", kind.window))
     kinds = _layer_types(header, name, depth) if window else [FULL] * depth
     eps, eps_entry = kind.eps
@@ -139,23 +139,15 @@ def _entries(header: Header, kind: Kind) -> dict[str, object]:
         "layer_types": kinds,
         "attention_bias": False,
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        **_rope(header, name, kind, head_dim),
+        **_rope(header, name, kind, head_dim, windowed_dim),
         **kind.entries,
         **_numbers(fields, name, {entry: key for key, entry in kind.keys.items()}),
     }
 
 
-def _of_layers(fields: Fields, key: str, depth: int, default: int | None = None) -> list[int]:
-    """A size of each layer, which the metadata give for all of them, or one by one."""
-    found = fields.integers(key) or (fields.size(key, default),)
-    if len(found) not in (1, depth):
-        raise CheckpointError(f"{fields.source}: {key} has {len(found)} entries for {depth} layers")
-    return [Fields(fields.source, {key: size}).size(key) for size in found] * (depth // len(found))
-
-
 def _kv_heads(header: Header, name: str, heads: int, kinds: list[str]) -> dict[str, object]:
     """The heads of keys and values of layers with a window, and of those without one, whose keys may be values, too."""
-    counts = _of_layers(header.fields, f"{name}.attention.head_count_kv", len(kinds), heads)
+    counts = header.fields.layer_sizes(f"{name}.attention.head_count_kv", len(kinds), heads)
     of_kinds = dict(zip(reversed(kinds), reversed(counts), strict=True))
     full = kinds.index(FULL) if FULL in kinds else 0
     return {
@@ -185,14 +177,13 @@ def _layer_types(header: Header, name: str, depth: int) -> list[str] | None:
     return None if flags is None else [SLIDING if slides else FULL for slides in flags]
 
 
-def _rope(header: Header, name: str, kind: Kind, head_dim: int) -> dict[str, object]:
+def _rope(header: Header, name: str, kind: Kind, head_dim: int, windowed_dim: int) -> dict[str, object]:
     fields = header.fields
     rotated = fields.size(f"{name}.rope.dimension_count", head_dim)
-    windowed_dim = fields.size(f"{name}.attention.key_length_swa", head_dim)
     if fields.size(f"{name}.rope.dimension_count_swa", windowed_dim) != windowed_dim:
-        raise CheckpointError(
-            f"{fields.source}: {name}.rope.dimension_count_swa is not key_length_swa, {windowed_dim}: only heads that "
-            "are rotated whole are supported"
+        raise fields.error(
+            f"{name}.rope.dimension_count_swa is not key_length_swa, {windowed_dim}: only heads that are rotated whole "
+            "are supported"
         )
     if rotated != head_dim and not kind.rotates_in_part:
         raise fields.error(

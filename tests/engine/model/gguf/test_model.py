@@ -159,6 +159,8 @@ def test_recommended_sampling_is_read(tmp_path: Path) -> None:
         ({"llama__block_count": None}, "llama.block_count is missing"),
         ({"llama__embedding_length": "many"}, "llama.embedding_length must be a whole number, not 'many'"),
         ({"llama__attention__head_count": [4, 4]}, "llama.attention.head_count must be a whole number"),
+        ({"llama__attention__head_count_kv": [2] * 9}, "head_count_kv has 9 entries for 3 layers"),
+        ({"llama__attention__head_count_kv": 0}, "head_count_kv must be between 1 and"),
         ({"llama__attention__head_count_kv": 3}, "4 heads cannot share 3 key-value heads"),
         ({"llama__attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is missing"),
         ({"llama__context_length": 2**31}, "llama.context_length must be between 1 and"),
