@@ -6,7 +6,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from statistics import median
 from threading import Thread
@@ -78,10 +80,12 @@ def turn(proxy: Proxy, *texts: str) -> tuple[str, str, int, int]:
 def test_a_conversation_goes_on_where_its_beginning_is_cached(name: str, cluster: Cluster) -> None:
     proxy = cluster.proxy(name)
     # Long enough for what is cached to outweigh what else the replicas have to do.
-    texts = [f"{name} {number}: " + "tell me of a fox that meets a wolf. " * 30 for number in range(4)]
-    begun = [(text, *turn(proxy, text)) for text in texts]
-    assert {replica for _, replica, *_ in begun} == {"r0", "r1"}
-    for text, replica, answer, _, num_prompt in begun:
+    # Long enough for what is cached, and what is under way, to outweigh a replica that was slow for a while.
+    texts = [f"{number} {name} " + "tell me of a fox that meets a wolf. " * 120 for number in range(8)]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        begun = [*zip(texts, pool.map(partial(turn, proxy), texts), strict=True)]
+    assert {replica for _, (replica, *_) in begun} == {"r0", "r1"}
+    for text, (replica, answer, _, num_prompt) in begun:
         again, _, num_cached, _ = turn(proxy, text, answer, "And then?")
         assert (again, num_cached) == (replica, num_prompt // 16 * 16)
 
