@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -31,6 +32,8 @@ _NICENESS = 5
 _TOO_COMPLEX = "it is too complex"
 _MEMORY_BYTES = 2 << 30
 _NUM_STEPS = 64
+_SPECIAL = re.compile(r"<\[(\d+)\]>")
+"""A special token as grammars write it."""
 _SLOW_S = 0.1
 """No grammar that can be used takes so much of a processor's time over a token."""
 
@@ -137,11 +140,32 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 # A process
 
 
-def _check(source: str) -> str:
-    """Compiles a grammar over the alphabet of bytes and follows it for a while, one byte after another."""
-    from llguidance import LLMatcher, LLTokenizer
+_NUM_PLAIN = 257
+"""The bytes and the end of a text."""
 
-    matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=limits())
+
+class _Vocabulary:
+    """A token a byte, the end, and special tokens, as llguidance asks for a vocabulary (its TokenizerWrapper)."""
+
+    eos_token_id = 256
+    bos_token_id = None
+
+    def __init__(self, num_special: int) -> None:
+        self.special_token_ids = list(range(256, _NUM_PLAIN + num_special))
+        self.tokens = [bytes([i]) for i in range(256)] + [b"<%d>" % i for i in self.special_token_ids]
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def _check(source: str) -> str:
+    """Compiles a grammar over bytes and its own special tokens, and follows it for a while, one after another."""
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+    special = list(dict.fromkeys(_SPECIAL.findall(source)))
+    source = _SPECIAL.sub(lambda found: f"<[{_NUM_PLAIN + special.index(found[1])}]>", source)
+    vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(len(special))))
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits())
     pace, slowest = random.Random(0), 0.0
     for _ in range(_NUM_STEPS):
         if matcher.is_stopped():

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
 from pydantic import TypeAdapter
 
 from engine.planning import grammars as module
@@ -18,7 +19,8 @@ from engine.planning.grammar import Grammar, GrammarKind, Guide
 from engine.planning.grammar_check import GrammarCheck
 from engine.planning.grammars import GrammarError, Grammars, TooManyGrammars, source_of
 from engine.planning.request import Request, SamplingParams
-from tests.gateway.harness import EOS, make_tokenizer
+from engine.planning.tokenizer import Tokenizer
+from tests.gateway.harness import EOS, make_tokenizer, tokenizer_json
 
 TOKENIZER = make_tokenizer()
 SCHEMA, REGEX, LARK = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK
@@ -94,6 +96,18 @@ def test_what_no_answer_can_be_held_to_is_refused(grammars: Grammars, grammar: G
     assert message
     assert why in message
     assert "\n" not in message
+
+
+def test_a_special_token_may_have_any_number_that_the_vocabulary_has() -> None:
+    inner = tokenizers.Tokenizer.from_str(tokenizer_json())
+    inner.add_special_tokens([f"<|{i}|>" for i in range(300)])
+    number = inner.token_to_id("<|299|>")
+    grammars = Grammars(Tokenizer(inner.to_str(), {}, None), (EOS,))
+    matcher = grammars.compile("tenant", Grammar(LARK, f'start: /(?s:.*)/ <[{number}]> "a"')).matcher
+    assert matcher.consume_tokens([*TOKENIZER.encode("b"), number, *TOKENIZER.encode("a")])
+    assert matcher.is_accepting()
+    with pytest.raises(GrammarError):
+        grammars.compile("tenant", Grammar(LARK, f"start: <[{number + 1}]>"))
 
 
 PARTS = " & ".join(f"/.*a.{{{i}}}.*/" for i in range(5, 30))
