@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
@@ -21,6 +21,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.http.errors import invalid
+from gateway.wire.histories import shapes
 
 # A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
 _MARK, _REPLACEMENT = "\ufdd0", "\ufffd"
@@ -66,14 +67,8 @@ class Prompts:
         self.tokenizer = tokenizer
         source, environment = tokenizer.chat_template, _environment()
         self._template = None if source is None else environment.from_string(source)
-        self._knows_developers = source is not None and "developer" in source
         self._has_tools_in_system = source is not None and "message['tools']" in source
-        self._has_observations = (
-            source is not None
-            and "observation" in source
-            and "metadata" in source
-            and "tool_calls" not in source
-        )
+        self._shapes = shapes(source or "")
         self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source or ""))
         """What the template reads, messages and tools included."""
         self._reserved = {*_OWN_VARIABLES, *environment.globals, *tokenizer.special_tokens}
@@ -176,16 +171,12 @@ class Prompts:
             raise invalid(message, "messages", "chat_template_error") from None
 
     def _marked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        if self._has_observations:
-            messages = list(_with_observations(messages))
+        for shape in self._shapes:
+            messages = list(shape(messages))
         return [
-            {key: self._role(value) if key == "role" else self._mark(value) for key, value in message.items()}
-            for message in map(_with_thinking, messages)
+            {key: value if key == "role" else self._mark(value) for key, value in message.items()}
+            for message in messages
         ]
-
-    def _role(self, role: str) -> str:
-        """Returns "system" for OpenAI's newer name of it, unless the template knows that."""
-        return "system" if role == "developer" and not self._knows_developers else role
 
     def _with_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]
@@ -193,7 +184,7 @@ class Prompts:
         """Puts the tools as a text into the first message, where templates like Phi-4-mini's look for them."""
         if not self._has_tools_in_system:
             raise invalid("This model's chat template takes no tools.", "tools", "tools_not_supported")
-        has_system = bool(messages) and self._role(messages[0]["role"]) == "system"
+        has_system = bool(messages) and messages[0]["role"] in ("system", "developer")
         first = messages[0] if has_system else {"role": "system", "content": ""}
         text = _to_json([tool["function"] for tool in tools])
         return [{**first, "tools": text}, *messages[has_system:]]
@@ -223,26 +214,6 @@ class Prompts:
             for part in filter(None, piece.split(_MARK)):
                 token_ids += self.tokenizer.encode(part, parse_special=True)
         return token_ids
-
-
-def _with_observations(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yields the messages with calls as metadata and results as observations, as GLM-4-0414's template has them."""
-    for message in messages:
-        calls = message.get("tool_calls", ())
-        if message["role"] == "tool":
-            yield {**message, "role": "observation"}
-        elif message["content"] or not calls:
-            yield message
-        for call in calls:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            content = arguments if isinstance(arguments, str) else _to_json(arguments)
-            yield {"role": "assistant", "metadata": name, "content": content}
-
-
-def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adds the reasoning of a message under the name that LFM 2.5's template has for it."""
-    reasoning = message.get("reasoning_content")
-    return {**message, "thinking": reasoning} if reasoning else message
 
 
 def _cut_after(rendered: str, said: str) -> str:

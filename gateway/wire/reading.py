@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -13,12 +13,14 @@ from engine.planning.grammar import Grammar, GrammarKind
 from gateway.http.errors import invalid
 from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, ReplyParser, TextDelta
 from gateway.wire.prompts import Tokenizer
-from gateway.wire.tools.formats import TOOL_FORMATS, Style
+from gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Style
 from gateway.wire.tools.gemma import Gemma
 from gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
+from gateway.wire.tools.harmony import Harmony
 from gateway.wire.tools.json_calls import JsonCalls
+from gateway.wire.tools.llama import Llama
 from gateway.wire.tools.pythonic import Pythonic
-from gateway.wire.tools.scanning import NO_MARKER, FormatParser, Malformed, Scanner, Steps, Tools, num_held
+from gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps, Tools, num_held
 from gateway.wire.tools.tagged import Tagged
 from gateway.wire.tools.use import ToolUse
 
@@ -44,6 +46,8 @@ class Thinking(NamedTuple):
 
 
 REASONING_FORMATS: Mapping[str, Thinking] = {
+    HARMONY: Thinking("<|channel|>analysis<|message|>", "<|end|>"),
+    "minimax_m2": Thinking("<think>", "</think>"),
     "think_answer": Thinking("<think>", "</think>"),
     "think_response": Thinking("<think>", "</think>"),
     "think": Thinking("<think>", "</think>"),
@@ -54,14 +58,19 @@ REASONING_FORMATS: Mapping[str, Thinking] = {
     "cohere2_text": Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
     "granite_words": Thinking("Here is my thought process:", "Here is my response:"),
 }
-"""The formats of reasoning; a chat template's is the first one whose closing and answer markers are all in it."""
+"""The formats of reasoning; a chat template's is the first one whose closing, answer markers and sign are in it."""
 _ANSWERS: Mapping[str | None, tuple[str, str]] = {
+    HARMONY: ("<|channel|>final<|message|>", "<|return|>"),
     "think_answer": ("<answer>", "</answer>"),
     "think_response": ("<response>", "</response>"),
     "cohere2": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     "cohere2_text": ("<|START_TEXT|>", "<|END_TEXT|>"),
 }
 """The markers around the answer in some of these formats."""
+_SIGNS = {"minimax_m2": ("<minimax:tool_call>",)}
+"""More that a chat template has of some of them."""
+_NEXT = "<|start|>assistant"
+"""What stands before each of harmony's messages but a prompt's first one, which has it at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +92,8 @@ class Reading:
     @property
     def markers(self) -> tuple[str, ...]:
         """The markers that must be seen in the text, special tokens or not."""
-        calls = () if self.tools is None else TOOL_FORMATS[self.tools].markers
+        name = self.tools or (HARMONY if self.reasoning == HARMONY else None)
+        calls = () if name is None else TOOL_FORMATS[name].markers
         thinking = () if self.reasoning is None else REASONING_FORMATS[self.reasoning]
         return (*calls, *thinking, *_ANSWERS.get(self.reasoning, ()))
 
@@ -91,12 +101,26 @@ class Reading:
         """Returns the parser of one choice of the reply with that id, from which the ids of its calls follow."""
         parser: ReplyParser = _Plain()
         if self.tools is not None:
-            new_id = partial(_call_id, self.tools, f"{reply_id}/{choice}")
-            format = TOOL_FORMATS[self.tools]
-            parser = _PARSERS[format.style](format, Tools(self.schemas, new_id))
-        if self.reasoning is not None:
-            parser = _Reasoned(self.reasoning, self.is_open, parser)
+            parser = self._calls_parser(
+                Tools(self.schemas, partial(_call_id, self.tools, f"{reply_id}/{choice}"))
+            )
+        if self.reasoning is not None and not isinstance(parser, Harmony):
+            parser = self.reasoning_parser(parser)
         return _Filtered(self, parser) if self.one_call or not self.shows_reasoning else parser
+
+    def _calls_parser(self, tools: Tools) -> ReplyParser:
+        if self.tools == HARMONY:
+            return Harmony(tools, tells_reasoning=self.reasoning == HARMONY, is_open=self.is_open)
+        format = TOOL_FORMATS[self.tools or ""]
+        return (Llama if format.tag else _PARSERS[format.style])(format, tools)
+
+    def reasoning_parser(self, answer: ReplyParser) -> Scanner:
+        """Returns the parser of reasoning, which gives what follows it to another."""
+        assert self.reasoning is not None
+        if self.reasoning == HARMONY:
+            tools = None if self.tools is None else Tools(self.schemas, str)
+            return Harmony(tools, tells_reasoning=True, is_open=self.is_open)
+        return _Reasoned(self.reasoning, self.is_open, answer)
 
 
 PLAIN = Reading()
@@ -116,7 +140,8 @@ class Formats:
         signs = {name: [(sign,) for sign in format.signs] for name, format in TOOL_FORMATS.items()}
         self.tools = _chosen(tools, template, signs)
         ends = {
-            name: [(format.closing, *_ANSWERS.get(name, ()))] for name, format in REASONING_FORMATS.items()
+            name: [(format.closing, *_ANSWERS.get(name, ()), *_SIGNS.get(name, ()))]
+            for name, format in REASONING_FORMATS.items()
         }
         self.reasoning = _chosen(reasoning, template, ends)
 
@@ -146,15 +171,26 @@ class Formats:
         Args:
             answer: what an answer has to match; a reply that has to call a tool has none.
         """
-        thinking = None if reading.reasoning is None else REASONING_FORMATS[reading.reasoning]
-        if thinking is not None and self._tail(prompt).endswith(thinking.closing):
-            thinking = None
+        thinking = self._thinking(prompt, reading)
         if use.required or (use.tools and (use.strict or answer is not None)):
             return self._with_calls(reading, use, answer, thinking)
         if answer is None or thinking is None:
             return answer
+        if reading.reasoning == HARMONY:
+            return self._with_calls(replace(reading, tools=HARMONY), use, answer, thinking)
         text = answer_grammar(self._spelt, thinking, is_open=reading.is_open)
         return Grammar(GrammarKind.LARK, text, answer)
+
+    def _thinking(self, prompt: Sequence[int], reading: Reading) -> Thinking | None:
+        """Returns the markers of the reasoning that may come, or that a prompt has begun; None if it is over."""
+        name, tail = HARMONY if reading.tools == HARMONY else reading.reasoning, self._tail(prompt)
+        if name is None:
+            return None
+        thinking = REASONING_FORMATS[name]
+        is_over = tail.endswith(thinking.closing)
+        if name == HARMONY:
+            is_over = not (reading.is_open or tail.endswith(_NEXT))
+        return None if is_over else thinking
 
     def _with_calls(
         self, reading: Reading, use: ToolUse, answer: Grammar | None, thinking: Thinking | None
@@ -192,14 +228,17 @@ class Formats:
         """Returns what counts the reasoning of one reply; None if none is told from its text."""
         if reading.reasoning is None:
             return None
-        return Thoughts(reading.reasoning, reading.is_open, self._tokenizer.token_bytes)
+        return Thoughts(reading, self._tokenizer.token_bytes)
 
     def closing(self, prompt: Sequence[int]) -> list[int]:
-        """The tokens that end the reasoning which a prompt has begun; none if it has not."""
-        if self.reasoning is None or not self.is_open(prompt):
+        """The tokens that end the reasoning which a prompt has begun, and those that begin an answer."""
+        if self.reasoning is None:
             return []
-        closing = REASONING_FORMATS[self.reasoning].closing
-        return self._tokenizer.encode(f"\n{closing}\n\n", parse_special=True)
+        is_open, closing = self.is_open(prompt), REASONING_FORMATS[self.reasoning].closing
+        text = f"\n{closing}\n\n" if is_open else ""
+        if self.reasoning == HARMONY:
+            text = f"{closing}{_NEXT}" * is_open + _ANSWERS[HARMONY][0]
+        return self._tokenizer.encode(text, parse_special=True)
 
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends within reasoning that it has begun."""
@@ -219,13 +258,12 @@ class Formats:
 
 
 class Thoughts:
-    """Counts the tokens of a reply's choices that are reasoning, its markers included: in each they come first."""
+    """Counts the tokens of a reply's choices that are reasoning, its markers included."""
 
-    def __init__(self, format: str, is_open: bool, token_bytes: Callable[[int], bytes]) -> None:
-        self._format = format
-        self._is_open = is_open
+    def __init__(self, reading: Reading, token_bytes: Callable[[int], bytes]) -> None:
+        self._reading = reading
         self._token_bytes = token_bytes
-        self._choices: dict[Hashable, _Reasoned] = {}
+        self._choices: dict[Hashable, Scanner] = {}
         self.num_over = 0
         """The choices that reason no more."""
 
@@ -233,7 +271,7 @@ class Thoughts:
         """Returns how many of a choice's next tokens are reasoning, earlier undecided ones included."""
         read = self._choices.get(choice)
         if read is None:
-            read = self._choices[choice] = _Reasoned(self._format, self._is_open, _Plain())
+            read = self._choices[choice] = self._reading.reasoning_parser(_Plain())
         if read.is_over:
             return 0
         number = 0
@@ -241,8 +279,8 @@ class Thoughts:
             read.num_undecided += 1
             # A byte a character: a token may end within one.
             read.feed(self._token_bytes(token_id).decode("latin-1"))
-            if read.has_reasoned:
-                number += read.num_undecided
+            if read.reasons is not None:
+                number += read.num_undecided * read.reasons
                 read.num_undecided = 0
             if read.is_over:
                 self.num_over += 1
@@ -269,22 +307,18 @@ class _Reasoned(Scanner):
         self._around = _ANSWERS.get(format)
         self._is_open = is_open
         self._answer = answer
-        self.has_reasoned = is_open
-        self.is_over = False
-        """Whether all reasoning was read, or there is none."""
-        self.num_undecided = 0
-        """The number of tokens of which it is not known yet whether they are reasoning; see Thoughts."""
+        self.reasons = is_open or None
 
     def parse(self) -> Steps:
-        self.has_reasoned = self._is_open or (yield from self._begins(self._thinking.opening))
-        if self.has_reasoned:
+        if self._is_open or (yield from self.begins(self._thinking.opening)):
+            self.reasons = True
             yield from self.skip(self._thinking.opening)
             yield from self.skip_space()
             yield from self.said_until(self._thinking.closing, ReasoningDelta)
         self.is_over = True
-        if self.has_reasoned:
+        if self.reasons:
             yield from self.skip_space()
-        if self._around and (yield from self._begins(self._around[0])):
+        if self._around and (yield from self.begins(self._around[0])):
             yield from self.skip(self._around[0])
             yield from self.skip_space()
             yield from self._answered_until(self._around[1])
@@ -293,13 +327,6 @@ class _Reasoned(Scanner):
             yield from self.pass_on(NO_MARKER, say=self._answer.feed)
         self._pieces += self._answer.feed(self.consume(len(self._text)))
         self._pieces += self._answer.finish()
-
-    def _begins(self, marker: str) -> Generator[None, None, bool]:
-        try:
-            start = yield from self.past_space()
-        except Malformed:
-            return False
-        return (yield from self.ahead(marker, start))
 
     def _answered_until(self, marker: str) -> Steps:
         """Reads the answer up to a marker, which is passed over with the space around it."""

@@ -48,6 +48,8 @@ _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
+_RETURN = "<|return|>"
+"""The token that ends an answer of gpt-oss, where "<|end|>" ends each message of an answer."""
 _ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -58,6 +60,13 @@ _ENDS = (
     "<end_of_turn>",
     "<|END_OF_TURN_TOKEN|>",
     "[|endofturn|]",
+    "<|eot|>",
+    "<|eom|>",
+    "<turn|>",
+    "<|tool_response>",
+    "<|observation|>",
+    "<|call|>",
+    _RETURN,
 )
 """Tokens that end an answer even where no key says so: files have one key for a model's several ends."""
 
@@ -273,7 +282,7 @@ def _ends(fields: Fields, tokens: list[str]) -> tuple[int, ...]:
     known = [
         i
         for i, (token, type) in enumerate(zip(tokens, types, strict=False))
-        if type != _NORMAL and token in _ENDS
+        if type != _NORMAL and token in _ENDS and not (token == "<|end|>" and _RETURN in tokens)
     ]
     return tuple(dict.fromkeys([*(end for end in named if end is not None), *known]))
 

@@ -24,6 +24,12 @@ class Style(Enum):
     """`name(key=literal)`."""
     GEMMA = auto()
     """`call:name{key:value}`, where keys are bare and QUOTE stands around texts."""
+    HARMONY = auto()
+    """A message to the tool, whose text is an object; other messages are reasoning and text."""
+
+
+HARMONY = "harmony"
+"""The name of gpt-oss's format, of calls and of reasoning; see `gateway.wire.tools.harmony`."""
 
 
 class Layout(NamedTuple):
@@ -63,7 +69,7 @@ class Format:
     has_lines: bool = False
     """Newlines may stand inside the opening and the closing."""
     tag: str = ""
-    """The marker that may stand before calls that are all of a reply."""
+    """The marker that may stand before calls that are all of a reply, in JSON or as Python writes them."""
     lead: str = ""
     """The members of a call's object before the name."""
     name_key: str = "name"
@@ -88,6 +94,7 @@ _LIST = Layout("[", ", ", "]")
 _ACTIONS = Layout("[\n    ", ",\n    ", "\n]")
 _SEED = Tags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>")
 _QWEN = _SEED._replace(pad="\n")
+_INVOKE = Tags(('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>")
 _GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
 _MISTRAL = Format(
     Style.JSON,
@@ -98,8 +105,22 @@ _MISTRAL = Format(
     others=("[CALL_ID]",),
     has_short_ids=True,
 )
+_LLAMA_3 = Format(
+    Style.JSON,
+    ('{"name": function name, "parameters": ', "<|python_tag|>"),
+    layout=Layout(between="; "),
+    tag="<|python_tag|>",
+    arguments_key="parameters",
+)
 
 TOOL_FORMATS: Mapping[str, Format] = {
+    HARMONY: Format(
+        Style.HARMONY,
+        ("<|channel|>commentary",),
+        "<|channel|>commentary to=functions.",
+        after_name=" <|constrain|>json<|message|>",
+        others=("<|start|>", "<|end|>", "<|call|>"),
+    ),
     "mistral_args": replace(_MISTRAL, style=Style.NAMED, signs=("[ARGS]",), layout=_ONE),
     "mistral": _MISTRAL,
     "seed_oss": Format(
@@ -109,6 +130,15 @@ TOOL_FORMATS: Mapping[str, Format] = {
         "</seed:tool_call>",
         has_lines=True,
         tags=_SEED,
+    ),
+    "minimax_m2": Format(
+        Style.TAGGED,
+        ("<minimax:tool_call>",),
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        Layout(between="\n"),
+        has_lines=True,
+        tags=_INVOKE,
     ),
     "glm45": Format(Style.TAGGED, ("<arg_key>",), "<tool_call>", "</tool_call>", tags=_GLM),
     "qwen3_coder": Format(
@@ -149,18 +179,15 @@ TOOL_FORMATS: Mapping[str, Format] = {
     "hermes": Format(Style.JSON, ("<tool_call>",), "<tool_call>", "</tool_call>", has_lines=True),
     "llama_pythonic": Format(
         Style.PYTHON,
-        ("[func_name1(", "<|python_start|>"),
+        ("[func_name1(",),
         closing="<|python_end|>",
         layout=_LIST,
         tag="<|python_start|>",
     ),
-    "llama3_json": Format(
-        Style.JSON,
-        ('{"name": function name, "parameters": ', "<|python_tag|>"),
-        layout=Layout(between="; "),
-        tag="<|python_tag|>",
-        arguments_key="parameters",
+    "llama4_json": replace(
+        _LLAMA_3, signs=("<|python_start|>",), tag="<|python_start|>", closing="<|python_end|>"
     ),
+    "llama3_json": _LLAMA_3,
     "glm4": Format(Style.NAMED, ("Json 格式表示调用的参数",), after_name="\n"),
 }
 """The formats of calls, in order: the first with a sign in a chat template is its format."""

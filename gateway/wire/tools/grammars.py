@@ -44,15 +44,19 @@ def calls_grammar(
     """A call of one of these tools, or several calls.
 
     Args:
-        schemas: the JSON schema of its arguments, by the name of each tool.
+        schemas: the JSON schema of its arguments, by the name of each tool; harmony's messages may do without.
         thinking: what reasoning, which may come first, is written between.
         is_open: it has begun already.
         lenient: tools whose schemas may have keywords that nothing can be held to; these are passed over.
     """
     rules = _Rules(TOOL_FORMATS[format], spell)
+    has_channels = TOOL_FORMATS[format].style is Style.HARMONY
+    if schemas:
+        rules.calls(schemas, one_call=one_call or has_channels, lenient=lenient)
+    if has_channels and thinking is not None:
+        return rules.text(f"start: {rules.messages(beside, calls=bool(schemas), is_open=is_open)}")
     thought = "" if thinking is None else rules.reasoning(*thinking, is_open=is_open)
     before = f"({thought}){'' if is_open else '?'}" if thought else ""
-    rules.calls(schemas, one_call=one_call, lenient=lenient)
     if beside is Beside.NOTHING:
         return rules.text(f"start: {before} calls")
     if beside is Beside.ANSWER:
@@ -127,6 +131,19 @@ class _Rules:
             return name
         return self.add(name, f"{_ANY} {self._spell(marker)}")
 
+    def messages(self, beside: Beside, *, calls: bool, is_open: bool) -> str:
+        """Harmony's messages: reasoning and what is said to the user before a call, and then a call or the answer."""
+        self._up_to("told", "<|end|>")
+        told = f"told {self._written('<|start|>', 'assistant')}"
+        analysis, commentary, final = (
+            self._written("<|channel|>", name, "<|message|>") for name in ("analysis", "commentary", "final")
+        )
+        self.add("message", f"({analysis} | {commentary}) {told}")
+        ends = ["calls"] * calls
+        if beside is not Beside.NOTHING:
+            ends.append(f"{final} {_ANY if beside is Beside.TEXT else '@answer'}")
+        return f"{told * is_open} message* ({' | '.join(ends)})"
+
     def free(self, before: str, thinking: str, *, one_call: bool) -> str:
         """Any text in which every call is one of those that were added.
 
@@ -191,7 +208,7 @@ class _Rules:
             keywords = self._keywords(schema, "=", ", ", lenient=lenient)
             return self._begin(rule, [f"{name}("], f"{keywords} {_quoted(')')}")
         arguments = self._json(_object(schema), lenient=lenient)
-        if format.style is Style.NAMED:
+        if format.style in (Style.NAMED, Style.HARMONY):
             return self._begin(rule, [name, format.after_name], arguments)
         begun = f'{{{format.lead}"{format.name_key}": {json.dumps(name)}, "{format.arguments_key}": '
         # As lexemes of JSON, for an answer in JSON may begin in the same way.

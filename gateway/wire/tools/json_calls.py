@@ -28,9 +28,9 @@ class JsonCalls(FormatParser):
             if is_list and self._text[i] == "]":
                 self.consume(i + 1)
                 return
-            if self._text[i] not in ",;":
+            if self._text[i] not in ",;{":
                 return
-            self.consume(i + 1)
+            self.consume(i + (self._text[i] != "{"))
             i = 0
 
     def _named(self, start: int) -> Steps:

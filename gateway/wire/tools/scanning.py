@@ -55,6 +55,12 @@ class Scanner:
         self._steps = self.parse()
         self._quick: tuple[str, Said, Say | None] | None = None
         """While text is said until a marker: how that begins, and what text is in which it does not begin."""
+        self.reasons: bool | None = None
+        """Whether the text that came last is reasoning; None if what follows decides that."""
+        self.is_over = False
+        """Whether all reasoning was read, or there is none."""
+        self.num_undecided = 0
+        """The number of tokens of which it is not known yet whether they are reasoning; see `Thoughts`."""
 
     def parse(self) -> Steps:
         """Reads the whole reply."""
@@ -122,6 +128,17 @@ class Scanner:
                 return False
             yield
         return self._text.startswith(text, start)
+
+    def begins(self, *markers: str) -> Generator[None, None, bool]:
+        """Returns whether one of these comes next, after space."""
+        try:
+            start = yield from self.past_space()
+        except Malformed:
+            return False
+        for marker in markers:
+            if (yield from self.ahead(marker, start)):
+                return True
+        return False
 
     def past_space(self, start: int = 0) -> Generator[None, None, int]:
         """Returns the place of the first character from `start` on that is no space, or raises Malformed."""

@@ -23,6 +23,11 @@ class Tagged(FormatParser):
     def section(self) -> Steps:
         assert self._format.tags is not None
         self._tags = self._format.tags
+        yield from self._call()
+        while self._tags.end and (yield from self.begins(self._tags.name[0])):
+            yield from self._call()
+
+    def _call(self) -> Steps:
         (before, after), end = self._tags.name, self._format.closing
         i = yield from self._behind(before, (yield from self.past_space()))
         start = yield from self.past_space(i)
@@ -59,7 +64,7 @@ class Tagged(FormatParser):
         while (end := self._text.find(after, start)) < 0 and "\n" not in self._text[start:]:
             yield from self.more()
         key = self._text[start:end].strip()
-        if end < 0 or not key or "\n" in key:
+        if end < 0 or not key or "\n" in self._text[start:end]:
             raise Malformed
         i = end + len(after)
         if self._tags.value[0]:

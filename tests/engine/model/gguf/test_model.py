@@ -135,6 +135,10 @@ def test_ends_are_all_that_the_file_names_or_that_are_known_to_end_a_turn(tmp_pa
     assert ends(tokenizer__ggml__eos_token_id=None, tokenizer__ggml__token_type=[1] * 512) == ()
     tokens = ["<end_of_turn>", "[|endofturn|]", *(f"<{number}>" for number in range(2, 512))]
     assert ends(tokenizer__ggml__tokens=tokens, tokenizer__ggml__token_type=[3, 1] * 256) == (end, 0)
+    # gpt-oss's answers have messages that end in it.
+    messages = ["<|end|>", "<|start|>", "<|return|>", "<|call|>", *tokens[4:]]
+    fields: dict[str, Any] = {"tokenizer__ggml__tokens": messages, "tokenizer__ggml__token_type": [3] * 512}
+    assert ends(**fields, tokenizer__ggml__eos_token_id=2) == (2, 3)
 
 
 def test_recommended_sampling_is_read(tmp_path: Path) -> None:

@@ -62,6 +62,21 @@ TEMPLATES: dict[str, tuple[str, str, str | None]] = {
         "hermes",
         "think_response",
     ),
+    "gpt-oss": (
+        "{% for c in calls %}<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>"
+        "{{ c.arguments | tojson }}<|call|>{% endfor %}{# <|channel|>analysis<|message|><|end|> #}"
+        "{# <|channel|>final<|message|><|return|> #}",
+        "harmony",
+        "harmony",
+    ),
+    "MiniMax M2": (
+        '{{ LINE }}<minimax:tool_call>{{ LINE }}{% for c in calls %}<invoke name="{{ c.name }}">{{ LINE }}'
+        '{% for k, v in c.arguments.items() %}<parameter name="{{ k }}">{{ v if v is string else v | tojson }}'
+        "</parameter>{{ LINE }}{% endfor %}</invoke>{{ LINE }}{% endfor %}</minimax:tool_call>"
+        "{{ '<think></think><response></response>' if thinks }}",
+        "minimax_m2",
+        "minimax_m2",
+    ),
     "Qwen 3 Coder": (
         "{% for c in calls %}<tool_call>{{ LINE }}<function={{ c.name }}>{{ LINE }}"
         + PARAMETERS.replace("PAD", "LINE")
@@ -150,6 +165,12 @@ TEMPLATES: dict[str, tuple[str, str, str | None]] = {
     "Llama 4": (
         "{# [func_name1(a=1)] #}[" + PYTHON.replace("SEPARATOR", "', '") + "]",
         "llama_pythonic",
+        None,
+    ),
+    "Llama 4, in JSON": (
+        "<|python_start|>{{ m.content }}<|python_end|>{% for c in calls %}"
+        "{{ {'name': c.name, 'parameters': c.arguments} | tojson }}{% endfor %}",
+        "llama4_json",
         None,
     ),
     "Llama 3.1": (
