@@ -28,7 +28,7 @@ FINAL = "<|channel|>final<|message|>"
 CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": true}'
 ADD = [("add", {"a": 1, "b": True})]
 HM = f"{ANALYSIS}Hm. 1 < 2<|end|>{NEXT}"
-FIELDS = {"tools": HARMONY, "reasoning": HARMONY, "schemas": SCHEMAS}
+FIELDS: dict[str, Any] = {"tools": HARMONY, "reasoning": HARMONY, "schemas": SCHEMAS}
 
 # Text, reasoning, what is said, calls.
 CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
@@ -137,7 +137,10 @@ def test_however_random_messages_are_cut_they_say_the_same() -> None:
     ]
     rng = random.Random(7)
     for _ in range(400):
-        fields = {"tools": rng.choice([HARMONY, None]), "reasoning": rng.choice([HARMONY, None])}
+        fields: dict[str, Any] = {
+            "tools": rng.choice([HARMONY, None]),
+            "reasoning": rng.choice([HARMONY, None]),
+        }
         fields["is_open"] = rng.random() < 0.2
         texts = rng.choices(words, k=rng.randrange(1, 12))
         assert in_pieces(parser(**fields), list("".join(texts))) == answer_of(
