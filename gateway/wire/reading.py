@@ -20,7 +20,7 @@ from gateway.wire.tools.harmony import Harmony
 from gateway.wire.tools.json_calls import JsonCalls
 from gateway.wire.tools.llama import Llama
 from gateway.wire.tools.pythonic import Pythonic
-from gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps, Tools, num_held
+from gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps, Tools
 from gateway.wire.tools.tagged import Tagged
 from gateway.wire.tools.use import ToolUse
 
@@ -321,22 +321,10 @@ class _Reasoned(Scanner):
         if self._around and (yield from self.begins(self._around[0])):
             yield from self.skip(self._around[0])
             yield from self.skip_space()
-            yield from self._answered_until(self._around[1])
-        while not self._ended:
-            self._pieces += self._answer.feed(self.consume(len(self._text)))
-            yield from self.pass_on(NO_MARKER, say=self._answer.feed)
-        self._pieces += self._answer.feed(self.consume(len(self._text)))
+            yield from self.said_until(self._around[1], say=self._answer.feed)
+            yield from self.skip_space()
+        yield from self.said_until(NO_MARKER, say=self._answer.feed)
         self._pieces += self._answer.finish()
-
-    def _answered_until(self, marker: str) -> Steps:
-        """Reads the answer up to a marker, which is passed over with the space around it."""
-        while marker not in self._text and not self._ended:
-            held = num_held(self._text, marker)
-            self._pieces += self._answer.feed(self.consume(len(self._text) - held))
-            yield from self.pass_on(marker, say=self._answer.feed)
-        before, found, self._text = self._text.partition(marker)
-        self._pieces += self._answer.feed(before.rstrip() if found else before)
-        yield from self.skip_space()
 
 
 class _Filtered:

@@ -19,8 +19,8 @@ Steps = Generator[None, None, None]
 Said = type[TextDelta | ReasoningDelta]
 Say = Callable[[str], list[Piece]]
 
-NO_MARKER = "\uffff"
-"""No character of Unicode's: text that has it is not passed on quickly, and no less correctly."""
+NO_MARKER = "\ud800"
+"""A surrogate, which no text has."""
 
 _PLAIN = re.compile(r'[^"{}\[\]<]*')
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -159,31 +159,28 @@ class Scanner:
         if (yield from self.ahead(text)) or text.startswith(self._text):
             self.consume(len(text))
 
-    def said_until(self, marker: str, kind: Said = TextDelta) -> Generator[None, None, bool]:
+    def said_until(
+        self, marker: str, kind: Said = TextDelta, say: Say | None = None
+    ) -> Generator[None, None, bool]:
         """Says what comes before a marker, which is consumed. False: all was said, and there is none.
 
         Space before a marker is not said: it is the format's.
-        """
-        while True:
-            before, found, after = self._text.partition(marker)
-            if found:
-                said = before.rstrip()
-                self.say(said, kind)
-                self._opening = before[len(said) :] + marker
-                self._text = after
-                return True
-            if self._ended:
-                self.say(self.consume(len(self._text)), kind)
-                return False
-            self.say(self.consume(len(self._text) - num_held(self._text, marker)), kind)
-            yield from self.pass_on(marker, kind)
 
-    def said(self) -> Steps:
-        """Says all that comes."""
-        while not self._ended:
-            self.say(self.consume(len(self._text)))
-            yield from self.pass_on(NO_MARKER)
-        self.say(self.consume(len(self._text)))
+        Args:
+            say: it makes other pieces of the text.
+        """
+        while marker not in self._text and not self._ended:
+            self._tell(self.consume(len(self._text) - num_held(self._text, marker)), kind, say)
+            yield from self.pass_on(marker, kind, say)
+        before, found, self._text = self._text.partition(marker)
+        said = before.rstrip() if found else before
+        self._tell(said, kind, say)
+        self._opening = before[len(said) :] + marker
+        return bool(found)
+
+    def _tell(self, text: str, kind: Said, say: Say | None) -> None:
+        if text:
+            self._pieces += [kind(text)] if say is None else say(text)
 
     def match(self, pattern: re.Pattern[str], start: int = 0) -> Generator[None, None, int]:
         """Returns the end of the longest text like this from `start` on; it is not empty, and something else follows.
@@ -222,7 +219,7 @@ class FormatParser(Scanner):
         while marker and (yield from self.said_until(marker)):
             if not (yield from self._tries_section()):
                 self.say_opening()
-        yield from self.said()
+        yield from self.said_until(NO_MARKER)
 
     def _tries_section(self) -> Generator[None, None, bool]:
         before = self._num_calls
