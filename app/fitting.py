@@ -136,6 +136,7 @@ def examine(model: str | None, revision: str | None, options: LoadOptions) -> Su
     """
     from engine.model.checkpoint import read_config
     from engine.model.files import open_files
+    from engine.model.stacks import unstacked
     from engine.model.tensors import check_tensors, make_recipe
 
     files: TensorFiles
@@ -148,7 +149,7 @@ def examine(model: str | None, revision: str | None, options: LoadOptions) -> Su
         files, place = open_files(folder), str(folder)
     config = read_config(folder)
     recipe = make_recipe(config, replace(options, quantize=None))
-    check_tensors(config, files, recipe)
+    check_tensors(config, unstacked(files, config), recipe)
     types = Counter(entry.dtype for entry in files.entries.values())
     return Subject(model, config, _stored_as(config, recipe), types, place)
 

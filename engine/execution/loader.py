@@ -55,6 +55,7 @@ from engine.model.quantize_cache import Checkpoint, quantized
 from engine.model.safetensors import TensorFiles
 from engine.model.split import split_config
 from engine.model.split_files import SplitFiles
+from engine.model.stacks import unstacked
 from engine.model.tensors import Recipe, check_tensors, make_recipe
 from engine.model.transformer import ForwardPass, make_decoder, make_head
 from engine.model.translation import Translation
@@ -128,7 +129,7 @@ def load_model(
         NotEnoughMemory: weights and KV cache do not fit.
     """
     config = read_config(folder)
-    files = open_files(folder)
+    files = unstacked(open_files(folder), config)
     device = choose_device(options.device)
     recipe = make_recipe(config, options)
     check_tensors(config, files, recipe)
@@ -276,7 +277,7 @@ def _open_draft(
     check_draft(target, config, _max_model_len(target, options))
     if kernels.team is not None:
         _check_native(config, options)
-    source = Checkpoint(config, open_files(folder), make_recipe(config, options))
+    source = Checkpoint(config, unstacked(open_files(folder), config), make_recipe(config, options))
     check_tensors(config, source.files, source.recipe)
     some = "" if tokens is None else f"; it has {sum(i >= 0 for i in tokens.same)} of the model's tokens"
     say(f"the draft model is {folder}{some}")

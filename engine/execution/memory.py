@@ -31,6 +31,7 @@ from engine.planning.windows import Windows
 from engine.quant.formats import DENSE
 from engine.quant.integers import Integers
 from engine.sizes import GIB, size_text
+from engine.spec import Attention, LayerEmbedding
 
 SMALLEST_CONTEXT = 1024
 """The fewest tokens of KV cache that a model is started with, if it has so many positions."""
@@ -271,12 +272,18 @@ def _num_blocks(
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
     """The inputs and outputs of the linear maps of the widest layer in the largest step, and its logits, in float32."""
     per_token = max(
-        sum(map.in_features + sum(rows.count for rows in map.rows) for map in layer.maps().values())
+        _map_sizes(layer.attention) + layer.feed_forward.numbers_per_token + _map_sizes(layer.embedding)
         for layer in config.layers
     )
     if (own := config.spec.layer_embeddings) is not None:
         per_token += 2 * own.width
     return 4 * (options.max_batch_tokens * per_token + 3 * options.max_rows * config.vocab_size)
+
+
+def _map_sizes(part: Attention | LayerEmbedding | None) -> int:
+    """The inputs and outputs of the linear maps of a part of a layer."""
+    maps = {} if part is None else part.maps()
+    return sum(map.in_features + sum(rows.count for rows in map.rows) for map in maps.values())
 
 
 def _graph_bytes(options: LoadOptions, workspace: int) -> int:

@@ -5,7 +5,7 @@ The decoder and the sampler call nothing but what is in the table. `select` says
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels import reference, sequence_table
+from engine.kernels import experts, reference, sequence_table
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
+from engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts, Route, RunExperts
 from engine.kernels.kv_cache import KVShape
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker, chained
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
@@ -57,9 +58,10 @@ class RotateAndWrite(Protocol):
 class Kernels:
     """The operations of one device.
 
-    Each is specified by the function or class of the same name in `kernels/reference.py`, `gather` by the one in
-    `kernels/sequence_table.py`, `choose` and `most_likely` by those in `sampling/reference.py`. What linear maps, the
-    embedding, the KV cache and activations are kept in are four independent facts; a linear map's is its own business.
+    Each is specified by the function or class of the same name in `kernels/reference.py`, `route` and `run_experts` by
+    those in `kernels/experts.py`, `gather` by the one in `kernels/sequence_table.py`, `choose` and `most_likely` by
+    those in `sampling/reference.py`. What linear maps, the embedding, the KV cache and activations are kept in are four
+    independent facts; a linear map's is its own business.
     """
 
     name: str
@@ -74,11 +76,15 @@ class Kernels:
     kv_places: Callable[[Batch, int], Tensor]
     rotate_and_write: RotateAndWrite
     glu: Callable[[Tensor, str], Tensor]
+    route: Route
+    run_experts: RunExperts
     attention: Callable[[Batch, KVShape], Attend]
     """Prepares one step's attention, which every layer then calls."""
     gather: Gather
     choose: Choose
     most_likely: MostLikely
+    expert_linear: ExpertPacker | None = None
+    """Packs the linear maps of experts as `run_experts` reads them; None stands for a list of what `linear` packs."""
     packs: tuple[type[Format], ...] = (Integers,)
     """The formats, beside weights in floating point, that linear maps keep as they are; others are unpacked."""
     keeps_narrow: bool = False
@@ -90,6 +96,20 @@ class Kernels:
     """With whom this process runs the model; None if it runs it alone."""
     team: native.Team | None = None
     """If there is one, it runs whole passes of a decoder in place of the operations from `rms_norm` to `attention`."""
+
+    def pack_experts(
+        self,
+        experts: Iterable[tuple[NamedTensors, Tensor | None]],
+        format: Format,
+        num_experts: int,
+        out_features: int,
+        *,
+        gated: bool = False,
+    ) -> ExpertLinear:
+        """See `ExpertPacker`."""
+        if self.expert_linear is not None:
+            return self.expert_linear(experts, format, num_experts, out_features, gated=gated)
+        return ListedExperts([self.linear(own, format, bias) for own, bias in experts], out_features)
 
     def cap(self, head: Linear, scale: float, softcap: float) -> Linear:
         """An output head whose logits are multiplied by `scale` and, with a softcap, bent by tanh."""
@@ -136,6 +156,8 @@ def reference_kernels(
         kv_places=reference.kv_places,
         rotate_and_write=reference.rotate_and_write,
         glu=reference.glu,
+        route=experts.route,
+        run_experts=experts.run_experts,
         attention=reference.PagedAttention,
         gather=sequence_table.gather,
         choose=choose,

@@ -20,7 +20,7 @@ from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import SequenceTable, StepTokens
 from engine.quant.formats import Format, NamedTensors
 from engine.sampling.tables import Filters, SamplingTables
-from engine.spec import Attention
+from engine.spec import Attention, Experts
 
 PREFILLED = 160
 """Tokens of a prompt that is attended on trial: more than a decode kernel ever has of one sequence."""
@@ -117,7 +117,7 @@ def triton_kernels(
         attention=lambda batch, shape: attention.TritonAttention(batch, shape, workspaces[shape]),
         gather=inputs.gather,
         choose=sampling.TritonChoose(limits.max_rows, model.vocab_size, device),
-        is_static=True,
+        is_static=not any(isinstance(layer.feed_forward, Experts) for layer in model.layers),
     )
 
 
@@ -284,6 +284,8 @@ def check_native(model: ModelConfig, limits: LoadOptions) -> None:
     if limits.kv_dtype == "fp8":
         raise native.NativeUnavailable("they have no KV cache in fp8; one in int8 is as small")
     for layer in model.layers:
+        if isinstance(layer.feed_forward, Experts):
+            raise native.NativeUnavailable("they have no experts")
         if layer.attention.head_dim % 8:
             raise native.NativeUnavailable(
                 f"they need a head_dim that is a multiple of 8, not {layer.attention.head_dim}"

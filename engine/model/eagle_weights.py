@@ -138,7 +138,7 @@ def load_eagle(
     fuse, lm_head = specs.pop("fuse"), specs.pop("lm_head")
     embedding = embedding_spec(head.layer)
     return EagleWeights(
-        layer=load_layer(head.layer.layers[0], reader, 0, specs),
+        layer=load_layer(head.layer.layers[0], reader, 0, specs, head.layer.spec.norm_eps),
         hidden_norm=reader.norm(Norm(name=_HIDDEN_NORM, size=head.layer.hidden_size)),
         fuse=reader.linear(fuse),
         final_norm=reader.norm(head.layer.spec.final_norm),
@@ -153,7 +153,7 @@ def _expected(head: EagleConfig, files: TensorFiles, recipe: Recipe) -> Iterator
     if has_embedding(files):
         yield from tensors_of(embedding_spec(head.layer))
     for name, norm in head.layer.spec.norms():
-        yield f"{name}.weight", StoredTensor("weight", (norm.size,))
+        yield f"{name}{norm.suffix}", StoredTensor("weight", (norm.size,))
     for spec in eagle_specs(head, recipe).values():
         yield from tensors_of(spec)
     yield f"{_HIDDEN_NORM}.weight", StoredTensor("weight", (hidden,))

@@ -23,7 +23,7 @@ from engine.model.texts import Text
 from engine.model.transformer import Decoder
 from engine.model.weights import Reader, load_layer
 from engine.quant.storages.names import EMBEDDING, LM_HEAD
-from engine.spec import ModelSpec
+from engine.spec import GatedMlp, ModelSpec
 
 See = Callable[[LinearSpec, Tensor], None]
 """Is told the inputs [T, in] of a linear map before its weight is read, which it may replace."""
@@ -66,6 +66,7 @@ class LayerTensors(TensorFiles):
         """The one norm or linear map that makes the inputs of a linear map, if it can be divided; else None."""
         layer, name = self._spec, spec.parts[0].name.removeprefix(self._prefix)
         attention, mlp = layer.attention, layer.feed_forward
+        assert isinstance(mlp, GatedMlp)
         if name in (attention.o, mlp.down):
             fused = attention.qkv if name == attention.o else mlp.gate_up
             is_normed = name == attention.o and attention.norms_values
@@ -143,8 +144,9 @@ class LayerwiseDecoder:
     def through(self, layer: LayerTensors, stream: Stream, see: See = lambda *_: None) -> Stream:
         """The stream after a layer; each of its linear maps has the weight of the moment at which it runs."""
         spec = self._config.spec.layers[layer.index]
+        assert isinstance(spec.feed_forward, GatedMlp)
         reader = _ReaderAtUse(layer, self._kernels, see, spec.feed_forward.activation)
-        weights = load_layer(spec, reader, layer.index, layer.specs)
+        weights = load_layer(spec, reader, layer.index, layer.specs, self._config.spec.norm_eps)
         decoder = self._decoder(stream.batch, layer.index, [weights])
         hidden, delta = decoder.layers(stream.hidden, stream.batch)
         return replace(stream, hidden=hidden if delta is None else hidden + delta)

@@ -15,7 +15,7 @@ from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
 from engine.model.parameters import LayerWeights, MlpWeights, Weights
 from engine.model.rotary import RotaryTables
-from engine.spec import Layer, ModelSpec, Norm
+from engine.spec import GatedMlp, Layer, ModelSpec, Norm
 
 
 def program(
@@ -102,6 +102,7 @@ def _parts(
 ) -> Iterator[native.NativeOp]:
     attention, mlp = layer.attention, own.feed_forward
     assert isinstance(mlp, MlpWeights)
+    assert isinstance(layer.feed_forward, GatedMlp)
     cos, sin, q_scales = tables.of(attention)
     heads = native.NativeHeads(
         num_heads=attention.num_heads,

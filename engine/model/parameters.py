@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.kernels.experts import ExpertLinear
 from engine.kernels.linear import Linear
+from engine.kernels.ops import Kernels
+from engine.spec import Experts
 
 FeedForward = Callable[[Tensor], Tensor]
 """The part of a layer after attention: [T, hidden] -> [T, hidden]."""
@@ -26,6 +29,62 @@ class MlpWeights:
 
     def __call__(self, x: Tensor, /) -> Tensor:
         return self.down(self.glu(self.gate_up(x), self.activation))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsWeights:
+    """Experts, of which a router chooses some for each row, and shared ones: see `Experts`."""
+
+    spec: Experts
+    kernels: Kernels
+    eps: float
+    """Of its norms."""
+    router: Linear
+    """hidden -> logits [experts]."""
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    choice_bias: Tensor | None = None
+    """[experts] float32"""
+    expert_scale: Tensor | None = None
+    """[experts] float32"""
+    shared: MlpWeights | None = None
+    shared_gate: Linear | None = None
+    """hidden -> 1"""
+    router_norm: Tensor | None = None
+    """[hidden]"""
+    experts_norm: Tensor | None = None
+    experts_out_norm: Tensor | None = None
+    shared_norm: Tensor | None = None
+    shared_out_norm: Tensor | None = None
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        made = self._normed(self.routed(x), self.experts_out_norm)
+        if self.shared is None:
+            return made
+        shared = self._normed(self.shared(self._normed(x, self.shared_norm)), self.shared_out_norm)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
+        return made + shared
+
+    def routed(self, x: Tensor) -> Tensor:
+        """The weighted sum of the experts of each row; among ranks, of the experts of all."""
+        router, kernels = self.spec.router, self.kernels
+        logits = self.router(self._normed(x, self.router_norm))
+        ids, weights = kernels.route(logits, router, self.choice_bias, self.expert_scale)
+        made = kernels.run_experts(
+            self._normed(x, self.experts_norm),
+            ids - self.spec.first if self.spec.first else ids,
+            weights,
+            self.gate_up,
+            self.down,
+            self.spec.activation,
+            weighs_inputs=router.weighs_inputs,
+        )
+        return made if kernels.ranks is None else kernels.ranks.sum(made)
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self.kernels.rms_norm(x, weight, self.eps)
 
 
 @dataclass(slots=True, kw_only=True)

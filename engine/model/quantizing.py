@@ -27,6 +27,7 @@ from engine.quant.gptq import Gptq
 from engine.quant.grid import Grid, Method, Rounded, round_to_nearest
 from engine.quant.packed import pack, quantization_config, stored_tensors
 from engine.quant.storages.names import LAYERS, LM_HEAD
+from engine.spec import Experts
 
 METHODS = ("gptq", "awq", "rtn")
 
@@ -93,6 +94,8 @@ def check(folder: Path, scheme: Scheme) -> ModelConfig:
         raise CheckpointError(
             f"{folder}: its layers read what others made, and are quantized at load only: serve it with --quantize"
         )
+    if any(isinstance(layer.feed_forward, Experts) for layer in config.layers):
+        raise CheckpointError(f"{folder}: experts are quantized at load only: serve it with --quantize")
     check_tensors(config, TensorFiles(folder))
     for spec in linear_specs(config).values():
         if scheme.group_size is not None and spec.in_features % scheme.group_size:

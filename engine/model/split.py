@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.model.gguf.container import is_gguf
-from engine.spec import Layer
+from engine.spec import Experts, Layer
 
 
 def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
@@ -30,10 +31,11 @@ def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
             raise CheckpointError(
                 f"{asked}: the model has {attention.num_kv_heads} key-value heads, which do not split"
             )
-    if config.intermediate_size % num_ranks:
-        raise CheckpointError(
-            f"{asked}: the model has an intermediate_size of {config.intermediate_size}, which does not split"
-        )
+    for inner in (inner for layer in config.layers for inner in _inner_sizes(layer)):
+        if inner % num_ranks:
+            raise CheckpointError(
+                f"{asked}: the model has an intermediate_size of {inner}, which does not split"
+            )
     for layer in config.layers:
         for name, norm in layer.attention.norms().items():
             if norm.size != layer.attention.head_dim:
@@ -50,12 +52,22 @@ def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 def _part_of(layer: Layer, num_ranks: int) -> Layer:
-    attention, inner = layer.attention, layer.feed_forward.inner_size
+    attention, feed_forward = layer.attention, layer.feed_forward
     narrow = layer.with_attention(
         num_heads=attention.num_heads // num_ranks,
         num_kv_heads=max(1, attention.num_kv_heads // num_ranks),
     )
-    return narrow.with_feed_forward(inner_size=inner // num_ranks)
+    changes: dict[str, object] = {"inner_size": feed_forward.inner_size // num_ranks}
+    if isinstance(feed_forward, Experts) and (shared := feed_forward.shared) is not None:
+        changes["shared"] = replace(shared, inner_size=shared.inner_size // num_ranks)
+    return narrow.with_feed_forward(**changes)
+
+
+def _inner_sizes(layer: Layer) -> Iterator[int]:
+    own = layer.feed_forward
+    yield own.inner_size
+    if isinstance(own, Experts) and own.shared is not None:
+        yield own.shared.inner_size
 
 
 def check_split(path: Path, config: ModelConfig, num_ranks: int) -> None:

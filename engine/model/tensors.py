@@ -20,7 +20,7 @@ from engine.quant.integers import Integers, common_format
 from engine.quant.quantization import Quantization
 from engine.quant.storage import PLAIN, Storage, Storages, StoredTensor
 from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
-from engine.spec import HeadOrder, LayerEmbeddings, LinearMap, Rows
+from engine.spec import Experts, HeadOrder, LayerEmbeddings, LinearMap, Rows, expert_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +230,12 @@ def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str,
     if (own := config.spec.layer_embeddings) is not None:
         yield from tensors_of(layer_table_spec(own, recipe))
         yield from tensors_of(layer_embeddings_spec(own, config, recipe))
-        yield f"{own.norm.name}.weight", StoredTensor("weight", (own.norm.size,))
+        yield own.norm.tensor, StoredTensor("weight", (own.norm.size,))
     for number, layer in enumerate(config.layers):
         for norm in layer.norms().values():
-            yield f"{LAYERS}{number}.{norm.name}.weight", StoredTensor("weight", (norm.size,))
+            yield f"{LAYERS}{number}.{norm.tensor}", StoredTensor("weight", (norm.size,))
+        for vector in layer.vectors().values():
+            yield f"{LAYERS}{number}.{vector.name}", StoredTensor("", (vector.size,))
         if layer.scalar:
             yield f"{LAYERS}{number}.{layer.scalar}", StoredTensor(layer.scalar, (1,))
         for spec in linear_specs(config, number, recipe).values():
@@ -272,6 +274,11 @@ SIZE_FIELDS = {
     "per_layer_projection_norm": "hidden_size_per_layer_input",
     "per_layer_input_gate": "hidden_size_per_layer_input, hidden_size",
     "per_layer_projection": "hidden_size, hidden_size_per_layer_input",
+    "gate": "num_experts, hidden_size",
+    "router": "num_experts, hidden_size",
+    "w1": "intermediate_size, hidden_size",
+    "w2": "hidden_size, intermediate_size",
+    "w3": "intermediate_size, hidden_size",
 }
 """The entries of config.json that the shape of a tensor follows from."""
 
@@ -327,16 +334,34 @@ def check_recipe(config: ModelConfig, recipe: Recipe) -> None:
     """Checks that every linear map has a format that kernels can be given.
 
     Raises:
-        CheckpointError: see `LinearSpec.stored` and `Quantization.layer_format`.
+        CheckpointError: see `LinearSpec.stored` and `Quantization.layer_format`; or experts of a layer have several.
     """
-    for spec in layer_specs(config, recipe):
-        _ = spec.format
+    for number, layer in enumerate(config.layers):
+        specs = linear_specs(config, number, recipe)
+        for spec in specs.values():
+            _ = spec.format
+        if isinstance(layer.feed_forward, Experts):
+            _check_experts(layer.feed_forward, specs)
     _ = head_spec(config, recipe).format
+
+
+def _check_experts(experts: Experts, specs: Mapping[str, LinearSpec]) -> None:
+    """Checks that the linear maps of all experts of a layer have one format."""
+    for map in ("gate_up", "down"):
+        first, *others = (specs[expert_field(number, map)] for number in experts.own)
+        for other in others:
+            if other.format != first.format:
+                raise CheckpointError(
+                    f"{other.parts[0].name} is stored otherwise than {first.parts[0].name}: the experts of a layer "
+                    "must have one format"
+                )
 
 
 def _size_fields(name: str, sizes: Mapping[str, str]) -> str:
     module, _, kind = name.rpartition(".")
     found = sizes.get((module or name).rpartition(".")[2], "hidden_size")
+    if ".experts." in module:
+        found = found.replace("intermediate_size", "the intermediate size of experts")
     return found.partition(",")[0] if kind == "bias" else found
 
 
@@ -349,6 +374,10 @@ def _hint(config: ModelConfig, files: TensorFiles, module: str) -> str:
     )
     if other is not None and config.quantization is not None:
         return f"; {other} is there, which is not what quantization_config in {files.config} says"
+    number, _, name = module.removeprefix(LAYERS).partition(".")
+    experts = config.layers[int(number)].feed_forward
+    if isinstance(experts, Experts) and name.startswith(f"{experts.prefix}."):
+        return f"; {files.config} says {experts.router.num_experts} experts"
     return f"; {files.config} says num_hidden_layers {config.num_layers}"
 
 

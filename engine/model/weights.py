@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,10 +11,18 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.heap import trim_heap
+from engine.kernels.experts import ExpertLinear
 from engine.kernels.linear import Linear, chained
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import gathered
-from engine.model.parameters import LayerEmbeddingWeights, LayerWeights, MlpWeights, Weights
+from engine.model.parameters import (
+    ExpertsWeights,
+    FeedForward,
+    LayerEmbeddingWeights,
+    LayerWeights,
+    MlpWeights,
+    Weights,
+)
 from engine.model.safetensors import TensorFiles
 from engine.model.tensors import (
     AS_IT_IS,
@@ -35,7 +43,7 @@ from engine.quant.formats import DENSE, Format, NamedTensors, by_rows
 from engine.quant.integers import Integers, widen
 from engine.quant.storage import BadTensor
 from engine.quant.storages.names import LAYERS
-from engine.spec import HeadOrder, Layer, Norm
+from engine.spec import Experts, GatedMlp, HeadOrder, Layer, Norm, expert_field
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
@@ -74,7 +82,7 @@ def load_weights(
     layers = []
     for layer in range(config.num_layers):
         specs = linear_specs(config, layer, recipe)
-        layers.append(load_layer(config.spec.layers[layer], reader, layer, specs))
+        layers.append(load_layer(config.spec.layers[layer], reader, layer, specs, config.spec.norm_eps))
         trim_heap()  # of what is freed the C library keeps several layers, else
     final_norm = reader.norm(config.spec.final_norm)
     lm_head = tied_head or reader.linear(head)
@@ -109,23 +117,62 @@ def _layer_table(reader: Reader, spec: LinearSpec) -> Tensor | Linear:
     return reader.pack(spec, stored) if keeps else reader.embedding(spec, stored)
 
 
-def load_layer(layer: Layer, reader: Reader, number: int, specs: Mapping[str, LinearSpec]) -> LayerWeights:
-    """One layer, whose linear maps are those of `specs`."""
-    linears = {field: reader.linear(spec) for field, spec in specs.items()}
+def load_layer(
+    layer: Layer, reader: Reader, number: int, specs: Mapping[str, LinearSpec], eps: float
+) -> LayerWeights:
+    """One layer, whose linear maps are those of `specs`.
+
+    Args:
+        eps: of its norms.
+    """
+    prefix = f"{LAYERS}{number}."
     heads = dict.fromkeys(layer.attention.norms(), layer.attention.head_order)
     norms = {
-        field: reader.norm(norm, f"{LAYERS}{number}.", heads.get(field))
+        field: reader.norm(norm, prefix, heads.get(field))
         for field, norm in layer.norms().items()
+        if field not in layer.feed_forward.norms()
     }
-    glu, activation = reader.kernels.glu, layer.feed_forward.activation
+    own = layer.maps().keys() - layer.feed_forward.maps().keys()
+    linears = {field: reader.linear(spec) for field, spec in specs.items() if field in own}
     return LayerWeights(
         qkv=linears["qkv"],
         o=linears["o"],
-        feed_forward=MlpWeights(linears["gate_up"], linears["down"], glu, activation),
+        feed_forward=_feed_forward(layer, reader, prefix, specs, eps),
         per_layer_gate=linears.get("per_layer_gate"),
         per_layer_out=linears.get("per_layer_out"),
         scalar=float(reader.read(f"{LAYERS}{number}.{layer.scalar}")) if layer.scalar else 1.0,
         **norms,
+    )
+
+
+def _feed_forward(
+    layer: Layer, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec], eps: float
+) -> FeedForward:
+    own = layer.feed_forward
+    if isinstance(own, Experts):
+        return _experts(own, reader, prefix, specs, eps)
+    return _mlp(own, reader, specs)
+
+
+def _mlp(own: GatedMlp, reader: Reader, specs: Mapping[str, LinearSpec], prefix: str = "") -> MlpWeights:
+    gate_up, down = (reader.linear(specs[f"{prefix}{field}"]) for field in own.maps())
+    return MlpWeights(gate_up, down, reader.kernels.glu, own.activation)
+
+
+def _experts(
+    own: Experts, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec], eps: float
+) -> ExpertsWeights:
+    return ExpertsWeights(
+        spec=own,
+        kernels=reader.kernels,
+        eps=eps,
+        router=reader.linear(specs["router"]),
+        gate_up=reader.experts([specs[expert_field(number, "gate_up")] for number in own.own]),
+        down=reader.experts([specs[expert_field(number, "down")] for number in own.own]),
+        shared=None if own.shared is None else _mlp(own.shared, reader, specs, "shared_"),
+        shared_gate=reader.linear(specs["shared_gate"]) if own.shared_gate else None,
+        **{field: reader.norm(norm, prefix) for field, norm in own.norms().items()},
+        **{field: reader.vector(f"{prefix}{vector.name}") for field, vector in own.vectors().items()},
     )
 
 
@@ -160,14 +207,14 @@ class Reader:
         self._done, self._total = 0, total
 
     def norm(self, norm: Norm, prefix: str = "", heads: HeadOrder | None = None) -> Tensor:
-        """The weight of a norm: a copy of its own, on the device. One that something is added to is float32.
+        """The weight of a norm: a copy of its own, on the device. One that is changed is float32.
 
         Args:
             heads: the order of what it norms, if that is heads in another order than ours.
         """
-        weight = norm_in_our_order(self.read(f"{prefix}{norm.name}.weight"), heads)
-        if norm.offset:
-            return weight.to(self.kernels.device, torch.float32) + norm.offset
+        weight = norm_in_our_order(self.read(f"{prefix}{norm.tensor}"), heads)
+        if norm.offset or norm.factor != 1.0:
+            return (weight.to(self.kernels.device, torch.float32) + norm.offset) * norm.factor
         return weight.to(device=self.kernels.device, dtype=self.kernels.activation_dtype, copy=True)
 
     def embedding(self, spec: LinearSpec, tensors: NamedTensors) -> Tensor:
@@ -181,9 +228,20 @@ class Reader:
 
         return by_rows(unpacked, spec.out_features, spec.in_features)["weight"]
 
+    def vector(self, name: str) -> Tensor:
+        """A copy of its own in float32, on the device."""
+        return self.read(name).to(self.kernels.device, torch.float32, copy=True)
+
     def linear(self, spec: LinearSpec) -> Linear:
-        biases = [self._bias(part) for part in spec.parts] if spec.bias else []
-        return self.pack(spec, self.parts(spec), torch.cat(biases) if biases else None)
+        return self.pack(spec, self.parts(spec), self._biases(spec))
+
+    def experts(self, specs: Sequence[LinearSpec]) -> ExpertLinear:
+        """The linear maps of the experts of a layer, read one after another. What ranks add is added to their sum."""
+        each = ((self.parts(spec), self._biases(spec)) for spec in specs)
+        first = specs[0]
+        return self.kernels.pack_experts(
+            each, first.format, len(specs), first.out_features, gated=first.gated
+        )
 
     def pack(self, spec: LinearSpec, tensors: NamedTensors, bias: Tensor | None = None) -> Linear:
         """The linear map of tensors in the format that kernels are given, with what ranks add to it."""
@@ -232,6 +290,9 @@ class Reader:
         elif format != wanted:
             repacked = {"weight": format.unpack(repacked)}
         return in_our_order(part, repacked)
+
+    def _biases(self, spec: LinearSpec) -> Tensor | None:
+        return torch.cat([self._bias(part) for part in spec.parts]) if spec.bias else None
 
     def _bias(self, part: Part) -> Tensor:
         return in_our_order(part, {"bias": self.read(f"{part.name}.bias")})["bias"]

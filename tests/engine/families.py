@@ -201,6 +201,23 @@ TINY: dict[str, Tiny] = {
     "Hunyuan": Tiny("HunYuanDenseV1Config", {"head_dim": 24}),
 }
 
+SPARSE: dict[str, Tiny] = {
+    "Qwen 3 MoE": Tiny(
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "Mixtral": Tiny("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "OLMoE": Tiny("OlmoeConfig", {"num_experts": 7, "num_experts_per_tok": 3}),
+}
+"""Those with experts, which fewer kernels and formats know."""
+
 INSIDE: dict[str, tuple[str, str]] = {
     "Gemma3ForConditionalGeneration": ("Gemma 3", "model.language_model."),
     "Gemma4ForConditionalGeneration": ("Gemma 4 E", "model.language_model."),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.fields import Fields
-from engine.model.families import cohere, fused, gemma, gemma4, granite, llama, olmo
+from engine.model.families import cohere, experts, fused, gemma, gemma4, granite, llama, olmo
 from engine.spec import ModelSpec
 
 _TIED = {"tie_word_embeddings": True}
@@ -52,6 +52,9 @@ FAMILIES = {
     "Cohere2ForCausalLM": Family("Command R7B, Command A", cohere.cohere2, {**_TIED, "layer_norm_eps": 1e-5}),
     "Ernie4_5ForCausalLM": Family("ERNIE 4.5, dense", llama.ernie4_5, {**_TIED, "rms_norm_eps": 1e-5}),
     "HunYuanDenseV1ForCausalLM": Family("Hunyuan, dense", llama.hunyuan, {"rms_norm_eps": 1e-5}),
+    "Qwen3MoeForCausalLM": Family("Qwen 3 30B-A3B, 235B-A22B, Coder", experts.qwen3_moe),
+    "MixtralForCausalLM": Family("Mixtral 8x7B, 8x22B", experts.mixtral, {"rms_norm_eps": 1e-5}),
+    "OlmoeForCausalLM": Family("OLMoE", experts.olmoe, {"rms_norm_eps": 1e-5}),
     "Qwen2_5_VLForConditionalGeneration": Family("Qwen 2.5 VL, text", llama.qwen2),
     "Qwen3VLForConditionalGeneration": Family("Qwen 3 VL, text", llama.qwen3),
 }
@@ -60,12 +63,10 @@ FAMILIES = {
 _EXPERTS, _STATES, _LATENT = "mixtures of experts", "layers with a state of fixed size", "latent attention"
 
 NOT_YET = {
-    "Qwen3MoeForCausalLM": _EXPERTS,
     "Qwen3VLMoeForConditionalGeneration": _EXPERTS,
     "Qwen3NextForCausalLM": _STATES,
     "Qwen3_5ForConditionalGeneration": _STATES,
     "Qwen3_5MoeForConditionalGeneration": _STATES,
-    "MixtralForCausalLM": _EXPERTS,
     "GptOssForCausalLM": _EXPERTS,
     "Gemma3nForConditionalGeneration": "its kind of layers",
     "Glm4MoeForCausalLM": _EXPERTS,

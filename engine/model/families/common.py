@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.spec import Attention, GatedMlp, Layer, ModelSpec, Norm, Rope
+from engine.spec import Activation, Attention, Experts, GatedMlp, Layer, ModelSpec, Norm, Rope, Router
 
 MAX_LAYERS = 4096
 """No model has more layers. Lists with an entry for each layer are made before the tensors prove that the layers are
@@ -87,6 +87,15 @@ class Sizes:
         plain = {"hidden_size": self.hidden, "inner_size": self.inner, "activation": self.activation}
         return GatedMlp(**{**plain, **changes})  # type: ignore[arg-type]
 
+    def experts(self, router: Router, **changes: object) -> Experts:
+        plain = {
+            "hidden_size": self.hidden,
+            "inner_size": self.inner,
+            "router": router,
+            "activation": Activation(kind=self.activation),
+        }
+        return Experts(**{**plain, **changes})  # type: ignore[arg-type]
+
     def norm(self, name: str, **changes: object) -> Norm:
         return Norm(name=name, size=self.hidden, **changes)  # type: ignore[arg-type]
 
@@ -97,7 +106,7 @@ class Sizes:
             "k_norm": Norm(name=f"self_attn.{k}", size=self.head_dim, offset=offset),
         }
 
-    def layer(self, attention: Attention, mlp: GatedMlp | None = None, **changes: object) -> Layer:
+    def layer(self, attention: Attention, mlp: GatedMlp | Experts | None = None, **changes: object) -> Layer:
         """Llama's: each part reads a norm of the stream."""
         plain = {
             "attention": attention,

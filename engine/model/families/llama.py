@@ -24,18 +24,14 @@ def mistral(fields: Fields) -> ModelSpec:
 def qwen2(fields: Fields) -> ModelSpec:
     sizes = Sizes.of(fields)
     attention = sizes.attention(qkv_bias=True)
-    layers = [
-        sizes.layer(attention).with_attention(window=window) for window in _upper_windows(fields, sizes)
-    ]
+    layers = [sizes.layer(attention).with_attention(window=window) for window in upper_windows(fields, sizes)]
     return sizes.model(layers, [read_rope(fields, sizes)], fields)
 
 
 def qwen3(fields: Fields) -> ModelSpec:
     sizes, bias = Sizes.of(fields, head_dim=128), fields.flag("attention_bias")
     attention = sizes.attention(qkv_bias=bias, o_bias=bias, **sizes.head_norms())
-    layers = [
-        sizes.layer(attention).with_attention(window=window) for window in _upper_windows(fields, sizes)
-    ]
+    layers = [sizes.layer(attention).with_attention(window=window) for window in upper_windows(fields, sizes)]
     return sizes.model(layers, [read_rope(fields, sizes)], fields)
 
 
@@ -104,7 +100,7 @@ def _window(fields: Fields) -> int:
     return (fields.optional_size("sliding_window") or 0) if "sliding_window" in fields else 4096
 
 
-def _upper_windows(fields: Fields, sizes: Sizes) -> list[int]:
+def upper_windows(fields: Fields, sizes: Sizes) -> list[int]:
     """Qwen's windows are off unless `use_sliding_window` is set.
 
     Then the layers have them that `layer_types` names, or without it those from `max_window_layers` on.

@@ -13,7 +13,7 @@ from engine.model import families
 from engine.model.parse import read_config
 from engine.model.tensors import expected_shapes
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config, tensor_shapes
-from tests.engine.families import INSIDE, TINY
+from tests.engine.families import INSIDE, SPARSE, TINY
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -76,6 +76,6 @@ def test_the_factory_writes_what_the_spec_expects(family: str, tmp_path: Path) -
 
 def test_every_architecture_is_compared_with_transformers() -> None:
     compared = {str(make_config(family)["architectures"][0]) for family in FAMILIES}  # type: ignore[index]
-    compared |= {tiny.architecture for tiny in TINY.values()} | INSIDE.keys()
+    compared |= {tiny.architecture for tiny in (TINY | SPARSE).values()} | INSIDE.keys()
     assert compared == families.FAMILIES.keys()
     assert compared.isdisjoint(families.NOT_YET)

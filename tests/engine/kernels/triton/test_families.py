@@ -15,7 +15,7 @@ from engine.model.parse import read_config
 from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
 from tests.engine.configs import spread
-from tests.engine.families import TINY
+from tests.engine.families import SPARSE, TINY
 from tests.engine.model.test_transformer import make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
 
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
 TOKEN_IDS = [7 * i % 390 + 3 for i in range(34)]
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", TINY | SPARSE)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path, device: torch.device) -> None:
-    path = TINY[family].make(tmp_path)
+    path = (TINY | SPARSE)[family].make(tmp_path)
     config, dtype = read_config(path), torch.float32
     kernels = triton_kernels(config, device, dtype, LoadOptions(block_size=16, max_num_seqs=4))
     weights = load_weights(config, open_files(path), kernels, lambda *_: None)

@@ -1,0 +1,46 @@
+"""The description of a model: all that its decoder computes, and the tensors that it computes with.
+
+A family of models is a function that makes a `ModelSpec` from the entries of a config.json. Whatever loads, plans,
+splits, quantizes or runs a model reads its spec, and knows no family.
+
+Names are those of transformers; those of a layer follow `model.layers.N.`.
+"""
+
+from engine.spec.attention import Attention, Rope
+from engine.spec.experts import (
+    EXPERT_ACTIVATIONS,
+    SCORINGS,
+    Activation,
+    Experts,
+    Router,
+    Stack,
+    default_stacks,
+    expert_field,
+)
+from engine.spec.feed_forward import ACTIVATIONS, GatedMlp
+from engine.spec.maps import HeadOrder, LinearMap, Norm, Rows, Vector
+from engine.spec.model import Layer, LayerEmbedding, LayerEmbeddings, ModelSpec
+
+__all__ = [
+    "ACTIVATIONS",
+    "EXPERT_ACTIVATIONS",
+    "SCORINGS",
+    "Activation",
+    "Attention",
+    "Experts",
+    "GatedMlp",
+    "HeadOrder",
+    "Layer",
+    "LayerEmbedding",
+    "LayerEmbeddings",
+    "LinearMap",
+    "ModelSpec",
+    "Norm",
+    "Rope",
+    "Router",
+    "Rows",
+    "Stack",
+    "Vector",
+    "default_stacks",
+    "expert_field",
+]

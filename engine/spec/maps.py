@@ -1,0 +1,92 @@
+"""The tensors that parts of a model compute with: linear maps, and norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A norm over the last dimension: RMSNorm, or LayerNorm without a bias."""
+
+    name: str
+    size: int
+    offset: float = 0.0
+    """Is added to the weights as they are stored."""
+    is_centered: bool = False
+    """Whether the mean is subtracted, as in LayerNorm."""
+    factor: float = 1.0
+    """The weights as they are stored are multiplied by it."""
+    suffix: str = ".weight"
+    """What follows the name on disk."""
+
+    @property
+    def tensor(self) -> str:
+        """The name of its weights."""
+        return f"{self.name}{self.suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """The dimensions of a head that a checkpoint rotates in pairs.
+
+    Loading puts them in our order, in which every pair is half a head apart: queries and keys in another order have the
+    same products.
+    """
+
+    head_dim: int
+    rotated: int
+    """The first dimensions, so many, are rotated, and the others pass."""
+    is_interleaved: bool
+    """Whether dimension 2i is rotated with 2i + 1; otherwise dimension i is rotated with i + rotated / 2."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.rotated == self.head_dim and not self.is_interleaved
+
+    @property
+    def dimensions(self) -> list[int]:
+        """The checkpoint's dimension for each of ours."""
+        first = range(0, self.rotated, 2) if self.is_interleaved else range(self.rotated // 2)
+        second = range(1, self.rotated, 2) if self.is_interleaved else range(self.rotated // 2, self.rotated)
+        middle = (self.rotated + self.head_dim) // 2
+        return [*first, *range(self.rotated, middle), *second, *range(middle, self.head_dim)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a linear map that one tensor of the checkpoint has."""
+
+    name: str
+    sections: tuple[int, ...]
+    """What the rows are, one kind after another; each is split among ranks by itself."""
+    heads: HeadOrder | None = None
+    """The order of the rows of each head, where that is another one than ours; of all sections but a third."""
+
+    @property
+    def count(self) -> int:
+        return sum(self.sections)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearMap:
+    """A linear map of a layer, fused of one or more of the checkpoint's."""
+
+    rows: tuple[Rows, ...]
+    in_features: int
+    has_bias: bool = False
+    is_gated: bool = False
+    """Whether the rows are gates, then as many ups."""
+    sums: bool = False
+    """Among ranks, each has some of its inputs, and the outputs are summed. Otherwise each has some of its outputs."""
+    stays: bool = False
+    """Whether it stays in floating point where others are quantized."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A tensor with one number for each of something, kept in float32."""
+
+    name: str
+    """The full one in its layer: nothing follows it."""
+    size: int

@@ -1,0 +1,136 @@
+"""A model, its layers, and the embeddings that layers may have of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from engine.spec.attention import Attention, Rope
+from engine.spec.experts import Experts
+from engine.spec.feed_forward import GatedMlp
+from engine.spec.maps import LinearMap, Norm, Rows, Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEmbedding:
+    """norm(out(activation(gate) * embedding)): a part of a layer that reads the token's embedding for it."""
+
+    hidden_size: int
+    size: int
+    norm: Norm
+    activation: str = "silu"
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+
+    def maps(self) -> dict[str, LinearMap]:
+        return {
+            "per_layer_gate": LinearMap(
+                rows=(Rows(self.gate, (self.size,)),), in_features=self.hidden_size, stays=True
+            ),
+            "per_layer_out": LinearMap(
+                rows=(Rows(self.out, (self.hidden_size,)),), in_features=self.size, stays=True
+            ),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEmbeddings:
+    """The embeddings that a token has for each layer, side by side: (scale * own + norm(mapped)) / sqrt(2).
+
+    What is its own is a row of a table. The embedding that all layers have in common is mapped and multiplied by
+    `map_scale`, and each layer's part of that is normed.
+    """
+
+    vocab_size: int
+    num_layers: int
+    size: int
+    """Of one layer's part."""
+    scale: float
+    map_scale: float
+    norm: Norm
+    table: str = "model.embed_tokens_per_layer"
+    map: str = "model.per_layer_model_projection"
+
+    @property
+    def width(self) -> int:
+        return self.num_layers * self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Attention and a feed-forward part, each of which adds to the residual stream.
+
+    Each reads the stream, or a norm of it; what it adds may be normed, too.
+    """
+
+    attention: Attention
+    feed_forward: GatedMlp | Experts
+    input_norm: Norm | None = None
+    attention_norm: Norm | None = None
+    """Of what attention adds."""
+    post_norm: Norm | None = None
+    """Of what the feed-forward part reads. Without it and `input_norm`, both parts read the stream as it is."""
+    feed_forward_norm: Norm | None = None
+    """Of what the feed-forward part adds."""
+    is_parallel: bool = False
+    """Whether the feed-forward part reads what attention reads, rather than what it left."""
+    residual_scale: float = 1.0
+    """What either part adds is multiplied by it."""
+    embedding: LayerEmbedding | None = None
+    """Adds to the stream, too, after the feed-forward part."""
+    scalar: str = ""
+    """The name of a tensor with one number, by which the stream is multiplied in the end; "" is none."""
+
+    def maps(self) -> dict[str, LinearMap]:
+        """The linear maps by their field of `LayerWeights`, in the order in which they run."""
+        of_embedding = {} if self.embedding is None else self.embedding.maps()
+        return {**self.attention.maps(), **self.feed_forward.maps(), **of_embedding}
+
+    def norms(self) -> dict[str, Norm]:
+        """The norms by their field of `LayerWeights`."""
+        outer = ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")
+        own = {name: norm for name in outer if (norm := getattr(self, name)) is not None}
+        of_embedding = {} if self.embedding is None else {"per_layer_norm": self.embedding.norm}
+        return {**own, **self.attention.norms(), **self.feed_forward.norms(), **of_embedding}
+
+    def vectors(self) -> dict[str, Vector]:
+        """The vectors by their field of the feed-forward part's weights."""
+        return self.feed_forward.vectors()
+
+    def with_attention(self, **changes: object) -> Layer:
+        return replace(self, attention=replace(self.attention, **changes))  # type: ignore[arg-type]
+
+    def with_feed_forward(self, **changes: object) -> Layer:
+        return replace(self, feed_forward=replace(self.feed_forward, **changes))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder: an embedding, layers, a final norm, and an output head."""
+
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    ropes: tuple[Rope, ...] = field(default=(Rope(),))
+    norm_eps: float
+    final_norm: Norm
+    ties_embeddings: bool = False
+    embedding_scale: float = 1.0
+    """Rows of the embedding are multiplied by it, once it is rounded to their type."""
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    """c: a logit x becomes c tanh(x / c), after it was scaled; 0 is none."""
+    layer_embeddings: LayerEmbeddings | None = None
+    """What the layers with a `LayerEmbedding` read."""
+
+    @property
+    def last_with_keys(self) -> int:
+        """The last layer with keys and values of its own: after it, tokens no longer see each other's hidden states."""
+        return max(number for number, layer in enumerate(self.layers) if layer.attention.shares is None)
+
+    def norms(self) -> Iterator[tuple[str, Norm]]:
+        """All norms by their full names."""
+        for number, layer in enumerate(self.layers):
+            yield from ((f"model.layers.{number}.{norm.name}", norm) for norm in layer.norms().values())
+        if self.layer_embeddings is not None:
+            yield self.layer_embeddings.norm.name, self.layer_embeddings.norm
+        yield self.final_norm.name, self.final_norm

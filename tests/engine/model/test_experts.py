@@ -1,0 +1,226 @@
+"""Models with experts against transformers: both forms on disk, what is wrong with one, runs, quantized experts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.config import LoadOptions, ModelConfig
+from engine.errors import CheckpointError
+from engine.execution.loader import LoadedModel, load_model
+from engine.execution.memory import weight_bytes
+from engine.fields import Fields
+from engine.kernels.ops import reference_kernels
+from engine.model.checkpoint import read_config
+from engine.model.files import open_files
+from engine.model.parameters import ExpertsWeights, MlpWeights
+from engine.model.parse import parse_config
+from engine.model.quantizing import Scheme, check
+from engine.model.stacks import unstacked
+from engine.model.tensors import check_tensors
+from engine.model.transformer import Decoder
+from engine.spec import Experts, Stack
+from tests.engine.driver import Driver
+from tests.engine.families import SPARSE
+from tests.engine.model.test_transformer import logits_of, make_batch, oracle_logits
+from tests.engine.rounding_noise import largest
+from tests.engine.test_family_runs import LENGTHS, greedy, prompt, request
+
+TOKEN_IDS = [7 * i % 390 + 3 for i in range(90)]
+OPTIONS = LoadOptions(device="cpu", dtype="float32", num_blocks=64, num_threads=2)
+
+
+def load(folder: Path, **changes: Any) -> LoadedModel:
+    return load_model(folder, replace(OPTIONS, **changes), lambda _: None, lambda *_: None)
+
+
+def in_chunks(model: LoadedModel) -> Tensor:
+    first = logits_of(model, make_batch([(TOKEN_IDS[:37], 0)]))
+    return torch.cat([first, logits_of(model, make_batch([(TOKEN_IDS, 37)]))])
+
+
+def check_logits(found: Tensor, expected: Tensor) -> None:
+    assert float(expected.abs().max()) > 0.1, "the model says something"
+    assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def experts_of(config: ModelConfig, layer: int = 0) -> Experts:
+    own = config.layers[layer].feed_forward
+    assert isinstance(own, Experts)
+    return own
+
+
+def stacked(folder: Path, *stacks: Stack) -> Path:
+    """Writes the experts of a checkpoint anew, those of each layer as stacks; by default transformers' own."""
+    config = read_config(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for number, layer in enumerate(config.layers):
+        if isinstance(own := layer.feed_forward, Experts):
+            prefix = f"model.layers.{number}."
+            for stack in stacks or (own.stacks[0], own.stacks[-1]):
+                experts = [
+                    [tensors.pop(f"{prefix}{own.prefix}.{expert}.{map}.weight") for map in stack.maps]
+                    for expert in own.own
+                ]
+                joined = torch.stack(
+                    [torch.stack(e, 1).flatten(0, 1) if stack.is_interleaved else torch.cat(e) for e in experts]
+                )
+                tensors[f"{prefix}{stack.name}"] = (joined.mT if stack.is_transposed else joined).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_logits_are_those_of_transformers_in_both_forms_on_disk(family: str, tmp_path: Path) -> None:
+    path = SPARSE[family].make(tmp_path)
+    expected = oracle_logits(path, TOKEN_IDS)
+    found = in_chunks(load(path))
+    check_logits(found, expected)
+    assert torch.equal(in_chunks(load(stacked(path))), found)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_stacks_are_read_as_they_lie(is_interleaved: bool, is_transposed: bool, tmp_path: Path) -> None:
+    path = SPARSE["Qwen 3 MoE"].make(tmp_path)
+    config = read_config(path)
+    before = open_files(path)
+    names = [name for name in before.entries if ".experts." in name]
+    expected = {name: before.read(name).clone() for name in names}
+    stacks = (
+        Stack("mlp.experts.gate_up_proj", ("gate_proj", "up_proj"), is_interleaved, is_transposed),
+        Stack("mlp.experts.down_proj", ("down_proj",), False, is_transposed),
+    )
+    layers = tuple(
+        layer.with_feed_forward(stacks=stacks) if isinstance(layer.feed_forward, Experts) else layer
+        for layer in config.layers
+    )
+    config = replace(config, spec=replace(config.spec, layers=layers))
+    files = unstacked(open_files(stacked(path, *stacks)), config)
+    check_tensors(config, files)
+    for name in names:
+        assert torch.equal(files.read(name), expected[name])
+        assert files.entries[name].num_bytes == expected[name].nbytes
+
+
+def test_files_without_stacks_are_what_they_were(tmp_path: Path) -> None:
+    path = SPARSE["Mixtral"].make(tmp_path)
+    files = open_files(path)
+    assert unstacked(files, read_config(path)) is files
+
+
+def test_layers_are_dense_where_the_config_says_so(tmp_path: Path) -> None:
+    path = SPARSE["Qwen 3 MoE"].make(tmp_path, num_hidden_layers=4, mlp_only_layers=[3], decoder_sparse_step=2)
+    model = load(path)
+    assert isinstance(model.decoder, Decoder)
+    kinds = [type(layer.feed_forward) for layer in model.decoder.weights.layers]
+    assert kinds == [MlpWeights, ExpertsWeights, MlpWeights, MlpWeights]
+    check_logits(in_chunks(model), oracle_logits(path, TOKEN_IDS))
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, tmp_path: Path) -> None:
+    folder = SPARSE[family].make(tmp_path)
+    driver = Driver(folder, num_blocks=128, budget=400)
+    requests = [request(name) for name in LENGTHS]
+    driver.run(*requests)
+    expected = {name: greedy(folder, prompt(name)) for name in LENGTHS}
+    assert {name: driver.tokens(name) for name in LENGTHS} == expected
+
+    def preempt(step: int) -> None:
+        running = driver.scheduler.running
+        if step % 11 == 8 and running:
+            driver.scheduler.preempt(running[step % len(running)])
+
+    driver.fresh(budget=7)
+    driver.run(*requests, before_step=preempt)
+    assert {name: driver.tokens(name) for name in LENGTHS} == expected
+    assert driver.scheduler.counters.num_preemptions
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_experts_are_quantized_at_load(family: str, tmp_path: Path) -> None:
+    path = SPARSE[family].make(tmp_path, intermediate_size=128)
+    exact = in_chunks(load(path))
+    eight, four = (
+        float((in_chunks(load(path, quantize=bits)) - exact).norm() / exact.norm()) for bits in ("int8", "int4")
+    )
+    assert 0 < 1.2 * eight < four < 1.4
+    assert eight < 0.3
+
+
+def test_the_plan_counts_every_expert(tmp_path: Path) -> None:
+    path = SPARSE["Mixtral"].make(tmp_path)
+    kernels = reference_kernels(torch.device("cpu"), torch.float32)
+    tensors = load_file(path / "model.safetensors").values()
+    assert weight_bytes(read_config(path), kernels) == sum(tensor.nbytes for tensor in tensors)
+
+
+def broken(folder: Path, name: str, made: Tensor | None) -> str:
+    """What is said of a checkpoint of which a tensor is missing or another one."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file({**tensors, **({} if made is None else {name: made})}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    return str(caught.value)
+
+
+def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    path = SPARSE["Qwen 3 MoE"].make(tmp_path)
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    said = broken(path, name, torch.zeros(31, 64))
+    assert said.endswith(
+        f"{name} has shape [31, 64], and config.json says [32, 64] (the intermediate size of experts, hidden_size)"
+    )
+    said = broken(path, name, None)
+    assert said.endswith(f"tensor {name} is missing; config.json says 8 experts")
+
+
+def test_a_stack_of_another_shape_is_named(tmp_path: Path) -> None:
+    path = stacked(SPARSE["Qwen 3 MoE"].make(tmp_path))
+    name = "model.layers.2.mlp.experts.gate_up_proj"
+    assert broken(path, name, torch.zeros(7, 64, 64)).endswith(
+        f"{name} has shape [7, 64, 64], and config.json says 8 experts of 2 maps each"
+    )
+    assert "8 experts of 2 maps each" in broken(path, name, torch.zeros(8, 63, 64))
+    assert f"{name} of expert 0 has shape [30, 64]" in broken(path, name, torch.zeros(8, 60, 64))
+    assert "experts.0.gate_proj.weight is missing; config.json says 8 experts" in broken(path, name, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("Mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok is 6, and there are 5 experts"),
+        ("Mixtral", {"num_local_experts": 0}, "num_local_experts must be between 1 and"),
+        ("OLMoE", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
+        ("Qwen 3 MoE", {"decoder_sparse_step": 0}, "decoder_sparse_step must be between 1 and"),
+    ],
+)
+def test_what_is_refused(family: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = SPARSE[family].make(tmp_path)
+    entries: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    with pytest.raises(CheckpointError, match=said):
+        parse_config(Fields("config.json", {**entries, **changes}))
+
+
+def test_experts_are_not_calibrated(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="experts are quantized at load only: serve it with --quantize"):
+        check(SPARSE["OLMoE"].make(tmp_path), Scheme(method="rtn"))
+
+
+def test_the_names_of_published_checkpoints_are_read(tmp_path: Path) -> None:
+    """They call the number of experts `num_experts`, which transformers 5 writes as `num_local_experts`."""
+    path = SPARSE["Qwen 3 MoE"].make(tmp_path)
+    entries: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    entries["num_experts"] = entries.pop("num_local_experts")
+    assert parse_config(Fields("config.json", entries)) == read_config(path)
+    assert experts_of(read_config(path)).router.num_experts == 8
