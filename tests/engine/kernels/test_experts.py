@@ -41,7 +41,9 @@ def expected_route(
         weights = [exps[e] / sum(exps[o] for o in order) for e in order]
     if router.renormalizes:
         weights = [w / (sum(weights) + router.epsilon) for w in weights]
-    return order, [w * router.scale * (factors[e] if factors else 1) for w, e in zip(weights, order, strict=True)]
+    return order, [
+        w * router.scale * (factors[e] if factors else 1) for w, e in zip(weights, order, strict=True)
+    ]
 
 
 @st.composite
@@ -66,16 +68,17 @@ def routers(draw: st.DrawFn) -> Router:
 def test_rows_are_routed_by_the_rule(router: Router, biased: bool, scaled: bool, seed: int) -> None:
     """Steps of an eighth leave no doubt which of two is larger; groups of equal sums are told apart by rounding."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.stack(
-        [torch.randperm(router.num_experts, generator=generator) / 8 - 1 for _ in range(5)]
-    )
+    logits = torch.stack([torch.randperm(router.num_experts, generator=generator) / 8 - 1 for _ in range(5)])
     bias = torch.rand(router.num_experts, generator=generator) if biased else None
     factors = torch.rand(router.num_experts, generator=generator) if scaled else None
     ids, weights = route(logits, router, bias, factors)
     assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
     for row, own, weight in zip(logits.tolist(), ids.tolist(), weights.tolist(), strict=True):
         order, values = expected_route(
-            row, router, None if bias is None else bias.tolist(), None if factors is None else factors.tolist()
+            row,
+            router,
+            None if bias is None else bias.tolist(),
+            None if factors is None else factors.tolist(),
         )
         assert own == order
         assert weight == pytest.approx(values, rel=1e-5)
@@ -121,7 +124,9 @@ def test_activations(activation: Activation) -> None:
         assert found == pytest.approx([by_hand(*pair) for pair in pairs], rel=1e-5, abs=1e-6)
 
 
-def listed(num_experts: int, out: int, inner: int, seed: int, dtype: torch.dtype = torch.float32) -> ListedExperts:
+def listed(
+    num_experts: int, out: int, inner: int, seed: int, dtype: torch.dtype = torch.float32
+) -> ListedExperts:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -177,7 +182,8 @@ def test_what_is_no_expert_here_adds_nothing() -> None:
 
     def run(experts: range) -> Tensor:
         own: list[Any] = [
-            ListedExperts([each.experts[number] for number in experts], each.out_features) for each in (gate_up, down)
+            ListedExperts([each.experts[number] for number in experts], each.out_features)
+            for each in (gate_up, down)
         ]
         return run_experts(x, ids - experts.start, weights, own[0], own[1], Activation())
 

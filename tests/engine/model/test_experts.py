@@ -70,7 +70,10 @@ def stacked(folder: Path, *stacks: Stack) -> Path:
                     for expert in own.own
                 ]
                 joined = torch.stack(
-                    [torch.stack(e, 1).flatten(0, 1) if stack.is_interleaved else torch.cat(e) for e in experts]
+                    [
+                        torch.stack(e, 1).flatten(0, 1) if stack.is_interleaved else torch.cat(e)
+                        for e in experts
+                    ]
                 )
                 tensors[f"{prefix}{stack.name}"] = (joined.mT if stack.is_transposed else joined).contiguous()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -117,7 +120,9 @@ def test_files_without_stacks_are_what_they_were(tmp_path: Path) -> None:
 
 
 def test_layers_are_dense_where_the_config_says_so(tmp_path: Path) -> None:
-    path = SPARSE["Qwen 3 MoE"].make(tmp_path, num_hidden_layers=4, mlp_only_layers=[3], decoder_sparse_step=2)
+    path = SPARSE["Qwen 3 MoE"].make(
+        tmp_path, num_hidden_layers=4, mlp_only_layers=[3], decoder_sparse_step=2
+    )
     model = load(path)
     assert isinstance(model.decoder, Decoder)
     kinds = [type(layer.feed_forward) for layer in model.decoder.weights.layers]
@@ -150,7 +155,8 @@ def test_experts_are_quantized_at_load(family: str, tmp_path: Path) -> None:
     path = SPARSE[family].make(tmp_path, intermediate_size=128)
     exact = in_chunks(load(path))
     eight, four = (
-        float((in_chunks(load(path, quantize=bits)) - exact).norm() / exact.norm()) for bits in ("int8", "int4")
+        float((in_chunks(load(path, quantize=bits)) - exact).norm() / exact.norm())
+        for bits in ("int8", "int4")
     )
     assert 0 < 1.2 * eight < four < 1.4
     assert eight < 0.3
