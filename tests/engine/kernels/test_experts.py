@@ -130,7 +130,8 @@ def listed(
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype) / shape[-1] ** 0.5
+        made: Tensor = torch.randn(*shape, generator=generator).to(dtype) / shape[-1] ** 0.5
+        return made
 
     return ListedExperts([DenseLinear(random(out, inner), random(out)) for _ in range(num_experts)], out)
 

@@ -152,6 +152,7 @@ def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, t
 
 @pytest.mark.parametrize("family", SPARSE)
 def test_experts_are_quantized_at_load(family: str, tmp_path: Path) -> None:
+    """An expert that is chosen in place of another one, for a rounding, tells more than roundings do."""
     path = SPARSE[family].make(tmp_path, intermediate_size=128)
     exact = in_chunks(load(path))
     eight, four = (
@@ -159,7 +160,7 @@ def test_experts_are_quantized_at_load(family: str, tmp_path: Path) -> None:
         for bits in ("int8", "int4")
     )
     assert 0 < 1.2 * eight < four < 1.4
-    assert eight < 0.3
+    assert eight < 0.4
 
 
 def test_the_plan_counts_every_expert(tmp_path: Path) -> None:
