@@ -191,10 +191,10 @@ class _Rules:
         return {rest: rf"[ \n]*{_escaped(start + begun)}" for rest, begun in self._begun.items()}
 
     def reasoning(self, opening: str, closing: str, *, is_open: bool) -> str:
-        """Reasoning, with space after it."""
+        """Reasoning, with the newline that GLM-4.5 writes before it, and with space after it."""
         self._up_to("reasoned", closing)
         whole = r"reasoned /[ \n]{0,4}/"
-        return whole if is_open else f"{self._spell(opening)} {whole}"
+        return whole if is_open else f"{_LINE} {self._spell(opening)} {whole}"
 
     def call(self, name: str, schema: Any, *, lenient: bool) -> str:
         """The rule of a call of one tool, without the marker that opens it."""

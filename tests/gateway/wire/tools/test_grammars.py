@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
+import tokenizers
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.planning.grammar import Grammar, GrammarKind
-from engine.planning.grammars import source_of
+from engine.planning.grammars import Grammars, source_of
+from engine.planning.tokenizer import Tokenizer
 from gateway.wire.parsing import answer_of
-from gateway.wire.reading import REASONING_FORMATS, Reading
+from gateway.wire.reading import NONE, REASONING_FORMATS, Formats, Reading
 from gateway.wire.tools.formats import TOOL_FORMATS
 from gateway.wire.tools.grammars import Beside, calls_grammar
+from gateway.wire.tools.use import tool_use
+from tests.gateway.harness import tokenizer_json
 
 SCHEMAS: dict[str, Any] = {
     "clock": {
@@ -211,6 +216,7 @@ def test_reasoning_may_come_first(name: str) -> None:
             matcher("hermes", thinking=thinking, is_open=is_open), f"{begun}Hm < {closing}\n\n{call}"
         )
         assert accepts(matcher("hermes", thinking=thinking, is_open=is_open), call) is not is_open
+        assert accepts(matcher("hermes", thinking=thinking), f"\n{opening}Hm{closing}{call}")
         assert not accepts(
             matcher("hermes", thinking=thinking, is_open=is_open), f"{begun}Hm {closing}Well. {call}"
         )
@@ -250,6 +256,31 @@ def test_a_lenient_tool_may_have_a_schema_that_nothing_can_be_held_to(format: st
         text = calls_grammar(format, schemas, spell, one_call=True, lenient=lenient)
         why = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text), TOKENIZER)
         assert (why == "") is bool(lenient), why
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_markers_may_be_special_tokens(format: str) -> None:
+    """As in the vocabularies that models of a format come with."""
+    inner = tokenizers.Tokenizer.from_str(tokenizer_json())
+    inner.add_special_tokens(
+        re.findall(r"</?[a-z_|:\"]+>|\[[A-Z_]+\]", " ".join(TOOL_FORMATS[format].markers))
+    )
+    tokenizer = Tokenizer(inner.to_str(), {}, None)
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+        for name, schema in SCHEMAS.items()
+    ]
+    formats, grammars = Formats(tokenizer, format, NONE), Grammars(tokenizer, (1,))
+    for use in (tool_use(tools, "required"), tool_use(tools)):
+        grammar = formats.grammar([], formats.reading([], use), use, None)
+        assert grammar is not None
+        found = grammars.compile("a", grammar).matcher
+        wrong = WRITTEN[format].replace("true", "1")
+        for text, is_allowed in ((WRITTEN[format], True), (wrong, False)):
+            one = found.deep_copy()
+            tokens = tokenizer.encode(text, parse_special=True)
+            allowed = one.validate_tokens(tokens) == len(tokens)
+            assert (allowed and one.consume_tokens(tokens) and one.is_accepting()) is is_allowed
 
 
 DEEP = {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}
