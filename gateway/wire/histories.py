@@ -11,6 +11,7 @@ from typing import Any
 Message = Mapping[str, Any]
 Shape = Callable[[Sequence[Message]], Iterable[Message]]
 
+_SYSTEM = ("system", "developer")
 _FIRST_CALL = re.compile(r"tool_calls('\])?\[0\]")
 _EACH_CALL = re.compile(r"\bin \w+(\.|\[')tool_calls")
 _ROLE_OF_RESULTS = re.compile(r"role('\])? *[!=]= *['\"]tool")
@@ -18,7 +19,9 @@ _ROLE_OF_RESULTS = re.compile(r"role('\])? *[!=]= *['\"]tool")
 
 def shapes(template: str) -> list[Shape]:
     """Returns what has to be done to messages, in this order, before a chat template takes them."""
+    is_harmony = "<|channel|>analysis" in template
     asked: list[tuple[bool, Shape]] = [
+        (is_harmony or "<minimax:tool_call>" in template, _with_one_system),
         ("developer" not in template, _without_developers),
         (
             "observation" in template and "metadata" in template and "tool_calls" not in template,
@@ -26,11 +29,23 @@ def shapes(template: str) -> list[Shape]:
         ),
         (bool(_FIRST_CALL.search(template)) and not _EACH_CALL.search(template), _one_call_each),
         ("tool_responses" in template and not _ROLE_OF_RESULTS.search(template), _with_responses),
-        ("<|channel|>analysis" in template, _without_past_reasoning),
-        ("<|channel|>analysis" in template or "<|tool_call>" in template, _with_reasons_for_calls),
+        (is_harmony, _without_past_reasoning),
+        (is_harmony or "<|tool_call>" in template, _with_reasons_for_calls),
         (True, _with_thinking),
     ]
     return [shape for is_asked, shape in asked if is_asked]
+
+
+def _with_one_system(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yields all that the system says first as one message, and what it says later as a user's.
+
+    The templates of gpt-oss and MiniMax M2 leave out what the system says in any but the first message.
+    """
+    first = list(takewhile(lambda message: message["role"] in _SYSTEM, messages))
+    if first:
+        yield {**first[0], "content": "\n\n".join(message["content"] for message in first)}
+    for message in messages[len(first) :]:
+        yield {**message, "role": "user"} if message["role"] in _SYSTEM else message
 
 
 def _without_developers(messages: Sequence[Message]) -> Iterator[Message]:

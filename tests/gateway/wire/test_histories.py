@@ -89,3 +89,14 @@ def test_a_template_may_have_results_in_the_message_that_has_their_calls() -> No
     assert rendered(within, messages) == expected
     knows = within + "{# m.role == 'tool' #}"
     assert rendered(knows, messages[:2]) == "assistant:<|tool_call>note<|tool_call>ask;tool:two;"
+
+
+@pytest.mark.parametrize("sign", ["<|channel|>analysis", "<minimax:tool_call>"])
+def test_all_that_the_system_says_is_shown_where_a_template_looks_at_the_first_message_alone(
+    sign: str,
+) -> None:
+    template = f"{{# {sign} #}}{{% for m in messages %}}{{{{ m.role }}}}:{{{{ m.content }}}};{{% endfor %}}"
+    said = [{"role": role, "content": role[0]} for role in ("system", "developer", "user", "developer")]
+    assert rendered(template, said) == "system:s\n\nd;user:u;user:d;"
+    assert rendered(template.replace(sign, ""), said) == "system:s;system:d;user:u;system:d;"
+    assert rendered(template, [USER]) == "user:Hi;"
