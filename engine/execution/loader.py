@@ -34,7 +34,7 @@ from engine.kernels.cpu.native import (
 )
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels
+from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.ranks import Ranks
 from engine.kernels.select import check_native, native_kernels, select
 from engine.kernels.sequence_table import SequenceTable
@@ -260,6 +260,8 @@ def _own_kernels(
     """Kernels of a draft, of another shape: in the types of its target's, on their device or their threads."""
     if target.team is not None:
         own = native_kernels(target.team, target.embedding_dtype)
+    elif target.device.type == "cpu":  # there are none for the target, which a native draft would need
+        own = reference_kernels(target.device, target.embedding_dtype)
     else:
         own = select(config, target.device, target.embedding_dtype, options, say)
     return replace(own, kv_dtype=target.kv_dtype, choose=target.choose)

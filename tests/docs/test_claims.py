@@ -72,7 +72,7 @@ CLAIMS: dict[str, list[str]] = {
     "README.md": [
         f"| interactive | `priority` {of_lane(Lane.INTERACTIVE, weight=False)}",
         f"| standard | `default`, `auto` {of_lane(Lane.STANDARD, weight=False)}",
-        f"| model families | {len(DESCRIPTIONS)}, dense |",
+        f"| model families | {len(DESCRIPTIONS)}, dense and with experts |",
     ],
     "docs/guide/lanes.md": [
         f"| interactive | `priority` {of_lane(Lane.INTERACTIVE, weight=True)}",

@@ -19,6 +19,7 @@ from engine.execution.memory import weight_bytes
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
 from engine.model.checkpoint import read_config
+from engine.model.drafts import DraftSource
 from engine.model.files import open_files
 from engine.model.parameters import ExpertsWeights, MlpWeights
 from engine.model.parse import parse_config
@@ -28,7 +29,7 @@ from engine.model.tensors import check_tensors
 from engine.model.transformer import Decoder
 from engine.spec import Experts, Stack
 from tests.engine.driver import Driver
-from tests.engine.families import SPARSE
+from tests.engine.families import SPARSE, TINY
 from tests.engine.model.test_transformer import logits_of, make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
 from tests.engine.test_family_runs import LENGTHS, greedy, prompt, request
@@ -148,6 +149,17 @@ def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, t
     driver.run(*requests, before_step=preempt)
     assert {name: driver.tokens(name) for name in LENGTHS} == expected
     assert driver.scheduler.counters.num_preemptions
+
+
+def test_a_dense_draft_runs_as_its_target_does(tmp_path: Path) -> None:
+    folder = SPARSE["Mixtral"].make(tmp_path / "target")
+    dense = TINY["Qwen 3"].make(tmp_path / "draft")
+    driver = Driver(folder, num_blocks=128, draft=DraftSource(dense))
+    driver.run(request("short"))
+    assert driver.tokens("short") == greedy(folder, prompt("short"))
+    model = load_model(folder, OPTIONS, lambda _: None, lambda *_: None, DraftSource(dense))
+    assert model.draft is not None
+    assert model.draft.kernels.name == model.kernels.name == "torch"
 
 
 @pytest.mark.parametrize("family", SPARSE)
