@@ -45,7 +45,7 @@ class LanePolicy:
     max_requests: int = 1_024
     """Answers that may wait: a request of several choices counts as so many."""
     max_tokens: int = 1_048_576
-    """Prompt tokens that may wait, those found in the prefix cache not counted."""
+    """Prompt tokens that may wait, those found in the prefix cache not counted; one of a long prompt counts as more."""
     max_bytes: int = 64 * 1024 * 1024
     """Memory that waiting prompts may take."""
     ttl_s: float = 300.0

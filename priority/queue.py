@@ -22,7 +22,7 @@ from priority.admission import Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.refusal import RETRY_S, Refusal
 from priority.routing.state import Load
-from priority.shares import COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
+from priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
 from priority.steptime import NAMES, StepTimeModel
 from priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from priority.yielding import MAX_VICTIMS, yielding
@@ -290,14 +290,14 @@ class LaneQueue:
         return line, Ticket(request, account, num_cached, num_in_use, deadline_us, self._num_let_in)
 
     def _check_bounds(self, line: LaneLine, ticket: Ticket, now: float) -> None:
-        policy, account, num_tokens = line.policy, ticket.account, ticket.size.num_uncached
+        policy, account = line.policy, ticket.account
+        own, tenants, lanes = (int(of.work(ATTENDED_EACH)) for of in (ticket.size, account, line))
         self._check_places(line, account, ticket.num_places, now)
         if not line.num_requests:
             return  # one that is larger than the bounds may wait alone
-        if account.tickets and account.num_tokens + num_tokens > self._part(line) * policy.max_tokens:
+        if account.tickets and tenants + own > self._part(line) * policy.max_tokens:
             raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
-        is_long = line.num_tokens + num_tokens > policy.max_tokens
-        if is_long or line.num_bytes + ticket.num_bytes > policy.max_bytes:
+        if lanes + own > policy.max_tokens or line.num_bytes + ticket.num_bytes > policy.max_bytes:
             raise self._full(line, f"{line.num_tokens} prompt tokens", now)
 
     def _check_places(self, line: LaneLine, account: Account | None, n: int, now: float) -> None:

@@ -15,6 +15,8 @@ COST_OUTPUT = 32
 """The cost of an output token, before what it attends to."""
 _ATTENDED_BY_PROMPT, _ATTENDED_BY_OUTPUT = 1024, 64
 """Attending to so many tokens costs one more: a prompt's tokens are computed together and read each KV once."""
+ATTENDED_EACH = 1 / (COST_PREFILL * _ATTENDED_BY_PROMPT)
+"""The cost of attending to one token, as a part of that of a prompt token."""
 DEBT_HALF_LIFE_US = 60_000_000
 
 _PRECISION = 1 << 12

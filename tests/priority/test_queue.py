@@ -313,3 +313,16 @@ def test_new_weights_hold_for_those_who_are_here_and_those_who_come() -> None:
     assert queue.tenants() == charged
     assert served(queue, 400).count("a") == pytest.approx(100, abs=4)
     check_books(queue)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_waiting"), [(1_000, 39), (20_000, 1)])
+def test_a_token_of_a_long_prompt_fills_more_of_a_lane(num_prompt: int, num_waiting: int) -> None:
+    """Twenty thousand tokens are as much work as 32,207 of short prompts."""
+    queue = make_queue(max_requests=100, max_tokens=41_000)
+    requests = [
+        replace(ask(f"r{number}"), prompt_token_ids=(7,) * num_prompt) for number in range(num_waiting + 1)
+    ]
+    for request in requests[:-1]:
+        queue.put(request, 0.0)
+    with pytest.raises(Refusal, match="prompt tokens"):
+        queue.put(requests[-1], 0.0)
