@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from operator import attrgetter
 
@@ -28,7 +29,6 @@ _LONG = (
 )
 _RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 _TOKENS = tuple(2**exponent for exponent in range(0, 18))
-_LANE = ["lane"]
 _SPANS = {
     "time_to_first_token_seconds": (
         "From a request's arrival to its first token.",
@@ -69,42 +69,50 @@ class Metrics:
     ) -> Histogram:
         return Histogram(f"penstock_{name}", documentation, labels, registry=self.registry, buckets=buckets)
 
+    # Metrics with labels are looked up once: prometheus_client takes a microsecond for it.
+
+    def _counters(self, name: str, documentation: str, labels: Sequence[str]) -> Callable[..., Counter]:
+        """Makes a counter for each combination of labels; returns what finds it."""
+        return cache(self._counter(name, documentation, labels).labels)
+
+    def _histograms(
+        self, name: str, documentation: str, buckets: Sequence[float]
+    ) -> Callable[[str], Histogram]:
+        """Makes a histogram for each lane; returns what finds it."""
+        return cache(self._histogram(name, documentation, buckets, ["lane"]).labels)
+
     def _name_requests(self) -> None:
-        histogram, counter = self._histogram, self._counter
+        histogram, counters, histograms = self._histogram, self._counters, self._histograms
         self.spans = [
-            (histogram(name, documentation, _LONG, _LANE), attrgetter(start, end))
+            (histograms(name, documentation, _LONG), attrgetter(start, end))
             for name, (documentation, start, end) in _SPANS.items()
         ]
-        self.tpot = histogram(
-            "time_per_output_token_seconds",
-            "Mean time per token after the first, one a choice.",
-            _SECONDS,
-            _LANE,
+        self.tpot = histograms(
+            "time_per_output_token_seconds", "Mean time per token after the first, one a choice.", _SECONDS
         )
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("request_output_tokens", "Output tokens of a choice.", _TOKENS)
-        self.finished = counter("choices", "Choices that ended, by how.", ["lane", "finish_reason"])
-        self.admissions = counter(
+        self.finished = counters("choices", "Choices that ended, by how.", ["lane", "finish_reason"])
+        self.admissions = counters(
             "admissions", "Requests that were let in or refused, and why.", ["lane", "decision", "reason"]
         )
-        self.promises = counter(
+        self.promises = counters(
             "promises", "Promises on the time to first token, kept or broken.", ["lane", "outcome"]
         )
-        self.promise_use = histogram(
+        self.promise_use = histograms(
             "promise_use_ratio",
             "Part of the promised time to first token that the forecast of a request let in takes.",
             _RATIOS,
-            _LANE,
         )
-        self.forecast_ratio = histogram(
+        self.forecast_ratio = histograms(
             "ttft_forecast_ratio",
             "Time to first token, as a part of what was forecast at admission; 6 in 10 should be below 1.",
             _RATIOS,
-            _LANE,
         )
 
     def _name_steps(self) -> None:
-        histogram, counter, gauge = self._histogram, self._counter, self._gauge
+        histogram, gauge = self._histogram, self._gauge
+        counter, counters = self._counter, self._counters
         self.step_model = gauge(
             "step_model_seconds",
             "The fitted step time: alpha, and beta per prefill token, gamma per decode, delta per context token.",
@@ -125,13 +133,13 @@ class Metrics:
         self.free_blocks = gauge("kv_free_blocks", "KV blocks that can be taken.")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks in use.")
         places = ["proposer", "position"]
-        self.draft_tokens = counter(
+        self.draft_tokens = counters(
             "draft_tokens",
             "Tokens that were guessed and verified, by their place among those of a step.",
             places,
         )
-        self.accepted_tokens = counter("accepted_tokens", "Guessed tokens that were right.", places)
-        self.failed_proposers = counter(
+        self.accepted_tokens = counters("accepted_tokens", "Guessed tokens that were right.", places)
+        self.failed_proposers = counters(
             "failed_proposers",
             "Failures of proposers of drafts, each of which then rests for some steps.",
             ["proposer"],
@@ -151,7 +159,7 @@ class Metrics:
         )
         self.slow_readers = counter("slow_reader_disconnects", "Streams cut because nobody read them.")
         self.streams = gauge("streams", "Replies in the making.")
-        self.queued = gauge("queued_requests", "Requests in the queue.", _LANE)
+        self.queued = gauge("queued_requests", "Requests in the queue.", ["lane"])
         self.up = gauge("engine_up", "1 if the step loop makes progress.")
         self.pool_violations = gauge("pool_violations", "Times the KV pool had to start afresh.")
         self.recordings = gauge("recordings", "Replies that can be followed again.")
@@ -174,10 +182,10 @@ class Metrics:
             for position, (drafted, accepted) in enumerate(
                 zip(count.drafted, count.accepted, strict=True), 1
             ):
-                self.draft_tokens.labels(proposer, position).inc(drafted)
-                self.accepted_tokens.labels(proposer, position).inc(accepted)
+                self.draft_tokens(proposer, position).inc(drafted)
+                self.accepted_tokens(proposer, position).inc(accepted)
         for proposer in report.failed_proposers:
-            self.failed_proposers.labels(proposer).inc()
+            self.failed_proposers(proposer).inc()
         self.preemptions.inc(report.num_preemptions)
         self.prefix_queries.inc(report.num_prefix_query_tokens)
         self.prefix_hits.inc(report.num_prefix_hit_tokens)
@@ -200,28 +208,28 @@ class Metrics:
         self._last_step_end_s = ended_s
 
     def note_admitted(self, lane: Lane, num_prompt_tokens: int) -> None:
-        self.admissions.labels(lane.label, "admitted", "").inc()
+        self.admissions(lane.label, "admitted", "").inc()
         self.prompt_tokens.inc(num_prompt_tokens)
         self.prompt_length.observe(num_prompt_tokens)
 
     def note_forecast(self, lane: Lane, predicted_s: float, promised_s: float) -> None:
-        self.promise_use.labels(lane.label).observe(predicted_s / promised_s)
+        self.promise_use(lane.label).observe(predicted_s / promised_s)
 
     def note_refused(self, lane: Lane, reason: str) -> None:
-        self.admissions.labels(lane.label, "refused", reason).inc()
+        self.admissions(lane.label, "refused", reason).inc()
 
     def note_finished(self, lane: Lane, reason: FinishReason, timings: Timings | None) -> None:
         """Counts one choice that ended."""
-        self.finished.labels(lane.label, reason.value).inc()
+        self.finished(lane.label, reason.value).inc()
         if timings is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         for histogram, ends_of in self.spans:
             start_s, end_s = ends_of(timings)
-            histogram.labels(lane.label).observe(end_s - start_s)
+            histogram(lane.label).observe(end_s - start_s)
         self.output_length.observe(timings.num_output_tokens)
         pace = seconds_per_output_token(timings)
         if pace is not None:
-            self.tpot.labels(lane.label).observe(pace)
+            self.tpot(lane.label).observe(pace)
 
     def note_promise(
         self, lane: Lane, ttft_s: float, promised_s: float | None, predicted_s: float | None
@@ -229,11 +237,11 @@ class Metrics:
         """Counts how the promise and the forecast of one choice came out."""
         if promised_s is not None:
             is_kept = ttft_s <= promised_s
-            self.promises.labels(lane.label, "kept" if is_kept else "broken").inc()
+            self.promises(lane.label, "kept" if is_kept else "broken").inc()
             kept, broken = self._promises_of.get(lane, (0, 0))
             self._promises_of[lane] = (kept + is_kept, broken + (not is_kept))
         if predicted_s:
-            self.forecast_ratio.labels(lane.label).observe(ttft_s / predicted_s)
+            self.forecast_ratio(lane.label).observe(ttft_s / predicted_s)
 
     def attainment(self, lane: Lane) -> float | None:
         """Returns the part of a lane's promises that were kept; None before the first."""

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.planning.request import FinishReason, Request
-from gateway.metrics import WeightedHistogram
+from gateway.metrics import Metrics, WeightedHistogram
 from gateway.service import ServiceOptions
 from priority.lanes import Lane, LanePolicy
 from tests.few import examples
@@ -216,3 +217,22 @@ def test_a_value_taken_many_times_is_that_many_values(observed: list[tuple[float
         else:
             assert sample.value == sum(every)
     assert len(family.samples) == len(BOUNDS) + 3
+
+
+async def test_a_metric_with_labels_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with a thousand texts is a thousand times let in."""
+    looked_up: list[tuple[str, ...]] = []
+    labels = Counter.labels
+
+    def counted_labels(metric: Counter, *values: str) -> Counter:
+        looked_up.append(values)
+        return labels(metric, *values)
+
+    monkeypatch.setattr(Counter, "labels", counted_labels)
+    metrics = Metrics()
+    for _ in range(3):
+        metrics.note_admitted(Lane.STANDARD, 1)
+        metrics.note_refused(Lane.STANDARD, "queue_full")
+    assert looked_up == [("standard", "admitted", ""), ("standard", "refused", "queue_full")]
+    found = of(counts(metrics.render().decode()), "penstock_admissions_total")
+    assert found == {"admitted standard": 3, "refused standard queue_full": 3}
