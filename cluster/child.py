@@ -130,13 +130,15 @@ class Child:
                 continue
             if not raw:
                 return
-            line = raw.decode(errors="replace").rstrip()
-            print(line, file=sys.stderr, flush=True)
-            if line:
-                self._lines.append(line.removeprefix("penstock: "))
-            if found := _READY.search(line):
-                self.url = found[1]
-                self._ready.set()
+            self._note(raw.decode(errors="replace").rstrip())
+
+    def _note(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        if line:
+            self._lines.append(line.removeprefix("penstock: "))
+        if found := _READY.search(line):
+            self.url = found[1]
+            self._ready.set()
 
 
 def package_parent() -> Path:

@@ -81,20 +81,22 @@ def replicas(args: dict[str, Any]) -> Any:
             "those of their machines (--listen node, or listen: node), in a network that only you can reach"
         )
     open_directory(plan)
-    size: dict[str, Any] = {"num_replicas": plan.replicas.least}
-    if not plan.replicas.is_fixed:
-        size = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=plan.replicas.least,
-                max_replicas=plan.replicas.most,
-                policy=AutoscalingPolicy(policy_function=scaling.policy),
-            )
-        }
     # Processes that replace others need room beside them: without it they would be waited for in vain.
     surge = {"max_surge_percent": 100} if plan.surge else {}
     resources = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
-    deployed = _deployment(Replica, plan, resources, **size, **surge)
+    deployed = _deployment(Replica, plan, resources, **_size(plan), **surge)
     return _with_version(deployed, plan.replica_version()).bind(plan.model_dump(mode="json"))
+
+
+def _size(plan: Plan) -> dict[str, Any]:
+    if plan.replicas.is_fixed:
+        return {"num_replicas": plan.replicas.least}
+    config = AutoscalingConfig(
+        min_replicas=plan.replicas.least,
+        max_replicas=plan.replicas.most,
+        policy=AutoscalingPolicy(policy_function=scaling.policy),
+    )
+    return {"autoscaling_config": config}
 
 
 def switches(args: dict[str, Any]) -> Any:
@@ -331,10 +333,7 @@ class Switch(Keeper):
 
 
 def _get(url: str, headers: Mapping[str, str] | None = None) -> bytes:
-    """
-    Raises:
-        OSError, http.client.HTTPException: no answer, or one that is an error.
-    """
+    """Returns the body; raises OSError or HTTPException without an answer, or for one that is an error."""
     with _OPENER.open(Request(url, headers=dict(headers or {})), timeout=_ASK_S) as reply:
         body: bytes = reply.read()
         return body

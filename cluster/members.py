@@ -21,7 +21,7 @@ from gateway.endpoints.state import PATH, SECRET_HEADER
 from gateway.http.background import end
 from gateway.sessions.owners import tag_of
 from priority.routing.router import Router
-from priority.routing.state import StateError, parse_change, parse_snapshot
+from priority.routing.state import Snapshot, StateError, parse_change, parse_snapshot
 
 log = logging.getLogger("penstock.switch")
 
@@ -134,25 +134,27 @@ class Members:
             message = orjson.loads(line)
         except orjson.JSONDecodeError:
             raise StateError("what it says of itself is no JSON") from None
-        now = monotonic()
         if not stream.name:
-            snapshot = parse_snapshot(message)
-            if snapshot.model != self._identity:
-                raise StateError(f"it serves {snapshot.model}, and this switch is for {self._identity}")
-            if snapshot.block_size != self._block_size:
-                raise StateError(f"its blocks have {snapshot.block_size} tokens, not {self._block_size}")
-            if snapshot.replica in self.known:
-                raise StateError(f"another replica is called {snapshot.replica}, too; set --replica")
-            self._router.on_snapshot(snapshot, now)
-            stream.name = name = snapshot.replica
-            is_draining = snapshot.load.is_draining
-            self.known[name] = Member(name, tag_of(name), address, is_draining)
-            self._tell(address, "")
+            stream.name = self._enter(address, parse_snapshot(message))
             return
         change = parse_change(message)
-        self._router.on_change(stream.name, change, now)
+        self._router.on_change(stream.name, change, monotonic())
         if change.load is not None:
             self.known[stream.name].is_draining = change.load.is_draining
+
+    def _enter(self, address: Address, snapshot: Snapshot) -> str:
+        """Takes in a replica, and returns its name; raises StateError if it does not fit."""
+        name = snapshot.replica
+        if snapshot.model != self._identity:
+            raise StateError(f"it serves {snapshot.model}, and this switch is for {self._identity}")
+        if snapshot.block_size != self._block_size:
+            raise StateError(f"its blocks have {snapshot.block_size} tokens, not {self._block_size}")
+        if name in self.known:
+            raise StateError(f"another replica is called {name}, too; set --replica")
+        self._router.on_snapshot(snapshot, monotonic())
+        self.known[name] = Member(name, tag_of(name), address, snapshot.load.is_draining)
+        self._tell(address, "")
+        return name
 
     def _forget(self, name: str) -> None:
         if name:

@@ -118,21 +118,24 @@ class Plan(BaseModel):
             details = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in details["loc"]) or "plan"
             raise PlanError(f"{where}: {details['msg'].removeprefix('Value error, ')}") from None
-        for name in sorted(OWN_SETTINGS & plan.settings.keys()):
+        plan._check_settings()
+        return plan
+
+    def _check_settings(self) -> None:
+        for name in sorted(OWN_SETTINGS & self.settings.keys()):
             raise PlanError(f"settings.{name}: replicas cannot have it in common")
-        for name in sorted({"host", "port"} & plan.settings.keys()):
+        for name in sorted({"host", "port"} & self.settings.keys()):
             raise PlanError(
                 f"settings.{name}: {name} stands outside the settings; it is that of the switches"
             )
-        if plan.settings.get("log_level", "info") not in ("debug", "info"):
+        if self.settings.get("log_level", "info") not in ("debug", "info"):
             raise PlanError(
                 "settings.log_level: must be info or debug, since where a replica listens is read there"
             )
         try:
-            plan.drain_s  # noqa: B018
+            self.drain_s  # noqa: B018
         except ValueError:
             raise PlanError("settings.drain_timeout: must be a number of seconds") from None
-        return plan
 
     @property
     def drain_s(self) -> float:

@@ -221,12 +221,7 @@ class Relay:
         Args:
             passed_over: the statuses of replies that are not passed on.
         """
-        self._status, self._waiting, self._was_sent = 0, b"", False
-        self._is_over = self._is_whole = self._is_stream = False
-        self._replica = place.replica
-        if self._position is not None:
-            self._position.restart()
-        self._metrics.requests.labels(place.replica).inc()
+        self._turn_to(place)
         try:
             await self._send(place, message)
             if not await self._head() or self._status in passed_over:
@@ -240,6 +235,15 @@ class Relay:
             return False
         finally:
             self.end()
+
+    def _turn_to(self, place: Place) -> None:
+        """Forgets the reply of the replica before."""
+        self._status, self._waiting, self._was_sent = 0, b"", False
+        self._is_over = self._is_whole = self._is_stream = False
+        self._replica = place.replica
+        if self._position is not None:
+            self._position.restart()
+        self._metrics.requests.labels(place.replica).inc()
 
     async def _send(self, place: Place, message: Message) -> None:
         """Raises OSError if nothing could be sent."""
