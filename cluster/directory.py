@@ -78,10 +78,7 @@ class Directory:
         return self._secret
 
     def beat(self, report: Report) -> Answer:
-        """
-        Raises:
-            Stranger: a replica that does not serve what those serve that are here.
-        """
+        """Takes a report; raises Stranger for a replica that serves something else than those that are here."""
         self._forget_silent()
         if report.kind == "replica" and report.name not in self._heard:
             for other in self._of("replica"):

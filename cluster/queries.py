@@ -6,10 +6,7 @@ is known to its owner alone, the request has no hashes; a replica will say what 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from engine.planning.prefix_index import extend_hashes
@@ -19,11 +16,10 @@ from gateway.endpoints.prompting import Prompting
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
 from gateway.http.off_loop import FairThreads, off_loop
-from gateway.service import ServiceOptions
 from gateway.sessions.owners import tag_in
-from gateway.sessions.responses.objects import as_messages, input_items, response_tools
+from gateway.sessions.responses.objects import as_messages, input_items
 from gateway.sessions.responses.schemas import ResponseBody
-from gateway.sessions.responses.threads import Thread, extend, num_chars
+from gateway.sessions.responses.threads import Thread
 from gateway.wire.anthropic.bodies import MessagesBody, as_chat
 from gateway.wire.decisions import (
     DecidedBody,
@@ -73,20 +69,6 @@ _UNDERSTAND: dict[type[StrictBody], Callable[[Any, Limits], object]] = {
 Body = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A `gateway.endpoints.prompting.Prompted` that leaves it to the replicas to say how long a prompt may be."""
-
-    prompts: Prompts
-    options: ServiceOptions
-    vocab_size: int
-    context_length: int = sys.maxsize
-
-    @property
-    def dispatch(self) -> _Model:
-        return self
-
-
 class QueryReader:
     """Reads the requests for one model."""
 
@@ -96,7 +78,6 @@ class QueryReader:
         self._block_size = block_size
         self._limits = limits
         self._pooling = pooling
-        self._model = _Model(prompts, ServiceOptions(models=(), limits=limits), prompts.tokenizer.vocab_size)
         self._threads = FairThreads(2, _WAITING_BYTES)
 
     async def read(self, kind: type[StrictBody], body: Body, num_bytes: int, tenant: Tenant) -> RouteQuery:
@@ -113,21 +94,24 @@ class QueryReader:
         try:
             understood = await off_loop(num_bytes, self._understood, kind, body)
             asked = _body_of(understood)
-            prompting = Prompting(self._model, lambda _: None, self._threads, tenant.name)
+            prompting = Prompting(self._prompts, self._limits, self._threads, tenant.name)
             prompts = await self._encode(understood, prompting)
         except (ApiError, RecursionError):  # the replica will say so
             pass
         tier = asked.service_tier if isinstance(asked, Sampled | Embedded | DecidedBody) else None
         lane = lane_of(tier, tenant)
         num_prompt = sum(map(len, prompts)) or max(1, num_bytes // _CHARS_PER_TOKEN)
-        hashes: list[bytes] = []
-        if prompts and (isinstance(asked, Sampled | DecidedBody) or self._pooling is Pooling.LAST):
-            salt, longest = self._salt(asked, tenant), max(prompts, key=len)
-            # The block of the last token is computed in any case.
-            num_blocks = (len(longest) - 1) // self._block_size
-            size = _CHARS_PER_TOKEN * len(longest)
-            await off_loop(size, extend_hashes, hashes, longest, num_blocks, self._block_size, salt)
+        is_shared = isinstance(asked, Sampled | DecidedBody) or self._pooling is Pooling.LAST
+        hashes = await self._hashes(max(prompts, key=len), asked, tenant) if prompts and is_shared else []
         return RouteQuery(lane=lane, tenant=tenant.name, num_prompt=num_prompt, hashes=hashes)
+
+    async def _hashes(self, prompt: list[int], asked: object, tenant: Tenant) -> list[bytes]:
+        """Returns the hashes of a prompt's blocks but for that of the last token, which is computed in any case."""
+        hashes: list[bytes] = []
+        num_blocks, salt = (len(prompt) - 1) // self._block_size, self._salt(asked, tenant)
+        size = _CHARS_PER_TOKEN * len(prompt)
+        await off_loop(size, extend_hashes, hashes, prompt, num_blocks, self._block_size, salt)
+        return hashes
 
     def _understood(self, kind: type[StrictBody], body: Body) -> object:
         asked = read(kind, body, self._limits)
@@ -136,14 +120,16 @@ class QueryReader:
     async def _encode(self, asked: object, prompting: Prompting) -> list[list[int]]:
         """Returns the prompts of a request; none if it asks for nothing, or goes on from what its owner alone knows."""
         match asked:
-            case (ChatBody() as chat) | Understood(chat=ChatBody() as chat, raw=None):
-                return [(await prompting.conversation(chat))[0]]
+            case ChatBody():
+                return [(await prompting.conversation(asked))[0]]
+            case Understood(chat=ChatBody() as chat, raw=None, context=before):
+                return [(await prompting.conversation(chat, before))[0]]
             case Understood(chat=ChatBody(), raw=str() as text, suffix=suffix):
                 return [await prompting.encode_text(text, "prompt", suffix=suffix or "")]
             case CompletionBody():
                 return await prompting.encode_prompts(asked)
             case ResponseBody(previous_response_id=None, conversation=None):
-                return [await self._thread(asked, prompting)]
+                return [await prompting.turn(asked)(Thread(), as_messages(input_items(asked.input)))]
             case Decisions():
                 shared, rests = await prompting.branched(asked)
                 return [shared + rests[0], *rests[1:]]
@@ -157,15 +143,6 @@ class QueryReader:
             case EmbeddingAsked():
                 return await prompting.encode_texts(asked.texts, "input", Embedded(model=asked.model))
         return []
-
-    async def _thread(self, body: ResponseBody, prompting: Prompting) -> list[int]:
-        """Returns the prompt of a response that goes on from nothing."""
-        effort = None if body.reasoning is None else body.reasoning.effort
-        variables = prompting.variables(body.chat_template_kwargs, effort)
-        messages = as_messages(input_items(body.input))
-        encode = partial(extend, self._prompts, Thread(), messages, instructions=body.instructions)
-        encode = partial(encode, tools=response_tools(body).tools, variables=variables)
-        return await prompting.run(sum(map(num_chars, messages)), encode)
 
     def _salt(self, asked: object, tenant: Tenant) -> bytes:
         if isinstance(asked, Sampled):

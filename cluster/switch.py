@@ -24,7 +24,7 @@ from cluster.metrics import Metrics
 from cluster.position import Position
 from cluster.queries import QueryReader, owner_tag
 from cluster.relay import Message, Place, Relay, none_ready
-from cluster.upstream import Address, Headers, end_to_end
+from cluster.upstream import Address, end_to_end
 from engine.planning.request import Pooling
 from gateway.access.keys import Access, Client
 from gateway.endpoints.files import UPLOAD_S
@@ -36,6 +36,7 @@ from gateway.http.background import every, meanwhile
 from gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
 from gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
 from gateway.http.errors import ApiError, not_found, refused, unavailable
+from gateway.http.hosts import FORWARDED_HOST
 from gateway.http.limits import Limits, LimitsMiddleware, parse_object
 from gateway.http.off_loop import off_loop
 from gateway.http.refusals import answer_fault, refusal
@@ -60,7 +61,7 @@ _NGINX_LOCATION = "@replica"
 MOST_CHOSEN = 32
 """The places of one tenant that are kept for other proxies, which do not say whether they send the requests."""
 _NOT_PASSED_ON = frozenset(
-    (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER, SECRET_HEADER.encode())
+    (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER.encode(), SECRET_HEADER.encode())
 )
 
 
@@ -210,10 +211,7 @@ class Switch:
         return self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
 
     async def _way(self, http: HttpRequest, path: str) -> _Way:
-        """
-        Raises:
-            ApiError: 404 for what a replica says to its switches alone; 403 for a lane that the client may not use.
-        """
+        """Raises 404 for what a replica says to its switches alone, 403 for a lane that the client may not use."""
         operation, id = _operation(http.method, path)
         passing = operation.passing
         if Passing.OWN in passing:
@@ -314,15 +312,18 @@ class _Guide:
         if found is None or isinstance(found, Refusal):
             found = router.choose(ask, now, excluded)
         if isinstance(found, Refusal):
-            self._switch.metrics.refused.labels(found.reason).inc()
-            if found.reason == "no_replica":
-                raise none_ready()
-            raise refused(str(found), found.reason, found.retry_after_s, tenant_limit=found.tenant_limit)
+            raise self._refused(found)
         self._switch.metrics.prompt_tokens.inc(ask.num_prompt)
         self._switch.metrics.cached_tokens.inc(found.num_cached)
         ticket = f"{self._switch.name}/{found.ticket}".encode()
         leave = partial(router.note_done, found.ticket)
-        return Place(found.replica, known[found.replica].address, [(TICKET_HEADER, ticket)], leave)
+        return Place(found.replica, known[found.replica].address, [(TICKET_HEADER.encode(), ticket)], leave)
+
+    def _refused(self, why: Refusal) -> ApiError:
+        self._switch.metrics.refused.labels(why.reason).inc()
+        if why.reason == "no_replica":
+            return none_ready()
+        return refused(str(why), why.reason, why.retry_after_s, tenant_limit=why.tenant_limit)
 
     def _beside(self, excluded: frozenset[str]) -> list[Member]:
         return [member for name, member in self._switch.members.known.items() if name not in excluded]
@@ -368,10 +369,12 @@ def _message(http: HttpRequest, body: bytes | AsyncIterator[bytes], way: _Way) -
     if query := http.scope["query_string"]:
         target += b"?" + query
     asked = CORRELATION.get()
-    headers: Headers = [
+    headers = [
         *(header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON),
         (b"x-request-id", b"" if asked is None else asked.request_id.encode()),
     ]
+    if FORWARDED_HOST not in http.headers:
+        headers.append((FORWARDED_HOST.encode(), http.headers.get("host", "").encode("latin-1")))
     return Message(http.method, http.scope["path"], target, headers, body, way.once, way.guide.id)
 
 

@@ -24,11 +24,10 @@ from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.files import FilesApi
 from gateway.endpoints.input_tokens import InputTokensApi
-from gateway.endpoints.intake import Handler, Intake
+from gateway.endpoints.intake import Endpoints, Handler, Intake
 from gateway.endpoints.message_batches import MessageBatchesApi
 from gateway.endpoints.messages import MessagesApi
-from gateway.endpoints.model_list import ModelsApi
-from gateway.endpoints.models import Api
+from gateway.endpoints.models import ModelsApi, TokensApi
 from gateway.endpoints.ollama import OllamaApi
 from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operator import OperatorApi
@@ -69,32 +68,36 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     """
     intake, files = Intake(service), Files(service.store)
     completions, embeddings = CompletionsApi(service, intake), EmbeddingsApi(service, intake)
-    chats = StoredChatsApi(service, intake, completions.routes())
+    chats = StoredChatsApi(service, intake, completions)
     responses = ResponsesApi(service, intake)
-    messages = MessagesApi(intake)
+    messages = MessagesApi(service, intake)
     handlers: dict[Endpoint, Handler] = {
-        "/v1/chat/completions": chats.create,
+        "/v1/chat/completions": completions.chat,
         "/v1/completions": completions.complete,
         "/v1/embeddings": embeddings.embed,
         "/v1/responses": responses.create,
         "/v1/messages": messages.create,
     }
     batches = BatchesApi(service, intake, files, handlers)
+    described: list[Endpoints] = [
+        chats,
+        completions,
+        embeddings,
+        DecisionsApi(service, intake),
+        InputTokensApi(service, intake, responses),  # before that of a response whose id it could be
+        responses,
+        FilesApi(service, intake, files),
+        batches,
+        ConversationsApi(service, intake),
+        messages,
+        MessageBatchesApi(service, intake, files, batches.batches),
+        OllamaApi(service, intake, embeddings),
+        ModelsApi(service, intake),
+        TokensApi(service, intake),
+        EventsApi(service, intake),
+    ]
     routes = [
-        *chats.routes(),
-        *embeddings.routes(),
-        *DecisionsApi(service, intake).routes(),
-        *InputTokensApi(service, intake, responses).routes(),
-        *responses.routes(),
-        *FilesApi(service, intake, files).routes(),
-        *batches.routes(),
-        *ConversationsApi(service, intake).routes(),
-        *messages.routes(),
-        *MessageBatchesApi(service, intake, files, batches.batches).routes(),
-        *OllamaApi(service, intake, embeddings).routes(),
-        *ModelsApi(service, intake).routes(),
-        *Api(service, intake).routes(),
-        *EventsApi(service, intake).routes(),
+        *(route for endpoints in described for route in endpoints.routes()),
         *StateApi(service).routes(),
         *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),
         *(_page_routes(static) if static else ()),

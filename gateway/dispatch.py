@@ -23,8 +23,8 @@ from gateway.tickets import Tickets
 from gateway.wire.streams import Generation, joined
 from priority.admission import Forecast
 from priority.lanes import Lane
+from priority.queue import LaneQueue
 from priority.refusal import Refusal
-from priority.routing.state import Load
 
 log = logging.getLogger("penstock.gateway")
 
@@ -50,32 +50,6 @@ class Engine(Protocol):
     def block_map(self) -> BlockMap | None: ...
 
 
-class Queue(Protocol):
-    """What the gateway needs of `priority.queue.LaneQueue`."""
-
-    def put(
-        self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0
-    ) -> Forecast | None: ...
-
-    def readmit(self, request: Request, now: float) -> None: ...
-
-    def check_open(self, lane: Lane, tenant: str, arrival_s: float, now: float, most_tokens: int) -> None: ...
-
-    def cancel(self, request_id: str) -> bool: ...
-
-    def expire(self, now: float) -> list[Request]: ...
-
-    def depths(self) -> dict[Lane, int]: ...
-
-    def position(self, request_id: str) -> int | None: ...
-
-    def forecasts(self, now: float) -> dict[Lane, float]: ...
-
-    def step_model(self) -> dict[str, float]: ...
-
-    def load(self, now: float, *, num_free_kv: int, is_draining: bool = False) -> Load: ...
-
-
 class Tracing(Protocol):
     """What the gateway needs of `gateway.tracing.Traces`."""
 
@@ -90,7 +64,7 @@ class Dispatch:
     def __init__(
         self,
         engine: Engine,
-        queue: Queue,
+        queue: LaneQueue,
         metrics: Metrics,
         clock: Callable[[], float],
         promises: Mapping[Lane, float],

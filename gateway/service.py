@@ -18,7 +18,7 @@ from engine.planning.step import StepReport
 from gateway.access.idempotency import Idempotency
 from gateway.access.keys import Access, Client
 from gateway.access.quotas import Quotas
-from gateway.dispatch import Dispatch, Engine, Queue, Tracing
+from gateway.dispatch import Dispatch, Engine, Tracing
 from gateway.http.background import end, meanwhile
 from gateway.http.connections import Timeouts
 from gateway.http.descriptors import Descriptors
@@ -37,6 +37,7 @@ from gateway.wire.prompts import Prompts, Tokenizer
 from gateway.wire.reading import AUTO, Formats
 from gateway.wire.sampling import SamplingDefaults
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
+from priority.queue import LaneQueue
 from priority.routing.state import Load
 
 log = logging.getLogger("penstock.gateway")
@@ -97,7 +98,7 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        queue: Queue,
+        queue: LaneQueue,
         tokenizer: Tokenizer,
         options: ServiceOptions,
         *,

@@ -41,10 +41,7 @@ _USED = Records("idempotency_used", str, KEPT_S, len)
 
 
 def idempotency_key(http: HttpRequest) -> str | None:
-    """
-    Raises:
-        ApiError: 400, if the header has no sensible key.
-    """
+    """Returns the key that a request has, if any; raises 400 if it is no sensible one."""
     key = http.headers.get(HEADER)
     if key is not None and not (key.isascii() and key.isprintable() and 0 < len(key) <= MAX_KEY_CHARS):
         raise invalid(f"'{HEADER}' must be 1 to {MAX_KEY_CHARS} printable ASCII characters.", HEADER)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from gateway.endpoints.intake import CLIENT, Handler, Intake, route
+from gateway.endpoints.intake import CLIENT, Endpoints, Handler, Intake, route
 from gateway.http.connections import ServerSendMiddleware
 from gateway.http.correlation import CORRELATION, Correlation
 from gateway.http.errors import ApiError, internal, invalid, log_failed, log_fault
@@ -50,15 +50,14 @@ class BatchBody(StrictBody):
     metadata: dict[str, str] | None = None
 
 
-class BatchesApi:
+class BatchesApi(Endpoints):
     """The batches of one service."""
 
     def __init__(
         self, service: Service, intake: Intake, files: Files, handlers: Mapping[Endpoint, Handler]
     ) -> None:
         """`handlers` are the endpoints that lines can be sent to."""
-        self._service = service
-        self._intake = intake
+        super().__init__(service, intake)
         self._files = files
         self._handlers = handlers
         self.batches = Batches(
@@ -83,7 +82,7 @@ class BatchesApi:
         return self.batches.running()
 
     async def create(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         body = await self._intake.read(http, BatchBody)
         check_metadata(body.metadata)
         file = await self._files.find(tenant, body.input_file_id, "input_file_id")
@@ -104,16 +103,15 @@ class BatchesApi:
         return Json(shown)
 
     async def list_batches(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         query, store = read_page_query(http.query_params), self._service.store
         with answering():
             newest_first = await store.list(KIND, tenant, MAX_LISTED)
             ids = filter(BATCH_ID.fullmatch, reversed(newest_first))
             found = page([{"id": batch_id} for batch_id in ids], query)
-            asked = (BATCHES.get(store, tenant, entry["id"], keep=False) for entry in found["data"])
-            read = await asyncio.gather(*asked)
+            read = await BATCHES.some(store, tenant, [entry["id"] for entry in found["data"]])
         # The ids of the page stay, for the next one to go on after.
-        found["data"] = [batch.as_json() for batch in read if batch is not None]
+        found["data"] = [batch.as_json() for batch in read]
         return Json(found)
 
     async def show(self, http: HttpRequest) -> Response:
@@ -128,12 +126,9 @@ class BatchesApi:
         with answering():
             return Json(_found(await self.batches.cancel(tenant, batch_id)).as_json())
 
-    def _tenant(self, http: HttpRequest) -> str:
-        return self._intake.client(http).tenant.name
-
     def _asked(self, http: HttpRequest) -> tuple[str, str]:
         """The tenant and the id that it asks for, in this order: a stranger is told nothing about ids."""
-        tenant, batch_id = self._tenant(http), http.path_params["batch_id"]
+        tenant, batch_id = self._intake.tenant(http), http.path_params["batch_id"]
         if not BATCH_ID.fullmatch(batch_id):
             raise _not_found()
         return tenant, batch_id

@@ -7,23 +7,26 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.access.idempotency import idempotency_key, not_here
-from gateway.endpoints.intake import Handler, Intake, as_sent, route
+from gateway.endpoints.intake import Arrival, Endpoints, Handler, Intake, as_sent, route
 from gateway.endpoints.params import GenerationParams, is_compared
-from gateway.endpoints.replies import Attached, position_asked
+from gateway.endpoints.replies import Attached, Keep, position_asked
 from gateway.http.errors import invalid
 from gateway.http.off_loop import off_loop
 from gateway.service import Service
+from gateway.sessions.chats import keep
 from gateway.sessions.owners import owned_id
 from gateway.sessions.recordings.completions import CHAT, TEXT, CompletionFormat, details_of, script
 from gateway.sessions.recordings.reader import Reader
 from gateway.sessions.recordings.recording import Recording
-from gateway.wire.frames import Json, StreamWriter
+from gateway.sessions.responses.schemas import check_metadata
+from gateway.wire.frames import Json, StreamWriter, at_once
 from gateway.wire.sampling import MaxTokens
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
 from gateway.wire.shapes import Best, ChatShape, CompletionShape, Extras, Shape
@@ -36,36 +39,50 @@ PREFIXES = {CHAT: "chatcmpl-", TEXT: "cmpl-"}
 CHAT_ID, TEXT_ID = (re.compile(prefix + r"[0-9a-f]{32}") for prefix in PREFIXES.values())
 
 
-class CompletionsApi:
+class CompletionsApi(Endpoints):
     """Chat and text completions of one service."""
 
     def __init__(self, service: Service, intake: Intake) -> None:
-        self._service = service
-        self._intake = intake
+        super().__init__(service, intake)
         service.recordings.scripts |= dict.fromkeys((CHAT, TEXT), script)
+        service.recordings.on_end[CHAT] = self._keep_recorded
 
     def routes(self) -> list[Route]:
         return [
-            route("/v1/chat/completions", POST=self.chat),
-            route("/v1/chat/completions/{id}", **self._by_id(CHAT, "chat.completion.deleted")),
             route("/v1/completions", POST=self.complete),
-            route("/v1/completions/{id}", **self._by_id(TEXT, "text_completion.deleted")),
+            route("/v1/completions/{id}", **self.by_id(TEXT, "text_completion.deleted")),
         ]
 
     async def chat(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, ChatBody, as_sent)
         body = came.body
-        params = await self._intake.chat(came, body)
+        params, stored = await self._intake.chat(came, body), await self._stored(came, body)
         if (asked := _recorded(http, body)) is not None:
             asked.check(body, {"functions": body.functions is not None})
             params = replace(params, is_recorded=True)
-            return await self._record(params, CHAT, asked, partial(self._start_chat, params, body))
+            return await self._record(params, CHAT, asked, partial(self._start_chat, params, body, stored))
         self._intake.check_room(params, came.num_bytes)
         prompt, params = await self._intake.prompt(params, body)
         shape = ChatShape(
             self._service.tokenizer, _extras(body, body.top_logprobs if body.logprobs else None)
         )
-        return await self._reply(params, CHAT, [prompt], shape)
+        kept = None if stored is None else partial(keep, self._service.store, params.tenant.name, stored)
+        return await self._reply(params, CHAT, [prompt], shape, keep=kept)
+
+    async def _stored(self, came: Arrival[ChatBody], body: ChatBody) -> dict[str, Any] | None:
+        """Returns what is stored beside the completion; None if it is not to be stored."""
+        if body.store:
+            check_metadata(body.metadata)
+            return await off_loop(came.num_bytes, _asked, body)
+        if body.metadata:
+            self._intake.ignore("metadata")
+        return None
+
+    async def _keep_recorded(self, recording: Recording) -> None:
+        stored = recording.details.get("stored")
+        if stored is not None and recording.error is None and not recording.num_dropped:
+            body = CompletionFormat(recording, self._service.tokenizer).body(recording)
+            await keep(self._service.store, recording.tenant, stored, at_once(body))
 
     async def complete(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, CompletionBody, as_sent)
@@ -75,7 +92,7 @@ class CompletionsApi:
         if (asked := _recorded(http, body)) is not None:
             asked.check(body, {"echo": body.echo})
         lane = self._intake.admit(came, body.model, body.service_tier)
-        prompts = await self._intake.prompting(came.tenant).encode_prompts(body)
+        prompts = await self._intake.prompting(came.tenant, lane).encode_prompts(body)
         params = GenerationParams(
             body=body,
             prompt_field="prompt",
@@ -121,6 +138,7 @@ class CompletionsApi:
         prompts: list[list[int]],
         shape: Shape,
         echoes: Sequence[str] = (),
+        keep: Keep | None = None,
     ) -> Response:
         body = params.body
         head = self._intake.head(PREFIXES[kind] + secrets.token_hex(16), body.model, params.lane)
@@ -133,7 +151,9 @@ class CompletionsApi:
             reading=params.reading,
         )
         in_full = bool(body.return_token_ids) or usage_so_far
-        return await self._intake.reply(params, prompts, head.id, writer, echoes=echoes, in_full=in_full)
+        return await self._intake.reply(
+            params, prompts, head.id, writer, echoes=echoes, in_full=in_full, keep=keep
+        )
 
     # Replies that are recorded
 
@@ -153,13 +173,20 @@ class CompletionsApi:
             raise not_here()
         return self._follow(recording, -1)
 
-    async def _start_chat(self, params: GenerationParams, body: ChatBody, recording_id: str) -> Recording:
+    async def _start_chat(
+        self, params: GenerationParams, body: ChatBody, stored: dict[str, Any] | None, recording_id: str
+    ) -> Recording:
         self._intake.check_room(params, self._service.dispatch.context_length)
         prompt, params = await self._intake.prompt(params, body)
-        return await self._start(params, CHAT, prompt, recording_id)
+        return await self._start(params, CHAT, prompt, recording_id, stored)
 
     async def _start(
-        self, params: GenerationParams, kind: str, prompt: list[int], recording_id: str
+        self,
+        params: GenerationParams,
+        kind: str,
+        prompt: list[int],
+        recording_id: str,
+        stored: dict[str, Any] | None = None,
     ) -> Recording:
         head = self._intake.head(recording_id, params.body.model, params.lane)
         [request] = await self._intake.requests(params, {recording_id: prompt})
@@ -172,6 +199,7 @@ class CompletionsApi:
                 stream=bool(params.body.stream),
                 include_usage=_wants_usage(params.body),
                 num_choices=request.n,
+                stored=stored,
             ),
             created=head.created,
             detachable=True,
@@ -185,7 +213,7 @@ class CompletionsApi:
         reader = Reader(recording, format, position)
         return Attached(self._service, reader, streamed=recording.details["stream"])
 
-    def _by_id(self, kind: str, deleted: str) -> dict[str, Handler]:
+    def by_id(self, kind: str, deleted: str) -> dict[str, Handler]:
         """Returns the handlers that follow replies of one kind again, and stop and forget them."""
 
         async def follow(http: HttpRequest) -> Response:
@@ -232,6 +260,12 @@ class Recorded:
         field = next((field for field, is_asked in asked.items() if is_asked), None)
         if field is not None:
             raise invalid(f"'{field}' cannot be used together with {self.way}.", field)
+
+
+def _asked(body: ChatBody) -> dict[str, Any]:
+    """Returns the request of a completion as it is stored: the members that this server reads."""
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    return {"messages": messages, "metadata": body.metadata or {}}
 
 
 def _recorded(http: HttpRequest, body: Sampled) -> Recorded | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Annotated
@@ -12,8 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Intake, route
-from gateway.service import Service
+from gateway.endpoints.intake import Endpoints, route
 from gateway.sessions import conversations
 from gateway.sessions.conversations import CONVERSATIONS, KIND, Conversation
 from gateway.sessions.owners import owned_id
@@ -62,12 +60,8 @@ class AddBody(StrictBody):
     items: Annotated[Items, Field(min_length=1)]
 
 
-class ConversationsApi:
+class ConversationsApi(Endpoints):
     """The HTTP interface to one service's conversations."""
-
-    def __init__(self, service: Service, intake: Intake) -> None:
-        self._service = service
-        self._intake = intake
 
     def routes(self) -> list[Route]:
         one = "/v1/conversations/{conversation_id}"
@@ -79,7 +73,7 @@ class ConversationsApi:
         ]
 
     async def create(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         body = await self._intake.read(http, CreateBody)
         check_metadata(body.metadata)
         conversation = Conversation(
@@ -91,16 +85,15 @@ class ConversationsApi:
 
     async def list_conversations(self, http: HttpRequest) -> Response:
         """Lists this tenant's conversations, each with its title. Looking at them does not keep them alive."""
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         query = read_page_query(http.query_params)
         store = self._service.store
         with conversations.answering():
             newest_first = await store.list(KIND, tenant, MAX_LISTED_CONVERSATIONS)
             found = page([{"id": conversation_id} for conversation_id in reversed(newest_first)], query)
-            ids = [entry["id"] for entry in found["data"]]
-            read = await asyncio.gather(*(CONVERSATIONS.get(store, tenant, i, keep=False) for i in ids))
+            read = await CONVERSATIONS.some(store, tenant, [entry["id"] for entry in found["data"]])
         # The ids of the page stay, for the next one to go on after.
-        found["data"] = [{**one.as_json(), "title": one.title} for one in read if one is not None]
+        found["data"] = [{**one.as_json(), "title": one.title} for one in read]
         return Json(found)
 
     async def show(self, http: HttpRequest) -> Response:
@@ -148,16 +141,13 @@ class ConversationsApi:
 
         return Json((await self._change(key, edit)).as_json())
 
-    def _tenant(self, http: HttpRequest) -> str:
-        return self._intake.client(http).tenant.name
-
     def _items(self, items: list[InputItem]) -> list[Item]:
         check_items(items, "items")
         return input_items(items)
 
     def _key(self, http: HttpRequest) -> Key:
         """Returns whose conversation is meant, checking the client first: a stranger is told nothing about ids."""
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         conversation_id = check_id("conversation_id", http.path_params["conversation_id"], "conv")
         return Key(KIND, tenant, conversation_id)
 

@@ -12,13 +12,12 @@ from starlette.routing import Route
 
 from engine.planning.prefix_index import with_hashes
 from engine.planning.request import Branch, Request, SamplingParams
-from gateway.endpoints.intake import Arrival, Intake, route
+from gateway.endpoints.intake import Arrival, Endpoints, route
 from gateway.endpoints.params import salt_of
 from gateway.endpoints.prompting import Prompting
 from gateway.endpoints.replies import LiveReply
 from gateway.http.errors import invalid
 from gateway.http.off_loop import TOKEN_BYTES, off_loop
-from gateway.service import Service
 from gateway.wire.decided import DecisionsWriter, SystemOneWriter
 from gateway.wire.decisions import (
     Asked,
@@ -39,12 +38,8 @@ _OPTION_BYTES = 64
 """What is made of an answer that may be given is as much work as reading so many bytes."""
 
 
-class DecisionsApi:
+class DecisionsApi(Endpoints):
     """Decisions of one service."""
-
-    def __init__(self, service: Service, intake: Intake) -> None:
-        self._service = service
-        self._intake = intake
 
     def routes(self) -> list[Route]:
         return [route("/v1/decisions", POST=self.decide), route("/v1/systemone", POST=self.answer)]
@@ -62,13 +57,10 @@ class DecisionsApi:
     async def _reply(
         self, came: Arrival[Decisions], writer: type[DecisionsWriter | SystemOneWriter]
     ) -> LiveReply:
-        """
-        Raises:
-            ApiError: 400, 404, 429 or 503, whatever the request meets on its way.
-        """
+        """Returns the reply; raises 400, 404, 429 or 503, whatever the request meets on its way."""
         asked = came.body
         lane = self._intake.admit(came, asked.body.model, asked.body.service_tier)
-        prompt, branches, steps = await self._branches(asked, self._intake.prompting(came.tenant))
+        prompt, branches, steps = await self._branches(asked, self._intake.prompting(came.tenant, lane))
         request = Request(
             request_id=f"dec-{secrets.token_hex(16)}",
             prompt_token_ids=tuple(prompt),

@@ -13,12 +13,11 @@ from starlette.routing import Route
 
 from engine.planning.prefix_index import with_hashes
 from engine.planning.request import Request, SamplingParams
-from gateway.endpoints.intake import Arrival, Intake, as_sent, route
+from gateway.endpoints.intake import Arrival, Endpoints, as_sent, route
 from gateway.endpoints.params import REQUEST_BYTES, salt_of
 from gateway.endpoints.replies import LiveReply
 from gateway.http.errors import invalid
 from gateway.http.off_loop import TOKEN_BYTES, off_loop
-from gateway.service import Service
 from gateway.wire.embeddings import (
     EmbeddingsBody,
     EmbeddingWriter,
@@ -31,12 +30,8 @@ from gateway.wire.streams import Stream, WholeWriter
 from priority.lanes import Lane
 
 
-class EmbeddingsApi:
+class EmbeddingsApi(Endpoints):
     """Embeddings of one service."""
-
-    def __init__(self, service: Service, intake: Intake) -> None:
-        self._service = service
-        self._intake = intake
 
     def routes(self) -> list[Route]:
         return [
@@ -50,7 +45,7 @@ class EmbeddingsApi:
         body = came.body
         lane = self._intake.admit(came, body.model, body.service_tier)
         self.check_dimensions(body.dimensions)
-        prompts = await self._intake.prompting(came.tenant).encode_inputs(body)
+        prompts = await self._intake.prompting(came.tenant, lane).encode_inputs(body)
         is_normalised = self._service.options.embedding.is_normalised
         writer = EmbeddingWriter(body, is_normalised=is_normalised)
         return await self.reply(came, lane, prompts, f"embd-{secrets.token_hex(16)}", writer)
@@ -59,7 +54,7 @@ class EmbeddingsApi:
         came = await self._intake.begin(http, RerankBody, as_sent)
         body = came.body
         lane = self._intake.admit(came, body.model, body.service_tier)
-        encode, id = self._intake.prompting(came.tenant).encode_texts, f"rerank-{secrets.token_hex(16)}"
+        encode, id = self._intake.prompting(came.tenant, lane).encode_texts, f"rerank-{secrets.token_hex(16)}"
         prompts = [
             *await encode([body.query], "query", body),
             *await encode(body.texts, "documents", body),
@@ -71,7 +66,7 @@ class EmbeddingsApi:
         body = came.body
         first, second = body.sides()
         lane = self._intake.admit(came, body.model, body.service_tier)
-        encode, id = self._intake.prompting(came.tenant).encode_texts, f"score-{secrets.token_hex(16)}"
+        encode, id = self._intake.prompting(came.tenant, lane).encode_texts, f"score-{secrets.token_hex(16)}"
         prompts = [*await encode(first, "text_1", body), *await encode(second, "text_2", body)]
         writer = ScoreWriter(id, int(time.time()), body.model, len(first))
         return await self.reply(came, lane, prompts, id, writer)

@@ -18,7 +18,7 @@ from sse_starlette.sse import AppStatus
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Intake, route
+from gateway.endpoints.intake import Endpoints, Intake, route
 from gateway.endpoints.params import salts_of
 from gateway.http.errors import invalid
 from gateway.service import Service
@@ -35,12 +35,11 @@ MAX_HASHES = 1000
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
-class EventsApi:
+class EventsApi(Endpoints):
     """The event streams of one service."""
 
     def __init__(self, service: Service, intake: Intake) -> None:
-        self._service = service
-        self._intake = intake
+        super().__init__(service, intake)
         self._status = b""
         self._status_s = float("-inf")
         self._map = b""
@@ -57,7 +56,7 @@ class EventsApi:
         """
         request_id = http.query_params.get("request_id")
         details = _details(http.query_params.get("detail"))
-        tenant = self._intake.client(http).tenant.name
+        tenant = self._intake.tenant(http)
         return _response(self._server_events(tenant, request_id, details))
 
     async def _server_events(

@@ -14,9 +14,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Intake, check_media_type, route
+from gateway.endpoints.intake import Endpoints, Intake, check_media_type, route
 from gateway.http.connections import BODY_WITHIN
 from gateway.http.errors import ApiError, invalid
+from gateway.http.hosts import FORWARDED_HOST
 from gateway.http.limits import Limits
 from gateway.service import Service
 from gateway.sessions.batches.files import Files, Upload
@@ -47,12 +48,11 @@ class FilesQuery(PageQuery):
     purpose: str | None = None
 
 
-class FilesApi:
+class FilesApi(Endpoints):
     """The files of one service."""
 
     def __init__(self, service: Service, intake: Intake, files: Files) -> None:
-        self._service = service
-        self._intake = intake
+        super().__init__(service, intake)
         self._files = files
 
     def routes(self) -> list[Route]:
@@ -63,7 +63,7 @@ class FilesApi:
         ]
 
     async def upload(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         self._check_origin(http)
         check_media_type(http, "multipart/form-data")
         if "charset" in http.headers["content-type"].lower():
@@ -76,16 +76,20 @@ class FilesApi:
         return Json(file.as_json())
 
     def _check_origin(self, http: HttpRequest) -> None:
-        """Any page may send a form to this machine without being asked; only those that may call it are heard."""
+        """Any page may send a form to this machine without being asked; only those that may call it are heard.
+
+        What a form says it was forwarded for is true: a page cannot give it headers of its own.
+        """
         origin = http.headers.get("origin")
         if origin is None or origin in self._service.options.cors_origins:
             return
-        if origin.partition("://")[2] != http.headers.get("host"):
+        hosts = (http.headers.get("host"), http.headers.get(FORWARDED_HOST))
+        if origin.partition("://")[2] not in hosts:
             message = "Pages of this origin may not upload files."
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="origin_not_allowed")
 
     async def list_files(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         query = validated(FilesQuery, http.query_params)
         files = [
             file.as_json() for file in await self._files.all(tenant) if query.purpose in (None, file.purpose)
@@ -93,24 +97,21 @@ class FilesApi:
         return Json(page(files, query))
 
     async def show(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         return Json((await self._files.find(tenant, http.path_params["file_id"])).as_json())
 
     async def delete(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         file = await self._files.find(tenant, http.path_params["file_id"])
         await self._files.delete(tenant, file)
         return Json({"id": file.id, "object": "file", "deleted": True})
 
     async def content(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         file = await self._files.find(tenant, http.path_params["file_id"])
         parts = await begun(self._files.content(tenant, file))
         headers = {"content-length": str(file.num_bytes)}
         return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
-
-    def _tenant(self, http: HttpRequest) -> str:
-        return self._intake.client(http).tenant.name
 
 
 async def begun(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

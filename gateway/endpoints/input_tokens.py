@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Intake, route
+from gateway.endpoints.intake import Endpoints, Intake, route
 from gateway.endpoints.responses import ResponsesApi
 from gateway.service import Service
 from gateway.sessions.responses.objects import input_items
@@ -29,12 +29,11 @@ class InputTokensBody(ResponseBody):
     personality: str | None = None
 
 
-class InputTokensApi:
+class InputTokensApi(Endpoints):
     """The counts of tokens of one service's responses."""
 
     def __init__(self, service: Service, intake: Intake, responses: ResponsesApi) -> None:
-        self._service = service
-        self._intake = intake
+        super().__init__(service, intake)
         self._responses = responses
 
     def routes(self) -> list[Route]:

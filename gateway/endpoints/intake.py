@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Generic, TypeVar, cast
 
@@ -20,7 +22,7 @@ from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
 from gateway.endpoints.params import GenerationParams, RequestMaker, is_compared
 from gateway.endpoints.prompting import Prompting
-from gateway.endpoints.replies import LiveReply
+from gateway.endpoints.replies import Keep, LiveReply
 from gateway.http.correlation import CORRELATION
 from gateway.http.errors import ApiError, model_not_found, not_found, unavailable, unsupported
 from gateway.http.limits import Limits, parse_object
@@ -34,7 +36,7 @@ from gateway.wire.beams import check_beams
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, ServiceTier, check_chat
 from gateway.wire.shapes import Head
-from gateway.wire.streams import Stream, Writer
+from gateway.wire.streams import KeptStream, Stream, Writer
 from gateway.wire.strict import Body, StrictBody, read
 from gateway.wire.structured import Form, answer_form, form_of
 from gateway.wire.tools.use import ToolUse
@@ -75,18 +77,35 @@ class Intake:
         self._prompts = FairThreads(2, _PROMPT_BYTES)
         self._counts = FairThreads(1, _COUNTED_BYTES)
 
-    def prompting(self, tenant: Tenant) -> Prompting:
-        return Prompting(self._service, self.ignore, self._prompts, tenant.name)
+    def prompting(self, tenant: Tenant, lane: Lane) -> Prompting:
+        return self._prompting(tenant, lane, self._prompts)
 
     def counting(self, tenant: Tenant) -> Prompting:
         """Returns what makes tokens for their own sake: in a thread apart, so that no prompt stands behind them."""
-        return Prompting(self._service, self.ignore, self._counts, tenant.name)
+        return self._prompting(tenant, tenant.default_lane, self._counts)
+
+    def _prompting(self, tenant: Tenant, lane: Lane, threads: FairThreads) -> Prompting:
+        note_refused = partial(self._service.metrics.note_refused, lane)
+        return Prompting(
+            self._service.prompts,
+            self._service.options.limits,
+            threads,
+            tenant.name,
+            context_length=self._service.dispatch.context_length,
+            vocab_size=self._service.vocab_size,
+            ignore=self.ignore,
+            note_refused=note_refused,
+        )
 
     def client(self, http: HttpRequest) -> Client:
         """Raises 401 if keys are configured and the request has none of them."""
         if CLIENT in http.scope:
             return cast(Client, http.scope[CLIENT])
         return self._service.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+
+    def tenant(self, http: HttpRequest) -> str:
+        """Returns the name of the client's tenant, and raises like `client`."""
+        return self.client(http).tenant.name
 
     async def begin(
         self, http: HttpRequest, kind: type[Read], understand: Callable[[Read, Limits], Understood]
@@ -190,14 +209,20 @@ class Intake:
         *,
         echoes: Sequence[str] = (),
         in_full: bool = False,
+        keep: Keep | None = None,
+        keeps: bool = False,
     ) -> LiveReply:
         """Returns the reply that a writer makes of the answers to prompts.
+
+        Args:
+            keep: is given the whole reply before the last of it is sent.
+            keeps: whether a stream keeps what it brings; with `keep` it does.
 
         Raises:
             ApiError: 400, if a prompt does not fit; 429, if it is more than the client's quota has left.
         """
         requests = await self.requests(params, {f"{id}-{i}": prompt for i, prompt in enumerate(prompts)})
-        stream = Stream(
+        stream = (KeptStream if keeps or keep else Stream)(
             requests,
             await self.reserve(params.client, requests),
             writer if params.body.stream else None,
@@ -205,7 +230,7 @@ class Intake:
             echoes=echoes,
             in_full=in_full,
         )
-        return LiveReply(self._service, stream, writer)
+        return LiveReply(self._service, stream, writer, keep)
 
     def form(self, body: ChatBody | CompletionBody) -> Form | None:
         return form_of(body, self._service.options.limits, answer_form(body.response_format))
@@ -240,15 +265,20 @@ class Intake:
         Raises:
             ApiError: 429, if there is none.
         """
-        try:
+        with self._noting_refusals(Lane(requests[0].lane)):
             return await self._service.quotas.reserve(
                 client,
                 sum(request.num_prompt_tokens for request in requests),
                 sum(request.n * request.sampling.max_tokens for request in requests),
                 requests[0].request_id,
             )
+
+    @contextlib.contextmanager
+    def _noting_refusals(self, lane: Lane) -> Iterator[None]:
+        try:
+            yield
         except ApiError as error:
-            self._service.metrics.note_refused(Lane(requests[0].lane), error.code or "quota")
+            self._service.metrics.note_refused(lane, str(error.code))
             raise
 
     @contextlib.asynccontextmanager
@@ -262,17 +292,15 @@ class Intake:
         """
         requests_only = Client(client.tenant, replace(client.quota, tokens_per_minute=None))
         lease_id = f"count-{secrets.token_hex(16)}"
-        reservation = await self._service.quotas.reserve(requests_only, 0, 0, lease_id)
+        with self._noting_refusals(client.tenant.default_lane):
+            reservation = await self._service.quotas.reserve(requests_only, 0, 0, lease_id)
         try:
             yield reservation.headers
         finally:
             reservation.end(0)
 
     async def recording(self, tenant: str, recording_id: str) -> Recording:
-        """
-        Raises:
-            ApiError: 404, if the tenant has none of this id; 503, if that cannot be said now.
-        """
+        """Returns the tenant's recording; raises 404 if there is none, 503 if that cannot be said now."""
         recording = await self.find_recording(tenant, recording_id)
         if recording is None:
             self._service.dispatch.check_open()  # what was interrupted is known when the model is loaded
@@ -288,9 +316,11 @@ class Intake:
                 f"The store did not answer for {INSIST_S:g} seconds.", "store_unavailable"
             ) from None
 
-    async def prompt(self, params: GenerationParams, body: ChatBody) -> tuple[list[int], GenerationParams]:
-        """Returns the tokens of a conversation, and the params with what its tools come to."""
-        prompt, use = await self.prompting(params.tenant).conversation(body)
+    async def prompt(
+        self, params: GenerationParams, body: ChatBody, before: Sequence[int] = ()
+    ) -> tuple[list[int], GenerationParams]:
+        """Returns the tokens of a conversation, and the params with what its tools come to; see Prompting."""
+        prompt, use = await self.prompting(params.tenant, params.lane).conversation(body, before)
         shows_reasoning = body.include_reasoning is not False
         return prompt, await self.with_tools(params, prompt, use, shows_reasoning=shows_reasoning)
 
@@ -337,3 +367,14 @@ def route(path: str, **handlers: Handler) -> Route:
         return await handlers["GET" if http.method == "HEAD" else http.method](http)
 
     return Route(path, handle, methods=list(handlers))
+
+
+class Endpoints(ABC):
+    """Some endpoints of one service."""
+
+    def __init__(self, service: Service, intake: Intake) -> None:
+        self._service = service
+        self._intake = intake
+
+    @abstractmethod
+    def routes(self) -> list[Route]: ...

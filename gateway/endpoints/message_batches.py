@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, ClassVar
@@ -15,7 +14,7 @@ from starlette.routing import Route
 from gateway.endpoints.batches import MAX_LISTED
 from gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from gateway.endpoints.files import begun
-from gateway.endpoints.intake import Intake, route
+from gateway.endpoints.intake import Endpoints, Intake, route
 from gateway.http.errors import invalid, not_found
 from gateway.http.off_loop import off_loop
 from gateway.service import Service
@@ -50,12 +49,12 @@ class MessageBatchBody(StrictBody):
     requests: Annotated[list[BatchedMessage], Field(min_length=1)]
 
 
-class MessageBatchesApi:
+class MessageBatchesApi(Endpoints):
     """The batches of messages of one service."""
 
     def __init__(self, service: Service, intake: Intake, files: Files, batches: Batches) -> None:
+        super().__init__(service, intake)
         self._store = service.store
-        self._intake = intake
         self._files = files
         self._batches = batches
 
@@ -69,7 +68,7 @@ class MessageBatchesApi:
         ]
 
     async def create(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         body = await self._intake.read(http, MessageBatchBody)
         _check_requests(body.requests)
         content = await off_loop(len(await http.body()), _input_of, body)
@@ -94,13 +93,13 @@ class MessageBatchesApi:
         return Json(shown)
 
     async def list_batches(self, http: HttpRequest) -> Response:
-        tenant = self._tenant(http)
+        tenant = self._intake.tenant(http)
         query = validated(CursorQuery, http.query_params)
         with answering():
             known = await self._store.list(KIND, tenant, MAX_LISTED)
             ids, has_more = window([id for id in known if MESSAGE_BATCH_ID.fullmatch(id)], query)
-            read = await asyncio.gather(*(BATCHES.get(self._store, tenant, id, keep=False) for id in ids))
-        shown = [message_batch(batch, _url(http, batch.id)) for batch in read if batch is not None]
+            read = await BATCHES.some(self._store, tenant, ids)
+        shown = [message_batch(batch, _url(http, batch.id)) for batch in read]
         return Json(cursor_page(shown, ids, has_more=has_more))
 
     async def show(self, http: HttpRequest) -> Response:
@@ -110,10 +109,10 @@ class MessageBatchesApi:
         """Cancels a batch, or shows it if it has ended."""
         found = await self._found(http)
         with answering():
-            return self._shown(http, await self._batches.cancel(self._tenant(http), found.id) or found)
+            return self._shown(http, await self._batches.cancel(self._intake.tenant(http), found.id) or found)
 
     async def delete(self, http: HttpRequest) -> Response:
-        tenant, batch = self._tenant(http), await self._ended(http)
+        tenant, batch = self._intake.tenant(http), await self._ended(http)
         for file in await self._files.all(tenant):
             if file.id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
                 await self._files.delete(tenant, file)
@@ -122,7 +121,7 @@ class MessageBatchesApi:
         return Json({"id": batch.id, "type": "message_batch_deleted"})
 
     async def results(self, http: HttpRequest) -> Response:
-        tenant, batch = self._tenant(http), await self._ended(http)
+        tenant, batch = self._intake.tenant(http), await self._ended(http)
         parts = await begun(self._results(tenant, batch))
         return StreamingResponse(parts, media_type="application/x-jsonl")
 
@@ -138,12 +137,9 @@ class MessageBatchesApi:
             async for lines in self._files.lines(tenant, files[batch.input_file_id], MAX_RESULT_BYTES):
                 yield await off_loop(sum(map(len, lines)), left_results, lines, told, batch)
 
-    def _tenant(self, http: HttpRequest) -> str:
-        return self._intake.client(http).tenant.name
-
     async def _found(self, http: HttpRequest) -> Batch:
         """The batch that the path names; a stranger is told nothing about ids."""
-        tenant, batch_id = self._tenant(http), http.path_params["message_batch_id"]
+        tenant, batch_id = self._intake.tenant(http), http.path_params["message_batch_id"]
         with answering():
             known = MESSAGE_BATCH_ID.fullmatch(batch_id) is not None
             batch = await BATCHES.get(self._store, tenant, batch_id, keep=False) if known else None

@@ -8,17 +8,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Intake, route
+from gateway.endpoints.intake import Endpoints, route
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody, as_chat
 from gateway.wire.anthropic.messages import MessageWriter
 from gateway.wire.frames import Json
 
 
-class MessagesApi:
+class MessagesApi(Endpoints):
     """Messages of one service."""
-
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
 
     def routes(self) -> list[Route]:
         return [

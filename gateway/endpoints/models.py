@@ -1,43 +1,92 @@
-"""The small endpoints: tokens, and which prompts are cached."""
+"""The names of the model, in OpenAI's format or in Anthropic's; its tokens; and which prompts are cached."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Intake
+from gateway.endpoints.cursors import CursorQuery, cursor_page, window
+from gateway.endpoints.intake import Endpoints, route
 from gateway.endpoints.params import salt_of, salts_of
 from gateway.endpoints.prompting import Prompting
 from gateway.http.errors import invalid
 from gateway.http.limits import parse_messages
 from gateway.http.off_loop import off_loop
-from gateway.service import Service
+from gateway.http.refusals import speaks_anthropic
 from gateway.sessions.prefixes.sharing import parse_token_ids
 from gateway.wire.frames import Json
 from gateway.wire.prompts import check_token_ids
 from gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody
-from gateway.wire.strict import read
+from gateway.wire.strict import read, validated
 from gateway.wire.tools.use import tool_use
 
 _MOST_PREFIXES = 100
 
 
-class Api:
-    """The tokens of one service's model, and the prefixes that it has cached."""
-
-    def __init__(self, service: Service, intake: Intake) -> None:
-        self._service = service
-        self._intake = intake
+class ModelsApi(Endpoints):
+    """The names under which one service serves its model."""
 
     def routes(self) -> list[Route]:
         return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/v1/prefixes", self.list_prefixes, methods=["GET"]),
-            Route("/v1/prefixes/locate", self.locate, methods=["GET", "POST"]),
+            route("/v1/models", GET=self.list_models),
+            route("/v1/models/{name:path}", GET=self.show),
+        ]
+
+    async def list_models(self, http: HttpRequest) -> Response:
+        self._intake.client(http)
+        names = self._service.options.models
+        if not speaks_anthropic(http):
+            return Json({"object": "list", "data": [self._model(name) for name in names]})
+        ids, has_more = window(names, validated(CursorQuery, http.query_params))
+        return Json(cursor_page([self._model_info(name) for name in ids], ids, has_more=has_more))
+
+    async def show(self, http: HttpRequest) -> Response:
+        self._intake.client(http)
+        name = http.path_params["name"]
+        self._intake.check_model(name)
+        return Json(self._model_info(name) if speaks_anthropic(http) else self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        """The model as OpenAI's API shows it."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._service.options.created,
+            "owned_by": "penstock",
+            "root": self._service.options.models[0],
+            "max_model_len": self._service.dispatch.context_length,
+            "defaults": asdict(self._service.options.defaults),
+        }
+
+    def _model_info(self, name: str) -> dict[str, Any]:
+        """The model as Anthropic's API shows it."""
+        context_length = self._service.dispatch.context_length
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": f"{datetime.fromtimestamp(self._service.options.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
+            "lifecycle": "active",
+            "max_input_tokens": context_length,
+            "max_tokens": context_length,
+        }
+
+
+class TokensApi(Endpoints):
+    """The tokens of one service's model, and the prefixes that it has cached."""
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/tokenize", POST=self.tokenize),
+            route("/detokenize", POST=self.detokenize),
+            route("/v1/prefixes", GET=self.list_prefixes),
+            route("/v1/prefixes/locate", GET=self.locate, POST=self.locate),
         ]
 
     async def tokenize(self, http: HttpRequest) -> Response:

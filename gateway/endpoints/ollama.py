@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.endpoints.embeddings import EmbeddingsApi
-from gateway.endpoints.intake import Arrival, Intake, Read, route
+from gateway.endpoints.intake import Arrival, Endpoints, Intake, Read, route
 from gateway.http.limits import Limits
 from gateway.service import Service
 from gateway.wire.embeddings import Embedded
@@ -40,12 +40,11 @@ _NEVER = "9999-12-31T23:59:59Z"
 """The time at which the model is to be unloaded."""
 
 
-class OllamaApi:
+class OllamaApi(Endpoints):
     """The Ollama API of one service."""
 
     def __init__(self, service: Service, intake: Intake, embeddings: EmbeddingsApi) -> None:
-        self._service = service
-        self._intake = intake
+        super().__init__(service, intake)
         self._embeddings = embeddings
 
     def routes(self) -> list[Route]:
@@ -82,20 +81,22 @@ class OllamaApi:
         params = await self._intake.chat(came, asked.chat, may_be_fewer=True)
         self._intake.check_room(params, came.num_bytes)
         if asked.raw is None:
-            prompt, params = await self._intake.prompt(params, asked.chat)
+            prompt, params = await self._intake.prompt(params, asked.chat, asked.context)
         else:
-            prompt = await self._intake.prompting(params.tenant).encode_text(
+            prompt = await self._intake.prompting(params.tenant, params.lane).encode_text(
                 asked.raw, "prompt", suffix=asked.suffix or ""
             )
         head = self._intake.head(secrets.token_hex(16), asked.model, params.lane)
+        tells_context = not is_chat and asked.raw is None
         writer = LineWriter(
             head,
             is_chat=is_chat,
+            tells_context=tells_context,
             parser=params.reading.parser(head.id),
             tokens=self._service.tokenizer if asked.chat.logprobs else None,
             num_top=asked.chat.top_logprobs or 0,
         )
-        return await self._intake.reply(params, [prompt], head.id, writer)
+        return await self._intake.reply(params, [prompt], head.id, writer, keeps=tells_context)
 
     async def embed(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, OllamaEmbedBody, understand_embed)
@@ -117,7 +118,7 @@ class OllamaApi:
             return Json(nothing)
         lane = self._intake.admit(came, body.model, body.service_tier)
         longest = self._service.dispatch.context_length - 1 if asked.truncates else None
-        encode = self._intake.prompting(came.tenant).encode_texts
+        encode = self._intake.prompting(came.tenant, lane).encode_texts
         prompts = await encode(asked.texts, field, body, longest=longest)
         return await self._embeddings.reply(came, lane, prompts, f"embd-{secrets.token_hex(16)}", writer)
 

@@ -57,10 +57,7 @@ class OpenApi:
         return json.dumps(self.document()).encode()
 
     def document(self) -> JsonSchema:
-        """
-        Raises:
-            LookupError: a route is not in OPERATIONS.
-        """
+        """Returns the description; raises LookupError if a route is not in OPERATIONS."""
         named = [(re.sub(r":\w+}", "}", route.path), route.methods or set()) for route in self._routes]
         found = [
             (path, method, OPERATIONS[path][method])

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.endpoints.intake import route
 from gateway.service import Service
 from gateway.wire.frames import Json
 
@@ -21,13 +22,12 @@ class OperatorApi:
         self._service = service
 
     def routes(self, *, with_metrics: bool) -> list[Route]:
-        metrics = [Route("/metrics", self.metrics, methods=["GET"])] if with_metrics else []
         return [
-            Route("/health", self.health, methods=["GET"]),
-            Route("/ready", self.ready, methods=["GET"]),
-            Route("/load", self.load, methods=["GET"]),
-            Route("/version", self.version, methods=["GET"]),
-            *metrics,
+            route("/health", GET=self.health),
+            route("/ready", GET=self.ready),
+            route("/load", GET=self.load),
+            route("/version", GET=self.version),
+            *([route("/metrics", GET=self.metrics)] if with_metrics else ()),
         ]
 
     async def health(self, _: HttpRequest) -> Response:

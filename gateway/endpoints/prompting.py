@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from http import HTTPStatus
+from typing import Any, TypeVar
 
-from gateway.http.errors import invalid
+from gateway.http.errors import ApiError, invalid
+from gateway.http.limits import Limits
 from gateway.http.off_loop import FairThreads, off_loop
-from gateway.service import ServiceOptions
+from gateway.sessions.responses.objects import response_tools
+from gateway.sessions.responses.schemas import ResponseBody
+from gateway.sessions.responses.threads import Message as ThreadMessage
+from gateway.sessions.responses.threads import Thread, extend, num_chars
 from gateway.wire.beams import width_field
 from gateway.wire.conversation import (
     as_dict,
@@ -32,38 +38,36 @@ TEXT_CHARS = 80
 _Result = TypeVar("_Result")
 
 
-class Bounded(Protocol):
-    @property
-    def context_length(self) -> int: ...
-
-
-class Prompted(Protocol):
-    """What prompts are made and bounded by: a Service, or what a switch has in place of one."""
-
-    @property
-    def prompts(self) -> Prompts: ...
-
-    @property
-    def options(self) -> ServiceOptions: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def dispatch(self) -> Bounded: ...
-
-
 class Prompting:
     """Makes the prompts of one tenant's requests."""
 
     def __init__(
-        self, service: Prompted, ignore: Callable[[str], None], threads: FairThreads, tenant: str
+        self,
+        prompts: Prompts,
+        limits: Limits,
+        threads: FairThreads,
+        tenant: str,
+        *,
+        context_length: int = sys.maxsize,
+        vocab_size: int | None = None,
+        ignore: Callable[[str], None] = lambda _: None,
+        note_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`ignore` is told of each field of which nothing comes; long texts are tokenised in `threads`."""
-        self._service = service
-        self._ignore = ignore
+        """
+        Args:
+            threads: long texts are tokenised there.
+            vocab_size: of the model, whose tokenizer may have more tokens.
+            ignore: is told of each field of which nothing comes.
+            note_refused: is told why, if too much of the tenant's work waits.
+        """
+        self._prompts = prompts
+        self._limits = limits
         self._threads = threads
         self._tenant = tenant
+        self._context_length = context_length
+        self._vocab_size = vocab_size or prompts.tokenizer.vocab_size
+        self._ignore = ignore
+        self._note_refused = note_refused
 
     async def run(self, size: int, work: Callable[[], _Result]) -> _Result:
         """Returns the result of work with the tokenizer on texts of about `size` characters.
@@ -71,7 +75,12 @@ class Prompting:
         Raises:
             ApiError: 429, if too much of the tenant's work waits already.
         """
-        return await self._threads.run(self._tenant, size, work)
+        try:
+            return await self._threads.run(self._tenant, size, work)
+        except ApiError as error:
+            if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+                self._note_refused(str(error.code))
+            raise
 
     async def encode_chat(
         self,
@@ -88,7 +97,7 @@ class Prompting:
         self.check_length(num_chars, "messages")
 
         def encode() -> list[int]:
-            return self._service.prompts.chat(
+            return self._prompts.chat(
                 [as_dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 continues=continues,
@@ -98,8 +107,14 @@ class Prompting:
 
         return await self.run(num_chars + MESSAGE_CHARS * len(messages), encode)
 
-    async def conversation(self, body: ChatBody) -> tuple[list[int], ToolUse]:
-        """Returns the tokens of a conversation, and the tools that it may call."""
+    async def conversation(self, body: ChatBody, before: Sequence[int] = ()) -> tuple[list[int], ToolUse]:
+        """Returns the tokens of a conversation, and the tools that it may call.
+
+        Args:
+            before: the tokens of what was said before.
+        """
+        if before:
+            self.check_prompt_ids(before, "context")
         use, continues = chat_tools(body), bool(body.continue_final_message)
         prompt = await self.encode_chat(
             body.messages,
@@ -108,7 +123,27 @@ class Prompting:
             add_generation_prompt=body.add_generation_prompt is not False and not continues,
             continues=continues,
         )
-        return truncated(prompt, body), use
+        return truncated(self._prompts.behind(before, prompt) if before else prompt, body), use
+
+    def turn(self, body: ResponseBody) -> Callable[[Thread, Sequence[ThreadMessage]], Awaitable[list[int]]]:
+        """Returns what makes the tokens of a response's turn, which goes on from a thread with new messages."""
+        effort = None if body.reasoning is None else body.reasoning.effort
+        variables = self.variables(body.chat_template_kwargs, effort)
+        make = partial(extend, self._prompts, instructions=body.instructions, variables=variables)
+        use = response_tools(body)
+
+        async def encode(thread: Thread, new: Sequence[ThreadMessage]) -> list[int]:
+            messages = (*thread.messages, *new)
+            num_said = sum(map(num_chars, messages)) + len(body.instructions or "") + use.num_chars
+            self.check_length(num_said, "input")
+            size = num_said + MESSAGE_CHARS * len(messages) + len(thread.token_ids)
+            try:
+                return await self.run(size, partial(make, thread, new, tools=use.tools))
+            except ApiError as error:
+                param = "input" if error.param == "messages" else error.param
+                raise invalid(error.message, param, error.code) from None
+
+        return encode
 
     async def branched(self, asked: Decisions) -> tuple[list[int], list[list[int]]]:
         """The tokens that all questions have in common, and those that each has after them."""
@@ -116,7 +151,7 @@ class Prompting:
         num_shared = sum(len(message["content"]) for message in messages)
         self.check_length(num_shared + max(map(len, texts)), asked.field)
         num_texts = len(messages) + len(texts)
-        branched = partial(self._service.prompts.branched, messages, LEAD, texts, thinking_switches(False))
+        branched = partial(self._prompts.branched, messages, LEAD, texts, thinking_switches(False))
         return await self.run(num_shared + sum(map(len, texts)) + MESSAGE_CHARS * num_texts, branched)
 
     def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
@@ -125,8 +160,8 @@ class Prompting:
         Raises:
             ApiError: 400 for what is not the client's to tell.
         """
-        variables, known = dict(given or {}), self._service.prompts.variables
-        self._service.prompts.check_variables(variables, "chat_template_kwargs")
+        variables, known = dict(given or {}), self._prompts.variables
+        self._prompts.check_variables(variables, "chat_template_kwargs")
         if reasoning_effort is not None:
             switches = [name for name in ("enable_thinking", "thinking") if name in known]
             if "reasoning_effort" in known:
@@ -139,7 +174,7 @@ class Prompting:
 
     async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)
-        limits, num_prompts = self._service.options.limits, len(texts) + len(token_ids)
+        limits, num_prompts = self._limits, len(texts) + len(token_ids)
         if not num_prompts or num_prompts > limits.max_prompts:
             raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
         if num_prompts * body.num_generated > limits.max_choices:
@@ -150,13 +185,13 @@ class Prompting:
         if token_ids:
             return await self._checked(token_ids, "prompt", body)
         if body.suffix:
-            return await self._encoded(texts, "prompt", self._service.prompts.around, body.suffix)
-        encode = partial(self._service.prompts.text, add_special=body.add_special_tokens is not False)
+            return await self._encoded(texts, "prompt", self._prompts.around, body.suffix)
+        encode = partial(self._prompts.text, add_special=body.add_special_tokens is not False)
         return [truncated(prompt, body) for prompt in await self._encoded(texts, "prompt", encode)]
 
     async def encode_inputs(self, body: EmbeddingsBody) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.input), _split_prompt, body.input)
-        most, add_special = self._service.options.limits.max_inputs, body.add_special_tokens is not False
+        most, add_special = self._limits.max_inputs, body.add_special_tokens is not False
         if not 1 <= len(texts) + len(token_ids) <= most:
             raise invalid(f"'input' must be 1 to {most} texts.", "input")
         if texts:
@@ -174,8 +209,8 @@ class Prompting:
     ) -> list[list[int]]:
         """Returns the tokens of texts to be embedded; at most the first `longest` of each, if it is given."""
         if longest is not None:
-            texts = [text[: longest * self._service.options.limits.max_bytes_per_token] for text in texts]
-        encode = partial(self._service.prompts.text, add_special=add_special)
+            texts = [text[: longest * self._limits.max_bytes_per_token] for text in texts]
+        encode = partial(self._prompts.text, add_special=add_special)
         prompts = await self._encoded(texts, field, encode)
         return await self._checked([prompt[:longest] for prompt in prompts], field, body)
 
@@ -194,8 +229,8 @@ class Prompting:
         self, text: str, field: str, *, add_special: bool = True, suffix: str = ""
     ) -> list[int]:
         """Returns the tokens of a text; with a `suffix`, those that ask for the text between the two."""
-        encode = partial(self._service.prompts.text, add_special=add_special)
-        around = self._service.prompts.around
+        encode = partial(self._prompts.text, add_special=add_special)
+        around = self._prompts.around
         (token_ids,) = await self._encoded([text], field, around if suffix else encode, suffix)
         return token_ids
 
@@ -222,15 +257,14 @@ class Prompting:
     def check_prompt_ids(self, prompt: Sequence[int], field: str = "prompt") -> None:
         if not prompt:
             raise invalid(f"'{field}' must not have an empty list of tokens.", field)
-        if len(prompt) >= self._service.dispatch.context_length:
-            raise context_exceeded(self._service.dispatch.context_length, f"{len(prompt)} tokens", field)
-        check_token_ids(prompt, self._service.vocab_size, field)
+        if len(prompt) >= self._context_length:
+            raise context_exceeded(self._context_length, f"{len(prompt)} tokens", field)
+        check_token_ids(prompt, self._vocab_size, field)
 
     def check_length(self, num_chars: int, field: str) -> None:
         """Refuses a text that is too long whatever its tokens are, before it is tokenised."""
-        context_length = self._service.dispatch.context_length
-        if num_chars > context_length * self._service.options.limits.max_bytes_per_token:
-            raise context_exceeded(context_length, f"{num_chars} characters", field)
+        if num_chars > self._context_length * self._limits.max_bytes_per_token:
+            raise context_exceeded(self._context_length, f"{num_chars} characters", field)
 
 
 def truncated(prompt: list[int], body: Sampled | Embedded) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -13,45 +14,22 @@ from starlette.types import Receive, Scope, Send
 from gateway.access.quotas import Reservation
 from gateway.http.background import meanwhile
 from gateway.http.connections import Connection
-from gateway.http.errors import ApiError, invalid
+from gateway.http.errors import invalid
 from gateway.http.off_loop import off_loop
 from gateway.service import Service
 from gateway.sessions.recordings.reader import Reader
-from gateway.wire.frames import json_pieces
+from gateway.wire.frames import at_once, json_pieces
 from gateway.wire.streams import Stream, WholeWriter
 
 _NUMBER_BYTES = 8
 """The number of bytes that are as much work to read as a number of an embedding, or a score, is to write."""
 
 
-class Source(Protocol):
-    """A generation as one connection is sent it."""
-
-    connection: Connection
-    media_type: str
-
-    @property
-    def at_end(self) -> bool:
-        """Whether nothing comes any more."""
-
-    @property
-    def refusal(self) -> ApiError | None:
-        """The error that is the whole reply if nothing of it was sent yet."""
-
-    async def news(self) -> None:
-        """Returns when there is something to send, or the connection is gone."""
-
-    def take(self) -> bytes:
-        """Returns all that there is to say now; empty, for example, while a character is incomplete."""
-
-    def keepalive(self) -> bytes:
-        """Returns a frame that says that the client is not forgotten."""
-
-    async def end(self) -> None:
-        """Returns when the generation has ended, or the connection is gone."""
+Keep = Callable[[dict[str, Any]], Awaitable[None]]
+"""A Keep takes a whole reply's JSON."""
 
 
-SourceT = TypeVar("SourceT", bound=Source)
+SourceT = TypeVar("SourceT", Stream, Reader)
 
 
 class Reply(Response, Generic[SourceT]):
@@ -61,7 +39,7 @@ class Reply(Response, Generic[SourceT]):
         self, service: Service, source: SourceT, reservation: Reservation | None, *, streamed: bool
     ) -> None:
         self._service = service
-        self._source = source
+        self._source: SourceT = source
         self._streamed = streamed
         self._quota_headers = {} if reservation is None else reservation.headers
         self.background = None
@@ -94,18 +72,21 @@ class Reply(Response, Generic[SourceT]):
             finally:
                 self._leave()
 
+    async def _end_stream(self) -> None:
+        """Does what is to be done before the last of a stream is sent."""
+
     async def _send_stream(self) -> None:
         source, connection = self._source, self._source.connection
         while not source.at_end:
             await source.news()
             if connection.gone:
                 return
-            if (
-                not connection.committed
-            ):  # from here on the status is 200: an error before this is a plain one
-                self._check()
+            if not connection.committed:
+                self._check()  # from here on the status is 200: an error before this is a plain one
                 await connection.commit({"content-type": source.media_type, **self._quota_headers})
             body = source.take()
+            if source.at_end:
+                await self._end_stream()
             if connection.overdue:
                 connection.overdue = False
                 body = body or source.keepalive()
@@ -123,9 +104,13 @@ class LiveReply(Reply[Stream]):
     Its requests are cancelled the moment their client is gone, whatever state they are in.
     """
 
-    def __init__(self, service: Service, stream: Stream, writer: WholeWriter) -> None:
+    def __init__(
+        self, service: Service, stream: Stream, writer: WholeWriter, keep: Keep | None = None
+    ) -> None:
+        """`keep` is given the whole reply before the last of it is sent; a stream is then a KeptStream."""
         super().__init__(service, stream, stream.reservation, streamed=stream.is_streamed)
         self._writer = writer
+        self._keep = keep
 
     def _begin(self) -> None:
         self._service.dispatch.submit(self._source)
@@ -142,7 +127,14 @@ class LiveReply(Reply[Stream]):
         deltas = sorted(stream.take_deltas(), key=lambda taken: taken[0])
         size = _NUMBER_BYTES * sum(len(delta.embedding or delta.scores or ()) for _, delta in deltas)
         body = await off_loop(size, self._writer.whole, stream, deltas)
+        if self._keep is not None:
+            await self._keep(body := at_once(body))
         await stream.connection.send_whole(json_pieces(body), headers)
+
+    async def _end_stream(self) -> None:
+        stream = self._source
+        if self._keep is not None and stream.finished and stream.error is None:
+            await self._keep(at_once(self._writer.whole(stream, sorted(stream.kept.items()))))
 
 
 class Attached(Reply[Reader]):

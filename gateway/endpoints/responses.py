@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.access.idempotency import idempotency_key, not_here
-from gateway.endpoints.intake import Intake, as_sent, route
+from gateway.endpoints.intake import Endpoints, Intake, as_sent, route
 from gateway.endpoints.params import GenerationParams
-from gateway.endpoints.prompting import MESSAGE_CHARS, Prompting
+from gateway.endpoints.prompting import Prompting
 from gateway.endpoints.replies import Attached
 from gateway.http.errors import ApiError, gone, invalid
 from gateway.service import Service
@@ -49,12 +48,11 @@ from gateway.sessions.responses.schemas import (
     text_form,
 )
 from gateway.sessions.responses.script import script
-from gateway.sessions.responses.threads import Message, Thread, extend, num_chars, since, turns
+from gateway.sessions.responses.threads import Message, Thread, since, turns
 from gateway.store.interface import Key, StoreUnavailable
 from gateway.wire.frames import Json
 from gateway.wire.sampling import MaxTokens, lane_of
 from gateway.wire.structured import form_of
-from gateway.wire.tools.use import ToolUse
 
 _APPEND_ATTEMPTS = 3
 _ANSWER_SHARE = 8
@@ -72,12 +70,11 @@ class _Turn:
     """Whether it goes on for a while when its client is gone."""
 
 
-class ResponsesApi:
+class ResponsesApi(Endpoints):
     """The responses of one service."""
 
     def __init__(self, service: Service, intake: Intake) -> None:
-        self._service = service
-        self._intake = intake
+        super().__init__(service, intake)
         self._locks = ConversationLocks()
         service.recordings.on_end[KIND] = self.on_end
         service.recordings.scripts[KIND] = partial(script, service.tokenizer)
@@ -138,7 +135,9 @@ class ResponsesApi:
 
     async def _submit(self, turn: _Turn, items: list[Item], thread: Thread) -> Recording:
         body, use = turn.body, response_tools(turn.body)
-        prompt = await self.prompt(body, items, thread, self._intake.prompting(turn.params.tenant))
+        prompt = await self.prompt(
+            body, items, thread, self._intake.prompting(turn.params.tenant, turn.params.lane)
+        )
         params = await self._intake.with_tools(turn.params, prompt, use)
         [request] = await self._intake.requests(params, {turn.id: prompt})
         outlives = bool(body.background) or turn.resumable
@@ -158,14 +157,7 @@ class ResponsesApi:
         self, body: ResponseBody, items: list[Item], thread: Thread, prompting: Prompting
     ) -> list[int]:
         """Returns the tokens of a turn that goes on from a thread with these items."""
-        effort = None if body.reasoning is None else body.reasoning.effort
-        encode = partial(
-            self._prompt,
-            prompting,
-            instructions=body.instructions,
-            use=response_tools(body),
-            variables=prompting.variables(body.chat_template_kwargs, effort),
-        )
+        encode = prompting.turn(body)
         if body.truncation == "auto":
             return await self._shortened(thread, as_messages(items), body.max_output_tokens, encode)
         return await encode(thread, as_messages(items))
@@ -233,37 +225,6 @@ class ResponsesApi:
                 found, high = prompt, middle
         return found or await encode(replace(thread, messages=since(messages, max(starts, default=0))), ())
 
-    async def _prompt(
-        self,
-        prompting: Prompting,
-        thread: Thread,
-        new_messages: Sequence[Message],
-        *,
-        instructions: str | None,
-        use: ToolUse,
-        variables: Mapping[str, Any],
-    ) -> list[int]:
-        messages = (*thread.messages, *new_messages)
-        num_said = sum(map(num_chars, messages)) + len(instructions or "") + use.num_chars
-        prompting.check_length(num_said, "input")
-
-        def encode() -> list[int]:
-            return extend(
-                self._service.prompts,
-                thread,
-                new_messages,
-                instructions=instructions,
-                tools=use.tools,
-                variables=variables,
-            )
-
-        try:
-            size = num_said + MESSAGE_CHARS * len(messages) + len(thread.token_ids)
-            return await prompting.run(size, encode)
-        except ApiError as error:
-            param = "input" if error.param == "messages" else error.param
-            raise invalid(error.message, param, error.code) from None
-
     def _reply(self, recording: Recording, body: ResponseBody) -> Response:
         if body.background and not body.stream:
             return Json(response(recording))
@@ -330,7 +291,7 @@ class ResponsesApi:
 
     def _asked(self, http: HttpRequest) -> tuple[str, str]:
         """Returns whose response it would be, and its id."""
-        tenant = self._intake.client(http).tenant.name
+        tenant = self._intake.tenant(http)
         return tenant, check_id("response_id", http.path_params["id"], "resp")
 
     async def _found(self, tenant: str, response_id: str) -> Recording | Record:

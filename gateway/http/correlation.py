@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 access_log = logging.getLogger("penstock.access")
@@ -20,9 +20,9 @@ ANTHROPIC_PATH = "/v1/messages"
 """The path below which clients know Anthropic's API: its errors, and its name for the request's id."""
 _PROBES = ("/health", "/ready", "/metrics")
 """The paths that are asked for every few seconds: the log has them at level debug alone."""
-_TRACE_HEADERS = (b"traceparent", b"tracestate")
-TICKET_HEADER = b"x-penstock-ticket"
-_VALID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_TRACE_HEADERS = ("traceparent", "tracestate")
+TICKET_HEADER = "x-penstock-ticket"
+_VALID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_PATH_CHARS = 200
 
 
@@ -63,9 +63,13 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = _given(scope["headers"]) or f"req_{secrets.token_hex(12)}"
-        request = Correlation(request_id, scope["method"], scope["path"], _trace_headers(scope["headers"]))
-        request.ticket = _ticket(scope["headers"])
+        given = Headers(scope=scope)
+        usable = filter(_VALID.fullmatch, given.getlist("x-request-id"))
+        request_id = next(usable, "") or f"req_{secrets.token_hex(12)}"
+        traced = {name: given[name] for name in _TRACE_HEADERS if name in given}
+        request = Correlation(
+            request_id, scope["method"], scope["path"], traced, given.get(TICKET_HEADER, "")
+        )
         CORRELATION.set(request)
         began_s = time.perf_counter()
         answered, status = False, 0
@@ -120,18 +124,3 @@ def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) 
         request.trace_id and f", trace {request.trace_id}",
         extra={"fields": fields},
     )
-
-
-def _given(headers: list[tuple[bytes, bytes]]) -> str | None:
-    for name, value in headers:
-        if name == b"x-request-id" and _VALID.fullmatch(value):
-            return value.decode("ascii")
-    return None
-
-
-def _ticket(headers: list[tuple[bytes, bytes]]) -> str:
-    return next((value.decode("latin-1") for name, value in headers if name == TICKET_HEADER), "")
-
-
-def _trace_headers(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
-    return {name.decode(): value.decode("latin-1") for name, value in headers if name in _TRACE_HEADERS}

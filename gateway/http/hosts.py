@@ -11,6 +11,8 @@ from http import HTTPStatus
 
 from gateway.http.errors import ApiError
 
+FORWARDED_HOST = "x-forwarded-host"
+"""The header with the host that a client asked a switch for."""
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -44,6 +44,11 @@ class Records(Generic[T]):
         """The record, or None. With `keep` its time to live begins again."""
         key = Key(self.kind, tenant, id_)
         return await self._decoded(key, await store.get(key, self._ttl_s if keep else None))
+
+    async def some(self, store: Store, tenant: str, ids: Iterable[str]) -> list[T]:
+        """The records of these ids that there are. Looking at them does not keep them alive."""
+        read = await asyncio.gather(*(self.get(store, tenant, id_, keep=False) for id_ in ids))
+        return [record for record in read if record is not None]
 
     async def put(self, store: Store, tenant: str, id_: str, record: T) -> None:
         await store.put(Key(self.kind, tenant, id_), await self._encoded(record), self._ttl_s)

@@ -86,10 +86,7 @@ def _num_chars(message: Message) -> int:
 
 
 def chat_tools(body: ChatBody) -> ToolUse:
-    """
-    Raises:
-        ApiError: 400, if the choice and the tools do not fit each other.
-    """
+    """Returns the tools of a chat; raises 400 if the choice and the tools do not fit each other."""
     if body.functions is not None:
         return _function_use(body, body.functions)
     if body.function_call not in (None, "none", "auto"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import exp, fsum, log
 
 from gateway.wire.decisions import Asked, Option
-from gateway.wire.frames import timings_of, usage_of
+from gateway.wire.frames import response_usage_of, timings_of
 from gateway.wire.labels import Steps
 from gateway.wire.streams import Delta, Generation
 
@@ -26,17 +26,10 @@ class _Writer:
             (asked, *probabilities_of(labels, scores))
             for asked, labels in zip(self._asked, self._steps, strict=True)
         ]
-        usage = usage_of(generation)
         return {
             "model": self._model,
             "answers": self.answers(answers),
-            "usage": {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": 0,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.prompt_tokens,
-            },
+            "usage": response_usage_of(generation),
             "timings": timings_of(generation),
         }
 

@@ -314,10 +314,7 @@ class Decisions:
 
 
 def understand_decisions(body: DecisionsBody, _: Limits) -> Decisions:
-    """
-    Raises:
-        ApiError: 400, if two choices of a question are the same, or an output comes of no call.
-    """
+    """Returns the questions; raises 400 if two choices of one are the same, or an output comes of no call."""
     questions = [_asked(f"questions[{i}]", question) for i, question in enumerate(body.questions)]
     messages = _messages(body)
     if messages[-1]["role"] != "user":

@@ -14,7 +14,6 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gateway.http.errors import invalid
-from gateway.wire.frames import usage_of
 from gateway.wire.schemas import ServiceTier
 from gateway.wire.streams import Delta, Generation
 from gateway.wire.strict import STRICT, Many, StrictBody
@@ -161,7 +160,7 @@ def _embeddings(deltas: Iterable[tuple[int, Delta]]) -> list[list[float]]:
 
 
 def _usage(generation: Generation) -> dict[str, int]:
-    num_tokens = usage_of(generation).prompt_tokens
+    num_tokens = generation.num_prompt_tokens
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
+from typing import Any
 
 import orjson
 from starlette.responses import JSONResponse
@@ -54,48 +55,48 @@ def json_pieces(value: object) -> Iterator[bytes]:
         yield orjson.dumps(value)
 
 
+def at_once(value: object) -> Any:
+    """Returns a value whose iterators are lists."""
+    if isinstance(value, Iterator):
+        return list(map(at_once, value))
+    if isinstance(value, dict):
+        return {name: at_once(item) for name, item in value.items()}
+    return value
+
+
 KEEPALIVE = b": ping\n"
 """It has no blank line, at which clients that saw an `id:` would dispatch an empty event (openai-python #2722)."""
 DONE = b"data: [DONE]\n\n"
 OPENAI_PATH = "/v1/"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reasoning_tokens: int = 0
-    """The tokens of the completion that are reasoning."""
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-        }
+def usage_of(generation: Generation) -> dict[str, object]:
+    """Returns a reply's `usage`, as completions have it."""
+    num_prompt, num_output = generation.num_prompt_tokens, generation.num_output_tokens
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens},
+    }
 
 
-def usage_of(generation: Generation) -> Usage:
-    return Usage(
-        prompt_tokens=generation.num_prompt_tokens,
-        completion_tokens=generation.num_output_tokens,
-        cached_tokens=generation.num_cached_tokens,
-        reasoning_tokens=generation.num_reasoning_tokens,
-    )
+def response_usage_of(generation: Generation) -> dict[str, object]:
+    """Returns a reply's `usage`, as responses and decisions have it."""
+    num_prompt, num_output = generation.num_prompt_tokens, generation.num_output_tokens
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": generation.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens},
+        "total_tokens": num_prompt + num_output,
+    }
 
 
 def timings_of(generation: Generation) -> dict[str, object]:
-    lane = Lane(generation.requests[0].lane)
-    return timings_json(generation.timings, usage_of(generation), lane, generation.predicted_ttft_s)
-
-
-def timings_json(
-    timings: list[Timings], usage: Usage, lane: Lane, predicted_ttft_s: float | None
-) -> dict[str, object]:
     """Returns a reply's `timings`; of several choices: the first token's wait, the mean pace, the sums of counts."""
+    timings, predicted_s = generation.timings, generation.predicted_ttft_s
     first = min(timings, key=lambda t: t.first_token_s)
     drafts = _drafts(timings)
     paces = [pace for t in timings if (pace := seconds_per_output_token(t)) is not None]
@@ -103,9 +104,9 @@ def timings_json(
         "queue_ms": _ms(first.scheduled_s - first.arrival_s),
         "ttft_ms": _ms(first.first_token_s - first.arrival_s),
         "tpot_ms": _ms(sum(paces) / len(paces)) if paces else None,
-        "cached_tokens": usage.cached_tokens,
-        "prompt_tokens": usage.prompt_tokens,
-        "predicted_ttft_ms": None if predicted_ttft_s is None else _ms(predicted_ttft_s),
+        "cached_tokens": generation.num_cached_tokens,
+        "prompt_tokens": generation.num_prompt_tokens,
+        "predicted_ttft_ms": None if predicted_s is None else _ms(predicted_s),
         "preemptions": sum(t.num_preemptions for t in timings),
         "draft_tokens": sum(count.num_drafted for count in drafts.values()),
         "accepted_tokens": sum(count.num_accepted for count in drafts.values()),
@@ -119,7 +120,7 @@ def timings_json(
             for name, count in sorted(drafts.items())
         },
         "timeline": _timeline(first),
-        "lane": lane.label,
+        "lane": Lane(generation.requests[0].lane).label,
     }
 
 
@@ -200,7 +201,7 @@ class StreamWriter:
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
         frames, endings = [], []
         if self._usage_so_far:
-            self._usage = f',"usage":{json.dumps(usage_of(generation).as_json())}'
+            self._usage = f',"usage":{json.dumps(usage_of(generation))}'
             self._tail = self._tail_of("null", "")
         for index, delta in deltas:
             frames.append(self.chunk(index, delta))
@@ -213,7 +214,7 @@ class StreamWriter:
             frames.append(self.finish(index, reason, timings, has_calls=has_calls))
         if generation.finished and generation.error is None:
             if self._include_usage:
-                frames.append(self.usage(usage_of(generation)))
+                frames.append(self.usage(generation))
             frames.append(DONE)
         return b"".join(frames)
 
@@ -226,7 +227,7 @@ class StreamWriter:
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         choices = self._shape.answers(self._head.id, deltas, self._reading)
         body = self._shape.whole(self._head, choices)
-        return {**body, "usage": usage_of(generation).as_json(), "timings": timings_of(generation)}
+        return {**body, "usage": usage_of(generation), "timings": timings_of(generation)}
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """Returns the chunks that show what is new for one choice, without its end."""
@@ -300,8 +301,8 @@ class StreamWriter:
         tail = self._tail_of(f'"{finish_reason(reason, self._shape.called if has_calls else None)}"', extra)
         return f'{start},"logprobs":null{tail}'.encode("ascii")
 
-    def usage(self, usage: Usage) -> bytes:
-        body = f'{self._opening},"choices":[],"usage":{json.dumps(usage.as_json())}}}\n\n'
+    def usage(self, generation: Generation) -> bytes:
+        body = f'{self._opening},"choices":[],"usage":{json.dumps(usage_of(generation))}}}\n\n'
         return body.encode("ascii")
 
     def _tail_of(self, finish_reason: str, extra: str) -> str:

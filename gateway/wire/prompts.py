@@ -60,10 +60,7 @@ class Prompts:
     """One model's chat template and tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """
-        Raises:
-            jinja2.TemplateSyntaxError: the checkpoint's template is broken.
-        """
+        """Raises jinja2.TemplateSyntaxError if the checkpoint's template is broken."""
         self.tokenizer = tokenizer
         source, environment = tokenizer.chat_template, _environment()
         self._template = None if source is None else environment.from_string(source)
@@ -101,6 +98,12 @@ class Prompts:
         if not continues:
             return self._encode_rendered(self._render(marked, add_generation_prompt, context))
         return self._encode_rendered(_cut_after(self._render(marked, False, context), marked[-1]["content"]))
+
+    def behind(self, before: Sequence[int], turn: Sequence[int]) -> list[int]:
+        """Returns the tokens of a conversation with another turn, less what a template begins a text with."""
+        begin = self.tokenizer.special_tokens.get("bos_token", "") if "bos_token" in self.variables else ""
+        begins = bool(begin) and [*turn[:1]] == self.tokenizer.encode(begin, parse_special=True)
+        return [*before, *turn[begins:]]
 
     def branched(
         self,

@@ -98,6 +98,8 @@ class Generation:
         self.predicted_ttft_s: float | None = None
         """The forecast at admission of the time from arrival to the first token; of several requests, the longest."""
         self.left = False
+        self.kept: dict[int, Delta] = {}
+        """All that each choice brought, where it is kept to the end; see KeptStream."""
         self.reservation: Reservation | None = None
         """The part of the tenant's quota that it may use."""
         self.was_begun = False
@@ -220,10 +222,7 @@ class Writer(WholeWriter, Protocol):
 
 
 class Stream(Generation):
-    """A reply with one reader, over the connection that its request came by, with which it ends.
-
-    It is a `gateway.endpoints.replies.Source`.
-    """
+    """A reply with one reader, over the connection that its request came by, with which it ends."""
 
     def __init__(
         self,
@@ -249,6 +248,7 @@ class Stream(Generation):
         self.is_streamed = writer is not None
         self.media_type = "" if writer is None else writer.media_type
         self.at_end = False
+        """Whether nothing comes any more."""
         self._writer = writer
         self._first_choice = _first_choices(requests)
         self._echoes = {request.request_id: text for request, text in zip(requests, echoes, strict=False)}
@@ -289,17 +289,21 @@ class Stream(Generation):
 
     @property
     def refusal(self) -> ApiError | None:
+        """The error that is the whole reply if nothing of it was sent yet."""
         return self.error
 
     async def news(self) -> None:
+        """Returns when there is something to send, or the connection is gone."""
         if not (self._pending or self.ended or self.connection.overdue or self.connection.gone):
             await self.connection.sleep()
 
     async def end(self) -> None:
+        """Returns when the reply has ended."""
         while not self.ended:
             await self.connection.sleep()
 
     def take(self) -> bytes:
+        """Returns all that there is to say now; empty, for example, while a character is incomplete."""
         assert self._writer is not None
         frames, self.at_end = self._writer.news(self, self.take_deltas()), self.ended
         if self.error is not None:
@@ -336,6 +340,15 @@ class Stream(Generation):
         self._pending_bytes += len(output.text)
         if output.logprobs:
             self._pending_bytes += LOGPROB_BYTES * sum(1 + len(found.top) for found in output.logprobs)
+
+
+class KeptStream(Stream):
+    """A stream that keeps what it has sent, for what is made of the whole reply at its end."""
+
+    def receive(self, output: Output) -> None:
+        index = self._first_choice[output.request_id] + output.index
+        self.kept.setdefault(index, Delta()).add(output)
+        super().receive(output)
 
 
 def _first_choices(requests: list[Request]) -> dict[str, int]:

@@ -87,10 +87,7 @@ def read(
 
 
 def validated(kind: type[Body], values: Mapping[str, object]) -> Body:
-    """
-    Raises:
-        ApiError: 400 that names the first field that is wrong.
-    """
+    """Returns the checked values; raises 400 that names the first field that is wrong."""
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:

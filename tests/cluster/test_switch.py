@@ -289,6 +289,14 @@ async def test_a_file_may_be_larger_than_other_bodies() -> None:
         assert (await found.http.get(f"/v1/files/{made['id']}/content")).content == content
 
 
+async def test_the_page_may_upload_through_the_switch_and_no_other() -> None:
+    async with cluster(make_gateway("a")) as found:
+        form: Any = {"files": {"file": ("in.jsonl", b"x")}, "data": {"purpose": "batch"}}
+        for origin, status in ((str(found.http.base_url), 200), ("http://evil.example", 403)):
+            reply = await found.http.post("/v1/files", headers={"origin": origin}, **form)
+            assert reply.status_code == status, reply.text
+
+
 async def test_the_rest_is_answered_by_any_replica_or_by_the_switch() -> None:
     async with cluster(make_gateway("a"), make_gateway("b")) as found:
         models = [await found.http.get("/v1/models") for _ in range(4)]

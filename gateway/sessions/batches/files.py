@@ -5,7 +5,6 @@ No file is ever in memory as a whole: a part of it is, or one of its lines.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import secrets
@@ -85,10 +84,7 @@ class Upload:
         self.num_parts = 0
 
     async def write(self, data: bytes) -> None:
-        """
-        Raises:
-            ApiError: 400, if the tenant has no room for it; 503, while the store does not answer.
-        """
+        """Takes more of the file; raises 400 if the tenant has no room for it, 503 while the store does not answer."""
         self.num_bytes += len(data)
         self._files.arriving[self._tenant] += len(data)
         if self._files.arriving[self._tenant] > self.most_bytes:
@@ -154,10 +150,7 @@ class Files:
             self.arriving += Counter()  # without those that have none
 
     async def add(self, tenant: str, filename: str, purpose: str, content: bytes) -> File:
-        """
-        Raises:
-            ApiError: 400, if the tenant has no room for it.
-        """
+        """Adds a whole file; raises 400 if the tenant has no room for it."""
         async with self.uploading(tenant, len(content)) as upload:
             await upload.write(content)
             return await upload.finish(filename, purpose)
@@ -197,8 +190,7 @@ class Files:
         """All files of a tenant, the oldest first."""
         with answering():
             newest_first = await self._store.list(KIND, tenant, 2 * MAX_FILES)
-            read = (_FILES.get(self._store, tenant, id, keep=False) for id in reversed(newest_first))
-            return [file for file in await asyncio.gather(*read) if file is not None]
+            return await _FILES.some(self._store, tenant, reversed(newest_first))
 
     async def delete(self, tenant: str, file: File) -> None:
         with answering():

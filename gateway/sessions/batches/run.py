@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -61,11 +61,8 @@ class Answer:
     """The seconds until it is worth trying again, if there was no room."""
 
 
-class Ask(Protocol):
-    """Runs one request for a tenant, in the batch lane."""
-
-    async def __call__(self, tenant: str, endpoint: Endpoint, body: dict[str, Any]) -> Answer | None:
-        """Returns None if this process takes no work any more."""
+Ask = Callable[[str, Endpoint, dict[str, Any]], Awaitable[Answer | None]]
+"""An Ask runs one request for a tenant, in the batch lane; it returns None if this process takes no work any more."""
 
 
 class Run:

@@ -42,10 +42,7 @@ class Warming(Generation):
         self._over = asyncio.Event()
 
     async def over(self) -> None:
-        """
-        Raises:
-            ApiError: it failed.
-        """
+        """Returns when it has ended; raises what it failed with."""
         await self._over.wait()
         if self.error is not None:
             raise self.error

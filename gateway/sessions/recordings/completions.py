@@ -21,9 +21,15 @@ _NOTHING: tuple[tuple[int, ...], tuple[TokenLogprobs, ...]] = ((), ())
 
 
 def details_of(
-    head: Head, reading: Reading, *, stream: bool, include_usage: bool, num_choices: int = 1
+    head: Head,
+    reading: Reading,
+    *,
+    stream: bool,
+    include_usage: bool,
+    num_choices: int = 1,
+    stored: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns what a recording has to know of the request, as JSON."""
+    """Returns what a recording has to know of the request, as JSON; `stored` if its completion is to be stored."""
     return {
         "model": head.model,
         "service_tier": head.service_tier,
@@ -32,6 +38,7 @@ def details_of(
         "include_usage": include_usage,
         "reading": asdict(reading),
         "num_choices": num_choices,
+        "stored": stored,
     }
 
 
@@ -144,7 +151,7 @@ class CompletionFormat:
             for index, reason in sorted(recording.reasons.items())
         ]
         if self._include_usage:
-            frames.append(self._writer.usage(usage_of(recording)))
+            frames.append(self._writer.usage(recording))
         return [_numbered(number, frame) for number, frame in enumerate(frames, first)]
 
     def fault(self, _recording: Recording, error: ApiError, _number: int) -> list[bytes]:
@@ -160,7 +167,7 @@ class CompletionFormat:
             delta.finish_reason = recording.reasons[index]
             choices.append((index, delta, answer))
         body = self._shape.whole(self._head, choices)
-        return {**body, "usage": usage_of(recording).as_json(), "timings": recording.timings_json}
+        return {**body, "usage": usage_of(recording), "timings": recording.timings_json}
 
 
 def _indexed(event: Piece | Said) -> tuple[int, Piece | None]:

@@ -239,37 +239,51 @@ def rebuild(
     Raises:
         CorruptJournal: if it cannot be read.
     """
-    try:
-        header = _Header.model_validate_json(journal.header)
-        end = _End.model_validate_json(journal.end) if journal.end is not None else None
-    except ValidationError as error:
-        raise CorruptJournal(f"{error.error_count()} fields are wrong") from None
-    if header.request.request_id != journal.stream_id:
-        raise CorruptJournal("it is another stream's")
+    header, end = _parsed(journal)
     if header.kind not in scripts:
         raise CorruptJournal(f"nobody knows the kind {header.kind!r}")
-    recording = Recording(
-        replace(header.request, arrival_s=now),
-        kind=header.kind,
-        details=header.details,
-        created=header.created,
-        script=scripts[header.kind](header.request.request_id, header.details),
-        detachable=header.detachable,
-        journalled=True,
-        max_detached_s=header.max_detached_s,
-    )
-    recording.attempts = header.attempts + 1
+    recording = _recording(header, now, scripts[header.kind])
     prepare(recording)
     for output in replayed(recording.request, journal.token_ids):
         recording.push(output)
     recording.go_on()
     if end is not None:
-        recording.timings_json = end.timings
-        recording.num_cached_tokens = end.num_cached_tokens
-        recording.cancelled = end.reason is FinishReason.CANCELLED
-        if end.error is not None:
-            recording.error = _error(end.error)
+        _end(recording, end)
     return recording
+
+
+def _parsed(journal: Journal) -> tuple[_Header, _End | None]:
+    try:
+        header = _Header.model_validate_json(journal.header)
+        end = None if journal.end is None else _End.model_validate_json(journal.end)
+    except ValidationError as error:
+        raise CorruptJournal(f"{error.error_count()} fields are wrong") from None
+    if header.request.request_id != journal.stream_id:
+        raise CorruptJournal("it is another stream's")
+    return header, end
+
+
+def _recording(header: _Header, now: float, script: ScriptMaker) -> Recording:
+    recording = Recording(
+        replace(header.request, arrival_s=now),
+        kind=header.kind,
+        details=header.details,
+        created=header.created,
+        script=script(header.request.request_id, header.details),
+        detachable=header.detachable,
+        journalled=True,
+        max_detached_s=header.max_detached_s,
+    )
+    recording.attempts = header.attempts + 1
+    return recording
+
+
+def _end(recording: Recording, end: _End) -> None:
+    recording.timings_json = end.timings
+    recording.num_cached_tokens = end.num_cached_tokens
+    recording.cancelled = end.reason is FinishReason.CANCELLED
+    if end.error is not None:
+        recording.error = _error(end.error)
 
 
 def _error(fields: dict[str, Any]) -> ApiError:

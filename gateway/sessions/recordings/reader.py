@@ -34,7 +34,7 @@ class Format(Protocol):
 
 
 class Reader:
-    """One connection that follows a recording, from any of its events on; a `gateway.endpoints.replies.Source`."""
+    """One connection that follows a recording, from any of its events on."""
 
     media_type = EVENT_STREAM
 
@@ -53,6 +53,7 @@ class Reader:
         self._format = format
         self._began_at = position
         self.at_end = False
+        """Whether nothing comes any more."""
         self._check_position()
 
     def tell(self, event: object) -> None:
@@ -64,6 +65,7 @@ class Reader:
             self.connection.wake()
 
     async def news(self) -> None:
+        """Returns when there is something to send, or the connection is gone."""
         while not (self._has_news or self.connection.gone or self.connection.overdue):
             await self.connection.sleep()
 
@@ -71,6 +73,7 @@ class Reader:
         return self._format.body(self.recording)
 
     async def end(self) -> None:
+        """Returns when the recording has ended, or the connection is gone."""
         while not (self.recording.settled or self.connection.gone):
             await self.connection.sleep()
 

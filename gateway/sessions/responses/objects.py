@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, NotRequired
@@ -28,10 +29,9 @@ from gateway.sessions.responses.schemas import (
     TextConfig,
     TextPart,
 )
-from gateway.sessions.responses.sealing import sealed, unsealed
 from gateway.sessions.responses.threads import Message
 from gateway.wire.conversation import as_call
-from gateway.wire.frames import usage_of
+from gateway.wire.frames import response_usage_of
 from gateway.wire.parsing import Call
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import tier_of
@@ -43,6 +43,7 @@ from priority.lanes import Lane
 JsonObject = dict[str, Any]
 
 ITEM_DONE = "response.output_item.done"
+_SEAL = "penstock1."
 
 
 class InputText(TypedDict):
@@ -135,7 +136,7 @@ def _listed(item: InputItem) -> Item:
             "output": "\n".join(_texts(item.output)),
         }
     texts = [part["text"] for part in item.content or ()]
-    if not texts and (known := unsealed(item.encrypted_content)) is not None:
+    if not texts and (known := _unsealed(item.encrypted_content)) is not None:
         texts = [known]
     return reasoning_item(item.id or new_id("rs"), texts, status)
 
@@ -185,8 +186,23 @@ def reasoning_item(
         "content": [reasoning_part(text) for text in texts],
     }
     if seals and texts:
-        item["encrypted_content"] = sealed("\n".join(texts))
+        item["encrypted_content"] = _sealed("\n".join(texts))
     return item
+
+
+def _sealed(text: str) -> str:
+    """Returns reasoning as one opaque string; it is no cipher, for its client may read it anyway."""
+    return _SEAL + b64encode(text.encode(errors="replace")).decode("ascii")
+
+
+def _unsealed(text: str | None) -> str | None:
+    """Returns the text that was sealed; None if another server did it."""
+    if text is None or not text.startswith(_SEAL):
+        return None
+    try:
+        return b64decode(text.removeprefix(_SEAL), validate=True).decode()
+    except ValueError:
+        return None
 
 
 def text_part(text: str, logprobs: Sequence[ChosenLogprob] = ()) -> OutputText:
@@ -236,10 +252,7 @@ def _only_reasons(message: Message) -> bool:
 
 
 def response_tools(body: ResponseBody) -> ToolUse:
-    """
-    Raises:
-        ApiError: 400, if the choice and the tools do not fit each other.
-    """
+    """Returns the tools of a turn; raises 400 if the choice and the tools do not fit each other."""
     tools = [
         {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
         for tool in body.tools or ()
@@ -386,7 +399,7 @@ def response(recording: Recording) -> JsonObject:
     found["output"] = output_items(recording)
     if status == "failed":
         return found | {"error": _error(recording.error)}
-    found["usage"] = _usage(recording)
+    found["usage"] = response_usage_of(recording)
     if status == "incomplete":
         found["incomplete_details"] = {"reason": "max_output_tokens"}
     return found if recording.timings_json is None else found | {"timings": recording.timings_json}
@@ -402,17 +415,6 @@ def _error(error: ApiError | None) -> JsonObject:
         return {"code": "server_error", "message": "The server ended the request."}
     code = "rate_limit_exceeded" if error.type == "rate_limit_error" else "server_error"
     return {"code": code, "message": error.message}
-
-
-def _usage(recording: Recording) -> JsonObject:
-    usage = usage_of(recording)
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
 
 
 def deleted(response_id: str) -> JsonObject:

@@ -366,10 +366,7 @@ def id_pattern(*prefixes: str) -> str:
 
 
 def check_id(param: str, value: str, *prefixes: str) -> str:
-    """
-    Raises:
-        ApiError: 400, if it cannot be one of this server's ids with one of these prefixes.
-    """
+    """Returns an id; raises 400 if it cannot be one of this server's with one of these prefixes."""
     if not re.fullmatch(id_pattern(*prefixes), value):
         begins = " or ".join(f"'{prefix}_'" for prefix in prefixes)
         raise invalid(f"Invalid '{param}': expected an id that begins with {begins}.", param)
@@ -405,10 +402,7 @@ class StreamQuery(Query):
 
 
 def read_stream_query(values: Mapping[str, str]) -> StreamQuery:
-    """
-    Raises:
-        ApiError: 400 that names the parameter that is wrong.
-    """
+    """Returns the query; raises 400 that names the parameter that is wrong."""
     query = validated(StreamQuery, values)
     if query.starting_after is not None and not query.stream:
         raise invalid("'starting_after' is only allowed when 'stream' is true.", "starting_after")
@@ -424,10 +418,7 @@ class PageQuery(Query):
 
 
 def read_page_query(values: Mapping[str, str]) -> PageQuery:
-    """
-    Raises:
-        ApiError: 400 that names the parameter that is wrong.
-    """
+    """Returns the query; raises 400 that names the parameter that is wrong."""
     return validated(PageQuery, values)
 
 

@@ -175,10 +175,7 @@ it, and no prefix of the prompt would ever be found in the cache."""
 
 
 def as_chat(body: CountTokensBody, limits: Limits) -> ChatBody:
-    """
-    Raises:
-        ApiError: 400, for what chat completions do not take.
-    """
+    """Returns the chat that a body asks for; raises 400 for what chat completions do not take."""
     messages = _conversation(body)
     values: dict[str, object] = {"model": body.model, "messages": messages}
     if messages[-1]["role"] == "assistant":

@@ -12,7 +12,7 @@ from engine.planning.request import FinishReason
 from gateway.http.connections import EVENT_STREAM
 from gateway.http.correlation import ANTHROPIC_PATH
 from gateway.http.errors import ApiError
-from gateway.wire.frames import last_frames, timings_of, usage_of
+from gateway.wire.frames import last_frames, timings_of
 from gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
@@ -75,7 +75,7 @@ class MessageWriter:
     def _begin(self, generation: Generation) -> bytes:
         self._has_begun = True
         usage = {
-            "input_tokens": usage_of(generation).prompt_tokens,
+            "input_tokens": generation.num_prompt_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
@@ -179,13 +179,12 @@ def _event(name: str, **fields: object) -> str:
 
 def _usage(generation: Generation) -> dict[str, object]:
     """Anthropic counts what was found in the cache apart from the other tokens of the prompt."""
-    usage = usage_of(generation)
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "input_tokens": generation.num_prompt_tokens - generation.num_cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        "cache_read_input_tokens": generation.num_cached_tokens,
+        "output_tokens": generation.num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": generation.num_reasoning_tokens},
     }
 
 

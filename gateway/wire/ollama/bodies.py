@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import Field
 
+from gateway.http.errors import invalid
 from gateway.http.limits import Limits
 from gateway.wire.conversation import thinking_switches
 from gateway.wire.schemas import ChatBody
@@ -128,7 +129,7 @@ class OllamaChatBody(Asked):
 class OllamaGenerateBody(Asked):
     """`POST /api/generate`."""
 
-    NOT_SUPPORTED = frozenset({"template", "context", "images"})
+    NOT_SUPPORTED = frozenset({"template", "images"})
 
     prompt: str | None = None
     suffix: str | None = None
@@ -136,6 +137,8 @@ class OllamaGenerateBody(Asked):
     system: str | None = None
     raw: bool | None = None
     """The prompt is not a turn of a conversation: it is taken as it is."""
+    context: Many[Annotated[int, Field(ge=0)]] | None = None
+    """The tokens of the conversation so far, as the reply before told them."""
 
 
 class OllamaEmbedBody(OfModel):
@@ -174,23 +177,19 @@ class Understood:
     """The prompt, if it is to be taken as it is."""
     suffix: str | None = None
     """What follows the answer, if the prompt is taken as what stands before it."""
+    context: Sequence[int] = ()
+    """The tokens of the conversation that the chat goes on with."""
 
 
 def understand_chat(body: OllamaChatBody, limits: Limits) -> Understood:
-    """
-    Raises:
-        ApiError: 400, for what chat completions do not take.
-    """
+    """Returns the chat that a body asks for; raises 400 for what chat completions do not take."""
     messages = list(_conversation(body.messages or []))
     chat = _as_chat(body, messages, limits, tools=body.tools or None) if messages else None
     return Understood(model=_plain(body.model), chat=chat)
 
 
 def understand_prompt(body: OllamaGenerateBody, limits: Limits) -> Understood:
-    """
-    Raises:
-        ApiError: 400, for what chat completions do not take.
-    """
+    """Returns the chat that a body asks for; raises 400 for what chat completions do not take."""
     if not body.prompt:
         return Understood(model=_plain(body.model), chat=None)
     messages: list[dict[str, object]] = [{"role": "user", "content": body.prompt}]
@@ -198,7 +197,10 @@ def understand_prompt(body: OllamaGenerateBody, limits: Limits) -> Understood:
         messages.insert(0, {"role": "system", "content": body.system})
     chat = _as_chat(body, messages, limits)
     raw = body.prompt if body.raw or body.suffix else None
-    return Understood(model=_plain(body.model), chat=chat, raw=raw, suffix=body.suffix or None)
+    if raw is not None and body.context:
+        raise invalid("'context' cannot be used together with 'raw' or 'suffix'.", "context")
+    model, suffix, context = _plain(body.model), body.suffix or None, body.context or ()
+    return Understood(model=model, chat=chat, raw=raw, suffix=suffix, context=context)
 
 
 def named(body: OllamaShowBody, _: Limits) -> str:

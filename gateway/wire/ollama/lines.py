@@ -12,7 +12,7 @@ import orjson
 from gateway.http.errors import ApiError
 from gateway.http.refusals import OLLAMA_PATH
 from gateway.wire.embeddings import shortened
-from gateway.wire.frames import last_frames, timings_of, usage_of
+from gateway.wire.frames import last_frames, timings_of
 from gateway.wire.ollama.bodies import EmbeddingAsked
 from gateway.wire.parsing import (
     Answer,
@@ -39,12 +39,14 @@ class LineWriter:
         head: Head,
         *,
         is_chat: bool,
+        tells_context: bool = False,
         parser: ReplyParser,
         tokens: TokenText | None = None,
         num_top: int = 0,
     ) -> None:
         """
         Args:
+            tells_context: whether its end has the tokens of prompt and answer; a stream is then a KeptStream.
             parser: finds thoughts and calls of tools in the text.
             tokens, num_top: spell log probabilities, where they are asked for.
         """
@@ -52,6 +54,7 @@ class LineWriter:
         self._num_top = num_top
         self._head = {"model": head.model, "created_at": timestamp(head.created)}
         self._is_chat = is_chat
+        self._tells_context = tells_context
         self._parser = parser
         self._call: Call | None = None
         """The call that is being written; it is sent when it is whole."""
@@ -124,7 +127,7 @@ class LineWriter:
 
     def _end(self, generation: Generation, delta: Delta) -> bytes:
         last = self._pieces(self._parser.finish())
-        line = {**self._head, **self._said(Answer()), **_ending(generation, delta)}
+        line = {**self._head, **self._said(Answer()), **self._ending(generation, delta)}
         return last + f"{self._told_call()}{json.dumps(line)}\n".encode("ascii")
 
     # Whole
@@ -132,7 +135,19 @@ class LineWriter:
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         ((_, delta),) = deltas
         answer = answer_of(self._parser, delta.text)
-        return {**self._head, **self._said(answer), **self._logprobs(delta), **_ending(generation, delta)}
+        return {
+            **self._head,
+            **self._said(answer),
+            **self._logprobs(delta),
+            **self._ending(generation, delta),
+        }
+
+    def _ending(self, generation: Generation, delta: Delta) -> dict[str, object]:
+        ending = _ending(generation, delta)
+        if self._tells_context:
+            told = generation.kept.get(0, delta).token_ids
+            ending["context"] = [*generation.requests[0].prompt_token_ids, *told]
+        return ending
 
     def _said(self, answer: Answer) -> dict[str, object]:
         said: dict[str, object] = {"role": "assistant", "content": answer.text}
@@ -161,7 +176,7 @@ class EmbedWriter:
             ],
             "total_duration": _ns(max(one.finished_s for one in timings) - arrival_s),
             "load_duration": _ns(min(one.scheduled_s for one in timings) - arrival_s),
-            "prompt_eval_count": usage_of(generation).prompt_tokens,
+            "prompt_eval_count": generation.num_prompt_tokens,
         }
 
 
@@ -188,15 +203,15 @@ def timestamp(seconds: int) -> str:
 
 def _ending(generation: Generation, delta: Delta) -> dict[str, object]:
     """Returns the fields of the last line; in Ollama, too, loading lasts as long as a request waits for its turn."""
-    usage, (timings,) = usage_of(generation), generation.timings
+    (timings,) = generation.timings
     return {
         "done": True,
         "done_reason": delta.finish_reason,
         "total_duration": _ns(timings.finished_s - timings.arrival_s),
         "load_duration": _ns(timings.scheduled_s - timings.arrival_s),
-        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_count": generation.num_prompt_tokens,
         "prompt_eval_duration": _ns(timings.first_token_s - timings.scheduled_s),
-        "eval_count": usage.completion_tokens,
+        "eval_count": generation.num_output_tokens,
         "eval_duration": _ns(timings.finished_s - timings.first_token_s),
         "timings": timings_of(generation),
     }

@@ -114,3 +114,27 @@ async def test_one_at_work_is_a_stream() -> None:
         async with holding(tokenizer, [counting]):
             assert (await post(http, "/tokenize", {"prompt": "Hi"})).status_code == 429
             assert (await post(http, "/tokenize", {"prompt": "Hi"}, "bob")).status_code == 200
+
+
+async def test_what_may_not_wait_to_be_tokenized_is_counted_as_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.endpoints.intake._COUNTED_BYTES", 1)
+    tokenizer = HeldTokenizer()
+    gateway = gateway_of(Quota(requests_per_minute=3), tokenizer)
+    async with client(gateway.app) as http:
+        held = asyncio.ensure_future(post(http, "/tokenize", {"prompt": "held" + LONG}))
+        assert await asyncio.to_thread(tokenizer.holds.wait, 30)
+        refused = await post(http, "/tokenize", {"prompt": LONG})
+        tokenizer.go_on.set()
+        assert (await held).status_code == 200
+        await post(http, "/tokenize", {"prompt": "Hi"})
+        limited = await post(http, "/tokenize", {"prompt": "Hi"})
+    assert (refused.status_code, limited.status_code) == (429, 429)
+    found = {
+        reason: gateway.service.metrics.registry.get_sample_value(
+            "penstock_admissions_total", {"lane": "standard", "decision": "refused", "reason": reason}
+        )
+        for reason in ("too_much_to_tokenize", "rate_limit_exceeded")
+    }
+    assert found == {"too_much_to_tokenize": 1, "rate_limit_exceeded": 1}

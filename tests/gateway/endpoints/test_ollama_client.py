@@ -341,3 +341,28 @@ async def test_models_have_a_size() -> None:
     async with connected(gateway) as api:
         assert [model.size for model in (await api.list()).models] == [7]
         assert [(model.size, model.size_vram) for model in (await api.ps()).models] == [(7, 7)]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_context_is_the_conversation_so_far(streamed: bool) -> None:
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        context: Any = None
+        said = ""
+        for prompt, answer in (("Hi", "Hello"), ("And?", "No.")):
+            asking = api.generate(MODEL, prompt, context=context, stream=streamed)
+            lines = asyncio.ensure_future(_lines(asking, streamed=streamed))
+            request = await gateway.taken()
+            begin = "" if context else "<|bos|>"
+            said += f"{begin}<|user|>{prompt}<|end|><|assistant|>"
+            assert prompt_of(gateway, request) == said
+            for text in answer:
+                gateway.bring(request, text, token_ids=gateway.service.tokenizer.encode(text))
+            gateway.finish(request, token_ids=gateway.service.tokenizer.encode("<|end|>", parse_special=True))
+            context = (await lines)[-1].context
+            said += f"{answer}<|end|>"
+            assert gateway.service.tokenizer.decode(context, skip_special=False) == said
+        for fields in ({"context": [10**6]}, {"context": [9] * 512}, {"context": [9], "raw": True}):
+            with pytest.raises(ollama.ResponseError, match="context") as wrong:
+                await api.generate(MODEL, "Hi", **fields)
+            assert wrong.value.status_code == 400

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import openai
+import orjson
 import pytest
 
 from engine.planning.request import FinishReason
@@ -111,6 +112,40 @@ async def test_reasoning_and_calls_of_a_stream_are_put_together() -> None:
     del expected["message"]["tool_calls"][0]["id"]
     assert shown == expected
     assert expected["message"]["reasoning_content"] == "Hm."
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_recorded_completion_is_stored_although_its_client_is_gone(stream: bool) -> None:
+    here = Gateway()
+    asked: Any = {"extra_headers": {"Idempotency-Key": "1"}, "metadata": {"k": "v"}, "stream": stream}
+    async with connected(here) as api:
+        asking = asyncio.ensure_future(stored(api, **asked))
+        request = await here.taken()
+        if stream:
+            here.bring(request, "Hel")
+            await (await asking).close()
+        else:
+            asking.cancel()
+        here.answer(request, *(("lo",) if stream else ("Hel", "lo")))
+        await asyncio.gather(*here.service.recordings._settling.values())
+        shown = await api.chat.completions.retrieve(request.request_id)
+    assert shown.choices[0].message.content == "Hello"
+    assert (shown.metadata, shown.usage and shown.usage.completion_tokens) == ({"k": "v"}, 2)
+
+
+async def test_the_body_is_read_once_and_the_reply_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    loads = orjson.loads
+
+    def noting(text: bytes) -> Any:
+        read.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(orjson, "loads", noting)
+    here = Gateway()
+    async with connected(here) as api:
+        await streamed(here, stored(api, stream=True), "Yes.")
+    assert [b'"store"' in text for text in read] == [True]
 
 
 async def test_a_stream_that_fails_is_not_stored() -> None:

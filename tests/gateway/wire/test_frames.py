@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Request, SamplingParams
 from gateway.http.errors import ApiError
-from gateway.wire.frames import StreamWriter, Usage, error_frame, timings_json
+from gateway.wire.frames import StreamWriter, error_frame, timings_of
 from gateway.wire.shapes import ChatShape, CompletionShape, Extras, Head
-from gateway.wire.streams import Delta
+from gateway.wire.streams import Delta, Generation
 from priority.lanes import Lane
 from tests.gateway.harness import events, logprobs, make_timings, make_tokenizer
 
@@ -69,9 +69,9 @@ def test_offsets_of_streamed_logprobs_go_on() -> None:
 
 
 def test_usage_is_openais() -> None:
-    (chunk,) = events(
-        writer_of("chat").usage(Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=0)).decode()
-    )
+    generation = Generation([_request()])
+    generation.num_output_tokens = 2
+    (chunk,) = events(writer_of("chat").usage(generation).decode())
     assert chunk["choices"] == []
     assert chunk["usage"]["total_tokens"] == 5
     assert chunk["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
@@ -86,8 +86,10 @@ def test_timings_of_several_choices_are_one() -> None:
         num_output_tokens=1,
         drafts={"draft": DraftCount([4, 2, 1], [1, 0, 0]), "lookup": DraftCount([1], [0])},
     )
-    usage = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4)
-    timings = timings_json([late, early, single], usage, Lane.BATCH, 0.25)
+    generation = Generation([request])
+    generation.num_cached_tokens, generation.predicted_ttft_s = 4, 0.25
+    generation.timings = [late, early, single]
+    timings = timings_of(generation)
     assert (timings["ttft_ms"], timings["lane"], timings["cached_tokens"]) == (30.0, "batch", 4)
     assert (timings["preemptions"], timings["draft_tokens"], timings["accepted_tokens"]) == (3, 12, 4)
     assert timings["drafts"] == {
@@ -106,7 +108,8 @@ def test_timings_of_several_choices_are_one() -> None:
     }
     assert timings["tpot_ms"] == 135.0
     assert timings["predicted_ttft_ms"] == 250.0
-    assert timings_json([single], usage, Lane.BATCH, 0.25)["tpot_ms"] is None
+    generation.timings = [single]
+    assert timings_of(generation)["tpot_ms"] is None
     json.dumps(timings)
 
 
@@ -120,8 +123,9 @@ def test_the_timeline_is_of_the_first_choice_and_bounded() -> None:
         draft_steps=((10.065, 4, 2),),
     )
     late = make_timings(request, first_token_s=request.arrival_s + 0.5, prefills=((11.0, 1),))
-    usage = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4)
-    timeline = json.loads(json.dumps(timings_json([late, early], usage, Lane.BATCH, None)["timeline"]))
+    generation = Generation([request])
+    generation.timings = [late, early]
+    timeline = json.loads(json.dumps(timings_of(generation)["timeline"]))
     assert len(timeline["preempted_ms"]) == MAX_MARKS
     assert timeline | {"preempted_ms": timeline["preempted_ms"][:2]} == {
         "prefills": [[20.0, 16], [30.0, 4]],
@@ -133,4 +137,5 @@ def test_the_timeline_is_of_the_first_choice_and_bounded() -> None:
 
 
 def _request() -> Request:
-    return Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), arrival_s=10.0)
+    sampling, ids = SamplingParams(), (1, 2, 3)
+    return Request(request_id="r", prompt_token_ids=ids, sampling=sampling, arrival_s=10.0, lane=Lane.BATCH)
