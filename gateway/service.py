@@ -133,11 +133,16 @@ class Service:
         self.idempotency = Idempotency(store)
         self.tag = tag_of(options.replica)
         """What the ids of recorded replies and conversations begin with."""
-        self.recordings = Recordings(self.dispatch, store, sink, clock)
-        self.recordings.thoughts = self.formats.thoughts
-        self.recordings.on_resume = self.metrics.resumes.inc
-        self.recordings.on_abandoned = self.idempotency.forget
-        self.recordings.compile = self.compiling.compile
+        self.recordings = Recordings(
+            self.dispatch,
+            store,
+            sink,
+            self.formats,
+            self.compiling,
+            self.idempotency,
+            self.metrics.resumes.inc,
+            clock,
+        )
         self._descriptors = Descriptors()
         self._warm_up: asyncio.Task[None] | None = None
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from engine.planning.step import StepReport
 
 MAX_STEPS = 256
 """Steps that one event shows: of more, the last ones."""
+_SUMS = (
+    *("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens"),
+    *("prefix_query_tokens", "prefix_hit_tokens", "preemptions"),
+)
 _COLUMNS = ("started_ms", "duration_ms", "prefill", "decode", "drafts", "accepted")
 
 
@@ -26,27 +30,18 @@ class StepWatch:
         self._steps: deque[tuple[float, float, int, int, int, int]] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0
         self._busy_s = self._lag_s = 0.0
-        self._num_prefill = self._num_decode = self._num_drafts = self._num_accepted = 0
-        self._num_looked_up = self._num_found = self._num_preemptions = 0
+        self._sums = Counter(dict.fromkeys(_SUMS, 0))
 
     def note(self, report: StepReport) -> None:
-        num_drafts = num_accepted = 0
-        for count in report.drafts.values():
-            num_drafts += count.num_drafted
-            num_accepted += count.num_accepted
-        self._num_drafts += num_drafts
-        self._num_accepted += num_accepted
-        self._num_prefill += report.num_prefill_tokens
-        self._num_decode += report.num_decode_tokens
-        self._num_looked_up += report.num_prefix_query_tokens
-        self._num_found += report.num_prefix_hit_tokens
-        self._num_preemptions += report.num_preemptions
-        num_prefill, num_decode = report.num_prefill_tokens, report.num_decode_tokens
-        if num_prefill or num_decode:  # else it reports what happened between steps
+        num_drafts = sum(count.num_drafted for count in report.drafts.values())
+        num_accepted = sum(count.num_accepted for count in report.drafts.values())
+        tokens = (report.num_prefill_tokens, report.num_decode_tokens, num_drafts, num_accepted)
+        cached = (report.num_prefix_query_tokens, report.num_prefix_hit_tokens)
+        self._sums.update(dict(zip(_SUMS, (*tokens, *cached, report.num_preemptions), strict=True)))
+        if any(tokens[:2]):  # else it reports what happened between steps
             self._num_steps += 1
             self._busy_s += report.duration_s
-            timed = (report.started_s, report.duration_s)
-            self._steps.append((*timed, num_prefill, num_decode, num_drafts, num_accepted))
+            self._steps.append((report.started_s, report.duration_s, *tokens))
 
     def note_lag(self, lag_s: float) -> None:
         self._lag_s = max(self._lag_s, lag_s)
@@ -63,13 +58,7 @@ class StepWatch:
             "busy_ms": _ms(self._busy_s),
             "loop_lag_ms": _ms(self._lag_s),
             "output_tokens": num_output_tokens - self._num_output_tokens,
-            "prefill_tokens": self._num_prefill,
-            "decode_tokens": self._num_decode,
-            "draft_tokens": self._num_drafts,
-            "accepted_tokens": self._num_accepted,
-            "prefix_query_tokens": self._num_looked_up,
-            "prefix_hit_tokens": self._num_found,
-            "preemptions": self._num_preemptions,
+            **self._sums,
             "steps": {name: [row[i] for row in rows] for i, name in enumerate(_COLUMNS)},
         }
         self._num_output_tokens = num_output_tokens

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
+from gateway.http.background import every, meanwhile
 from gateway.store.interface import (
     HEARTBEAT_S,
     Grant,
@@ -126,7 +127,7 @@ class SharedStore:
         """By lease, the tokens that were reserved here alone while Redis was gone, which has to be told of them."""
         self._num_losses_seen = remote.num_losses
         self._work = asyncio.Event()
-        self._closing = asyncio.Event()
+        self._is_closing = False
 
     @property
     def durable(self) -> RedisStore:
@@ -321,28 +322,32 @@ class SharedStore:
         await self.remote.beat()
         self._notice_losses()
 
+    async def _beat_if_possible(self) -> None:
+        with suppress(StoreUnavailable):
+            await self.beat()
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Writes behind and beats; at the end what is left is written, if that can be done within `CLOSE_S`."""
-        self._closing.clear()
+        self._is_closing = False
         async with self.remote.running():
-            with suppress(StoreUnavailable):
-                await self.beat()
-            tasks = [asyncio.create_task(self._flush_always()), asyncio.create_task(self._beat_always())]
+            await self._beat_if_possible()
+            flushing = asyncio.create_task(self._flush_always())
             try:
-                yield
+                async with meanwhile(every(HEARTBEAT_S, self._beat_if_possible, "the heartbeat")):
+                    yield
             finally:
-                self._closing.set()
+                self._is_closing = True
                 self._work.set()
-                await asyncio.gather(*tasks)
+                await flushing
                 with suppress(StoreUnavailable, TimeoutError):
                     async with asyncio.timeout(CLOSE_S):
                         await self.flush()
 
     async def _flush_always(self) -> None:
-        while not self._closing.is_set():
+        while not self._is_closing:
             await self._work.wait()
-            await self._pause(FLUSH_S)
+            await asyncio.sleep(FLUSH_S)
             self._work.clear()
             try:
                 await self.flush()
@@ -351,21 +356,6 @@ class SharedStore:
             except Exception:
                 log.exception("writing to Redis failed")
                 self._work.set()
-
-    async def _beat_always(self) -> None:
-        while not self._closing.is_set():
-            await self._pause(HEARTBEAT_S)
-            try:
-                await self.beat()
-            except StoreUnavailable:
-                continue
-            except Exception:
-                log.exception("the heartbeat failed")
-
-    async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
 
     async def flush(self) -> None:
         """Tells Redis all that it does not know. Raises StoreUnavailable; what is left then stays to be told."""

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import orjson
+
 
 @dataclass(slots=True)
 class TextDelta:  # one for every token: frozen, it would take twice the time to make
@@ -62,6 +64,14 @@ class Call:
     id: str
     name: str
     arguments: str = ""
+
+    @property
+    def input(self) -> object:
+        """The arguments as JSON's objects; none, if the answer ended within them."""
+        try:
+            return orjson.loads(self.arguments)
+        except orjson.JSONDecodeError:
+            return {}
 
 
 @dataclass(slots=True)

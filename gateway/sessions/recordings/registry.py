@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from engine.engine import EngineState
-from engine.planning.grammar import Grammar
 from engine.planning.request import Request
+from gateway.access.idempotency import Idempotency
 from gateway.access.quotas import Reservation
 from gateway.dispatch import Dispatch
 from gateway.http.background import Rounds, every, meanwhile
@@ -30,8 +30,9 @@ from gateway.sessions.recordings.journal import (
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import Durable, Journal, JournalChange, JournalOutcome, Store, StoreUnavailable
 from gateway.store.patience import PATIENCE, insist, insistent
+from gateway.wire.compiling import Compiling
 from gateway.wire.frames import timings_of
-from gateway.wire.reading import Reading, Thoughts
+from gateway.wire.reading import Formats, Reading
 from gateway.wire.structured import Form
 
 log = logging.getLogger("penstock.gateway")
@@ -76,25 +77,26 @@ class Recordings:
         dispatch: Dispatch,
         store: Store,
         replayer: Replayer,
+        formats: Formats,
+        compiling: Compiling,
+        idempotency: Idempotency,
+        on_resume: Callable[[], None],
         clock: Callable[[], float],
-        keeping: Keeping | None = None,
     ) -> None:
+        """`on_resume` is called for each reply that is taken over from a process that is gone."""
         self._dispatch = dispatch
         self._journals = store.durable
         self._replayer = replayer
+        self._formats = formats
+        self._compiling = compiling
+        self._idempotency = idempotency
+        self._on_resume = on_resume
         self._clock = clock
-        self.keeping = keeping or Keeping()
+        self.keeping = Keeping()
         self.on_end: dict[str, EndHook] = {}
         """By kind, what is done before the client is told that its reply is complete."""
         self.scripts: dict[str, ScriptMaker] = {}
         """By kind, what makes the script of a reply."""
-        self.thoughts: Callable[[Reading], Thoughts | None] = lambda _: None
-        """Counts the reasoning of a reply that is read so."""
-        self.on_resume: Callable[[], None] = lambda: None
-        self.compile: Callable[[str, Form], Awaitable[Grammar]] = _as_it_is
-        """Compiles the grammars of requests that another process took in."""
-        self.on_abandoned: Callable[[str, str], Awaitable[None]] = _tell_nobody
-        """Called with the tenant and the id of a reply that was cancelled since nobody came back for it."""
         self._all: dict[str, Recording] = {}
         self._unsettled: dict[str, Recording] = {}
         self._ended = EndedRecordings()
@@ -258,7 +260,7 @@ class Recordings:
                 log.exception("keeping the reply %s failed", recording.id)
                 recording.error = recording.error or internal("The server could not keep the reply.")
         if recording.error is not None and recording.error.code == ABANDONED:
-            await self.on_abandoned(recording.tenant, recording.id)
+            await self._idempotency.forget(recording.tenant, recording.id)
         if recording.error is not None and recording.error.is_fault and not recording.is_read:
             log.error("the reply %s failed, and nobody reads it: %s", recording.id, recording.error.message)
         recording.settled = True
@@ -382,7 +384,7 @@ class Recordings:
         if recording is None:
             self._doomed[journal.stream_id] = None
             return
-        self.on_resume()
+        self._on_resume()
         self._enter(recording)
         if recording.finished:  # only its end was not written down
             self._note_news(recording)
@@ -398,7 +400,7 @@ class Recordings:
         grammar = recording.request.sampling.grammar
         try:
             if grammar is not None:
-                recording.hold_to(await self.compile(recording.tenant, Form("grammar", grammar)))
+                recording.hold_to(await self._compiling.compile(recording.tenant, Form("grammar", grammar)))
         except ApiError as error:
             return error
         return None
@@ -434,12 +436,4 @@ class Recordings:
         return rebuild(journal, self._clock(), self.scripts, replayed, self._count_thoughts)
 
     def _count_thoughts(self, recording: Recording) -> None:
-        recording.thoughts = self.thoughts(Reading(**recording.details.get("reading", {})))
-
-
-async def _tell_nobody(_tenant: str, _id: str) -> None:
-    pass
-
-
-async def _as_it_is(_: str, form: Form) -> Grammar:
-    return form.grammar
+        recording.thoughts = self._formats.thoughts(Reading(**recording.details.get("reading", {})))

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterable
 from json.encoder import encode_basestring_ascii
 
-import orjson
-
 from engine.planning.request import FinishReason
 from gateway.http.connections import EVENT_STREAM
 from gateway.http.correlation import ANTHROPIC_PATH
@@ -195,15 +193,6 @@ def _content(answer: Answer) -> list[object]:
     if answer.text:
         content.append({"type": "text", "text": answer.text})
     calls: list[object] = [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
-        for call in answer.calls
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.input} for call in answer.calls
     ]
     return content + calls
-
-
-def _input(arguments: str) -> object:
-    """Returns the arguments of a call; none, if the answer ended within them."""
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return {}

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from json.encoder import encode_basestring_ascii
 
-import orjson
-
 from gateway.http.errors import ApiError
 from gateway.http.refusals import OLLAMA_PATH
 from gateway.wire.embeddings import shortened
@@ -156,7 +154,10 @@ class LineWriter:
         if answer.reasoning:
             said["thinking"] = answer.reasoning
         if answer.calls:
-            said["tool_calls"] = [_call(call) for call in answer.calls]
+            said["tool_calls"] = [
+                {"id": call.id, "function": {"name": call.name, "arguments": call.input}}
+                for call in answer.calls
+            ]
         return {"message": said} if self._is_chat else said
 
 
@@ -219,11 +220,3 @@ def _ending(generation: Generation, delta: Delta) -> dict[str, object]:
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
-
-
-def _call(call: Call) -> dict[str, object]:
-    try:
-        arguments = orjson.loads(call.arguments)
-    except orjson.JSONDecodeError:  # the answer ended within them
-        arguments = {}
-    return {"id": call.id, "function": {"name": call.name, "arguments": arguments}}
