@@ -130,24 +130,25 @@ class Dispatch:
             self._queue.check_open(lane, tenant, arrival_s, self._clock(), most_tokens)
 
     def submit(self, stream: Generation) -> None:
-        """Queues all requests of a stream, or none.
-
-        Raises:
-            ApiError: 429 or 503 with Retry-After.
-        """
+        """Queues all requests of a stream, or none; raises 429 or 503 with Retry-After."""
         self.check_open()
         self._streams[stream] = None
         self._empty.clear()
         if self._traces is not None:
             self._traces.begin(stream)
+        lane, let_in = Lane(stream.requests[0].lane), list[int]()
         try:
-            for request in stream.requests:
-                stream.note_forecast(self._put(request), self._clock())
-                self._by_request[request.request_id] = stream
+            with self._refusing(lane):
+                for request in stream.requests:
+                    stream.note_forecast(self._put(request), self._clock())
+                    self._by_request[request.request_id] = stream
+                    let_in.append(request.num_prompt_tokens)
         except ApiError as error:
             stream.error = error
             self.release(stream)
             raise
+        finally:
+            self._metrics.note_admitted(lane, let_in)
         self.tickets.note_let_in()
         self._engine.wake()
 
@@ -185,9 +186,7 @@ class Dispatch:
     def _put(self, request: Request) -> Forecast | None:
         lane = Lane(request.lane)
         cached = (0, 0) if request.reads_prompt else self._engine.find_cached(request.block_hashes)
-        with self._refusing(lane):
-            forecast = self._queue.put(request, self._clock(), *cached)
-        self._metrics.note_admitted(lane, request.num_prompt_tokens)
+        forecast = self._queue.put(request, self._clock(), *cached)
         if forecast is not None and isfinite(forecast.allowed_s):
             self._metrics.note_forecast(lane, forecast.late_s, forecast.allowed_s)
         return forecast

@@ -207,10 +207,12 @@ class Metrics:
                 self.inter_token.observe(0.0, num_accepted)
         self._last_step_end_s = ended_s
 
-    def note_admitted(self, lane: Lane, num_prompt_tokens: int) -> None:
-        self.admissions(lane.label, "admitted", "").inc()
-        self.prompt_tokens.inc(num_prompt_tokens)
-        self.prompt_length.observe(num_prompt_tokens)
+    def note_admitted(self, lane: Lane, prompts: Sequence[int]) -> None:
+        """Counts requests that were let in, whose prompts have so many tokens each."""
+        self.admissions(lane.label, "admitted", "").inc(len(prompts))
+        self.prompt_tokens.inc(sum(prompts))
+        for num_tokens in prompts:
+            self.prompt_length.observe(num_tokens)
 
     def note_forecast(self, lane: Lane, predicted_s: float, promised_s: float) -> None:
         self.promise_use(lane.label).observe(predicted_s / promised_s)

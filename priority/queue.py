@@ -291,13 +291,14 @@ class LaneQueue:
 
     def _check_bounds(self, line: LaneLine, ticket: Ticket, now: float) -> None:
         policy, account = line.policy, ticket.account
-        own, tenants, lanes = (int(of.work(ATTENDED_EACH)) for of in (ticket.size, account, line))
         self._check_places(line, account, ticket.num_places, now)
         if not line.num_requests:
             return  # one that is larger than the bounds may wait alone
-        if account.tickets and tenants + own > self._part(line) * policy.max_tokens:
+        own = int(ticket.size.work(ATTENDED_EACH))
+        if account.tickets and int(account.work(ATTENDED_EACH)) + own > self._part(line) * policy.max_tokens:
             raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
-        if lanes + own > policy.max_tokens or line.num_bytes + ticket.num_bytes > policy.max_bytes:
+        is_long = int(line.work(ATTENDED_EACH)) + own > policy.max_tokens
+        if is_long or line.num_bytes + ticket.num_bytes > policy.max_bytes:
             raise self._full(line, f"{line.num_tokens} prompt tokens", now)
 
     def _check_places(self, line: LaneLine, account: Account | None, n: int, now: float) -> None:

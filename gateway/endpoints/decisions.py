@@ -131,11 +131,7 @@ class DecisionsApi(Endpoints):
         return labels
 
     def _checked(self, request: Request, asked: Decisions) -> Request:
-        """The request with the hashes of its prompt.
-
-        Raises:
-            ApiError: 400, if it does not fit into the context.
-        """
+        """The request with the hashes of its prompt; raises 400 if it does not fit into the context."""
         lengths = [len(request.prompt_token_ids)]
         for branch in request.branches[1:]:
             lengths.append(lengths[branch.parent] + len(branch.token_ids))

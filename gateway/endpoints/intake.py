@@ -222,7 +222,7 @@ class Intake:
             ApiError: 400, if a prompt does not fit; 429, if it is more than the client's quota has left.
         """
         requests = await self.requests(params, {f"{id}-{i}": prompt for i, prompt in enumerate(prompts)})
-        stream = (KeptStream if keeps or keep else Stream)(
+        stream = (KeptStream if params.body.stream and (keeps or keep) else Stream)(
             requests,
             await self.reserve(params.client, requests),
             writer if params.body.stream else None,
@@ -236,11 +236,7 @@ class Intake:
         return form_of(body, self._service.options.limits, answer_form(body.response_format))
 
     async def grammar(self, tenant: Tenant, form: Form | None) -> CompiledGrammar | None:
-        """Compiles the grammar of an answer's form.
-
-        Raises:
-            ApiError: see Compiling.
-        """
+        """Compiles the grammar of an answer's form; raises as Compiling does."""
         return None if form is None else await self._service.compiling.compile(tenant.name, form)
 
     async def with_tools(
@@ -260,11 +256,7 @@ class Intake:
         return replace(params, reading=reading, grammar=await self.grammar(params.tenant, form))
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
-        """Room for these requests in the quota of who sends them.
-
-        Raises:
-            ApiError: 429, if there is none.
-        """
+        """Reserves room for these requests in the quota of who sends them; raises 429 if there is none."""
         with self._noting_refusals(Lane(requests[0].lane)):
             return await self._service.quotas.reserve(
                 client,

@@ -169,11 +169,7 @@ def parse_object(body: bytes, limits: Limits) -> dict[str, object]:
 
 
 def parse_messages(text: str, limits: Limits) -> object:
-    """Returns the value of a query's `messages`.
-
-    Raises:
-        ApiError: 400, if it is not JSON.
-    """
+    """Returns the value of a query's `messages`; raises 400 if it is not JSON."""
     return parse_object(b'{"messages":' + text.encode() + b"}", limits).get("messages")
 
 

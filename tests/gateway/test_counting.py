@@ -231,7 +231,7 @@ async def test_a_metric_with_labels_is_looked_up_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Counter, "labels", counted_labels)
     metrics = Metrics()
     for _ in range(3):
-        metrics.note_admitted(Lane.STANDARD, 1)
+        metrics.note_admitted(Lane.STANDARD, [1])
         metrics.note_refused(Lane.STANDARD, "queue_full")
     assert looked_up == [("standard", "admitted", ""), ("standard", "refused", "queue_full")]
     found = of(counts(metrics.render().decode()), "penstock_admissions_total")

@@ -156,11 +156,7 @@ class Files:
             return await upload.finish(filename, purpose)
 
     async def room(self, tenant: str, param: str = "file") -> int:
-        """The bytes that are left to a tenant.
-
-        Raises:
-            ApiError: 400, if it has none left, or too many files.
-        """
+        """The bytes that are left to a tenant; raises 400 if it has none left, or too many files."""
         files = await self.all(tenant)
         if len(files) >= MAX_FILES:
             raise invalid(f"You have {MAX_FILES} files; delete some first.", param, "too_many_files")
@@ -174,11 +170,7 @@ class Files:
         return invalid(message, param, "storage_full")
 
     async def find(self, tenant: str, file_id: str, param: str | None = "id") -> File:
-        """The tenant's file of this id.
-
-        Raises:
-            ApiError: 404, if there is none.
-        """
+        """The tenant's file of this id; raises 404 if there is none."""
         with answering():
             known = FILE_ID.fullmatch(file_id) is not None
             file = await _FILES.get(self._store, tenant, file_id, keep=False) if known else None

@@ -77,11 +77,7 @@ class Batches:
         """The batches that this process has worked on and that have not ended here."""
 
     async def create(self, tenant: str, batch: Batch) -> None:
-        """Begins to work on a batch.
-
-        Raises:
-            ApiError: 429, if the tenant has too many.
-        """
+        """Begins to work on a batch; raises 429 if the tenant has too many."""
         if list(self._tenants.values()).count(tenant) >= MAX_AT_WORK:
             message = f"You have {MAX_AT_WORK} batches at work; wait for one to end."
             raise refused(message, "too_many_batches", 30.0, tenant_limit=True)

@@ -111,11 +111,7 @@ class PrefixLocator:
 
 
 def parse_token_ids(text: str, field: str = "tokens") -> list[int]:
-    """Reads token ids that are separated by commas.
-
-    Raises:
-        ApiError: 400, if it is anything else.
-    """
+    """Reads token ids that are separated by commas; raises 400 if it is anything else."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

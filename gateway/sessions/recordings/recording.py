@@ -229,11 +229,7 @@ class Recording(Generation):
 
     @property
     def events(self) -> list[Any]:
-        """All events so far.
-
-        Raises:
-            ApiError: 410, if the beginning is forgotten.
-        """
+        """All events so far; raises 410 if the beginning is forgotten."""
         if self.num_dropped:
             raise gone(f"The beginning of '{self.id}' is no longer kept.", "position_expired")
         return list(self._events)

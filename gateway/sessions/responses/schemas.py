@@ -300,11 +300,7 @@ def _check_unsupported(body: ResponseBody) -> None:
 
 
 def text_form(text: TextConfig | None) -> Form | None:
-    """Returns the form that `text.format` asks for.
-
-    Raises:
-        ApiError: 400, if it lacks something.
-    """
+    """Returns the form that `text.format` asks for; raises 400 if it lacks something."""
     given = None if text is None else text.format
     if given is None or given.type == "text":
         return None
