@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
 import orjson
@@ -20,7 +19,7 @@ from starlette.types import Message
 from gateway.endpoints.intake import CLIENT, Endpoints, Handler, Intake, route
 from gateway.http.connections import ServerSendMiddleware
 from gateway.http.correlation import CORRELATION, Correlation
-from gateway.http.errors import ApiError, internal, invalid, log_failed, log_fault
+from gateway.http.errors import ApiError, existing, internal, invalid, log_failed, log_fault
 from gateway.http.refusals import refusal
 from gateway.service import Service
 from gateway.sessions.batches.batch import BATCH_ID, BATCHES, KIND, Batch, Endpoint, new_batch_id
@@ -28,9 +27,9 @@ from gateway.sessions.batches.files import Files, answering, new_file_id
 from gateway.sessions.batches.run import Answer
 from gateway.sessions.batches.running import Batches
 from gateway.sessions.responses.objects import page
-from gateway.sessions.responses.schemas import check_metadata, read_page_query
+from gateway.sessions.responses.schemas import PageQuery, check_metadata
 from gateway.wire.frames import Json
-from gateway.wire.strict import StrictBody
+from gateway.wire.strict import StrictBody, validated
 from priority.lanes import Lane
 
 MAX_LISTED = 1000
@@ -104,7 +103,7 @@ class BatchesApi(Endpoints):
 
     async def list_batches(self, http: HttpRequest) -> Response:
         tenant = self._intake.tenant(http)
-        query, store = read_page_query(http.query_params), self._service.store
+        query, store = validated(PageQuery, http.query_params), self._service.store
         with answering():
             newest_first = await store.list(KIND, tenant, MAX_LISTED)
             ids = filter(BATCH_ID.fullmatch, reversed(newest_first))
@@ -129,8 +128,7 @@ class BatchesApi(Endpoints):
     def _asked(self, http: HttpRequest) -> tuple[str, str]:
         """The tenant and the id that it asks for, in this order: a stranger is told nothing about ids."""
         tenant, batch_id = self._intake.tenant(http), http.path_params["batch_id"]
-        if not BATCH_ID.fullmatch(batch_id):
-            raise _not_found()
+        existing(BATCH_ID.fullmatch(batch_id), "There is no batch of that id.", "id")
         return tenant, batch_id
 
     # One line
@@ -182,10 +180,4 @@ class BatchesApi(Endpoints):
 
 
 def _found(batch: Batch | None) -> Batch:
-    if batch is None:
-        raise _not_found()
-    return batch
-
-
-def _not_found() -> ApiError:
-    return invalid("There is no batch of that id.", "id", "not_found", HTTPStatus.NOT_FOUND)
+    return existing(batch, "There is no batch of that id.", "id")

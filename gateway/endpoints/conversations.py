@@ -24,11 +24,10 @@ from gateway.sessions.responses.schemas import (
     check_id,
     check_items,
     check_metadata,
-    read_page_query,
 )
 from gateway.store.interface import Key
 from gateway.wire.frames import Json
-from gateway.wire.strict import StrictBody
+from gateway.wire.strict import StrictBody, validated
 
 MAX_ITEMS_A_CALL = 20
 MAX_LISTED_CONVERSATIONS = 10_000
@@ -86,7 +85,7 @@ class ConversationsApi(Endpoints):
     async def list_conversations(self, http: HttpRequest) -> Response:
         """Lists this tenant's conversations, each with its title. Looking at them does not keep them alive."""
         tenant = self._intake.tenant(http)
-        query = read_page_query(http.query_params)
+        query = validated(PageQuery, http.query_params)
         store = self._service.store
         with conversations.answering():
             newest_first = await store.list(KIND, tenant, MAX_LISTED_CONVERSATIONS)
@@ -120,7 +119,7 @@ class ConversationsApi(Endpoints):
 
     async def list_items(self, http: HttpRequest) -> Response:
         conversation = await self._find(http)
-        return Json(page(conversation.items, read_page_query(http.query_params)))
+        return Json(page(conversation.items, validated(PageQuery, http.query_params)))
 
     async def add_items(self, http: HttpRequest) -> Response:
         key = self._key(http)

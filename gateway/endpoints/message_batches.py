@@ -15,7 +15,7 @@ from gateway.endpoints.batches import MAX_LISTED
 from gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from gateway.endpoints.files import begun
 from gateway.endpoints.intake import Endpoints, Intake, route
-from gateway.http.errors import invalid, not_found
+from gateway.http.errors import existing, invalid
 from gateway.http.off_loop import off_loop
 from gateway.service import Service
 from gateway.sessions.batches.batch import BATCHES, KIND, MAX_LINES, MAX_RESULT_BYTES, Batch
@@ -143,9 +143,7 @@ class MessageBatchesApi(Endpoints):
         with answering():
             known = MESSAGE_BATCH_ID.fullmatch(batch_id) is not None
             batch = await BATCHES.get(self._store, tenant, batch_id, keep=False) if known else None
-        if batch is None:
-            raise not_found("There is no message batch of that id.", "message_batch_id")
-        return batch
+        return existing(batch, "There is no message batch of that id.", "message_batch_id")
 
     async def _ended(self, http: HttpRequest) -> Batch:
         batch = await self._found(http)

@@ -38,11 +38,11 @@ from gateway.sessions.responses.objects import (
 )
 from gateway.sessions.responses.records import KIND, Record
 from gateway.sessions.responses.schemas import (
+    PageQuery,
     ResponseBody,
     check_id,
     check_response,
     previous_not_found,
-    read_page_query,
     read_stream_query,
     response_not_found,
     text_form,
@@ -52,6 +52,7 @@ from gateway.sessions.responses.threads import Message, Thread, since, turns
 from gateway.store.interface import Key, StoreUnavailable
 from gateway.wire.frames import Json
 from gateway.wire.sampling import MaxTokens, lane_of
+from gateway.wire.strict import validated
 from gateway.wire.structured import form_of
 
 _APPEND_ATTEMPTS = 3
@@ -262,7 +263,7 @@ class ResponsesApi(Endpoints):
 
     async def list_input(self, http: HttpRequest) -> Response:
         tenant, response_id = self._asked(http)
-        query = read_page_query(http.query_params)
+        query = validated(PageQuery, http.query_params)
         found = await self._found(tenant, response_id)
         return Json(page(found.input if isinstance(found, Record) else found.details["input"], query))
 

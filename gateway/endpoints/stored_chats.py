@@ -13,12 +13,12 @@ from starlette.routing import Route
 
 from gateway.endpoints.completions import CHAT_ID, CompletionsApi
 from gateway.endpoints.intake import Endpoints, Intake, route
-from gateway.http.errors import ApiError, not_found
+from gateway.http.errors import ApiError, existing
 from gateway.service import Service
 from gateway.sessions.chats import CHATS, KIND, StoredChat, fits
 from gateway.sessions.recordings.completions import CHAT
 from gateway.sessions.responses.objects import page, place_after
-from gateway.sessions.responses.schemas import PageQuery, check_metadata, read_page_query
+from gateway.sessions.responses.schemas import PageQuery, check_metadata
 from gateway.store.interface import Key, StoreUnavailable
 from gateway.store.records import answering_unavailable
 from gateway.wire.frames import Json
@@ -130,7 +130,7 @@ class StoredChatsApi(Endpoints):
 
     async def list_messages(self, http: HttpRequest) -> Response:
         tenant = self._intake.tenant(http)
-        query = read_page_query({"order": "asc", **http.query_params})
+        query = validated(PageQuery, {"order": "asc", **http.query_params})
         return Json(page(_known(await self._found(tenant, http)).messages_as_json(), query))
 
     async def _found(self, tenant: str, http: HttpRequest) -> StoredChat | None:
@@ -155,6 +155,4 @@ async def _alone(recorded: Awaitable[Response]) -> Response:
 
 
 def _known(chat: StoredChat | None) -> StoredChat:
-    if chat is None:
-        raise not_found("There is no stored completion of that id.", "id")
-    return chat
+    return existing(chat, "There is no stored completion of that id.", "id")

@@ -8,12 +8,14 @@ import math
 import random
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import TypeVar
 
 from gateway.http.correlation import CORRELATION
 
 log = logging.getLogger("penstock.gateway")
 
 _MAX_REASON_CHARS = 500
+Found = TypeVar("Found")
 
 
 class ApiError(Exception):
@@ -85,6 +87,13 @@ def invalid(
 
 def not_found(message: str, param: str | None = None) -> ApiError:
     return invalid(message, param, "not_found", HTTPStatus.NOT_FOUND)
+
+
+def existing(found: Found | None, message: str, param: str | None = None) -> Found:
+    """Returns what was found; raises 404 if there is none."""
+    if found is None:
+        raise not_found(message, param)
+    return found
 
 
 def gone(message: str, code: str) -> ApiError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 
-from gateway.http.errors import invalid, not_found
+from gateway.http.errors import existing, invalid, not_found
 from gateway.sessions.responses.objects import Item, JsonObject, as_messages, texts_of
 from gateway.sessions.responses.schemas import check_id
 from gateway.sessions.responses.threads import Thread
@@ -151,9 +151,7 @@ class ConversationLocks:
 
 
 def found(conversation: Conversation | None, conversation_id: str) -> Conversation:
-    if conversation is None:
-        raise not_found(f"Conversation with id '{conversation_id}' not found.")
-    return conversation
+    return existing(conversation, f"Conversation with id '{conversation_id}' not found.")
 
 
 def _num_text_bytes(items: Sequence[Item]) -> int:

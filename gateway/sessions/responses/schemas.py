@@ -413,11 +413,6 @@ class PageQuery(Query):
     order: Literal["asc", "desc"] = "desc"
 
 
-def read_page_query(values: Mapping[str, str]) -> PageQuery:
-    """Returns the query; raises 400 that names the parameter that is wrong."""
-    return validated(PageQuery, values)
-
-
 def response_not_found(response_id: str) -> ApiError:
     """Makes the same error whether the response never was, is gone, or is another tenant's."""
     return invalid(f"Response with id '{response_id}' not found.", None, None, HTTPStatus.NOT_FOUND)

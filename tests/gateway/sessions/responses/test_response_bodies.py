@@ -13,10 +13,9 @@ from gateway.sessions.responses.schemas import (
     PageQuery,
     ResponseBody,
     check_id,
-    read_page_query,
     read_stream_query,
 )
-from gateway.wire.strict import read
+from gateway.wire.strict import read, validated
 from tests.gateway.harness import MODEL
 from tests.gateway.sessions.responses.recorded_responses import body_of
 
@@ -248,8 +247,8 @@ def test_a_wrong_stream_query_is_named(query: dict[str, str], param: str) -> Non
 
 
 def test_how_to_list() -> None:
-    assert read_page_query({}) == PageQuery(after=None, limit=20, order="desc")
-    asked = read_page_query({"after": "msg_1", "limit": "100", "order": "asc"})
+    assert validated(PageQuery, {}) == PageQuery(after=None, limit=20, order="desc")
+    asked = validated(PageQuery, {"after": "msg_1", "limit": "100", "order": "asc"})
     assert asked == PageQuery(after="msg_1", limit=100, order="asc")
 
 
@@ -267,5 +266,5 @@ def test_how_to_list() -> None:
 )
 def test_a_wrong_page_query_is_named(query: dict[str, str], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        read_page_query(query)
+        validated(PageQuery, query)
     assert (caught.value.status, caught.value.param) == (400, param)
