@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from engine.planning.bans import Words
 from engine.planning.grammar import Grammar
@@ -18,9 +18,11 @@ from priority.lanes import Lane, Tenant
 LEAST_TOP_P = 1e-6
 """What 0 means: the likeliest token alone."""
 
-_XTC_THRESHOLD = 0.1
-"""llama.cpp's, for requests that do not say."""
-_Number = TypeVar("_Number", int, float)
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "typical_p", "top_a", "xtc_probability", "xtc_threshold"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos"),
+)
+"""The fields that have the same name in a request and in the engine, whose default a request has that gives none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,33 +91,23 @@ def sampling_params(
     Raises:
         ApiError: 400 for token ids outside the vocabulary, or min_tokens that cannot be reached.
     """
-    min_tokens = body.min_tokens or 0
-    if min_tokens > max_tokens:
+    if (body.min_tokens or 0) > max_tokens:
         raise invalid(f"'min_tokens' is greater than the {max_tokens} tokens there can be.", "min_tokens")
     stop_token_ids = frozenset(body.stop_token_ids or ())
     check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
     allowed = sorted(set(body.allowed_token_ids or ()))
     check_token_ids(allowed, vocab_size, "allowed_token_ids")
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    same: dict[str, Any] = asdict(defaults) | given
+    same |= {"top_p": same["top_p"] or LEAST_TOP_P, "top_k": max(0, same["top_k"])}
     return SamplingParams(
-        temperature=_given(body.temperature, defaults.temperature),
-        top_p=_given(body.top_p, defaults.top_p) or LEAST_TOP_P,
-        top_k=max(0, _given(body.top_k, defaults.top_k)),
-        min_p=_given(body.min_p, defaults.min_p),
-        typical_p=_given(body.typical_p, 1.0),
-        top_a=body.top_a or 0.0,
-        xtc_probability=body.xtc_probability or 0.0,
-        xtc_threshold=_given(body.xtc_threshold, _XTC_THRESHOLD),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+        **same,
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
         stop=as_strings(body.stop),
         shows_stop=bool(body.include_stop_str_in_output),
         stop_token_ids=stop_token_ids,
-        ignore_eos=bool(body.ignore_eos),
         shown_special=shown_special,
         num_logprobs=num_logprobs,
         grammar=grammar,
@@ -123,10 +115,6 @@ def sampling_params(
         bad_words=bad_words,
         num_prompt_logprobs=num_prompt_logprobs,
     )
-
-
-def _given(value: _Number | None, default: _Number) -> _Number:
-    return default if value is None else value
 
 
 def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:

@@ -29,6 +29,7 @@ from engine.model.gguf.container import TYPES
 from engine.model.gguf.kinds import KINDS
 from engine.parallel import group
 from engine.planning import block_map, grammar_check, grammars, lookup, pace
+from engine.planning.request import SamplingParams
 from engine.quant.storages import packing
 from gateway import watch
 from gateway.endpoints import events, state
@@ -38,7 +39,7 @@ from gateway.http.limits import Limits
 from gateway.sessions.batches import batch, files, run, running
 from gateway.sessions.recordings.registry import Keeping
 from gateway.store import breaker, interface, memory, patience, pieces, redis, redis_records
-from gateway.wire import compiling, sampling
+from gateway.wire import compiling
 from priority import lengths, pacing, queue, ratios, shares, steptime, waiting, yielding
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.routing import index, router
@@ -88,7 +89,7 @@ CLAIMS: dict[str, list[str]] = {
         f"Compiling the {WORDS[len(LEVELS['x86_64'])]} levels of x86-64",
     ],
     "docs/guide/clients.md": [
-        f"`xtc_threshold` ({sampling._XTC_THRESHOLD:g} unless it says)",
+        f"`xtc_threshold` ({SamplingParams().xtc_threshold:g} unless it says)",
         f"{run.LINES_AT_ONCE} lines of all batches at a time",
         f"a line is as long as a body may be, {LIMITS.max_body_bytes // MIB} MiB",
         f"an upload of at most {LIMITS.max_upload_bytes // MIB} MiB",
