@@ -216,7 +216,7 @@ def build_core(
     folder = find_checkpoint(settings.model, settings.revision)
     try:
         config, tokenizer = read_config(folder), read_tokenizer(folder)
-        check_split(folder, config, settings.tensor_parallel)
+        check_split(folder, config, settings.tensor_parallel, settings.expert_parallel)
         defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
@@ -246,7 +246,13 @@ def identity(model: str, folder: Path) -> str:
 def system_fingerprint(settings: EngineSettings, folder: Path) -> str:
     """What replies call the weights, the types they are computed in, and the version: with the same, the same text."""
     types = (settings.dtype, settings.quantize, settings.quantize_group_size, settings.kv_dtype)
-    made_by = (*types, settings.device, settings.tensor_parallel, version("penstock"))
+    made_by = (
+        *types,
+        settings.device,
+        settings.tensor_parallel,
+        settings.expert_parallel,
+        version("penstock"),
+    )
     digest = blake2b(repr((fingerprint(folder), made_by)).encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"
 
@@ -303,6 +309,7 @@ def load_options(settings: EngineSettings) -> LoadOptions:
         cuda_graphs=not settings.no_cuda_graphs,
         max_drafts=0 if settings.no_speculation or settings.tensor_parallel > 1 else MAX_DRAFTS,
         num_ranks=settings.tensor_parallel,
+        expert_parallel=settings.expert_parallel,
     )
 
 

@@ -226,6 +226,10 @@ class EngineSettings(CommonSettings):
     """Processes that run the model together, each with a part of every layer: on that many GPUs, or one CPU. They have
     no drafts."""
 
+    expert_parallel: Literal["auto", "on", "off"] = "auto"
+    """How these processes share the experts of a model: on, each has some of them; off, each has some rows of every
+    expert; auto takes what is better for their size."""
+
     threads: int | None = Field(default=None, ge=1)
     """Threads of the model on a CPU, at most four for each core; without it, one for each."""
 

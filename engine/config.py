@@ -146,6 +146,9 @@ class LoadOptions:
     """The most drafts of each sequence in a step; 0 stands for none."""
     num_ranks: int = 1
     """The processes that run the model together, each with a part of every layer."""
+    expert_parallel: str = "auto"
+    """How ranks share experts: "on", each has some of them; "off", each has some rows of every expert; "auto", what is
+    better for their size, see `split.splits_whole`."""
 
     def __post_init__(self) -> None:
         if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:

@@ -139,7 +139,7 @@ def load_model(
     torch.set_num_threads(min(torch.get_num_threads(), options.num_threads or num_cores()))
     if ranks is not None:
         device, options = own_device(device, ranks), own_options(options, device, ranks)
-        part = split_config(config, ranks.size)
+        part = split_config(config, ranks.size, ranks.rank, options.expert_parallel)
         config, files = part, SplitFiles(files, config, part, ranks)
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     if ranks is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.kernels.experts import ExpertLinear
@@ -58,21 +59,23 @@ class ExpertsWeights:
     shared_out_norm: Tensor | None = None
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """[T, hidden] -> [T, hidden]"""
-        made = self._normed(self.routed(x), self.experts_out_norm)
+        """[T, hidden] -> [T, hidden], with one reduction among ranks."""
+        made = self.routed(x)
         if self.shared is None:
-            return made
-        shared = self._normed(self.shared(self._normed(x, self.shared_norm)), self.shared_out_norm)
-        if self.shared_gate is not None:
-            shared = shared * self.shared_gate(x).sigmoid()
-        return made + shared
+            return self._normed(self._summed(made), self.experts_out_norm)
+        shared = self.shared(self._normed(x, self.shared_norm))
+        if self.experts_out_norm is None and self.shared_out_norm is None:
+            return self._summed(made + self._gated(shared, x))
+        made, shared = self._summed(torch.stack((made, shared)))
+        shared = self._gated(self._normed(shared, self.shared_out_norm), x)
+        return self._normed(made, self.experts_out_norm) + shared
 
     def routed(self, x: Tensor) -> Tensor:
-        """The weighted sum of the experts of each row; among ranks, of the experts of all."""
+        """The weighted sum of the experts of each row, as far as this rank has them."""
         router, kernels = self.spec.router, self.kernels
         logits = self.router(self._normed(x, self.router_norm))
         ids, weights = kernels.route(logits, router, self.choice_bias, self.expert_scale)
-        made = kernels.run_experts(
+        return kernels.run_experts(
             self._normed(x, self.experts_norm),
             ids - self.spec.first if self.spec.first else ids,
             weights,
@@ -81,7 +84,12 @@ class ExpertsWeights:
             self.spec.activation,
             weighs_inputs=router.weighs_inputs,
         )
-        return made if kernels.ranks is None else kernels.ranks.sum(made)
+
+    def _gated(self, shared: Tensor, x: Tensor) -> Tensor:
+        return shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()
+
+    def _summed(self, x: Tensor) -> Tensor:
+        return x if self.kernels.ranks is None else self.kernels.ranks.sum(x)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self.kernels.rms_norm(x, weight, self.eps)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.model.gguf.container import is_gguf
-from engine.spec import Experts, Layer
+from engine.spec import Experts, GatedMlp, Layer
+
+_Part = TypeVar("_Part", GatedMlp, Experts)
+
+TILE = 128
+"""The rows of a weight that a product takes at a time: of fewer, it takes as long."""
 
 
-def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The config of what one of the ranks has: it is a decoder with fewer heads and a narrower feed-forward part.
+def split_config(
+    config: ModelConfig, num_ranks: int, rank: int = 0, expert_parallel: str = "auto"
+) -> ModelConfig:
+    """The config of what a rank has: a decoder with fewer heads, and narrower feed-forward parts or fewer experts.
 
     Where there are fewer key-value heads than ranks, several ranks have the same one. The vocabulary keeps its size;
     see `ModelConfig.vocab_rows`.
+
+    Args:
+        expert_parallel: see `LoadOptions`.
 
     Raises:
         CheckpointError: the model cannot be shared out among so many.
@@ -31,18 +41,13 @@ def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
             raise CheckpointError(
                 f"{asked}: the model has {attention.num_kv_heads} key-value heads, which do not split"
             )
-    for inner in (inner for layer in config.layers for inner in _inner_sizes(layer)):
-        if inner % num_ranks:
-            raise CheckpointError(
-                f"{asked}: the model has an intermediate_size of {inner}, which does not split"
-            )
     for layer in config.layers:
         for name, norm in layer.attention.norms().items():
             if norm.size != layer.attention.head_dim:
                 raise CheckpointError(
                     f"{asked}: {norm.name} norms all heads as one row, which ranks do not have ({name})"
                 )
-    layers = tuple(_part_of(layer, num_ranks) for layer in config.layers)
+    layers = tuple(_part_of(layer, num_ranks, rank, expert_parallel) for layer in config.layers)
     part = replace(config, spec=replace(config.spec, layers=layers), num_ranks=num_ranks)
     if -(-config.vocab_size // part.vocab_rows) != num_ranks:
         raise CheckpointError(
@@ -51,32 +56,66 @@ def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     return part
 
 
-def _part_of(layer: Layer, num_ranks: int) -> Layer:
-    attention, feed_forward = layer.attention, layer.feed_forward
+def _part_of(layer: Layer, num_ranks: int, rank: int, expert_parallel: str) -> Layer:
+    attention, own = layer.attention, layer.feed_forward
     narrow = layer.with_attention(
         num_heads=attention.num_heads // num_ranks,
         num_kv_heads=max(1, attention.num_kv_heads // num_ranks),
     )
-    changes: dict[str, object] = {"inner_size": feed_forward.inner_size // num_ranks}
-    if isinstance(feed_forward, Experts) and (shared := feed_forward.shared) is not None:
-        changes["shared"] = replace(shared, inner_size=shared.inner_size // num_ranks)
-    return narrow.with_feed_forward(**changes)
+    if not isinstance(own, Experts):
+        return replace(narrow, feed_forward=_narrower(own, num_ranks))
+    shared = None if own.shared is None else _narrower(own.shared, num_ranks)
+    if splits_whole(own, num_ranks, expert_parallel):
+        count = own.router.num_experts // num_ranks
+        return narrow.with_feed_forward(first=rank * count, num_own=count, shared=shared)
+    return replace(
+        narrow, feed_forward=replace(_narrower(own, num_ranks, "intermediate_size of experts"), shared=shared)
+    )
 
 
-def _inner_sizes(layer: Layer) -> Iterator[int]:
-    own = layer.feed_forward
-    yield own.inner_size
-    if isinstance(own, Experts) and own.shared is not None:
-        yield own.shared.inner_size
+def _narrower(part: _Part, num_ranks: int, field: str = "intermediate_size") -> _Part:
+    """The part with a rank's share of its inner rows, of every expert."""
+    if part.inner_size % num_ranks:
+        raise CheckpointError(
+            f"--tensor-parallel {num_ranks}: the model has an {field} of {part.inner_size}, which does not split"
+        )
+    return replace(part, inner_size=part.inner_size // num_ranks)
 
 
-def check_split(path: Path, config: ModelConfig, num_ranks: int) -> None:
+def splits_whole(experts: Experts, num_ranks: int, expert_parallel: str) -> bool:
+    """Whether each rank has some of the experts, whole, rather than its rows of every expert.
+
+    Rows of every expert put the same work on each rank, whatever experts tokens choose. That is better, unless the part
+    of an expert is so narrow that a product of it takes as long as one of `TILE` rows: "auto" splits the experts where
+    the part is narrower, or its rows do not divide, and their number does.
+
+    Raises:
+        CheckpointError: expert_parallel is "on", and the ranks do not divide the experts.
+    """
+    count = experts.router.num_experts
+    if expert_parallel == "on" and count % num_ranks:
+        raise CheckpointError(
+            f"--expert-parallel on: the model has {count} experts, which do not split among {num_ranks} ranks"
+        )
+    if expert_parallel != "auto":
+        return expert_parallel == "on"
+    rows, rest = divmod(experts.inner_size, num_ranks)
+    return (rest > 0 or rows < TILE) and count % num_ranks == 0
+
+
+def check_split(path: Path, config: ModelConfig, num_ranks: int, expert_parallel: str = "auto") -> None:
     """Checks that a checkpoint can be shared out among so many ranks.
 
     Raises:
         CheckpointError: it cannot.
     """
+    if expert_parallel == "on" and not any(
+        isinstance(layer.feed_forward, Experts) for layer in config.layers
+    ):
+        raise CheckpointError("--expert-parallel on: the model has no experts")
     if num_ranks == 1:
+        if expert_parallel == "on":
+            raise CheckpointError("--expert-parallel on: one process has all experts; see --tensor-parallel")
         return
     if is_gguf(path):
         raise CheckpointError(
@@ -88,4 +127,4 @@ def check_split(path: Path, config: ModelConfig, num_ranks: int) -> None:
             f"--tensor-parallel {num_ranks}: a checkpoint that is quantized ({method}) is served by one process only; "
             "take one in floating point, and --quantize"
         )
-    split_config(config, num_ranks)
+    split_config(config, num_ranks, expert_parallel=expert_parallel)

@@ -35,8 +35,9 @@ class SplitFiles(TensorFiles):
         self._sections = {
             f"model.layers.{number}.{rows.name}": (rows.sections, own_rows.sections)
             for number, (layer, own) in enumerate(zip(whole.layers, part.layers, strict=True))
-            for field, map in layer.maps().items()
-            for rows, own_rows in zip(map.rows, own.maps()[field].rows, strict=True)
+            for maps in (layer.maps(),)
+            for field, map in own.maps().items()
+            for rows, own_rows in zip(maps[field].rows, map.rows, strict=True)
         }
 
     def read(self, name: str) -> Tensor:

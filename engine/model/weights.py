@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -162,6 +163,8 @@ def _mlp(own: GatedMlp, reader: Reader, specs: Mapping[str, LinearSpec], prefix:
 def _experts(
     own: Experts, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec], eps: float
 ) -> ExpertsWeights:
+    # What shared experts make on each rank is added to what the others do, and summed with it.
+    parts = {field: replace(spec, sums=False) for field, spec in specs.items()}
     return ExpertsWeights(
         spec=own,
         kernels=reader.kernels,
@@ -169,7 +172,7 @@ def _experts(
         router=reader.linear(specs["router"]),
         gate_up=reader.experts([specs[expert_field(number, "gate_up")] for number in own.own]),
         down=reader.experts([specs[expert_field(number, "down")] for number in own.own]),
-        shared=None if own.shared is None else _mlp(own.shared, reader, specs, "shared_"),
+        shared=None if own.shared is None else _mlp(own.shared, reader, parts, "shared_"),
         shared_gate=reader.linear(specs["shared_gate"]) if own.shared_gate else None,
         **{field: reader.norm(norm, prefix) for field, norm in own.norms().items()},
         **{field: reader.vector(f"{prefix}{vector.name}") for field, vector in own.vectors().items()},

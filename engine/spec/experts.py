@@ -116,7 +116,7 @@ class Experts:
     first: int = 0
     """The first expert that this rank has."""
     num_own: int | None = None
-    """The experts that this rank has; None is all of them."""
+    """The experts that this rank has, each of them whole; None is all of them, or this rank's rows of all."""
     norm: Norm | None = None
     """Of what experts read of the part's inputs; and next, of the sum that they make."""
     out_norm: Norm | None = None
@@ -159,7 +159,12 @@ class Experts:
                 has_bias=self.has_bias,
                 is_gated=self.activation.is_gated,
             ),
-            "down": LinearMap(rows=down, in_features=self.inner_size, has_bias=self.has_bias, sums=True),
+            "down": LinearMap(
+                rows=down,
+                in_features=self.inner_size,
+                has_bias=self.has_bias,
+                sums=self.num_own is None,
+            ),
         }
 
     def norms(self) -> dict[str, Norm]:

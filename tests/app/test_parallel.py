@@ -23,6 +23,7 @@ from engine.parallel.leader import start_ranks
             {"tensor_parallel": "2", "draft": "folder"},
             "--draft folder: with --tensor-parallel there are no drafts",
         ),
+        ({"expert_parallel": "on"}, "--expert-parallel on: the model has no experts"),
         ({"tensor_parallel": "65"}, "--tensor-parallel: input should be less than or equal to 64, not '65'"),
     ],
 )

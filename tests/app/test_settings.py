@@ -137,6 +137,7 @@ def test_what_is_not_set() -> None:
         "kv_dtype": "auto",
         "device": "auto",
         "tensor_parallel": 1,
+        "expert_parallel": "auto",
         "max_num_seqs": 256,
         "gpu_memory_utilization": 0.9,
         "tool_parser": "auto",

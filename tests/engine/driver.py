@@ -56,6 +56,7 @@ class Driver:
         sink: TokenSink | None = None,
         quantize: str | None = None,
         followers: Followers | None = None,
+        expert_parallel: str = "auto",
     ) -> None:
         """With `followers`, the model is on several ranks."""
         options = LoadOptions(
@@ -65,6 +66,7 @@ class Driver:
             max_batch_tokens=budget,
             quantize=quantize,
             max_drafts=MAX_DRAFTS if followers is None else 0,
+            expert_parallel=expert_parallel,
         )
 
         ranks = None if followers is None else followers.group

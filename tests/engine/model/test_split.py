@@ -14,9 +14,11 @@ from engine.errors import CheckpointError
 from engine.kernels.ranks import Ranks
 from engine.model.checkpoint import read_config
 from engine.model.files import open_files
-from engine.model.split import check_split, split_config
+from engine.model.split import TILE, check_split, split_config, splits_whole
 from engine.model.split_files import SplitFiles
+from engine.spec import Experts, Router
 from tests.engine.checkpoints import make_checkpoint
+from tests.engine.families import SPARSE
 
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 
@@ -122,3 +124,74 @@ def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
 def test_one_rank_is_no_split(tmp_path: Path) -> None:
     config = read_config(make_checkpoint("llama", tmp_path))
     check_split(tmp_path / "model.gguf", config, 1)
+
+
+def experts(count: int, inner: int) -> Experts:
+    return Experts(hidden_size=64, inner_size=inner, router=Router(num_experts=count, top_k=2))
+
+
+@pytest.mark.parametrize(
+    ("count", "inner", "num_ranks", "is_whole"),
+    [
+        (128, 768, 2, False),  # Qwen3-30B-A3B
+        (128, 768, 8, True),
+        (32, 2880, 8, False),  # gpt-oss-20b
+        (128, 704, 6, False),  # neither divides, which is refused as rows
+        (126, 704, 6, True),
+        (5, 32, 2, False),
+        (8, TILE * 4, 4, False),
+        (8, TILE * 4 - 4, 4, True),
+    ],
+)
+def test_experts_stay_whole_where_their_rows_fill_no_tile(
+    count: int, inner: int, num_ranks: int, is_whole: bool
+) -> None:
+    own = experts(count, inner)
+    assert splits_whole(own, num_ranks, "auto") == is_whole
+    assert not splits_whole(own, num_ranks, "off")
+    if count % num_ranks == 0:
+        assert splits_whole(own, num_ranks, "on")
+
+
+def test_every_expert_is_on_one_rank_and_whole(tmp_path: Path) -> None:
+    folder = SPARSE["Qwen 3 MoE"].make(tmp_path)
+    whole = read_config(folder)
+    found: dict[str, Tensor] = {}
+    for rank in range(2):
+        part = split_config(whole, 2, rank, "on")
+        files = SplitFiles(open_files(folder), whole, part, cast("Ranks", Place(rank, 2)))
+        own = {name: files.read(name) for name in files.entries if ".experts." in name}
+        assert {int(name.split(".experts.")[1].partition(".")[0]) for name in own} == set(
+            range(4 * rank, 4 * rank + 4)
+        )
+        found |= own
+    tensors = {name: tensor for name, tensor in whole_of(folder).items() if ".experts." in name}
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("size", "expert_parallel", "overrides", "fault"),
+    [
+        (
+            2,
+            "on",
+            {"num_experts": 7},
+            "--expert-parallel on: the model has 7 experts, which do not split among 2 ranks",
+        ),
+        (1, "on", {}, "--expert-parallel on: one process has all experts; see --tensor-parallel"),
+        (
+            4,
+            "off",
+            {"moe_intermediate_size": 30},
+            "--tensor-parallel 4: the model has an intermediate_size of experts of 30, which does not split",
+        ),
+    ],
+)
+def test_experts_that_do_not_split_are_refused(
+    tmp_path: Path, size: int, expert_parallel: str, overrides: dict[str, Any], fault: str
+) -> None:
+    folder = SPARSE["Qwen 3 MoE"].make(tmp_path, **overrides)
+    with pytest.raises(CheckpointError) as refused:
+        check_split(folder, read_config(folder), size, expert_parallel)
+    assert str(refused.value) == fault

@@ -110,8 +110,9 @@ def scores(driver: Driver, name: str) -> list[float]:
     return [at.logprob for at in found]
 
 
-def compare(followers: Followers, folder: Path) -> None:
-    alone, together = Driver(folder, num_blocks=60), Driver(folder, num_blocks=60, followers=followers)
+def compare(followers: Followers, folder: Path, **options: Any) -> None:
+    alone = Driver(folder, num_blocks=60)
+    together = Driver(folder, num_blocks=60, followers=followers, **options)
     assert together.facts.num_blocks == 60
     assert run(together) == run(alone)
     assert scores(together, "filters") == pytest.approx(scores(alone, "filters"), abs=1e-4)
@@ -130,6 +131,19 @@ def test_two_ranks_serve_every_family(pool: Pool, family: str, tmp_path: Path) -
             check_split(folder, read_config(folder), 2)
         return
     compare(pool.of(2), folder)
+
+
+@pytest.mark.parametrize("expert_parallel", ["on", "off"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_share_experts_or_the_rows_of_each(
+    pool: Pool, size: int, expert_parallel: str, tmp_path: Path
+) -> None:
+    folder = SPARSE["Qwen 3 MoE"].make(
+        tmp_path,
+        **{"num_attention_heads": 6, "num_key_value_heads": 6, "num_experts": 6, "moe_intermediate_size": 36},
+        **{"intermediate_size": 96, "vocab_size": 517},
+    )
+    compare(pool.of(size), folder, expert_parallel=expert_parallel)
 
 
 def test_prompts_are_pooled(pool: Pool, tmp_path: Path) -> None:
