@@ -148,8 +148,9 @@ def examine(model: str | None, revision: str | None, options: LoadOptions) -> Su
         folder = find_checkpoint(model, revision)
         files, place = open_files(folder), str(folder)
     config = read_config(folder)
-    recipe = make_recipe(config, replace(options, quantize=None))
-    check_tensors(config, unstacked(files, config), recipe)
+    one_by_one = unstacked(files, config)
+    recipe = make_recipe(config, replace(options, quantize=None), one_by_one)
+    check_tensors(config, one_by_one, recipe)
     types = Counter(entry.dtype for entry in files.entries.values())
     return Subject(model, config, _stored_as(config, recipe), types, place)
 

@@ -131,7 +131,7 @@ def load_model(
     config = read_config(folder)
     files = unstacked(open_files(folder), config)
     device = choose_device(options.device)
-    recipe = make_recipe(config, options)
+    recipe = make_recipe(config, options, files)
     check_tensors(config, files, recipe)
     max_model_len = _max_model_len(config, options)
     options = options.for_device(device.type)
@@ -279,7 +279,8 @@ def _open_draft(
     check_draft(target, config, _max_model_len(target, options))
     if kernels.team is not None:
         _check_native(config, options)
-    source = Checkpoint(config, unstacked(open_files(folder), config), make_recipe(config, options))
+    files = unstacked(open_files(folder), config)
+    source = Checkpoint(config, files, make_recipe(config, options, files))
     check_tensors(config, source.files, source.recipe)
     some = "" if tokens is None else f"; it has {sum(i >= 0 for i in tokens.same)} of the model's tokens"
     say(f"the draft model is {folder}{some}")

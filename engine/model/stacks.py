@@ -99,6 +99,7 @@ _ENDS = {
     "_scales": "scales",
     ".weight_scale": "weight_scale",
     ".weight_scale_inv": "weight_scale_inv",
+    "_scale_inv": "weight_scale_inv",
 }
 """What follows a stack's name on disk, and the tensor of a linear map that it is."""
 

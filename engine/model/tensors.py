@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors, Rounding, by_rows
 from engine.quant.integers import Integers, common_format
 from engine.quant.quantization import Quantization
-from engine.quant.storage import PLAIN, Storage, Storages, StoredTensor
+from engine.quant.storage import FLOATS, PLAIN, Storage, Storages, StoredTensor
 from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
 from engine.spec import Experts, HeadOrder, LayerEmbeddings, LinearMap, Rows, expert_field
 
@@ -29,14 +29,23 @@ class Recipe:
 
     storages: Storages = lambda _: PLAIN
     quantization: Quantization | None = None
+    floats: frozenset[str] = frozenset()
+    """The linear maps that stay in floating point, and are so in the files, whatever quantization_config says."""
+
+    def storage(self, name: str) -> Storage:
+        """The storage of a linear map by its full name."""
+        return PLAIN if name in self.floats else self.storages(name)
 
 
 AS_IT_IS = Recipe()
 """Of a checkpoint in floating point that stays so."""
 
 
-def make_recipe(config: ModelConfig, options: LoadOptions) -> Recipe:
+def make_recipe(config: ModelConfig, options: LoadOptions, files: TensorFiles | None = None) -> Recipe:
     """The recipe of a checkpoint that is loaded with these options.
+
+    Args:
+        files: the checkpoint's. Without them, a router counts as one in floating point, as most are.
 
     Raises:
         CheckpointError: what quantization_config says is not supported, or what the options ask for cannot be done.
@@ -51,7 +60,27 @@ def make_recipe(config: ModelConfig, options: LoadOptions) -> Recipe:
         )
     if options.quantize == "nf4" and choose_device(options.device).type == "cuda":
         raise CheckpointError("--quantize nf4 is served on the CPU; on CUDA there are int8, int4 and fp8")
-    return Recipe(storages, quantization)
+    return Recipe(lru_cache(maxsize=None)(storages), quantization, frozenset(_floats(config, files)))
+
+
+def _floats(config: ModelConfig, files: TensorFiles | None) -> Iterator[str]:
+    """Yields the linear maps that stay in floating point, and that the files have so.
+
+    GPTQ has no list of what it leaves out, and some programs quantize routers, where others do not.
+    """
+    if config.quantization is None or config.quantization.text("quant_method") == "gguf":
+        return
+    names = (
+        f"{LAYERS}{number}.{rows.name}"
+        for number, layer in enumerate(config.layers)
+        for map in layer.maps().values()
+        if map.stays
+        for rows in map.rows
+    )
+    for name in names:
+        entry = None if files is None else files.entries.get(f"{name}.weight")
+        if files is None or (entry is not None and entry.dtype in FLOATS):
+            yield name
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +185,7 @@ def layer_specs(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> Iterator[Line
 def _linear_spec(map: LinearMap, layer: int, recipe: Recipe) -> LinearSpec:
     names = [f"{LAYERS}{layer}.{rows.name}" for rows in map.rows]
     parts = (
-        Part(name, rows.count, recipe.storages(name), row_order(rows))
+        Part(name, rows.count, recipe.storage(name), row_order(rows))
         for name, rows in zip(names, map.rows, strict=True)
     )
     quantization = recipe.quantization

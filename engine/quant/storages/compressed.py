@@ -14,14 +14,12 @@ from engine.quant.float8 import Scaling
 from engine.quant.formats import DENSE, Dense, NamedTensors
 from engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.float8 import StoredFloat8, check_block
+from engine.quant.storages.mxfp4 import NO_SCALE
 from engine.quant.storages.names import EMBEDDING, IsMeant, called, regular_expression
 from engine.quant.storages.packing import Codes, StoredIntegers, check_groups, finite, unpack_nibbles
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The floats of 4 bits, in the order of their bits (Open Compute Project, Microscaling Formats Specification, 2023)."""
-
-_NOT_A_SCALE = 255
-"""The NaN of E8M0, whose other bytes stand for 2^(byte - 127)."""
 
 
 def packed_integers(
@@ -116,7 +114,7 @@ def powers_of_two(tensors: NamedTensors, suffix: str) -> Tensor:
         BadTensor: one is not a number.
     """
     exponents = tensors[suffix]
-    if bool((exponents == _NOT_A_SCALE).any()):
+    if bool((exponents == NO_SCALE).any()):
         raise BadTensor(suffix, "has values that are not finite")
     # The byte is the exponent of a float32, too, except that 2^-127 is denormal there.
     return torch.where(exponents == 0, 1 << 22, exponents.int() << 23).view(torch.float32)

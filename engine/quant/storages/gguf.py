@@ -17,13 +17,12 @@ from engine.fields import Fields
 from engine.quant.formats import NamedTensors, by_rows
 from engine.quant.integers import Factors, Integers
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
+from engine.quant.storages.mxfp4 import DOUBLED, MXFP4, half_scales
 
 _QUARTERS = (0, 2, 4, 6)
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """ggml's kvalues_iq4nl."""
-_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""The doubles of floats with two bits of exponent and one of mantissa."""
 
 Unpack = Callable[[Tensor], NamedTensors]
 """Takes blocks apart, [n, bytes of a block] uint8: the tensors of rows that are a block each. A byte may be uint8."""
@@ -171,11 +170,8 @@ def _iq4_xs(blocks: Tensor) -> NamedTensors:
 
 
 def _mxfp4(blocks: Tensor) -> NamedTensors:
-    """A scale of 2^(e - 128), and 16 bytes of weights. 255 says that the scale is no number."""
-    e = blocks[:, :1].short()
-    # bfloat16 has this exponent, but for 2^-127 and 2^-128, which are denormal.
-    bits = torch.where(e < 2, 32 << e, torch.where(e == 255, 255, e - 1) << 7)
-    return {"weight": _looked_up(_MXFP4, blocks[:, 1:]), "scale": bits.short().view(torch.bfloat16)}
+    """A scale in E8M0, and 16 bytes of weights."""
+    return {"weight": _looked_up(DOUBLED, blocks[:, 1:]), "scale": half_scales(blocks[:, :1])}
 
 
 def _scales_and_minima(blocks: Tensor) -> NamedTensors:
@@ -245,7 +241,7 @@ TYPES = {
         Blocks("Q6_K", 256, 210, Integers(6, 16, factors=Factors.COUNTS), _q6_k),
         Blocks("IQ4_NL", 32, 18, Integers(8, 32, factors=Factors.HALF, table=_IQ4), _iq4_nl),
         Blocks("IQ4_XS", 256, 136, Integers(8, 32, factors=Factors.COUNTS, table=_IQ4), _iq4_xs),
-        Blocks("MXFP4", 32, 17, Integers(8, 32, factors=Factors.HALF, table=_MXFP4), _mxfp4),
+        Blocks("MXFP4", 32, 17, MXFP4, _mxfp4),
     )
 }
 """By ggml's names."""

@@ -54,7 +54,8 @@ class Codes:
         """The integers [rows, columns] as they are stored: uint8, or int8 of those with a sign."""
         if self.word == "I8":
             return words
-        codes = (words.T if self.down else words).contiguous().view(torch.uint8)
+        lines = words.T if self.down else words
+        codes = lines.flatten().view(torch.uint8).view(len(lines), -1)
         codes = codes if self.bits == 8 else unpack_nibbles(codes)
         if self.order:
             codes = torch.unflatten(codes, 1, (-1, len(self.order)))[:, :, list(self.order)].flatten(1)
