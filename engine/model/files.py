@@ -23,9 +23,12 @@ def _open_gguf(path: Path) -> TensorFiles:
     """The tensors of a GGUF file, and of the model's other parts if it has several."""
     header = read_header(path)
     names = Names(Kind.of(header.fields))
+    own_names = {name: tensor for tensor in header.tensors if (name := names.engine_name(tensor)) is not None}
+    found = {name: header.tensors[own_name] for name, own_name in own_names.items()}
     entries = {
         name: TensorEntry(tensor.file, tensor.type.name, tensor.shape, tensor.start, tensor.num_bytes)
-        for tensor in header.tensors.values()
-        if (name := names.engine_name(tensor.name)) is not None
+        for name, tensor in found.items()
     }
-    return TensorFiles(path, entries, names.ggml_name, config="the metadata")
+    return TensorFiles(
+        path, entries, lambda name: own_names.get(name) or names.ggml_name(name), config="the metadata"
+    )

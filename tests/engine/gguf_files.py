@@ -8,12 +8,14 @@ Tests read the files with the `gguf` library and with transformers to prove that
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,6 +27,9 @@ __all__ = ["ggml_name", "same", "tokenizer_metadata", "write_family", "write_fil
 
 
 def encode(array: Array, type: Type) -> Array:
+    if array.ndim == 3:  # experts
+        rows = encode(array.reshape(-1, array.shape[-1]), type)
+        return rows.reshape(*array.shape[:2], -1)
     if type in _UNITS or type.name not in _WRITTEN:
         return random_blocks(array, type)
     return gguf.quants.quantize(array, type)
@@ -86,6 +91,9 @@ KINDS = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
 }
 """By a config.json's `model_type`, the architecture that llama.cpp's converter makes of it."""
 
@@ -106,6 +114,9 @@ _NUMBERS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logit_scale",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 _OF_YARN = {
     "factor": "factor",
@@ -128,7 +139,8 @@ def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     arrays: dict[str, Array] = {}
-    for name, tensor in _parts(load_file(folder / "model.safetensors")).items():
+    tensors = _stacked(_parts(load_file(folder / "model.safetensors")))
+    for name, tensor in tensors.items():
         named = f"{name}.weight" if name.endswith("layer_scalar") else name
         found = names.get_name(named, (".weight", ".bias"))
         assert found is not None, name
@@ -161,12 +173,25 @@ def _parts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return parts
 
 
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<map>.+)")
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all experts of a layer in one."""
+    stacks: dict[str, list[Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)]):
+        if found := _EXPERT.fullmatch(name):
+            stacks.setdefault(f"{found['experts']}.{found['map']}", []).append(tensors[name])
+    others = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
+    return others | {name: torch.stack(experts) for name, experts in stacks.items()}
+
+
 def _converted(name: str, tensor: Tensor, config: dict[str, Any], kind: str) -> Tensor:
     """Gemma's norms with what the model adds; queries and keys of llama's like with neighbours that rotate together."""
     if kind in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return tensor + 1
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-    if kind not in ("mistral3", "smollm3", "granite") or heads is None:
+    if kind not in ("llama", "mistral3", "smollm3", "granite") or heads is None:
         return tensor
     halves = tensor.view(config[heads], 2, -1, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
@@ -175,6 +200,8 @@ def _converted(name: str, tensor: Tensor, config: dict[str, Any], kind: str) -> 
 def _metadata(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     model, full = config["model_type"], rope.get("full_attention", rope)
     entries = {key: config[name] for key, name in _NUMBERS.items() if config.get(name) is not None}
+    if "num_experts" in config:
+        entries["expert_count"] = config["num_experts"]
     entries["rope.freq_base"] = full["rope_theta"]
     if "logits_scaling" in config:
         entries["logit_scale"] = config["logits_scaling"]

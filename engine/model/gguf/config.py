@@ -16,6 +16,7 @@ from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.families.common import FULL, MAX_LAYERS, MAX_POSITIONS, SLIDING
 from engine.model.gguf.container import SUPPORTED, GgufTensor, Header, read_bytes, read_header
+from engine.model.gguf.experts import expert_entries, stacked_maps, stored_feed_forward
 from engine.model.gguf.kinds import Kind
 from engine.model.gguf.names import Names
 from engine.model.parse import parse_config
@@ -83,13 +84,15 @@ def read_config(path: Path) -> ModelConfig:
     header = read_header(path)
     fields, kind = header.fields, Kind.of(header.fields)
     entries, tokens = _entries(header, kind), fields.strings("tokenizer.ggml.tokens")
+    is_sparse = kind.sparse and "num_experts" in entries
     architecture = kind.windowed if kind.windowed and entries["sliding_window"] else kind.architecture
+    architecture = kind.sparse if is_sparse else architecture
     if not tokens:
         raise fields.error("tokenizer.ggml.tokens is missing")
     config = parse_config(Fields(fields.source, {**entries, "vocab_size": len(tokens)}), architecture)
     return replace(
         config,
-        architecture=kind.architecture,
+        architecture=kind.sparse if is_sparse else kind.architecture,
         spec=_as_stored(config.spec, header, kind),
         bos_token_id=token_id(fields, "bos"),
         eos_token_ids=_ends(fields, tokens),
@@ -125,7 +128,7 @@ def _entries(header: Header, kind: Kind) -> dict[str, object]:
     fields, name = header.fields, header.fields.text("general.architecture")
     _refuse_the_unsupported(fields, name, kind)
     hidden, heads = fields.size(f"{name}.embedding_length"), fields.size(f"{name}.attention.head_count")
-    depth = fields.size(f"{name}.block_count", most=MAX_LAYERS)
+    depth = _depth(fields, name)
     head_dim = fields.size(f"{name}.attention.key_length", max(1, hidden // heads))
     windowed_dim = fields.size(f"{name}.attention.key_length_swa", head_dim)
     inner = fields.layer_sizes(f"{name}.feed_forward_length", depth)
@@ -147,11 +150,19 @@ def _entries(header: Header, kind: Kind) -> dict[str, object]:
         "sliding_window": window or None,
         "layer_types": kinds,
         "attention_bias": False,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **_rope(header, name, kind, head_dim, windowed_dim),
         **kind.entries,
+        **expert_entries(header, name, kind, depth),
         **_numbers(fields, name, {entry: key for key, entry in kind.keys.items()}),
     }
+
+
+def _depth(fields: Fields, name: str) -> int:
+    """The layers of the model; those that draft are behind them, and are not read."""
+    count = fields.size(f"{name}.block_count", most=MAX_LAYERS)
+    return count - int(fields.within(f"{name}.nextn_predict_layers", 0, count - 1) or 0)
 
 
 def _kv_heads(header: Header, name: str, heads: int, kinds: list[str]) -> dict[str, object]:
@@ -167,12 +178,10 @@ def _kv_heads(header: Header, name: str, heads: int, kinds: list[str]) -> dict[s
 
 
 def _refuse_the_unsupported(fields: Fields, name: str, kind: Kind) -> None:
-    if fields.integer(f"{name}.expert_count", 0):
-        raise fields.error(f"{name}.expert_count: mixtures of experts are not supported")
     for key in _UNSUPPORTED:
         if key not in kind.keys and fields.number(f"{name}.{key}", 0.0):
             raise fields.error(f"{name}.{key} is not supported")
-    if not fields.flag(f"{name}.rope.scaling.finetuned", True) and name == "granite":
+    if not fields.flag(f"{name}.rope.scaling.finetuned", True) and name in ("granite", "granitemoe"):
         raise fields.error(f"{name} without positions is not supported")
 
 
@@ -199,7 +208,7 @@ def _rope(header: Header, name: str, kind: Kind, head_dim: int, windowed_dim: in
             f"{name}.rope.dimension_count is {rotated}, and only heads that are rotated whole are "
             f"supported, all {head_dim} dimensions"
         )
-    rope = _scaling(header, name, rotated // 2)
+    rope = {**kind.rope, **_scaling(header, name, rotated // 2)}
     local = fields.within(f"{name}.rope.freq_base_swa", 1e-3, 1e12)
     return {
         "partial_rotary_factor": rotated / head_dim,
@@ -247,10 +256,12 @@ def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
         "qkv_bias": first.qkv_bias or "blk.0.attn_q.bias" in header.tensors,
         "o_bias": "blk.0.attn_output.bias" in header.tensors,
     }
-    has_bias = "blk.0.ffn_gate.bias" in header.tensors
     layers = (
-        _without_offsets(layer).with_attention(**attention).with_feed_forward(has_bias=has_bias)
-        for layer in spec.layers
+        replace(
+            _without_offsets(layer).with_attention(**attention),
+            feed_forward=stored_feed_forward(layer.feed_forward, number, header),
+        )
+        for number, layer in enumerate(spec.layers)
     )
     return replace(spec, ropes=ropes, layers=tuple(layers), final_norm=replace(spec.final_norm, offset=0.0))
 
@@ -304,5 +315,5 @@ def _quantization(header: Header, names: Names) -> Fields | None:
             raise CheckpointError(
                 f"{tensor.file}: {tensor.name} is {type}, which is not supported; supported are {', '.join(SUPPORTED)}"
             )
-        types[name.removesuffix(".weight")] = type
+        types |= dict.fromkeys(stacked_maps(name.removesuffix(".weight")), type)
     return Fields(str(header.path), {"quant_method": "gguf", "types": types}) if types else None

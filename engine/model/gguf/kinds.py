@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.fields import Fields
+from engine.model.families import FAMILIES
 
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -17,6 +18,7 @@ _POST_NORMS = {
 }
 _FOUR_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _EVERY_LAYER_SLIDES = {"use_sliding_window": True, "max_window_layers": 0}
 _GRANITE = {
     "attention.scale": "attention_multiplier",
@@ -34,6 +36,10 @@ class Kind:
     """The family, one of FAMILIES."""
     windowed: str = ""
     """The family where the metadata give a sliding window, if that is another one."""
+    sparse: str = ""
+    """The family where the metadata count experts; "" is none."""
+    gating: int = 1
+    """What `expert_gating_func` may say: 1 is softmax, 2 sigmoid."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Numbers beside the common ones: the entry of a config.json by the key."""
     entries: Mapping[str, object] = field(default_factory=dict)
@@ -47,6 +53,8 @@ class Kind:
     is_interleaved: bool = False
     """Whether the converter puts the rows of queries and keys in the order of neighbouring pairs."""
     rotates_in_part: bool = False
+    rope: Mapping[str, object] = field(default_factory=dict)
+    """Entries of `rope_parameters` that no key stands for."""
     wide_depth: int = 0
     """Gemma's model with so many layers scales scores by hidden_size / heads, and all others by the size of a head."""
 
@@ -57,11 +65,20 @@ class Kind:
         Raises:
             CheckpointError: it is not supported.
         """
-        return KINDS[fields.one_of("general.architecture", *KINDS)]
+        name = fields.one_of("general.architecture", *KINDS)
+        kind = KINDS[name]
+        if kind.architecture not in FAMILIES:
+            raise fields.error(f"general.architecture {name} is known but not served yet")
+        return kind
 
 
 KINDS = {
-    "llama": Kind(architecture="LlamaForCausalLM", windowed="MistralForCausalLM", is_interleaved=True),
+    "llama": Kind(
+        architecture="LlamaForCausalLM",
+        windowed="MistralForCausalLM",
+        sparse="MixtralForCausalLM",
+        is_interleaved=True,
+    ),
     "qwen2": Kind(architecture="Qwen2ForCausalLM", entries=_EVERY_LAYER_SLIDES),
     "qwen3": Kind(architecture="Qwen3ForCausalLM", entries=_EVERY_LAYER_SLIDES),
     # What images need of a rotation is what text has: as many positions in all of its sections.
@@ -77,6 +94,7 @@ KINDS = {
     "gemma3": Kind(architecture="Gemma3ForCausalLM", keys=_SOFTCAPS, names=_FOUR_NORMS, wide_depth=62),
     "gemma4": Kind(
         architecture="Gemma4ForCausalLM",
+        sparse="Gemma4ForCausalLM",
         keys={
             "final_logit_softcapping": "final_logit_softcapping",
             "attention.shared_kv_layers": "num_kv_shared_layers",
@@ -85,6 +103,9 @@ KINDS = {
         entries={"hidden_size_per_layer_input": 0},
         names={
             **_FOUR_NORMS,
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
             "inp_gate": "per_layer_input_gate",
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",
@@ -120,7 +141,54 @@ KINDS = {
     "ernie4_5": Kind(architecture="Ernie4_5ForCausalLM"),
     "hunyuan-dense": Kind(
         architecture="HunYuanDenseV1ForCausalLM",
-        names={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        names=_HUNYUAN_NORMS,
+    ),
+    "qwen3moe": Kind(
+        architecture="Qwen3MoeForCausalLM",
+        sparse="Qwen3MoeForCausalLM",
+        entries={**_EVERY_LAYER_SLIDES, "norm_topk_prob": True},
+    ),
+    "olmoe": Kind(architecture="OlmoeForCausalLM", sparse="OlmoeForCausalLM"),
+    "gpt-oss": Kind(
+        architecture="GptOssForCausalLM",
+        sparse="GptOssForCausalLM",
+        gating=3,
+        names={"post_attention_norm": "post_attention_layernorm"},
+        rope={"truncate": False},
+    ),
+    "granitemoe": Kind(
+        architecture="GraniteMoeForCausalLM",
+        sparse="GraniteMoeForCausalLM",
+        keys=_GRANITE,
+        is_interleaved=True,
+    ),
+    "glm4moe": Kind(
+        architecture="Glm4MoeForCausalLM",
+        sparse="Glm4MoeForCausalLM",
+        gating=2,
+        keys={"nextn_predict_layers": "num_nextn_predict_layers"},
+        names={"post_attention_norm": "post_attention_layernorm"},
+        rotates_in_part=True,
+    ),
+    "llama4": Kind(
+        architecture="Llama4ForConditionalGeneration",
+        sparse="Llama4ForConditionalGeneration",
+        gating=2,
+        keys={
+            "expert_feed_forward_length": "intermediate_size",
+            "feed_forward_length": "intermediate_size_mlp",
+        },
+        names={f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    ),
+    "ernie4_5-moe": Kind(architecture="Ernie4_5_MoeForCausalLM", sparse="Ernie4_5_MoeForCausalLM"),
+    "hunyuan-moe": Kind(
+        architecture="HunYuanMoEV1ForCausalLM", sparse="HunYuanMoEV1ForCausalLM", names=_HUNYUAN_NORMS
+    ),
+    "minimax-m2": Kind(
+        architecture="MiniMaxM2ForCausalLM",
+        sparse="MiniMaxM2ForCausalLM",
+        gating=2,
+        rotates_in_part=True,
     ),
 }
 """By `general.architecture`. Mistral's older models are of the kind llama, and OLMo 3 is of olmo2."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from engine.model.gguf import experts
 from engine.model.gguf.kinds import Kind
 
 _OUTSIDE = {
@@ -27,13 +28,19 @@ _OF_A_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    **experts.MODULES,
 }
 
-_GGML_SCALAR, _SCALAR = "layer_output_scale.weight", "layer_scalar"
-"""A layer's one number, which transformers has no module for."""
+_TENSORS = {
+    "layer_output_scale.weight": "layer_scalar",
+    "attn_sinks.weight": "self_attn.sinks",
+    **experts.TENSORS,
+}
+"""Tensors of a layer that transformers has no module for."""
+_GGML_TENSORS = {name: ggml for ggml, name in _TENSORS.items()}
 
-_GGML_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,5})\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
-_ENGINE_NAME = re.compile(r"(?:model\.layers\.(?P<layer>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
+_LAYER, _GGML_LAYER = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"blk\.(0|[1-9]\d{0,5})\.")
+_MODULE = re.compile(r"(?P<module>.+)\.(?P<kind>weight|bias)")
 
 
 class Names:
@@ -46,23 +53,39 @@ class Names:
 
     def engine_name(self, name: str) -> str | None:
         """The engine's name of ggml's tensor; None if it is none of the decoder's."""
-        if name.endswith(f".{_GGML_SCALAR}"):
-            return f"model.layers.{name.split('.')[1]}.{_SCALAR}"
-        found = _GGML_NAME.fullmatch(name)
+        layer, rest = _split(_GGML_LAYER, name)
+        found = _MODULE.fullmatch(rest)
+        if layer is not None and rest in _TENSORS:
+            return f"model.layers.{layer}.{_TENSORS[rest]}"
         if found is None:
             return None
-        layer, kind = found["layer"], found["kind"]
-        module = (_OUTSIDE if layer is None else self._of_a_layer).get(found["module"])
+        module = _OUTSIDE.get(found["module"]) if layer is None else self._module(found["module"])
         if module is None:
             return None
-        return f"{module}.{kind}" if layer is None else f"model.layers.{layer}.{module}.{kind}"
+        return (
+            f"{module}.{found['kind']}" if layer is None else f"model.layers.{layer}.{module}.{found['kind']}"
+        )
+
+    def _module(self, name: str) -> str | None:
+        """The module of a layer; older files have a tensor for each expert, which is the 7 of `ffn_up.7`."""
+        part, _, expert = name.partition(".")
+        if expert.isdigit() and part in experts.STACKED:
+            return f"{experts.PREFIX}.{expert}.{experts.STACKED[part]}"
+        return self._of_a_layer.get(name)
 
     def ggml_name(self, name: str) -> str:
-        """ggml's name of the engine's tensor."""
-        if name.endswith(f".{_SCALAR}"):
-            return f"blk.{name.split('.')[2]}.{_GGML_SCALAR}"
-        found = _ENGINE_NAME.fullmatch(name)
+        """ggml's name of the engine's tensor; of one of a single expert, that of the stack."""
+        layer, rest = _split(_LAYER, experts.of_experts(name))
+        if layer is not None and rest in _GGML_TENSORS:
+            return f"blk.{layer}.{_GGML_TENSORS[rest]}"
+        found = _MODULE.fullmatch(rest)
         if found is None or found["module"] not in self._ggml:
             return name
         module = f"{self._ggml[found['module']]}.{found['kind']}"
-        return module if found["layer"] is None else f"blk.{found['layer']}.{module}"
+        return module if layer is None else f"blk.{layer}.{module}"
+
+
+def _split(layer: re.Pattern[str], name: str) -> tuple[str | None, str]:
+    """The number of the layer that a name begins with, or None, and what follows."""
+    found = layer.match(name)
+    return (None, name) if found is None else (found[1], name[found.end() :])

@@ -7,6 +7,7 @@ numbers to the bit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from engine.quant.integers import Factors, Integers
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.mxfp4 import DOUBLED, MXFP4, half_scales
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _QUARTERS = (0, 2, 4, 6)
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -80,7 +82,9 @@ def gguf_storages(quantization: Fields) -> Storages:
             )
 
     def storage_of(name: str) -> Storage:
-        return TYPES[types.text(name)] if types.has(name) else PLAIN
+        stack = _EXPERT.sub(".experts.", name)  # the experts of a layer are one tensor, or one by one
+        found = next((types.text(one) for one in (name, stack) if types.has(one)), None)
+        return PLAIN if found is None else TYPES[found]
 
     return storage_of
 

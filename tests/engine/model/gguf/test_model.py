@@ -159,7 +159,7 @@ def test_recommended_sampling_is_read(tmp_path: Path) -> None:
             {"general__architecture": "gemma3n"},
             "general.architecture gemma3n is not supported; only llama",
         ),
-        ({"llama__expert_count": 8}, "llama.expert_count: mixtures of experts are not supported"),
+        ({"llama__expert_count": 8}, "llama.expert_used_count is missing"),
         ({"llama__block_count": None}, "llama.block_count is missing"),
         ({"llama__embedding_length": "many"}, "llama.embedding_length must be a whole number, not 'many'"),
         ({"llama__attention__head_count": [4, 4]}, "llama.attention.head_count must be a whole number"),
