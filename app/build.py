@@ -46,6 +46,7 @@ from gateway.service import Service, ServiceOptions
 from gateway.wire.sampling import SamplingDefaults
 from priority.lanes import Lane
 from priority.queue import LaneQueue
+from priority.steptime import StepTimeModel
 
 if TYPE_CHECKING:
     from engine.kernels.ranks import Ranks
@@ -222,7 +223,8 @@ def build_core(
         raise OperatorError(str(error)) from None
     options = load_options(settings)
     draft = _find_draft(settings, config, tokenizer)
-    queue = LaneQueue(threading.Lock(), settings.lanes, weights=weights)
+    model = StepTimeModel(chosen_share=config.spec.chosen_share)
+    queue = LaneQueue(threading.Lock(), settings.lanes, weights=weights, model=model)
     sink = TextSink(tokenizer, config.eos_token_ids)
     grammars = Grammars(tokenizer, config.eos_token_ids)
     engine = Engine(

@@ -256,6 +256,7 @@ class Engine:
             clock=self._clock,
             max_rows=facts.max_rows,
             step_seconds=step_seconds,
+            has_experts=facts.has_experts,
         )
 
     def _turn(self, scheduler: Scheduler) -> None:

@@ -115,7 +115,8 @@ class Metrics:
         counter, counters = self._counter, self._counters
         self.step_model = gauge(
             "step_model_seconds",
-            "The fitted step time: alpha, and beta per prefill token, gamma per decode, delta per context token.",
+            "The fitted step time: alpha, and beta per prefill token, gamma per decode, delta per context token, "
+            "epsilon per pair of a prefill token and one it attends to; zeta for all experts, if there are some.",
             ["coefficient"],
         )
         self.step_seconds = histogram("step_seconds", "Duration of a step.", _SECONDS)

@@ -85,8 +85,8 @@ class StepPlanner:
         tpot_s = min((s * _MARGIN for s in promised if s >= alone_s), default=inf)
         num_decode = self._num_decodes(streams, tpot_s)
         ttft_s = min((self.policies[lane].ttft_s for lane in lively), default=inf)
-        alpha_s, beta_s = self.model.coefficients[:2]
-        half_efficient = int(alpha_s / beta_s) if beta_s > 0 else 0
+        fixed_s, beta_s = self.model.fixed_seconds(0, 0), self.model.coefficients[1]
+        half_efficient = int(fixed_s / beta_s) if beta_s > 0 else 0
         rows, num_context = num_decode * streams.rows_each, streams.num_context + num_before
         num_prefill = min(
             max(least, self._num_prefill(cap_s, rows, num_context, num_before))
@@ -99,9 +99,8 @@ class StepPlanner:
         allowance = self.allowance(streams, lively)
         num_decode = min(streams.num, allowance.num_decodes)
         num_prefill = min(allowance.num_prefill, max(1, max_batch_tokens - num_decode))
-        return PromptPace(
-            num_prefill, max(1e-6, self._decode_s(streams, num_decode)), self.model.coefficients[1]
-        )
+        fixed_s = self.model.fixed_seconds(num_decode * streams.rows_each, _context_of(streams, num_decode))
+        return PromptPace(num_prefill, max(1e-6, fixed_s), self.model.coefficients[1])
 
     def allowed_s(self, lane: Lane, work: float, max_batch_tokens: int) -> float:
         """Returns what the lane promises to a prompt that is so much work."""
@@ -113,8 +112,7 @@ class StepPlanner:
 
     def _decode_s(self, streams: Streams, num: int) -> float:
         """Returns what a step takes in which so many of the streams decode, and that does nothing else."""
-        num_context = streams.num_context * num / max(1, streams.num)
-        return self.model.seconds(0, num * streams.rows_each, num_context)
+        return self.model.seconds(0, num * streams.rows_each, _context_of(streams, num))
 
     def _num_decodes(self, streams: Streams, tpot_s: float) -> int:
         """Returns how many may decode: all, unless those without a promise make the others miss theirs."""
@@ -122,7 +120,7 @@ class StepPlanner:
         patient = sum(n for lane, n in streams.by_lane.items() if not isfinite(self.policies[lane].tpot_s))
         if excess_s <= 0 or not patient:
             return streams.num
-        each_s = self._decode_s(streams, 1) - self.model.seconds(0, 0, 0)
+        each_s = self._decode_s(streams, streams.num) - self._decode_s(streams, streams.num - 1)
         too_many = int(excess_s / each_s) + 1 if each_s > 0 else patient
         return streams.num - min(too_many, patient - -(-patient // _CATCH_UP))
 
@@ -130,3 +128,8 @@ class StepPlanner:
         """Returns the prompt tokens that a step of `cap_s` has room for beside the decodes."""
         fitting = self.model.prefill_within(cap_s, rows, num_context, num_before)
         return int(min(fitting, UNLIMITED.num_prefill)) // _GRAIN * _GRAIN
+
+
+def _context_of(streams: Streams, num: int) -> float:
+    """Returns the tokens of KV of so many of the streams."""
+    return streams.num_context * num / max(1, streams.num)

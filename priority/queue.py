@@ -179,13 +179,17 @@ class LaneQueue:
             admission, model, held = self.admission, self.admission.model, self.admission.held()
             return Load(
                 lanes={lane: line.told(now, model.attended_each) for lane, line in self._lanes.items()},
-                coefficients=tuple(model.coefficients if model.is_known else (0.0,) * len(NAMES)),
+                coefficients=tuple(
+                    model.coefficients[: len(NAMES)] if model.is_known else (0.0,) * len(NAMES)
+                ),
                 num_free_kv=num_free_kv,
                 held=held,
                 context_each=admission.context_each,
                 rows_each=admission.rows_each,
                 step_s=admission.last_step_s if held.num_running else 0.0,
                 is_draining=is_draining,
+                experts_s=model.experts_s,
+                chosen_share=model.chosen_share,
             )
 
     def step_model(self) -> dict[str, float]:

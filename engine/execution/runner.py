@@ -104,6 +104,7 @@ class ModelRunner:
             max_rows=model.options.max_rows,
             max_scored=_MOST_SCORED if model.device.type == "cpu" else NO_LIMIT,
             has_draft_model=self._steps.drafter is not None,
+            has_experts=model.config.spec.chosen_share > 0,
         )
 
     def draft(self, plan: Plan) -> list[list[int]]:

@@ -119,6 +119,7 @@ class Drafting:
         clock: Callable[[], float] = lambda: 0.0,
         max_rows: int = NO_LIMIT,
         step_seconds: StepSeconds = lambda *_: 0.0,
+        has_experts: bool = False,
     ) -> None:
         """
         Args:
@@ -128,11 +129,13 @@ class Drafting:
             clock: seconds; without one, drafting seems to take no time.
             max_rows: chunks and drafts that a step with drafts may have.
             step_seconds: what steps take, without the time it takes to make drafts; 0 stands for no matter what.
+            has_experts: whether the model has experts: then drafts do not all add the same time.
         """
         self.most = most
         self.clock = clock
         self._max_rows = max_rows
         self._step_seconds = step_seconds
+        self._has_experts = has_experts
         self._seconds: Callable[[int], float] = lambda _: 0.0
         """What the step that is planned takes with so many tokens, drafts included."""
         self.failed: list[str] = []
@@ -278,9 +281,14 @@ class Drafting:
         """Finds what the planned step takes without drafts, and what each of them adds."""
         num_prefill, num_plain = plan.num_prefill, plan.num_tokens
         rest = plan.num_context, plan.num_attended
-        plain_s, longer_s = (
-            self._step_seconds(num_prefill, num_plain - num_prefill + num, *rest) for num in (0, 1)
-        )
+
+        def seconds(num_tokens: int) -> float:
+            return self._step_seconds(num_prefill, num_tokens - num_prefill, *rest)
+
+        if self._has_experts:  # of which every draft adds fewer than the one before
+            self._seconds = lambda num_tokens: max(seconds(num_tokens), 1e-9)
+            return
+        plain_s, longer_s = seconds(num_plain), seconds(num_plain + 1)
         least_s, draft_s = max(plain_s, 1e-9), longer_s - plain_s
         self._seconds = lambda num_tokens: least_s + (num_tokens - num_plain) * draft_s
 

@@ -219,6 +219,8 @@ class RunnerFacts:
     """Tokens of prompts that a step scores at most while other sequences run."""
     has_draft_model: bool = False
     """Whether there is a model that makes drafts."""
+    has_experts: bool = False
+    """Whether tokens choose among experts, so that each token more of a step adds less time."""
 
 
 class Runner(Protocol):

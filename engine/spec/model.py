@@ -127,6 +127,13 @@ class ModelSpec:
         """The last layer with keys and values of its own: after it, tokens no longer see each other's hidden states."""
         return max(number for number, layer in enumerate(self.layers) if layer.attention.shares is None)
 
+    @property
+    def chosen_share(self) -> float:
+        """The share of a layer's experts that each token chooses, on average of the layers with experts; 0 without."""
+        parts = (layer.feed_forward for layer in self.layers)
+        routers = [part.router for part in parts if isinstance(part, Experts)]
+        return sum(router.top_k / router.num_experts for router in routers) / max(1, len(routers))
+
     def norms(self) -> Iterator[tuple[str, Norm]]:
         """All norms by their full names."""
         for number, layer in enumerate(self.layers):

@@ -15,9 +15,9 @@ from priority.outlook import Outlook
 from priority.pacing import PromptPace, StepPlanner, Streams
 from priority.room import MOST_AHEAD, Need
 from priority.routing.state import LaneWork, Load, Snapshot, StateError
-from priority.steptime import NAMES, StepTimeModel
+from priority.steptime import EXPERTS, NAMES, StepTimeModel
 
-_NOMINAL = (0.01, 1e-4, 1e-4, 0.0, 0.0)
+_NOMINAL = dict(zip(NAMES, (0.01, 1e-4, 1e-4, 0.0, 0.0), strict=True))
 """Step time of a replica that has measured too little: as for a small GPU, so that it gets work and learns."""
 
 
@@ -77,7 +77,7 @@ class Replica:
         """What was sent to it and is not over, by ticket."""
         self.load = snapshot.load
         self._snapshot = snapshot
-        self._planner = StepPlanner(snapshot.policies, StepTimeModel(dict.fromkeys(NAMES, 0.0), learns=False))
+        self._planner = StepPlanner(snapshot.policies, StepTimeModel())
         self._lines: list[_Line] = []
         self._paces: dict[Lane, PromptPace] = {}
         self._outlooks: dict[Lane, Outlook] = {}
@@ -110,7 +110,7 @@ class Replica:
     def take(self, load: Load) -> None:
         """A newer load; what was sent and is not in it yet is put on top of it again."""
         self.load = load
-        self._planner.model.coefficients = list(load.coefficients if self.is_measured else _NOMINAL)
+        self._planner.model = _model(load) if self.is_measured else StepTimeModel(_NOMINAL, learns=False)
         self._paces.clear()
         self._outlooks.clear()
         self._num_free_seats = self._snapshot.max_num_seqs - load.held.num_running
@@ -198,3 +198,8 @@ class Replica:
             num_yielding=sum([line.work.num_running for line in lower]),
         )
         return outlook
+
+
+def _model(load: Load) -> StepTimeModel:
+    coefficients = dict(zip(NAMES, load.coefficients, strict=True)) | {EXPERTS: load.experts_s}
+    return StepTimeModel(coefficients, learns=False, chosen_share=min(1.0, load.chosen_share))

@@ -74,6 +74,10 @@ class Load:
     """Seconds that the last step took; 0 if none runs."""
     is_draining: bool = False
     """New requests are refused."""
+    experts_s: float = 0.0
+    """Seconds of a step in which tokens choose every expert, beside those of the coefficients."""
+    chosen_share: float = 0.0
+    """The share of a layer's experts that each token chooses; 0 if the model has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,14 +28,19 @@ from tests.priority.simulated_engine import (
 )
 
 MACHINE = Machine(coefficients=COEFFICIENTS)
-models = st.fixed_dictionaries(
-    {
-        "alpha_s": st.floats(0.0, 0.05),
-        "beta_s": st.floats(1e-6, 1e-3),
-        "gamma_s": st.floats(0.0, 2e-3),
-        "delta_s": st.floats(0.0, 1e-6),
-    }
-).map(lambda coefficients: StepTimeModel(coefficients, learns=False))
+models = st.builds(
+    lambda coefficients, share: StepTimeModel(coefficients, learns=False, chosen_share=share),
+    st.fixed_dictionaries(
+        {
+            "alpha_s": st.floats(0.0, 0.05),
+            "beta_s": st.floats(1e-6, 1e-3),
+            "gamma_s": st.floats(0.0, 2e-3),
+            "delta_s": st.floats(0.0, 1e-6),
+            "zeta_s": st.floats(0.0, 0.2),
+        }
+    ),
+    st.sampled_from([0.0, 1 / 16, 1 / 4, 1.0]),
+)
 decodes = st.dictionaries(st.sampled_from(Lane), st.integers(1, 100), max_size=3)
 
 
@@ -50,8 +55,7 @@ def test_a_step_keeps_the_pace_of_those_who_run(
     """Invariant 19: if more than the least prefill is granted, the step is within the tightest promise."""
     num_context = each * sum(by_lane.values())
     granted = StepPlanner(DEFAULT_POLICIES, model).allowance(Streams(by_lane, num_context), lively)
-    alpha_s, beta_s = model.coefficients[:2]
-    least = max(16, int(alpha_s / beta_s))
+    least = max(16, int(model.fixed_seconds(0, 0) / model.coefficients[1]))
     if granted.num_prefill > least:
         part = granted.num_decodes / max(1, sum(by_lane.values()))
         seconds = model.seconds(
@@ -85,7 +89,7 @@ def test_a_step_is_never_so_long_that_a_newcomer_misses_its_promise(
     ttft_s = min((DEFAULT_POLICIES[lane].ttft_s for lane in lively), default=inf)
     if ttft_s == inf:
         assert granted.num_prefill == UNLIMITED.num_prefill
-    elif granted.num_prefill > max(16, int(model.coefficients[0] / model.coefficients[1])):
+    elif granted.num_prefill > max(16, int(model.fixed_seconds(0, 0) / model.coefficients[1])):
         assert model.seconds(granted.num_prefill, 0, 0) <= ttft_s / 8 + 1e-9
 
 

@@ -107,6 +107,31 @@ def test_what_is_free_is_taken_and_what_costs_is_left() -> None:
         assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks) == 1 + expected[0]
 
 
+@pytest.mark.parametrize("num_streams", [1, 4, 12])
+def test_with_experts_every_draft_is_priced_by_those_that_it_adds(num_streams: int) -> None:
+    """The first draft adds most of them: were all to cost as much, there would be fewer drafts than pay."""
+
+    def seconds(num_tokens: int) -> float:
+        return 0.01 + 0.001 * num_tokens + (1.0 - (1 - 1 / 16) ** num_tokens)
+
+    def value(num_drafts: int) -> float:
+        kept = sorted((0.6**position for position in range(1, 9) for _ in range(num_streams)), reverse=True)
+        return (num_streams + sum(kept[:num_drafts])) / seconds(num_streams + num_drafts)
+
+    found = []
+    for has_experts in (True, False):
+        tables = BlockTables(512, 4)
+        plan = step_of(running(tables, num_streams))
+        drafting = drafting_always(Echo(), 8)
+        drafting._step_seconds = lambda _, num_decode, *__: seconds(num_decode)
+        drafting._has_experts = has_experts
+        drafting.extend(plan, tables, 1000)
+        found.append(sum(counts(plan)))
+    assert found[0] == max(range(8 * num_streams + 1), key=value)
+    assert found[0] >= found[1]
+    assert (found[0] > found[1]) == (num_streams == 12)
+
+
 def test_drafts_go_where_they_are_likeliest_to_be_right() -> None:
     tables = BlockTables(64, 4)
     good, bad = running(tables, 2, max_tokens=1000)
