@@ -81,7 +81,12 @@ files of Granite 4 call it `granite`, and those of Mistral Small 3.1 `llama`.
 
 def _kinds_of(architecture: str) -> str:
     """The kinds of GGUF files that models of the architecture are converted to."""
-    rows = [(kind, name) for kind, row in KINDS.items() for name in (row.architecture, row.windowed) if name]
+    rows = [
+        (kind, name)
+        for kind, row in KINDS.items()
+        for name in (row.architecture, row.windowed, row.sparse)
+        if name
+    ]
     own = [kind for kind, name in rows if name == architecture]
     describe = FAMILIES[architecture].describe
     return _codes(dict.fromkeys(own or [kind for kind, name in rows if FAMILIES[name].describe is describe]))

@@ -30,7 +30,7 @@ _GRANITE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A row of KINDS."""
+    """A row of ROWS."""
 
     architecture: str
     """The family, one of FAMILIES."""
@@ -65,14 +65,10 @@ class Kind:
         Raises:
             CheckpointError: it is not supported.
         """
-        name = fields.one_of("general.architecture", *KINDS)
-        kind = KINDS[name]
-        if kind.architecture not in FAMILIES:
-            raise fields.error(f"general.architecture {name} is known but not served yet")
-        return kind
+        return KINDS[fields.one_of("general.architecture", *KINDS)]
 
 
-KINDS = {
+ROWS = {
     "llama": Kind(
         architecture="LlamaForCausalLM",
         windowed="MistralForCausalLM",
@@ -192,3 +188,6 @@ KINDS = {
     ),
 }
 """By `general.architecture`. Mistral's older models are of the kind llama, and OLMo 3 is of olmo2."""
+
+KINDS = {name: kind for name, kind in ROWS.items() if kind.architecture in FAMILIES}
+"""The rows whose families are served."""

@@ -19,7 +19,7 @@ from engine.kernels.ops import reference_kernels
 from engine.model.checkpoint import read_config
 from engine.model.files import open_files
 from engine.model.gguf import container
-from engine.model.gguf.kinds import KINDS
+from engine.model.gguf.kinds import ROWS
 from engine.model.gguf.names import Names
 from engine.model.stacks import unstacked
 from engine.model.tensors import check_tensors, layer_specs, make_recipe
@@ -196,7 +196,7 @@ def test_experts_where_none_are_known_are_refused(tmp_path: Path) -> None:
 def test_every_kind_with_experts_has_a_name_of_its_own_for_each_tensor() -> None:
     """All that the `gguf` library calls a tensor of these kinds is known, but for what is no part of a decoder."""
     unknown = ("rope_freqs", "attn_rot_embd", "nextn", "attn_sinks", "exp_probs_b")
-    for name, kind in KINDS.items():
+    for name, kind in ROWS.items():
         architecture = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
         names, seen = Names(kind), set()
         for tensor in gguf.MODEL_TENSORS[architecture]:
