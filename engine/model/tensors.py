@@ -412,4 +412,4 @@ def _hint(config: ModelConfig, files: TensorFiles, module: str) -> str:
 
 def rounded(format: Rounding, weight: Tensor) -> NamedTensors:
     """A weight [out, in] in a format whose rows are rounded each by itself."""
-    return by_rows(lambda rows: format.quantize(weight[rows]), *weight.shape)
+    return by_rows(lambda rows: format.quantize(weight[rows].contiguous()), *weight.shape)

@@ -20,17 +20,20 @@ from engine.execution.loader import LoadedModel, load_model
 from engine.kernels.experts import ListedExperts
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels
+from engine.model import quantize_cache
 from engine.model.checkpoint import read_config
 from engine.model.files import open_files
 from engine.model.parameters import ExpertsWeights
+from engine.model.quantize_cache import Checkpoint
 from engine.model.stacks import unstacked
-from engine.model.tensors import linear_specs, make_recipe
+from engine.model.tensors import Recipe, linear_specs, make_recipe
 from engine.model.weights import load_weights
 from engine.quant.formats import Format, NamedTensors
 from engine.quant.integers import Integers
-from engine.spec import Stack
+from engine.quant.quantization import Quantization
+from engine.spec import Experts, Stack
 from tests.engine.families import SPARSE
-from tests.engine.model.test_experts import OPTIONS, experts_of, in_chunks
+from tests.engine.model.test_experts import OPTIONS, experts_of, in_chunks, stacked
 from tests.engine.quant.storages.makers import WAYS, Way
 
 FAMILY = SPARSE["Qwen 3 MoE"]
@@ -78,9 +81,13 @@ def loaded(folder: Path, config: ModelConfig | None = None) -> Iterator[tuple[Te
     """What the linear maps of experts stand for, and their biases; with the router of each layer before them."""
     config = config or read_config(folder)
     files = unstacked(open_files(folder), config)
-    recipe = make_recipe(config, LoadOptions(device="cpu"), files)
+    return weights_of(Checkpoint(config, files, make_recipe(config, LoadOptions(device="cpu"), files)))
+
+
+def weights_of(source: Checkpoint) -> Iterator[tuple[Tensor, Tensor | None]]:
     kernels = replace(reference_kernels(torch.device("cpu"), torch.float32), linear=unpacking)
-    for layer in load_weights(config, files, kernels, lambda *_: None, recipe).layers:
+    weights = load_weights(source.config, source.files, kernels, lambda *_: None, source.recipe)
+    for layer in weights.layers:
         if isinstance(own := layer.feed_forward, ExpertsWeights):
             assert isinstance(own.gate_up, ListedExperts)
             assert isinstance(own.down, ListedExperts)
@@ -268,3 +275,39 @@ def test_experts_of_one_layer_have_one_format(tmp_path: Path) -> None:
     said = "mlp.experts.3.gate_proj is stored otherwise than model.layers.0.mlp.experts.0.gate_proj"
     with pytest.raises(CheckpointError, match=said):
         load(quantized)
+
+
+# What --quantize makes of them
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "nf4"])
+def test_experts_that_are_quantized_here_are_kept_for_the_next_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stacked on disk as gpt-oss has them in floating point. The router is not quantized."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(quantize_cache, "SMALLEST", 0)
+    exact = FAMILY.make(tmp_path / "model", **{**SIZES, "num_hidden_layers": 3})
+    config = read_config(exact)
+    layers = tuple(
+        layer.with_feed_forward(stacks=STACKS) if isinstance(layer.feed_forward, Experts) else layer
+        for layer in config.layers
+    )
+    config = replace(config, spec=replace(config.spec, layers=layers))
+    one_by_one = {number: weight for number, (weight, _) in enumerate(loaded(exact))}
+    source = Checkpoint(
+        config,
+        unstacked(open_files(stacked(exact, *STACKS)), config),
+        Recipe(quantization=Quantization(name)),
+    )
+    at_load = list(weights_of(source))
+    said: list[str] = []
+    for _ in range(2):
+        kept = list(weights_of(quantize_cache.quantized(source, said.append, lambda *_: None)))
+        assert all(torch.equal(found, wanted) for (found, _), (wanted, _) in zip(kept, at_load, strict=True))
+    assert "by an earlier start" in said[-1]
+    largest = {"int8": 0.01, "int4": 0.1, "fp8": 0.04, "nf4": 0.12}[name]
+    assert len(at_load) == 34
+    for number, (weight, _) in enumerate(at_load):
+        error = float((weight - one_by_one[number]).norm() / one_by_one[number].norm())
+        assert error == 0 if number % 17 == 0 else 0 < error < largest
