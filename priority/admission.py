@@ -125,23 +125,19 @@ class Admission:
 
     # The step
 
-    def allowance(self, running: list[Sequence], now: float) -> Allowance:
-        """Returns what a step of these sequences may do."""
+    def allowance(
+        self, running: list[Sequence], decodes: list[Sequence], chunked: list[Sequence], now: float
+    ) -> Allowance:
+        """Returns what a step of these sequences may do, of which some decode and some have longer chunks."""
         self.running = running
-        decodes, num_context, num_before = [0] * len(Lane), 0, -1
-        for sequence in running:
-            num_remaining = sequence.num_remaining
-            if num_remaining == 1:
-                decodes[sequence.request.lane] += 1
-                num_context += len(sequence.token_ids)
-            elif num_remaining > 1 and num_before < 0:
-                num_before = sequence.num_computed
-        by_lane = {lane: decodes[lane] for lane in Lane if decodes[lane]}
-        if by_lane and num_before >= 0:  # what the step reads is not that of streams alone
-            self.context_each = num_context / sum(decodes)
-        allowance = self.planner.allowance(
-            Streams(by_lane, num_context, self.rows_each), self._lively(now), max(0, num_before)
-        )
+        lanes = [sequence.request.lane for sequence in decodes]
+        num_context = sum([len(sequence.token_ids) for sequence in decodes])
+        by_lane = {lane: num for lane in Lane if (num := lanes.count(lane))}
+        if decodes and chunked:  # what the step reads is not that of streams alone
+            self.context_each = num_context / len(decodes)
+        num_before = chunked[0].num_computed if chunked else 0
+        streams = Streams(by_lane, num_context, self.rows_each)
+        allowance = self.planner.allowance(streams, self._lively(now), num_before)
         self._num_prefill = allowance.num_prefill
         return allowance
 

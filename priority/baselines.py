@@ -23,7 +23,7 @@ class FirstComeQueue:
     def depths(self) -> dict[Lane, int]:
         return {lane: len(self._lines[lane]) for lane in Lane}
 
-    def allowance(self, running: list[Sequence]) -> Allowance:  # noqa: ARG002
+    def allowance(self, *_: list[Sequence]) -> Allowance:
         return UNLIMITED
 
     def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:

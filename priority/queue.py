@@ -22,7 +22,7 @@ from priority.admission import Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.refusal import RETRY_S, Refusal
 from priority.routing.state import Load
-from priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
+from priority.shares import ATTENDED_EACH, COST_HIT, COST_OUTPUT, COST_PREFILL, prompt_cost, virtual
 from priority.steptime import NAMES, StepTimeModel
 from priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from priority.yielding import MAX_VICTIMS, yielding
@@ -157,7 +157,7 @@ class LaneQueue:
             return sum(1 for other in ticket.account.lane.waiting() if other.key < ticket.key)
 
     def tenants(self) -> dict[str, int]:
-        """What each tenant has been charged, in sixteenths of a prompt token, over all lanes."""
+        """What each tenant has been charged, in 2048ths of a prompt token, over all lanes."""
         with self._lock:
             charged: dict[str, int] = {}
             for line in self._lanes.values():
@@ -199,9 +199,11 @@ class LaneQueue:
 
     # The engine's side
 
-    def allowance(self, running: list[Sequence]) -> Allowance:
+    def allowance(
+        self, running: list[Sequence], decodes: list[Sequence], chunked: list[Sequence]
+    ) -> Allowance:
         with self._lock:
-            return self.admission.allowance(running, self._now_us / 1e6)
+            return self.admission.allowance(running, decodes, chunked, self._now_us / 1e6)
 
     def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
         """Whether a request fits can take milliseconds to say, and is asked without the lock."""
@@ -237,7 +239,8 @@ class LaneQueue:
                 if ticket.stage is prefilling:
                     self._note_prefill(ticket, num_prompt, num_output, now)
                 if num_output:
-                    cost = output_cost(num_known - num_output, num_known)
+                    # That is output_cost(num_known - num_output, num_known): a call for each is felt.
+                    cost = num_output * (COST_OUTPUT + 2 * num_known - num_output)
                     outputs[ticket.account] = outputs.get(ticket.account, 0) + cost
             for account, cost in outputs.items():
                 _bill(account, cost)

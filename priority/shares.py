@@ -1,25 +1,25 @@
 """Fair shares by virtual time: whoever has had least, for its weight, goes next.
 
 The virtual token counter of Sheng et al. (OSDI 2024), used twice: between lanes, and between the tenants of a lane. All
-integers: costs are sixteenths of a prompt token, clocks are costs divided by weights. A token costs more the more
+integers: costs are 2048ths of a prompt token, clocks are costs divided by weights. A token costs more the more
 tokens it attends to, in the proportions of a large model on a GPU; those of a small one on a CPU are similar.
 """
 
 from __future__ import annotations
 
-COST_PREFILL = 16
+COST_PREFILL = 2048
 """The cost of a prompt token that is computed, before what it attends to."""
-COST_HIT = 1
+COST_HIT = 128
 """The cost of a prompt token that is found in the prefix cache: sharing pays, but the memory is not free."""
-COST_OUTPUT = 32
+COST_OUTPUT = 4096
 """The cost of an output token, before what it attends to."""
-_ATTENDED_BY_PROMPT, _ATTENDED_BY_OUTPUT = 1024, 64
-"""Attending to so many tokens costs one more: a prompt's tokens are computed together and read each KV once."""
-ATTENDED_EACH = 1 / (COST_PREFILL * _ATTENDED_BY_PROMPT)
+_TOGETHER = 16
+"""Tokens of a prompt are computed together and read each KV once: attending costs them this much less than output."""
+ATTENDED_EACH = 2 / (_TOGETHER * COST_PREFILL)
 """The cost of attending to one token, as a part of that of a prompt token."""
 DEBT_HALF_LIFE_US = 60_000_000
 
-_PRECISION = 1 << 12
+_PRECISION = 1 << 5
 
 
 class Share:
@@ -53,14 +53,12 @@ class Share:
 
 def prompt_cost(start: int, end: int) -> int:
     """Returns the cost of computing the prompt tokens `[start, end)`; costs of parts add up to that of the whole."""
-    attended = end * end // (2 * _ATTENDED_BY_PROMPT) - start * start // (2 * _ATTENDED_BY_PROMPT)
-    return COST_PREFILL * (end - start) + attended
+    return COST_PREFILL * (end - start) + end * end // _TOGETHER - start * start // _TOGETHER
 
 
 def output_cost(start: int, end: int) -> int:
     """Returns the cost of the tokens `[start, end)` of a sequence, which are output; costs of parts add up."""
-    attended = end * end // (2 * _ATTENDED_BY_OUTPUT) - start * start // (2 * _ATTENDED_BY_OUTPUT)
-    return COST_OUTPUT * (end - start) + attended
+    return (end - start) * (COST_OUTPUT + end + start)
 
 
 def cost_of(num_prompt: int, num_cached: int, num_output: int, n: int = 1) -> int:

@@ -41,7 +41,7 @@ class StepShape:
     def of(cls, plan: Plan) -> StepShape:
         num = len(plan.chunks)
         if plan.num_tokens == num:
-            return cls(num, num, 1, all(chunk.samples for chunk in plan.chunks), num)
+            return cls(num, num, 1, False not in [chunk.samples for chunk in plan.chunks], num)
         longest, num_drafts = max([chunk.num_tokens for chunk in plan.chunks]), plan.num_drafts
         return cls(plan.num_tokens, num, longest, False, num + num_drafts, num_drafts > 0)
 

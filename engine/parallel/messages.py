@@ -128,7 +128,7 @@ class Listener:
         sequence.token_ids += _list(rest)
         first, *blocks = _list(rest)
         sequence.block_table[first:] = blocks
-        return Chunk(sequence, start, num_tokens, bool(samples), drafts)
+        return Chunk(sequence, start, num_tokens, bool(samples), drafts=drafts)
 
 
 def _list(rest: Iterator[int]) -> list[int]:

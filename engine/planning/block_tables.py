@@ -209,10 +209,10 @@ class BlockTables:
             self._free_behind_windows(sequence)
         table, counts, num_tables = sequence.block_table, self.pool.ref_counts, self.num_tables
         first, num_held = sequence.num_computed // self.block_size * num_tables, len(table)
-        is_last = first == num_held - num_tables and num_tokens * num_tables <= num_held * self.block_size
         if (
-            is_last
+            first + num_tables == num_held
             and counts[table[first]] == 1
+            and num_tokens * num_tables <= num_held * self.block_size
             and (num_tables == 1 or all(counts[b] == 1 for b in table[first:]))
         ):
             return []  # the usual decode: its token goes into the last blocks, which are its own

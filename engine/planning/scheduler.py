@@ -81,9 +81,10 @@ class Scheduler(StepResults):
         self.planned_s = now
         self._num_preemptions_before = self.counters.num_preemptions
         queue_goes_first, self._queue_goes_first = self._queue_goes_first, False
-        allowance, self._scored_left = self.queue.allowance(self.running), self.limits.max_scored
-        self._note_passed_over()
         decodes, chunked = self._sort_running()
+        allowance = self.queue.allowance(self.running, decodes, chunked)
+        self._scored_left = self.limits.max_scored
+        self._note_passed_over()
         self._tokens_left = min(allowance.num_decodes, self.most_tokens)
         for sequence in self._in_turn(decodes, self._tokens_left):
             self._plan_chunk(plan, sequence, 1)
@@ -130,14 +131,14 @@ class Scheduler(StepResults):
 
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the running sequences that have one token to compute, and those that have more."""
-        decodes, chunked = [], []
-        for sequence in self.running:
-            num_remaining = sequence.num_remaining
-            if num_remaining == 1:
-                decodes.append(sequence)
-            elif num_remaining > 1:
-                chunked.append(sequence)
-        return decodes, chunked
+        running = self.running
+        remaining = [sequence.num_remaining for sequence in running]
+        if remaining.count(1) == len(remaining):
+            return running[:], []
+        pairs = [*zip(running, remaining, strict=True)]
+        return [sequence for sequence, num in pairs if num == 1], [
+            sequence for sequence, num in pairs if num > 1
+        ]
 
     def _in_turn(self, decodes: list[Sequence], room: int) -> list[Sequence]:
         """Orders the decodes: if there is not room for all, the least urgent ones take turns.
@@ -164,14 +165,11 @@ class Scheduler(StepResults):
                 self._plan_chunk(plan, sequence, sequence.num_remaining)
 
     def _plan_chunk(self, plan: Plan, sequence: Sequence, num_remaining: int) -> None:
-        room, is_scored = self._tokens_left, num_remaining > 1 and sequence.is_scored
-        if is_scored and len(self.running) > 1:
-            room = min(room, self._scored_left)
-        if room <= 0 or not sequence.block_table:  # without blocks, it was preempted a moment ago
+        num_tokens = 1 if num_remaining == 1 else self._most_of(sequence, num_remaining)
+        if (
+            self._tokens_left <= 0 or num_tokens <= 0 or not sequence.block_table
+        ):  # it was preempted a moment ago
             return
-        num_tokens = 1
-        if num_remaining > 1:
-            num_tokens = min(num_remaining, room, self.tables.max_chunk)
         start = sequence.num_computed
         copies = self.tables.grow(sequence, start + num_tokens)
         if copies is None:
@@ -181,12 +179,18 @@ class Scheduler(StepResults):
         if copies:
             plan.copies.extend(copies)
         samples = num_tokens == num_remaining
-        plan.chunks.append(Chunk(sequence, start, num_tokens, samples))
+        plan.chunks.append(Chunk(sequence, start, num_tokens, samples, sequence.num_preemptions))
         sequence.num_computed = start + num_tokens
         sequence.num_pending += samples
         plan.num_tokens += num_tokens
         self._tokens_left -= num_tokens
-        self._scored_left -= num_tokens * is_scored
+        if num_remaining > 1 and sequence.is_scored:
+            self._scored_left -= num_tokens
+
+    def _most_of(self, sequence: Sequence, num_remaining: int) -> int:
+        """Returns how many tokens of a longer chunk the step has room for."""
+        most = min(num_remaining, self._tokens_left, self.tables.max_chunk)
+        return min(most, self._scored_left) if sequence.is_scored and len(self.running) > 1 else most
 
     def _make_room(self, plan: Plan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Grows the sequence's table, preempting as the queue says; None if it gave way itself, or has to wait.

@@ -29,6 +29,8 @@ class Chunk:
     num_tokens: int
     samples: bool
     """True if the chunk reaches the last token there is, so that its logits choose the next one."""
+    incarnation: int = 0
+    """The number of times that the sequence had been preempted when the chunk was planned."""
     drafts: ListLike[int] = ()
     """The last tokens of the chunk: guesses of what follows the last token there is. All of them sample. Those that the
     draft model is to make are all OPEN until `Runner.draft` has made them."""
@@ -36,11 +38,6 @@ class Chunk:
     """The name of the proposer of the drafts."""
     num_accepted: int = 0
     """Drafts that were right, once the step has come back."""
-    incarnation: int = field(init=False)
-    """The number of times that the sequence had been preempted when the chunk was planned."""
-
-    def __post_init__(self) -> None:
-        self.incarnation = self.sequence.num_preemptions
 
     @property
     def is_open(self) -> bool:
@@ -312,8 +309,16 @@ class RequestQueue(Protocol):
     Called from the step thread while the event loop adds and removes; the implementation holds its own lock.
     """
 
-    def allowance(self, running: list[Sequence]) -> Allowance:
-        """Returns how much the next step may do. Called once per step, first."""
+    def allowance(
+        self, running: list[Sequence], decodes: list[Sequence], chunked: list[Sequence]
+    ) -> Allowance:
+        """Returns how much the next step may do. Called once per step, first.
+
+        Args:
+            running: all running sequences.
+            decodes: those with one token to compute.
+            chunked: those with more.
+        """
 
     def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
         """The next request, removed from the queue, or None if there is none whose turn it is and that fits.

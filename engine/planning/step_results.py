@@ -80,31 +80,35 @@ class StepResults(SequenceStore):
         tables = self.tables
         tables.end_step(plan.number)
         self._step_limit.note_fitted()
-        outputs: list[Output] = []
+        confirm, outputs = tables.commit, list[Output]()
         work: list[tuple[Request, int, int, int]] = []
         sampled, scored, pooled = iter(result.sampled), iter(result.scored), iter(result.pooled)
+        has_more = bool(result.scored or result.pooled)
         for chunk in plan.chunks:
             sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
             brought = next(sampled) if chunk.samples else None
-            if result.scored and chunk.scored:
+            if has_more and chunk.scored:
                 _keep_scores(chunk, next(scored))
-            if result.pooled and chunk.pooled:
+            if has_more and chunk.pooled:
                 _keep_pooled(chunk, next(pooled))
             if sequence.finish_reason is not None:  # it ended while this step was in flight
                 continue
             if chunk.incarnation == sequence.num_preemptions:  # else the blocks written are no longer its own
-                tables.commit(sequence, start + num_tokens - len(chunk.drafts))
+                confirm(sequence, start + num_tokens - len(chunk.drafts))
             num_prompt = num_output = 0
             if start < sequence.num_prompt_tokens:
                 num_prompt = min(num_tokens, sequence.num_prompt_tokens - start)
                 sequence.timings.note_prefill(num_prompt, now)
+            request = sequence.request
             if brought is not None:
                 brought_outputs = self._apply(chunk, brought, now)
-                num_output = 1 if isinstance(sequence, BeamSequence) else len(brought_outputs)
-                if sequence.request.branches:  # the request is answered with its last branch
-                    num_output = 0
                 outputs += brought_outputs
-            work.append((sequence.request, num_prompt, num_output, len(sequence.token_ids)))
+                num_output = len(brought_outputs)
+                if request.branches:  # the request is answered with its last branch
+                    num_output = 0
+                elif request.beams is not None:
+                    num_output = 1
+            work.append((request, num_prompt, num_output, len(sequence.token_ids)))
         self.queue.charge(work, now)
         self._settle(now)
         return outputs
@@ -131,7 +135,9 @@ class StepResults(SequenceStore):
         error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
         if error is not None:
             return [self._finish(sequence, FinishReason.FAILED, error, now)]
-        is_first = sequence.timings.note_first_token(now)
+        is_first = sequence.timings.first_token_s < 0
+        if is_first:
+            sequence.timings.first_token_s = now
         outputs: list[Output] = []
         try:
             reason = self._append(sequence, sampled, outputs)

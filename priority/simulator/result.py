@@ -57,7 +57,7 @@ class Result:
     busy_s: float = 0.0
     """Over all machines."""
     charged: dict[str, int] = field(default_factory=dict)
-    """By tenant, as the queues have it: sixteenths of a prompt token. Not of `fcfs` and `strict`."""
+    """By tenant, as the queues have it: 2048ths of a prompt token. Not of `fcfs` and `strict`."""
 
 
 def request_of(number: int, arrival: Arrival) -> Request:

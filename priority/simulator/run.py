@@ -294,7 +294,7 @@ class Server:
         plan = Plan()
         for sequence in ending:
             self.tables.grow(sequence, sequence.num_computed + 1)
-            plan.chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
+            plan.chunks.append(Chunk(sequence, sequence.num_computed, 1, True, sequence.num_preemptions))
             sequence.num_computed += 1
             sequence.num_pending += 1
         sampled = [Sampled(_TOKEN)] * len(ending)

@@ -46,7 +46,7 @@ class Figures:
     tpot_s: Spread
     """Mean time per token after the first, of requests that had more than one."""
     work: int
-    """What they were served, in sixteenths of a prompt token."""
+    """What they were served, in 2048ths of a prompt token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ def is_kept(served: Served, lanes: Promises) -> bool:
 
 
 def work(served: Served) -> int:
-    """What serving it came to, in sixteenths of a prompt token, as the queue charges it; 0 without a first token."""
+    """What serving it came to, in 2048ths of a prompt token, as the queue charges it; 0 without a first token."""
     if served.first_token_s is None:
         return 0
     arrival = served.arrival

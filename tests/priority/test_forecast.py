@@ -87,7 +87,7 @@ def running(queue: LaneQueue, *requests: Request, num_output: int = 0) -> list[S
             sequence.token_ids += [1] * num_output
             sequence.num_computed, sequence.block_table = len(sequence.token_ids) - 1, [1]
             sequences.append(sequence)
-    queue.allowance(sequences)
+    queue.allowance(sequences, sequences, [])
     return sequences
 
 

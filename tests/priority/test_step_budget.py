@@ -119,8 +119,8 @@ def test_the_queue_counts_those_that_decode_and_what_they_read() -> None:
     decoding, prefilling = Sequence(ask("d", 1_000)), Sequence(ask("p", 1_000))
     decoding.num_computed = 999
     expected = queue.admission.planner.allowance(Streams({Lane.INTERACTIVE: 1}, 1_000), [])
-    assert queue.allowance([decoding, prefilling]) == expected
-    assert queue.allowance([prefilling]) == UNLIMITED.__class__(1, UNLIMITED.num_prefill)
+    assert queue.allowance([decoding, prefilling], [decoding], [prefilling]) == expected
+    assert queue.allowance([prefilling], [], [prefilling]) == UNLIMITED.__class__(1, UNLIMITED.num_prefill)
 
 
 # In the engine
