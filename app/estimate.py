@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.config import LoadOptions, ModelConfig
-from engine.execution.memory import Budget, MemoryPlan, budget, plan_memory
+from engine.execution.memory import Budget, MemoryPlan, budget, expert_bytes, plan_memory
 from engine.kernels.cpu.native import PACKED, NativeUnavailable
 from engine.kernels.ops import reference_kernels
 from engine.kernels.select import check_native
@@ -27,6 +27,10 @@ class Estimate:
     max_model_len: int
     """The tokens of the longest sequence that would be served."""
     max_num_seqs: int
+    experts: int = 0
+    """Bytes of all experts."""
+    read_by_a_token: int = 0
+    """Bytes of weights that a step of one token reads."""
 
     @property
     def weights(self) -> int:
@@ -73,12 +77,15 @@ def estimate(
     check_recipe(config, recipe)
     plan = plan_memory(config, kernels, options, limits or budget(device, options), recipe=recipe)
     wanted = options.max_model_len or config.max_position
+    experts, read_by_a_token = expert_bytes(config, kernels, recipe) if config.spec.chosen_share else (0, 0)
     return Estimate(
         dtype=str(kernels.embedding_dtype).removeprefix("torch."),
         kv_dtype=kv_dtype_name(kernels.kv_dtype),
         plan=plan,
         max_model_len=wanted if config.context_window else min(wanted, plan.num_tokens),
         max_num_seqs=options.max_num_seqs,
+        experts=experts,
+        read_by_a_token=read_by_a_token,
     )
 
 

@@ -20,6 +20,7 @@ from app.settings import Settings, choices, flag
 from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError
 from engine.sizes import size_text
+from engine.spec import Experts
 
 if TYPE_CHECKING:
     from app.estimate import Estimate
@@ -240,6 +241,7 @@ def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:
         for case in by_weights
     ]
     yield table(["weights", "size", "KV", "in", *head], rows)
+    yield from _experts(fitting, {mark(case.weights, case): case for case in by_weights})
     yield from _reasons(fitting, options, quantizations)
     yield ""
     left_out = {"auto"} if fitting.limits.card else {"auto", "fp8"}  # no native kernel serves it: it is slow
@@ -259,6 +261,32 @@ def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:
     most = options.max_num_seqs
     if any(case.sizes.num_streams(contexts[0]) == most for case in (*by_weights, *by_kv)):
         yield f"More than {most:,} streams never run at once: --max-num-seqs."
+
+
+def _experts(fitting: Fitting, cases: Mapping[str, Case]) -> Iterator[str]:
+    """What experts take in each type, and how fast a single stream is that waits for memory alone."""
+    parts = (layer.feed_forward for layer in fitting.config.layers)
+    routers = [part.router for part in parts if isinstance(part, Experts)]
+    if not routers:
+        return
+    from app import read_rate
+
+    rate = read_rate.read_rate("cpu" if fitting.limits.card is None else "cuda")
+    yield ""
+    yield (
+        f"{routers[0].num_experts} experts in {len(routers)} of {fitting.config.num_layers} layers, of which a token "
+        f"chooses {routers[0].top_k}; memory is read at {rate / 1e9:,.1f} GB/s, as measured now"
+    )
+    rows = [
+        [
+            name,
+            size_text(case.sizes.experts),
+            size_text(case.sizes.read_by_a_token),
+            f"{rate / case.sizes.read_by_a_token:,.1f}" if case.fits else "does not fit",
+        ]
+        for name, case in cases.items()
+    ]
+    yield table(["weights", "experts", "a token reads", "tokens a second"], rows)
 
 
 def _reasons(fitting: Fitting, options: LoadOptions, quantizations: Iterable[str]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from engine.execution.memory import (
     plan_memory,
     tensor_bytes,
     weight_bytes,
+    what_would_fit,
 )
 from engine.execution.share import agreed, own_budget, own_device, own_options, ranked
 from engine.kernels.cpu.native import (
@@ -149,7 +150,7 @@ def load_model(
     companion = None if draft is None else _open_companion(draft, config, kernels, options, say)
     draft_size = NO_DRAFT if companion is None else companion.size
     plan = partial(plan_memory, config, kernels, options, limits, recipe=recipe, draft=draft_size)
-    memory = plan().check()
+    memory = plan().check(lambda: what_would_fit(config, options, lambda other: plan(recipe=other)))
     say(_kernels_text(kernels))
     say(memory.text)
     most = agreed(_most_tokens(memory), ranks)

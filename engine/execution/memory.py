@@ -6,13 +6,14 @@ are there from what they and the largest steps really took (`measure_steps`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.config import LoadOptions, ModelConfig
-from engine.errors import NotEnoughMemory
+from engine.errors import CheckpointError, NotEnoughMemory
 from engine.free_memory import available_bytes
 from engine.kernels.kv_cache import KVLayout
 from engine.kernels.ops import Kernels
@@ -25,16 +26,21 @@ from engine.model.tensors import (
     layer_embeddings_spec,
     layer_specs,
     layer_table_spec,
+    linear_specs,
+    make_recipe,
     packs_embedding,
 )
 from engine.planning.windows import Windows
 from engine.quant.formats import DENSE
 from engine.quant.integers import Integers
 from engine.sizes import GIB, size_text
-from engine.spec import Attention, LayerEmbedding
+from engine.spec import Attention, Experts, LayerEmbedding
 
 SMALLEST_CONTEXT = 1024
 """The fewest tokens of KV cache that a model is started with, if it has so many positions."""
+
+SMALLER: Mapping[str | None, tuple[str, ...]] = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
+"""By quantization, those of which weights take less."""
 
 GRAPH_BYTES = 1 << 20
 """An estimate of what one captured graph keeps on the device beside the memory that all of them share."""
@@ -172,14 +178,17 @@ class MemoryPlan:
         whole = f" (of the GPU's {size_text(card.total)}, {size_text(card.used)} in use)" if card else ""
         return f"{parts}, of {size_text(self.available)} available{whole}"
 
-    def check(self) -> MemoryPlan:
+    def check(self, hint: Callable[[], str] = lambda: "") -> MemoryPlan:
         """Returns this plan.
+
+        Args:
+            hint: says what would fit, if it does not.
 
         Raises:
             NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
         """
         if not self.fits:
-            raise NotEnoughMemory(f"not enough memory: {self.text}")
+            raise NotEnoughMemory(f"not enough memory: {self.text}{hint()}")
         return self
 
 
@@ -223,6 +232,26 @@ def plan_memory(
     )
 
 
+def what_would_fit(config: ModelConfig, options: LoadOptions, plan: Callable[[Recipe], MemoryPlan]) -> str:
+    """What is said of a model that does not fit: its memory if more is rounded at load, which fits or comes nearest.
+
+    Args:
+        plan: the plan of a model that is loaded by a recipe.
+    """
+    found: dict[str, MemoryPlan] = {}
+    for quantize in SMALLER.get(options.quantize, ()):
+        with suppress(CheckpointError):
+            found[quantize] = plan(make_recipe(config, replace(options, quantize=quantize)))
+    if not found:
+        return ""
+    fitting = {name: other for name, other in found.items() if other.fits}
+    if fitting:
+        ways = (f"--quantize {name} would need {size_text(other.needed)}" for name, other in fitting.items())
+        return "; " + ", ".join(ways)
+    name, least = min(found.items(), key=lambda each: each[1].needed)
+    return f"; even --quantize {name} would need {size_text(least.needed)}"
+
+
 def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> int:
     """The bytes of all weights of a model, as the kernels keep them."""
     head, maps = head_spec(config, recipe), list(layer_specs(config, recipe))
@@ -244,6 +273,23 @@ def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_I
         ):  # else its file is mapped, of which the system keeps what there is room for
             num_loose += own.vocab_size * own.width
     return tensor_bytes(maps, num_loose, kernels)
+
+
+def expert_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> tuple[int, int]:
+    """The bytes of all experts of a model, and those that a step of one token reads of its weights: its experts, and
+    all that is no expert but the embedding."""
+    experts, chosen = 0, 0.0
+    others = [head_spec(config, recipe)]
+    for number, layer in enumerate(config.layers):
+        own = layer.feed_forward
+        for field, spec in linear_specs(config, number, recipe).items():
+            if isinstance(own, Experts) and field.startswith("experts."):
+                size = tensor_bytes([spec], 0, kernels)
+                experts, chosen = experts + size, chosen + size * own.router.top_k / own.router.num_experts
+            else:
+                others.append(spec)
+    num_loose = sum(norm.size for _, norm in config.spec.norms())
+    return experts, int(chosen) + tensor_bytes(others, num_loose, kernels)
 
 
 def tensor_bytes(maps: Iterable[LinearSpec], num_loose: int, kernels: Kernels) -> int:
