@@ -24,17 +24,17 @@ from engine.model.tensors import (
     embedding_spec,
     head_spec,
     layer_embeddings_spec,
-    layer_specs,
     layer_table_spec,
     linear_specs,
     make_recipe,
     packs_embedding,
+    with_one_expert,
 )
 from engine.planning.windows import Windows
 from engine.quant.formats import DENSE
 from engine.quant.integers import Integers
 from engine.sizes import GIB, size_text
-from engine.spec import Attention, Experts, LayerEmbedding
+from engine.spec import Attention, Experts, LayerEmbedding, Router
 
 SMALLEST_CONTEXT = 1024
 """The fewest tokens of KV cache that a model is started with, if it has so many positions."""
@@ -254,7 +254,7 @@ def what_would_fit(config: ModelConfig, options: LoadOptions, plan: Callable[[Re
 
 def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> int:
     """The bytes of all weights of a model, as the kernels keep them."""
-    head, maps = head_spec(config, recipe), list(layer_specs(config, recipe))
+    head, (maps, _) = head_spec(config, recipe), _sorted_out(config, recipe)
     num_loose = sum(norm.size for _, norm in config.spec.norms())
     is_packed = kernels.keeps_narrow and packs_embedding(config, recipe)
     if is_packed:
@@ -272,24 +272,35 @@ def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_I
             not kernels.keeps_narrow
         ):  # else its file is mapped, of which the system keeps what there is room for
             num_loose += own.vocab_size * own.width
-    return tensor_bytes(maps, num_loose, kernels)
+    return tensor_bytes(maps, num_loose, kernels) + expert_bytes(config, kernels, recipe)[0]
 
 
 def expert_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> tuple[int, int]:
     """The bytes of all experts of a model, and those that a step of one token reads of its weights: its experts, and
     all that is no expert but the embedding."""
-    experts, chosen = 0, 0.0
-    others = [head_spec(config, recipe)]
+    others, experts = _sorted_out(config, recipe)
+    sizes = [(router, count * tensor_bytes([spec], 0, kernels)) for router, count, spec in experts]
+    chosen = sum(size * router.top_k / router.num_experts for router, size in sizes)
+    num_loose = sum(norm.size for _, norm in config.spec.norms())
+    rest = tensor_bytes([*others, head_spec(config, recipe)], num_loose, kernels)
+    return sum(size for _, size in sizes), rest + int(chosen)
+
+
+def _sorted_out(
+    config: ModelConfig, recipe: Recipe
+) -> tuple[list[LinearSpec], list[tuple[Router, int, LinearSpec]]]:
+    """The linear maps of all layers that are of no expert; and those of one expert of each layer, with how many experts
+    it has, which are alike (`check_recipe`)."""
+    one, others = with_one_expert(config), []
+    experts: list[tuple[Router, int, LinearSpec]] = []
     for number, layer in enumerate(config.layers):
         own = layer.feed_forward
-        for field, spec in linear_specs(config, number, recipe).items():
+        for field, spec in linear_specs(one, number, recipe).items():
             if isinstance(own, Experts) and field.startswith("experts."):
-                size = tensor_bytes([spec], 0, kernels)
-                experts, chosen = experts + size, chosen + size * own.router.top_k / own.router.num_experts
+                experts.append((own.router, len(own.own), spec))
             else:
                 others.append(spec)
-    num_loose = sum(norm.size for _, norm in config.spec.norms())
-    return experts, int(chosen) + tensor_bytes(others, num_loose, kernels)
+    return others, experts
 
 
 def tensor_bytes(maps: Iterable[LinearSpec], num_loose: int, kernels: Kernels) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
@@ -180,6 +180,15 @@ def layer_specs(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> Iterator[Line
     """
     for layer in range(config.num_layers):
         yield from linear_specs(config, layer, recipe).values()
+
+
+def with_one_expert(config: ModelConfig) -> ModelConfig:
+    """The config with the first expert alone of each layer, for what all of them have in common."""
+    layers = (
+        layer.with_feed_forward(num_own=1) if isinstance(layer.feed_forward, Experts) else layer
+        for layer in config.layers
+    )
+    return replace(config, spec=replace(config.spec, layers=tuple(layers)))
 
 
 def _linear_spec(map: LinearMap, layer: int, recipe: Recipe) -> LinearSpec:
@@ -365,6 +374,8 @@ def check_recipe(config: ModelConfig, recipe: Recipe) -> None:
     Raises:
         CheckpointError: see `LinearSpec.stored` and `Quantization.layer_format`; or experts of a layer have several.
     """
+    if config.quantization is None:
+        config = with_one_expert(config)
     for number, layer in enumerate(config.layers):
         specs = linear_specs(config, number, recipe)
         for spec in specs.values():
