@@ -169,10 +169,8 @@ class Admission:
             if other is not account
         ]
         work = outlook.work(mine, ((waiting, due) for _, waiting, due in others))
-        busy_s = outlook.seconds_for(work)
-        known_s = busy_s + self._idle_s(outlook, account, load, others, own)
-        # While there is no room for prompts, others go on sending.
-        rate = outlook.pace.tokens_per_second * busy_s / known_s
+        known_s = outlook.seconds_for(work) + self._idle_s(outlook, account, load, others, own)
+        rate = outlook.pace.tokens_per_second
         wait_s = max(
             self._with_overtakers(known_s, account, mine, rate, now),
             (outlook.running + mine) / self._share(account, rate, now, known_s) + outlook.pace.fixed_s,
