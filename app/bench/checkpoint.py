@@ -60,11 +60,16 @@ def ensure_folder(name: str, write: Callable[[Path], None], root: Path | None = 
 
 
 def write_checkpoint(shape: Shape, folder: Path) -> None:
-    _write_json(folder / "config.json", config_of(shape))
+    write_all_but_weights(shape, config_of(shape), folder)
+    _write_weights(shape, folder / "model.safetensors")
+
+
+def write_all_but_weights(shape: Shape, config: dict[str, object], folder: Path) -> None:
+    """Writes the config that is given, and a tokenizer with as many tokens as the shape has."""
+    _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"bos_token_id": NUM_BYTES, "eos_token_id": NUM_BYTES + 1})
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
     _write_tokenizer(shape, folder / "tokenizer.json")
-    _write_weights(shape, folder / "model.safetensors")
 
 
 def letter_token_ids(shape: Shape) -> range:

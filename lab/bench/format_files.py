@@ -22,7 +22,7 @@ from lab.demo.gguf_files import write_gguf
 GROUP_SIZES = (128, 64)
 """For 4 bits; the first that divides the inputs is taken."""
 
-_SCALE = 1e-3
+SCALE = 1e-3
 _HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_K": (0, 2)}
 """Where the blocks of a type have float16 numbers."""
 
@@ -50,9 +50,9 @@ def ensure_gptq(shape: Shape, root: Path | None = None) -> Path:
 
     def tensors(rows: int, columns: int) -> dict[str, Tensor]:
         return {
-            "qweight": _random_words(columns // 8, rows),
+            "qweight": random_words(columns // 8, rows),
             "qzeros": torch.full((columns // size, rows // 8), 0x77777777, dtype=torch.int32),
-            "scales": torch.full((columns // size, rows), _SCALE, dtype=torch.float16),
+            "scales": torch.full((columns // size, rows), SCALE, dtype=torch.float16),
         }
 
     fields = {"quant_method": "gptq", "bits": 4, "group_size": size, "sym": True, "desc_act": False}
@@ -65,13 +65,18 @@ def ensure_w4a16(shape: Shape, root: Path | None = None) -> Path:
 
     def tensors(rows: int, columns: int) -> dict[str, Tensor]:
         return {
-            "weight_packed": _random_words(rows, columns // 8),
-            "weight_scale": torch.full((rows, columns // size), _SCALE, dtype=torch.bfloat16),
+            "weight_packed": random_words(rows, columns // 8),
+            "weight_scale": torch.full((rows, columns // size), SCALE, dtype=torch.bfloat16),
             "weight_shape": torch.tensor([rows, columns]),
         }
 
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
-    return _ensure(f"{shape.name}-w4a16", shape, _compressed("pack-quantized", weights), tensors, root)
+    return _ensure(f"{shape.name}-w4a16", shape, w4a16_config(size), tensors, root)
+
+
+def w4a16_config(group_size: int) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors' 4 bits, symmetric, in groups."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
+    return _compressed("pack-quantized", weights)
 
 
 def ensure_w8a8(shape: Shape, root: Path | None = None) -> Path:
@@ -79,8 +84,8 @@ def ensure_w8a8(shape: Shape, root: Path | None = None) -> Path:
 
     def tensors(rows: int, columns: int) -> dict[str, Tensor]:
         return {
-            "weight": _random_words(rows, columns // 4).view(torch.int8),
-            "weight_scale": torch.full((rows, 1), _SCALE, dtype=torch.bfloat16),
+            "weight": random_words(rows, columns // 4).view(torch.int8),
+            "weight_scale": torch.full((rows, 1), SCALE, dtype=torch.bfloat16),
         }
 
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -145,11 +150,11 @@ def _random_blocks(array: npt.NDArray[Any], type: gguf.GGMLQuantizationType) -> 
     )
     blocks = blocks.copy()
     for start in _HALVES[type.name]:
-        blocks[:, start : start + 2] = np.array([_SCALE], np.float16).view(np.uint8)
+        blocks[:, start : start + 2] = np.array([SCALE], np.float16).view(np.uint8)
     return blocks.reshape(len(array), -1)
 
 
-def _random_words(rows: int, columns: int) -> Tensor:
+def random_words(rows: int, columns: int) -> Tensor:
     """[rows, columns] of 32 random bits."""
     return torch.randint(-(1 << 31), 1 << 31, (rows, columns), dtype=torch.int32)
 

@@ -44,3 +44,45 @@ def test_loading_holds_one_layer_beside_the_weights(tmp_path: Path) -> None:
     for format, num_bytes in beside.items():
         # --quantize rounds from float32.
         assert num_bytes <= LAYER_WEIGHTS * (4 if format == "dense" else 2), beside
+
+
+OF_EXPERTS = """
+import json, sys
+from pathlib import Path
+
+import torch
+
+from engine.config import LoadOptions
+from engine.kernels.cpu.native import load_library
+from engine.kernels.select import native_kernels
+from engine.model.checkpoint import read_config
+from engine.model.files import open_files
+from engine.model.stacks import unstacked
+from engine.model.tensors import make_recipe
+from engine.model.weights import load_weights
+from lab.bench.formats import Peak
+from lab.bench.sparse_files import SparseShape, write_sparse
+
+path = write_sparse(SparseShape("sparse", 512, 3, 4, 2, 128, 16, 4, 512, 512), Path(sys.argv[1]))
+kernels, models, taken = native_kernels(load_library(print).start_team(1), torch.bfloat16), [], []
+for _ in range(2):
+    with Peak() as peak:
+        config = read_config(path)
+        files = unstacked(open_files(path), config)
+        recipe = make_recipe(config, LoadOptions(device="cpu"), files)
+        models.append(load_weights(config, files, kernels, lambda *_: None, recipe))
+    taken.append([peak.bytes, sum(file.stat().st_size for file in path.glob("*.safetensors"))])
+print(json.dumps(min(taken)))
+"""
+
+
+def test_experts_take_what_they_take_on_disk(tmp_path: Path) -> None:
+    """Of a model with 4 bits, 1.1 times its size at most, beside what does not grow with it."""
+    try:
+        load_library(lambda _: None)
+    except NativeUnavailable:
+        pytest.skip("weights stay packed with the native kernels only, and there is no compiler for them")
+    command = [sys.executable, "-c", OF_EXPERTS, str(tmp_path)]
+    most, stored = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert stored > 20 << 20
+    assert most <= 1.1 * stored + (6 << 20), (most, stored)

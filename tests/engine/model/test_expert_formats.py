@@ -220,6 +220,16 @@ def test_the_experts_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> Non
             assert torch.equal(bias, own[f"{name}_bias"][number][order])
 
 
+def test_every_byte_is_read_once(tmp_path: Path) -> None:
+    folder, config, _ = gpt_oss(tmp_path)
+    files, done = unstacked(open_files(folder), config), []
+    recipe = make_recipe(config, LoadOptions(device="cpu"), files)
+    kernels = reference_kernels(torch.device("cpu"), torch.float32)
+    load_weights(config, files, kernels, lambda so_far, total: done.append((so_far, total)), recipe)
+    size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert done[-1] == (size, size)
+
+
 def test_experts_of_4_bits_keep_4_bits(tmp_path: Path) -> None:
     folder, config, own = gpt_oss(tmp_path)
     specs = linear_specs(config, 0, make_recipe(config, LoadOptions(device="cpu"), open_files(folder)))
