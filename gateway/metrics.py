@@ -133,6 +133,11 @@ class Metrics:
         self.blocks = gauge("kv_blocks", "KV blocks in the pool.")
         self.free_blocks = gauge("kv_free_blocks", "KV blocks that can be taken.")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks in use.")
+        self.expert_imbalance = gauge(
+            "expert_imbalance_ratio",
+            "Tokens of the most chosen expert of a layer, or rank, by the mean of all; where ids are on the host.",
+            ["among"],
+        )
         places = ["proposer", "position"]
         self.draft_tokens = counters(
             "draft_tokens",
@@ -196,6 +201,9 @@ class Metrics:
         self.free_blocks.set(report.num_free_blocks)
         used = report.num_blocks - report.num_free_blocks
         self.kv_usage.set(used / report.num_blocks if report.num_blocks else 0.0)
+        if (load := report.expert_load) is not None:
+            self.expert_imbalance.labels("experts").set(load.experts)
+            self.expert_imbalance.labels("ranks").set(load.ranks)
         if report.error is not None:
             self.failed_steps.inc()
 

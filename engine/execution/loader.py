@@ -15,6 +15,7 @@ from engine.config import LoadOptions, ModelConfig
 from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.execution.buffers import StepBuffers
+from engine.execution.expert_counts import ExpertCounts, counted
 from engine.execution.measuring import measure_steps, run_largest
 from engine.execution.memory import (
     NO_DRAFT,
@@ -90,6 +91,7 @@ class LoadedModel:
     buffers: StepBuffers | None
     """None if no steps are captured."""
     memory: MemoryPlan
+    expert_counts: ExpertCounts | None = None
     features: Tensor | None = None
     """[blocks, block size, width], what it keeps of its tokens for a head: see `NativeOp.rows`."""
     draft: LoadedModel | None = None
@@ -145,6 +147,7 @@ def load_model(
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     if ranks is not None:
         kernels = ranked(kernels, ranks)
+    kernels, expert_counts = counted(kernels, config)
     kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
     limits = own_budget(budget(device, options), ranks)
     companion = None if draft is None else _open_companion(draft, config, kernels, options, say)
@@ -182,6 +185,7 @@ def load_model(
         sampler=sampler,
         buffers=buffers,
         memory=memory,
+        expert_counts=expert_counts,
     )
     return model if companion is None else companion.attach(model, weights)
 

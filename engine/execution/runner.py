@@ -357,7 +357,9 @@ class LaunchedStep:
             self.landing = Landing(steps.model.device, wanted, chosen, self.found)
 
     def wait(self) -> StepResult:
-        return self.landing.wait()
+        result, counts = self.landing.wait(), self.steps.model.expert_counts
+        result.expert_load = None if counts is None else counts.take()
+        return result
 
     def _look_through(
         self, asking: list[int], wanted: list[Wanted]

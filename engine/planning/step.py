@@ -106,6 +106,8 @@ class Plan:
     """The turn of its `Pace` that it was planned in; -1 if what it takes says nothing of that."""
     is_behind: bool = False
     """Whether a proposer of its drafts has yet to read what it proposes from."""
+    expert_load: ExpertLoad | None = None
+    """That of its result."""
 
     @property
     def num_drafts(self) -> int:
@@ -148,6 +150,16 @@ class Sampled:
     """This sequence alone failed (its logits were not finite, say)."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """How unevenly tokens chose among a layer's experts of late: 1 is evenly."""
+
+    experts: float
+    """The tokens of the most chosen expert, in units of the mean."""
+    ranks: float
+    """The same of the ranks, each of which has some experts; 1 if all have a part of every expert."""
+
+
 @dataclass(slots=True)
 class StepResult:
     """The results of a step.
@@ -159,6 +171,8 @@ class StepResult:
     sampled: list[Sampled]
     scored: ListLike[list[TokenLogprobs]] = ()
     pooled: ListLike[list[float]] = ()
+    expert_load: ExpertLoad | None = None
+    """None if it was not counted in this step."""
 
 
 class DeviceError(RuntimeError):
@@ -383,5 +397,7 @@ class StepReport:
     num_prefix_hit_tokens: int = 0
     prefix_events: Iterable[PrefixEvent] = ()
     """The events of cached blocks since the report before."""
+    expert_load: ExpertLoad | None = None
+    """None if it was not counted in this step."""
     error: str | None = None
     """The step failed, and with it the sequences whose outputs say so."""

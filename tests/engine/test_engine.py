@@ -12,7 +12,7 @@ import pytest
 from engine.engine import Engine, EngineState
 from engine.planning.request import FinishReason, Output
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import DeviceError, Plan, RunnerFacts, StepLoad, StepReport, StepResult
+from engine.planning.step import DeviceError, ExpertLoad, Plan, RunnerFacts, StepLoad, StepReport, StepResult
 from priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 
@@ -213,3 +213,21 @@ def test_the_time_that_drafting_took_is_none_of_the_steps(
     durations = [report.duration_s - 1.0 for report in steps]
     assert [load.duration_s for load in loads] == pytest.approx(durations)
     assert loads
+
+
+def test_the_load_of_experts_is_reported_with_the_step_that_counted_it() -> None:
+    load = ExpertLoad(experts=1.5, ranks=1.25)
+
+    class CountingRunner(GatedRunner):
+        def execute(self, plan: Plan) -> StepResult:
+            result = super().execute(plan)
+            result.expert_load = load if plan.num_prefill else None
+            return result
+
+    harness = EngineHarness(CountingRunner())
+    harness.engine.start()
+    harness.submit("a", [1, 2, 3])
+    harness.last("a")
+    assert harness.engine.stop(PATIENCE_S)
+    assert [report.expert_load for report in harness.reports if report.num_prefill_tokens] == [load]
+    assert not any(report.expert_load for report in harness.reports if not report.num_prefill_tokens)
