@@ -123,7 +123,7 @@ def _quantize(options: argparse.Namespace) -> None:
     with _beside(out) as made, progress("quantizing") as show:
         try:
             outcome = quantize(folder, made / "model.safetensors", scheme, texts, device, show)
-            _write_config(folder, made, scheme, config.num_layers)
+            _write_config(folder, made, scheme, config)
             _copy_others(folder, made)
         except (OSError, torch.OutOfMemoryError) as error:
             raise OperatorError(f"{out}: {error}") from None
@@ -213,10 +213,12 @@ def _terminations_as_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write_config(folder: Path, made: Path, scheme: Scheme, num_layers: int) -> None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = scheme.config(num_layers)
-    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def _write_config(folder: Path, made: Path, scheme: Scheme, config: ModelConfig) -> None:
+    from engine.model.quantizing import left_out
+
+    entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    entries["quantization_config"] = scheme.config(config.num_layers, left_out(config))
+    (made / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_others(folder: Path, made: Path) -> None:

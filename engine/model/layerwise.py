@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.kernels.batch import Batch, blank_batch
+from engine.kernels.experts import ExpertLinear, ListedExperts, by_expert
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import Kernels, reference_kernels
@@ -23,7 +24,7 @@ from engine.model.texts import Text
 from engine.model.transformer import Decoder
 from engine.model.weights import Reader, load_layer
 from engine.quant.storages.names import EMBEDDING, LM_HEAD
-from engine.spec import GatedMlp, ModelSpec
+from engine.spec import Experts, GatedMlp, ModelSpec
 
 See = Callable[[LinearSpec, Tensor], None]
 """Is told the inputs [T, in] of a linear map before its weight is read, which it may replace."""
@@ -65,15 +66,28 @@ class LayerTensors(TensorFiles):
     def before(self, spec: LinearSpec) -> str | None:
         """The one norm or linear map that makes the inputs of a linear map, if it can be divided; else None."""
         layer, name = self._spec, spec.parts[0].name.removeprefix(self._prefix)
-        attention, mlp = layer.attention, layer.feed_forward
-        assert isinstance(mlp, GatedMlp)
-        if name in (attention.o, mlp.down):
-            fused = attention.qkv if name == attention.o else mlp.gate_up
-            is_normed = name == attention.o and attention.norms_values
-            return f"{self._prefix}{fused[-1]}" if len(fused) > 1 and not is_normed else None
+        attention, own = layer.attention, layer.feed_forward
+        if name == attention.o:
+            return self._last(attention.qkv) if not attention.norms_values else None
+        if isinstance(own, Experts) and name not in attention.qkv:
+            return self._in_experts(own, name)
+        if isinstance(own, GatedMlp) and name == own.down:
+            return self._last(own.gate_up)
         norm = layer.input_norm if name in attention.qkv else layer.post_norm
         can_be_divided = norm is not None and not norm.offset and not layer.is_parallel
         return f"{self._prefix}{norm.name}" if norm is not None and can_be_divided else None
+
+    def _last(self, fused: tuple[str, ...]) -> str | None:
+        """The last of several linear maps whose rows are multiplied as one: values, or ups."""
+        return f"{self._prefix}{fused[-1]}" if len(fused) > 1 else None
+
+    def _in_experts(self, own: Experts, name: str) -> str | None:
+        """What makes the inputs of a linear map of experts. Gates and ups all read one norm, as the router does."""
+        if own.shared is not None and name == own.shared.down:
+            return self._last(own.shared.gate_up)
+        expert, _, map = name.rpartition(".")
+        is_linear = own.activation.is_gated and not own.activation.limit and not own.activation.shift
+        return f"{self._prefix}{expert}.{own.gate_up[-1]}" if map == own.down and is_linear else None
 
     def heads(self, spec: LinearSpec) -> tuple[int, int, int] | None:
         """(key-value heads, query heads that share one, head_dim) if these are the inputs of a linear map."""
@@ -144,8 +158,9 @@ class LayerwiseDecoder:
     def through(self, layer: LayerTensors, stream: Stream, see: See = lambda *_: None) -> Stream:
         """The stream after a layer; each of its linear maps has the weight of the moment at which it runs."""
         spec = self._config.spec.layers[layer.index]
-        assert isinstance(spec.feed_forward, GatedMlp)
-        reader = _ReaderAtUse(layer, self._kernels, see, spec.feed_forward.activation)
+        own = spec.feed_forward
+        dense = own.shared if isinstance(own, Experts) else own
+        reader = _ReaderAtUse(layer, self._kernels, see, "" if dense is None else dense.activation)
         weights = load_layer(spec, reader, layer.index, layer.specs, self._config.spec.norm_eps)
         decoder = self._decoder(stream.batch, layer.index, [weights])
         hidden, delta = decoder.layers(stream.hidden, stream.batch)
@@ -180,13 +195,35 @@ class _ReaderAtUse(Reader):
         """A linear map that is read when it runs. One of gates and ups multiplies them, too: see `LinearPacker`."""
         return partial(self._run, spec)
 
+    def experts(self, specs: Sequence[LinearSpec]) -> ExpertLinear:
+        """Experts that are read when they run, each once, whether or not a row has chosen it."""
+        return _ExpertsAtUse([partial(self._read, spec) for spec in specs], specs[0].out_features)
+
+    def _read(self, spec: LinearSpec, x: Tensor) -> Tensor:
+        self._see(spec, x)
+        return super().linear(spec)(x)
+
     def _run(self, spec: LinearSpec, x: Tensor) -> Tensor:
+        if not spec.gated:
+            return self._read(spec, x)
         self._see(spec, x)
         linear = super().linear(spec)
-        if not spec.gated:
-            return linear(x)
         parts = torch.split(x, _TOKENS_AT_A_TIME)
         return torch.cat([self._glu(linear(part), self._activation) for part in parts])
+
+
+class _ExpertsAtUse(ListedExperts):
+    """Linear maps of which each is called once with all rows that chose it, and with none if there are none."""
+
+    def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
+        num_choices = ids.shape[1]
+        made = x.new_zeros(ids.numel(), self.out_features)
+        rows = x if x.dim() == 2 else x.flatten(0, 1)
+        chosen, nowhere = dict(by_expert(ids, self.num_experts)), ids.new_empty(0).long()
+        for expert, linear in enumerate(self.experts):
+            places = chosen.get(expert, nowhere)
+            made[places] = linear(rows[places // num_choices if x.dim() == 2 else places])
+        return made.view(*ids.shape, self.out_features)
 
 
 def _multiplied_already(x: Tensor, activation: str) -> Tensor:  # noqa: ARG001

@@ -6,7 +6,7 @@ layers. Every layer is calibrated on what the layers before it, quantized alread
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from engine.errors import CheckpointError
 from engine.model.layerwise import LayerTensors, LayerwiseDecoder, Stream
 from engine.model.parse import read_config
 from engine.model.safetensors import DTYPES, TensorFiles
+from engine.model.stacks import unstacked
 from engine.model.tensor_writer import TensorWriter
 from engine.model.tensors import LinearSpec, check_tensors, expected_shapes, linear_specs
 from engine.model.texts import Outcome, Texts
@@ -27,9 +28,11 @@ from engine.quant.gptq import Gptq
 from engine.quant.grid import Grid, Method, Rounded, round_to_nearest
 from engine.quant.packed import pack, quantization_config, stored_tensors
 from engine.quant.storages.names import LAYERS, LM_HEAD
-from engine.spec import Experts
 
 METHODS = ("gptq", "awq", "rtn")
+
+_FEWEST_ROWS = 32
+"""An expert that fewer tokens of the calibration texts chose is rounded to the nearest."""
 
 Progress = Callable[[float], None]
 """Told the fraction that is done."""
@@ -63,15 +66,19 @@ class Scheme:
             return Gptq(by_activation=self.by_activation)
         return round_clipped if self.method == "awq" else round_to_nearest
 
-    def config(self, num_layers: int) -> dict[str, object]:
-        """The entry `quantization_config` of config.json."""
+    def config(self, num_layers: int, ignored: Sequence[str] = (LM_HEAD,)) -> dict[str, object]:
+        """The entry `quantization_config` of config.json.
+
+        Args:
+            ignored: see `left_out`.
+        """
         wide = min(self.num_wide_layers, num_layers) if self.bits == 4 else 0
         groups = [
             (_layer_targets(layers, num_layers), self.grid(layers.start, torch.float32), self.by_activation)
             for layers in (range(wide), range(wide, num_layers))
             if layers
         ]
-        return quantization_config(groups, [LM_HEAD])
+        return quantization_config(groups, list(ignored))
 
 
 def _layer_targets(layers: range, num_layers: int) -> list[str]:
@@ -94,10 +101,8 @@ def check(folder: Path, scheme: Scheme) -> ModelConfig:
         raise CheckpointError(
             f"{folder}: its layers read what others made, and are quantized at load only: serve it with --quantize"
         )
-    if any(isinstance(layer.feed_forward, Experts) for layer in config.layers):
-        raise CheckpointError(f"{folder}: experts are quantized at load only: serve it with --quantize")
-    check_tensors(config, TensorFiles(folder))
-    for spec in linear_specs(config).values():
+    check_tensors(config, unstacked(TensorFiles(folder), config))
+    for spec in (spec for index in range(config.num_layers) for spec in _specs(config, index)):
         if scheme.group_size is not None and spec.in_features % scheme.group_size:
             raise CheckpointError(
                 f"groups of {scheme.group_size} do not divide the {spec.in_features} inputs of {spec.parts[0].name}"
@@ -106,10 +111,29 @@ def check(folder: Path, scheme: Scheme) -> ModelConfig:
 
 
 def layer_bytes(config: ModelConfig) -> int:
-    """The memory of one layer in float32 and of its Hessians, as `quantize` needs them."""
-    specs = linear_specs(config).values()
-    weights = sum(spec.out_features * spec.in_features for spec in specs)
-    return 4 * (weights + sum(spec.in_features**2 for spec in specs))
+    """The memory of the largest layer in float32 and of its Hessians, as `quantize` needs them."""
+    return 4 * max(_numbers(config, index) for index in range(config.num_layers))
+
+
+def _numbers(config: ModelConfig, index: int) -> int:
+    """Of a layer's weights and Hessians; all experts but one have theirs at other times."""
+    specs = linear_specs(config, index)
+    weights = sum(spec.out_features * spec.in_features for spec in specs.values())
+    hessians = {field.rpartition(".")[2]: spec.in_features**2 for field, spec in specs.items()}
+    return weights + sum(hessians.values())
+
+
+def _specs(config: ModelConfig, index: int) -> Iterator[LinearSpec]:
+    """Yields the linear maps of a layer that are quantized."""
+    maps = config.layers[index].maps()
+    yield from (spec for field, spec in linear_specs(config, index).items() if not maps[field].stays)
+
+
+def left_out(config: ModelConfig) -> list[str]:
+    """The linear maps that stay in floating point."""
+    maps = ((index, map) for index, layer in enumerate(config.layers) for map in layer.maps().values())
+    names = (f"{LAYERS}{index}.{rows.name}" for index, map in maps if map.stays for rows in map.rows)
+    return [LM_HEAD, *names]
 
 
 class _Streams(NamedTuple):
@@ -138,7 +162,8 @@ def quantize(
     Raises:
         CheckpointError: see `check`; or a linear map has weights or inputs that are not finite.
     """
-    config, files = check(folder, scheme), TensorFiles(folder)
+    config = check(folder, scheme)
+    files = unstacked(TensorFiles(folder), config)
     names = expected_shapes(config)
     grids = dict(_grids(config, files, scheme))
     decoder = LayerwiseDecoder(config, files, device)
@@ -177,11 +202,15 @@ def _quantized_layer(
         _fold(layer, decoder, streams.calibration, grids)
     rounded: dict[str, Rounded] = {}
 
+    total = sum(len(one.names) for one in layer.specs.values())
+
     def round_weights(spec: LinearSpec, x: Tensor) -> None:
-        progress(len(rounded) / sum(len(one.names) for one in layer.specs.values()))
-        hessian = _hessian(spec, x)
-        for name in spec.names:
-            one = rounded[name] = scheme.rounding(layer.weight(name), hessian, grids[name])
+        progress(len(rounded) / total)
+        names = [name for name in spec.names if name in grids]
+        hessian = _hessian(spec, x) if names else x
+        rounding = scheme.rounding if len(x) >= _FEWEST_ROWS else round_to_nearest
+        for name in names:
+            one = rounded[name] = rounding(layer.weight(name), hessian, grids[name])
             layer.tensors[f"{name}.weight"] = one.weight()
 
     calibration = decoder.through(layer, streams.calibration, round_weights)
@@ -200,8 +229,9 @@ def _fold(
     chosen: list[tuple[LinearSpec, Tensor]] = []
 
     def choose(spec: LinearSpec, x: Tensor) -> None:
-        hessian, names = _hessian(spec, x), spec.names
-        if layer.before(spec) is not None:
+        names = spec.names
+        if layer.before(spec) is not None and names[0] in grids and len(x) >= _FEWEST_ROWS:
+            hessian = _hessian(spec, x)
             weights = [layer.weight(name) for name in names]
             chosen.append((spec, input_scales(weights, hessian, grids[names[0]], layer.heads(spec))))
 
@@ -227,7 +257,7 @@ def _hessian(spec: LinearSpec, x: Tensor) -> Tensor:
 def _grids(config: ModelConfig, files: TensorFiles, scheme: Scheme) -> Iterator[tuple[str, Grid]]:
     """The grid of each linear map, by its full name; scales have the type of the float weights."""
     for index in range(config.num_layers):
-        for spec in linear_specs(config, index).values():
+        for spec in _specs(config, index):
             for part in spec.parts:
                 dtype = DTYPES[files.entries[f"{part.name}.weight"].dtype]
                 yield part.name, scheme.grid(index, dtype)

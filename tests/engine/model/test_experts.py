@@ -23,7 +23,6 @@ from engine.model.drafts import DraftSource
 from engine.model.files import open_files
 from engine.model.parameters import ExpertsWeights, MlpWeights
 from engine.model.parse import parse_config
-from engine.model.quantizing import Scheme, check
 from engine.model.stacks import unstacked
 from engine.model.tensors import check_tensors
 from engine.model.transformer import Decoder
@@ -229,11 +228,6 @@ def test_what_is_refused(family: str, changes: dict[str, Any], said: str, tmp_pa
     entries: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
     with pytest.raises(CheckpointError, match=said):
         parse_config(Fields("config.json", {**entries, **changes}))
-
-
-def test_experts_are_not_calibrated(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="experts are quantized at load only: serve it with --quantize"):
-        check(SPARSE["OLMoE"].make(tmp_path), Scheme(method="rtn"))
 
 
 def test_the_names_of_published_checkpoints_are_read(tmp_path: Path) -> None:
