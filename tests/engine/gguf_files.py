@@ -94,6 +94,13 @@ KINDS = {
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
     "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "glm4_moe": "glm4moe",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "minimax_m2": "minimax-m2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_moe": "hunyuan-moe",
 }
 """By a config.json's `model_type`, the architecture that llama.cpp's converter makes of it."""
 
@@ -114,9 +121,18 @@ _NUMBERS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logit_scale",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_OF_EXPERTS = {
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_count": ("n_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
 }
 _OF_YARN = {
     "factor": "factor",
@@ -135,15 +151,16 @@ def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "
         kind: the architecture that the converter makes of it, where that does not follow from its type.
     """
     config = json.loads((folder / "config.json").read_text())
+    has_experts = any(config.get(name) for name in _OF_EXPERTS["expert_count"])
+    if config["model_type"] == "granitemoehybrid" and has_experts:
+        kind = "granitemoe"
     kind = kind or KINDS[config["model_type"]]
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     arrays: dict[str, Array] = {}
-    tensors = _stacked(_parts(load_file(folder / "model.safetensors")))
-    for name, tensor in tensors.items():
-        named = f"{name}.weight" if name.endswith("layer_scalar") else name
-        found = names.get_name(named, (".weight", ".bias"))
-        assert found is not None, name
+    parts = _parts(load_file(folder / "model.safetensors"), has_experts=has_experts)
+    for name, tensor in _stacked(parts).items():
+        found = _own_name(name, names)
         arrays[found] = _converted(name, tensor, config, kind).numpy()
     rope = config["rope_parameters"]
     if rope.get("rope_type") == "longrope":
@@ -161,15 +178,33 @@ def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "
     return path
 
 
-def _parts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Granite 4's fused map of gates and ups is taken apart, and Granite 3's names stand for its own."""
+def _own_name(name: str, names: gguf.TensorNameMap) -> str:
+    """ggml's name of a tensor, which the converter renames before it is looked up."""
+    layer = "".join(re.findall(r"layers\.(\d+)\.", name))
+    for end, own in {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}.items():
+        if name.endswith(end):
+            return f"blk.{layer}.{own}.scale"
+    named = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    is_bare = not named.endswith((".weight", ".bias"))
+    found = names.get_name(f"{named}.weight" if is_bare else named, (".weight", ".bias"))
+    assert found is not None, name
+    return str(found)
+
+
+def _parts(tensors: dict[str, Tensor], *, has_experts: bool) -> dict[str, Tensor]:
+    """Granite's fused maps of gates and ups are taken apart, and other families' names stand for its own."""
+    shared = "mlp.shared_experts" if has_experts else "mlp"
+    modules = {"shared_mlp": shared, "block_sparse_moe": "mlp.experts"}
     parts = {}
     for name, tensor in tensors.items():
-        if "shared_mlp.input_linear" in name:
-            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
-                parts[name.replace("shared_mlp.input_linear", f"mlp.{part}")] = half.contiguous()
-        else:
-            parts[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
+        module = next((module for module in modules if f".{module}.input_linear" in name), None)
+        if module is not None:
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=-2), strict=True):
+                parts[name.replace(f"{module}.input_linear", f"{modules[module]}.{part}")] = half.contiguous()
+            continue
+        for module, own in modules.items():
+            name = name.replace(f"{module}.output_linear", f"{own}.down_proj")
+        parts[name] = tensor.flatten() if name.endswith("e_score_correction_bias") else tensor
     return parts
 
 
@@ -191,7 +226,7 @@ def _converted(name: str, tensor: Tensor, config: dict[str, Any], kind: str) -> 
     if kind in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return tensor + 1
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-    if kind not in ("llama", "mistral3", "smollm3", "granite") or heads is None:
+    if kind not in ("llama", "mistral3", "smollm3", "granite", "granitemoe") or heads is None:
         return tensor
     halves = tensor.view(config[heads], 2, -1, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
@@ -200,8 +235,7 @@ def _converted(name: str, tensor: Tensor, config: dict[str, Any], kind: str) -> 
 def _metadata(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     model, full = config["model_type"], rope.get("full_attention", rope)
     entries = {key: config[name] for key, name in _NUMBERS.items() if config.get(name) is not None}
-    if "num_experts" in config:
-        entries["expert_count"] = config["num_experts"]
+    entries |= _of_experts(config)
     entries["rope.freq_base"] = full["rope_theta"]
     if "logits_scaling" in config:
         entries["logit_scale"] = config["logits_scaling"]
@@ -212,6 +246,9 @@ def _metadata(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         if model in ("olmo3", "exaone4") or model.startswith("gemma4"):
             slides = [kind == "sliding_attention" for kind in config["layer_types"]]
             entries["attention.sliding_window_pattern"] = slides
+    if full["rope_type"] == "dynamic":  # Hunyuan's
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        entries["rope.freq_base"] *= full["alpha"] ** (head_dim / (head_dim - 2))
     if full["rope_type"] in ("linear", "yarn"):
         scaling = {key: full[name] for key, name in _OF_YARN.items() if full.get(name) is not None}
         entries |= {
@@ -221,7 +258,7 @@ def _metadata(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         entries |= _of_gemma4(config)
     if "llama_4_scaling_beta" in rope:
         entries["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
-    if model in ("phi3", "glm4"):
+    if model in ("phi3", "glm4", "glm4_moe", "minimax_m2"):
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         entries["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if full["rope_type"] == "longrope":
@@ -229,6 +266,20 @@ def _metadata(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         stretch = config["max_position_embeddings"] / old
         entries["rope.scaling.original_context_length"] = old
         entries["rope.scaling.attn_factor"] = float((1 + np.log(stretch) / np.log(old)) ** 0.5)
+    return entries
+
+
+def _of_experts(config: dict[str, Any]) -> dict[str, Any]:
+    entries = {
+        key: config[name]
+        for key, names in _OF_EXPERTS.items()
+        for name in names
+        if config.get(name) is not None
+    }
+    if config["model_type"] in ("glm4_moe", "minimax_m2"):
+        entries["expert_gating_func"] = 2
+    if config["model_type"] == "glm4_moe":
+        entries["expert_weights_norm"] = config["norm_topk_prob"]
     return entries
 
 
