@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.config import LoadOptions, ModelConfig
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
+from engine.kernels.experts import ExpertLinear, ListedExperts
 from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear, LinearPacker
 from engine.kernels.ops import Kernels, Say, reference_kernels
@@ -56,12 +57,27 @@ def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
             return native.PackedLinear.of(team, tensors, format, bias, gated, is_exact=dtype == torch.float32)
         return native.PackedLinear(team, format.unpack(tensors), bias, dtype, gated)
 
+    def pack_experts(
+        experts: Iterable[tuple[NamedTensors, Tensor | None]],
+        format: Format,
+        num_experts: int,
+        out_features: int,
+        *,
+        gated: bool = False,
+    ) -> ExpertLinear:
+        packed = [linear(tensors, format, bias, gated=gated) for tensors, bias in experts]
+        assert len(packed) == num_experts
+        return ListedExperts(packed, out_features // 2 if gated else out_features)
+
     return replace(
         reference_kernels(torch.device("cpu"), torch.float32),
         name="native",
         embedding_dtype=dtype,
         kv_dtype=dtype,
         linear=linear,
+        expert_linear=pack_experts,
+        route=native.NativeRoute(team.library),
+        run_experts=native.NativeRunExperts(team),
         packs=native.PACKED,
         keeps_narrow=True,
         gather=native.NativeGather(team.library),
@@ -284,8 +300,6 @@ def check_native(model: ModelConfig, limits: LoadOptions) -> None:
     if limits.kv_dtype == "fp8":
         raise native.NativeUnavailable("they have no KV cache in fp8; one in int8 is as small")
     for layer in model.layers:
-        if isinstance(layer.feed_forward, Experts):
-            raise native.NativeUnavailable("they have no experts")
         if layer.attention.head_dim % 8:
             raise native.NativeUnavailable(
                 f"they need a head_dim that is a multiple of 8, not {layer.attention.head_dim}"

@@ -13,7 +13,7 @@ from engine.kernels.cpu import native
 from engine.kernels.linear import Linear
 from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
-from engine.model.parameters import LayerWeights, MlpWeights, Weights
+from engine.model.parameters import ExpertsWeights, LayerWeights, MlpWeights, Weights
 from engine.model.rotary import RotaryTables
 from engine.spec import GatedMlp, Layer, ModelSpec, Norm
 
@@ -100,9 +100,7 @@ def _layer(
 def _parts(
     number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool, first: int
 ) -> Iterator[native.NativeOp]:
-    attention, mlp = layer.attention, own.feed_forward
-    assert isinstance(mlp, MlpWeights)
-    assert isinstance(layer.feed_forward, GatedMlp)
+    attention = layer.attention
     cos, sin, q_scales = tables.of(attention)
     heads = native.NativeHeads(
         num_heads=attention.num_heads,
@@ -134,15 +132,13 @@ def _parts(
     def reading(norm: Norm | None, weight: Tensor | None) -> dict[str, Any]:
         return {} if norm is None else {"norm": weight, "is_centered": norm.is_centered}
 
-    def adding(
-        time: str, made_by: Linear, source: str, norm: Norm | None, weight: Tensor | None
-    ) -> Iterator[native.NativeOp]:
-        """The operations that add what a part's last linear map makes, or the norm of it, to the stream."""
+    def added(made: native.NativeOp, norm: Norm | None, weight: Tensor | None) -> Iterator[native.NativeOp]:
+        """The operations that add what a part's last one makes, or the norm of it, to the stream."""
         scale = layer.residual_scale
         if norm is None:
-            yield linear(time, made_by, source, "hidden", adds=True, scale=scale)
+            yield replace(made, target="hidden", adds=True, scale=scale)
             return
-        yield linear(time, made_by, source, "added")
+        yield replace(made, target="added")
         yield native.NativeOp(
             kind="norm", time="norm", source="added", scale=scale, layer=number, **reading(norm, weight)
         )
@@ -151,18 +147,47 @@ def _parts(
     yield native.NativeOp(kind="attend", time="attention", heads=heads, layer=number, is_sampled=gathers)
     if gathers:
         yield native.NativeOp(kind="gather", time="gather", layer=number)
-    output = adding("o", own.o, "attended", layer.attention_norm, own.attention_norm)
+    output = added(linear("o", own.o, "attended", "added"), layer.attention_norm, own.attention_norm)
     read = (layer.input_norm, own.input_norm) if layer.is_parallel else (layer.post_norm, own.post_norm)
-    inner = linear(
-        "gate_up", mlp.gate_up, "hidden", "inner", gate=layer.feed_forward.activation, **reading(*read)
-    )
-    yield from (inner, *output) if layer.is_parallel else (*output, inner)
-    yield from adding("down", mlp.down, "inner", layer.feed_forward_norm, own.feed_forward_norm)
+    norm = layer.feed_forward_norm, own.feed_forward_norm
+    if isinstance(own.feed_forward, ExpertsWeights):
+        run = native.NativeOp(
+            kind="experts", time="gate_up", experts=_experts(own.feed_forward), layer=number, **reading(*read)
+        )
+        early, late = list(added(run, *norm)), list[native.NativeOp]()
+    else:
+        mlp, dense = own.feed_forward, layer.feed_forward
+        assert isinstance(mlp, MlpWeights)
+        assert isinstance(dense, GatedMlp)
+        gate: dict[str, Any] = {"gate": dense.activation, **reading(*read)}
+        early = [linear("gate_up", mlp.gate_up, "hidden", "inner", **gate)]
+        late = list(added(linear("down", mlp.down, "inner", "added"), *norm))
+    yield from (*early, *output, *late) if layer.is_parallel else (*output, *early, *late)
     if layer.embedding is not None and own.per_layer_gate is not None and own.per_layer_out is not None:
         yield linear("other", own.per_layer_gate, "hidden", "gates")
-        activation, norm = layer.embedding.activation, own.per_layer_norm
+        activation = layer.embedding.activation
         yield linear("other", own.per_layer_out, "gates", "added", gate=activation, part=number)
-        yield native.NativeOp(kind="norm", time="norm", source="added", layer=number, norm=norm)
+        yield native.NativeOp(kind="norm", time="norm", source="added", layer=number, norm=own.per_layer_norm)
+
+
+def _experts(own: ExpertsWeights) -> native.NativeExperts:
+    shared = own.shared
+    return native.NativeExperts(
+        spec=own.spec,
+        router=packed(own.router),
+        gate_up=native.packed_experts(own.gate_up),
+        down=native.packed_experts(own.down),
+        choice_bias=own.choice_bias,
+        expert_scale=own.expert_scale,
+        shared_gate_up=None if shared is None else packed(shared.gate_up),
+        shared_down=None if shared is None else packed(shared.down),
+        shared_gate=None if own.shared_gate is None else packed(own.shared_gate),
+        router_norm=own.router_norm,
+        experts_norm=own.experts_norm,
+        experts_out_norm=own.experts_out_norm,
+        shared_norm=own.shared_norm,
+        shared_out_norm=own.shared_out_norm,
+    )
 
 
 def packed(linear: Linear) -> native.PackedLinear:

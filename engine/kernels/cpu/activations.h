@@ -126,10 +126,10 @@ inline void sum_groups(const Linear& linear, const int8_t* x, float* out, size_t
 // Room for rows of activations in the form of any product.
 class Prepared {
    public:
-    // Rows are padded to whole tiles.
-    void reserve(int rows, int depth) {
+    // Rows are padded to whole tiles. No form may be wider than `widest`.
+    void reserve(int rows, int depth, Form widest = Form::f32) {
         stride_ = static_cast<size_t>(round_up(depth, 64)) * sizeof(float) + 64;
-        data_ = allocate_hot<char>(static_cast<size_t>(round_up(rows, 32)) * stride_);
+        data_ = allocate_hot<char>(static_cast<size_t>(round_up(rows, 32)) * stride(widest));
         scales_ = allocate<float>(round_up(rows, 32));
         rows_ = round_up(rows, 32);
         sums_ = allocate<float>(rows_ * divide_up(depth, kLeastGroup));
@@ -150,6 +150,15 @@ class Prepared {
                 scales_[r] = convert_to_int8(x, linear.permutation.get(), linear.k, linear.depth, integers);
                 sum_groups(linear, integers, sums_.get() + r, rows_);
         }
+    }
+
+    // Copies row `from` of rows that were converted for the same linear, or one of its kind.
+    void copy(const Linear& linear, const Prepared& other, int from, int to) const {
+        const size_t bytes = static_cast<size_t>(linear.depth) * size_of(linear.form);
+        std::memcpy(data_.get() + to * stride(linear.form), other.data_.get() + from * other.stride(linear.form), bytes);
+        if (linear.form != Form::int8) return;
+        scales_[to] = other.scales_[from];
+        for (int g = 0; g < linear.groups(); g++) sums_[g * rows_ + to] = other.sums_[g * other.rows_ + from];
     }
 
    private:

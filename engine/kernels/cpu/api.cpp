@@ -82,6 +82,25 @@ int32_t penstock_decoder_run(Decoder* decoder, const Step* step, float* out) {
     return status_of([&] { return decoder->run(*step, out); });
 }
 
+int64_t penstock_decoder_experts(const Decoder* decoder) { return decoder->experts_touched(); }
+
+int32_t penstock_run_experts(Team* team, const Experts* experts, const float* x, int32_t rows, const int32_t* ids,
+                             const float* weights, float* out) {
+    return status_of([&] {
+        if (rows > 0) run_experts(*team, *experts, x, rows, ids, weights, out);
+        return kOk;
+    });
+}
+
+int32_t penstock_route(const Router* router, const float* logits, int32_t rows, int32_t* ids, float* weights) {
+    return status_of([&] {
+        Routing routing;
+        for (size_t r = 0; r < static_cast<size_t>(rows); r++)
+            routing.route(*router, logits + r * router->experts, ids + r * router->top_k, weights + r * router->top_k);
+        return kOk;
+    });
+}
+
 Chooser* penstock_chooser_new(Team* team) {
     return guarded([&] { return new Chooser(*team); });
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "attention_tasks.h"
+#include "experts.h"
 #include "per_layer.h"
 
 namespace penstock {
@@ -15,7 +16,8 @@ class Decoder {
           model_(model),
           ops_(model.ops, model.ops + model.num_ops),
           attention_(attention_over(static_cast<Type>(model.kv_type))),
-          tasks_(attention_.limits, team.size()) {
+          tasks_(attention_.limits, team.size()),
+          experts_(team) {
         with_type(model.embedding ? static_cast<Type>(model.embedding_type) : model.embedding_linear->type,
                   [&](auto* w) { embed_ = &Decoder::embed<std::remove_pointer_t<decltype(w)>>; });
         use_huge_pages(model.kv, static_cast<size_t>(model.kv_bytes));
@@ -45,6 +47,9 @@ class Decoder {
         return kOk;
     }
 
+    // The experts that rows of the last step had, summed over the layers.
+    int64_t experts_touched() const { return experts_.touched(); }
+
    private:
     // Grows with the largest batch seen and never shrinks.
     void reserve() {
@@ -58,7 +63,9 @@ class Decoder {
         hidden_ = allocate_hot<float>(rows * ld_hidden_);
         sampled_hidden_ = allocate_hot<float>(rows * ld_hidden_);
         int depth = 0;
+        std::vector<const Experts*> experts;
         for (const Op& op : ops_) {
+            if (op.experts) experts.push_back(op.experts);
             if (op.linear) depth = std::max(depth, op.linear->depth);
             if (op.to == Stream::added) added_ = allocate_hot<float>(rows * ld_hidden_);
             if (op.to == Stream::per_layer) parts_ = allocate_hot<float>(rows * (ld_parts_ = padded(op.linear->n)));
@@ -70,6 +77,7 @@ class Decoder {
             if (op.to == Stream::gates) gates_ = allocate_hot<float>(rows * (ld_gates_ = padded(op.linear->n)));
         }
         input_.reserve(static_cast<int>(rows), depth);
+        if (!experts.empty()) experts_.reserve(experts, static_cast<int>(rows), model_.hidden);
         qkv_ = allocate_hot<float>(rows * ld_qkv_);
         attended_ = allocate_hot<float>(rows * ld_q_);
         sampled_attended_ = allocate_hot<float>(rows * ld_q_);
@@ -116,6 +124,7 @@ class Decoder {
         conversions_.clear();
         attentions_.clear();
         tasks_.start(step_, sequence_of_.data());
+        experts_.start(&phases_);
         rows_ = step_.tokens;
         is_sampled_ = false;
         for (size_t i = 0; i < ops_.size() && rows_ > 0; i++) add_op(i);
@@ -128,6 +137,7 @@ class Decoder {
         switch (op.kind) {
             case OpKind::embed: return add<&Decoder::run_embed>(argument, chunks, op.time);
             case OpKind::linear: return add_linear(index);
+            case OpKind::experts: return add_experts(op);
             case OpKind::norm: return add_norm(op, stream(op.from), nullptr, stream(op.to));
             case OpKind::finish: return add_norm(op, stream(Stream::hidden), nullptr, {});
             case OpKind::attend: return add_attention(op);
@@ -183,6 +193,13 @@ class Decoder {
         if (op.to == Stream::inner) form = inner_form_ = form_of_inner(index);
         const float* residual = op.adds ? to.rows : nullptr;
         add_product({linear, x, rows_, to.rows, to.ld, form, residual, nullptr, op.gate, op.scale}, op.time);
+    }
+
+    void add_experts(const Op& op) {
+        const Place from = stream(op.from), to = stream(op.to);
+        experts_.plan({op.experts, rows_, model_.hidden, model_.eps, from.rows, from.ld, op.norm, op.is_centered != 0,
+                       op.adds != 0, op.scale, op.after, to.rows, to.ld},
+                      [&](uint32_t argument, int chunks, Kind kind) { add<&Decoder::run_experts>(argument, chunks, kind); });
     }
 
     void add_product(const Product& product, Kind kind) {
@@ -340,15 +357,7 @@ class Decoder {
             float* out = is_output ? out_ + static_cast<size_t>(r) * width : normed;
             (norm.op->is_centered ? layer_norm : rms_norm)(norm.x + r * ld_hidden_, norm.op->norm, width, model_.eps, out);
             if (norm.next) input_.convert(*norm.next, r, out);
-            if (norm.to) add_row(out, width, *norm.op, norm.to + r * ld_hidden_);
-        });
-    }
-
-    static void add_row(const float* x, int n, const Op& op, float* to) {
-        for_vectors(n, PENSTOCK_VECTORS(v, i, count) {
-            using V = decltype(v);
-            const V sum = load_first<V>(to + i, count) + load_first<V>(x + i, count) * all<V>(op.scale);
-            store_first(to + i, sum * all<V>(op.after), count);
+            if (norm.to) add_row(out, width, norm.op->scale, norm.op->after, norm.to + r * ld_hidden_);
         });
     }
 
@@ -375,6 +384,8 @@ class Decoder {
         const PlannedProduct& planned = products_[index];
         multiply(planned.product, planned.cut, static_cast<uint32_t>(chunk), team_.scratch(worker));
     }
+
+    void run_experts(uint32_t argument, int chunk, int worker) { experts_.run(argument, chunk, worker); }
 
     void run_place(uint32_t index, int chunk, int) {
         const AttentionStep& step = attentions_[index].step;
@@ -406,6 +417,7 @@ class Decoder {
     void (Decoder::*embed_)(int, float*) const;
     const Attention attention_;
     AttentionTasks tasks_;
+    ExpertsWork experts_;
     bool goes_on_ = false;
 
     std::vector<AttentionScratch> attention_scratch_;  // per worker

@@ -159,6 +159,8 @@ class NativeDecoder:
             _check_features(op, self._kv.num_blocks, self.hidden_size)
         if op.rows_norm is not None:
             made.rows_norm = self._address(op.rows_norm, self.hidden_size)
+        if op.experts is not None:
+            made.experts = ctypes.pointer(op.experts.made(self._kept))
         if op.heads is not None:
             keys, values = self._kv.layer(op.layer)
             made.shape = ctypes.pointer(self._shape(op.heads, op.layer))
@@ -211,6 +213,11 @@ class NativeDecoder:
     def tables_of(self, batch: Batch) -> Tensor:
         """[tables, S, max blocks]"""
         return batch.tables(len(self._kv.layout.windows))
+
+    @property
+    def num_experts_touched(self) -> int:
+        """The experts that tokens of the last step had, summed over the layers."""
+        return int(self._library.call("penstock_decoder_experts", self.handle))
 
     @property
     def linears(self) -> list[dict[str, PackedLinear]]:

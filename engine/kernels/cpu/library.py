@@ -55,6 +55,8 @@ KINDS = (
     "down",
     "gather",
     "head",
+    "route",
+    "combine",
 )
 """What a phase of a team's work is a part of; threads.h has the same order."""
 
@@ -75,6 +77,9 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "penstock_decoder_set_program": (None, (_POINTER, _POINTER, c_int32)),
     "penstock_decoder_free": (None, (_POINTER,)),
     "penstock_decoder_run": (c_int32, (_POINTER, _POINTER, _POINTER)),
+    "penstock_decoder_experts": (c_int64, (_POINTER,)),
+    "penstock_run_experts": (c_int32, (_POINTER,) * 3 + (c_int32,) + (_POINTER,) * 3),
+    "penstock_route": (c_int32, (_POINTER, _POINTER, c_int32, _POINTER, _POINTER)),
     "penstock_chooser_new": (_POINTER, (_POINTER,)),
     "penstock_chooser_free": (None, (_POINTER,)),
     "penstock_choose": (c_int32, (_POINTER, _POINTER)),

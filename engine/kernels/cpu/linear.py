@@ -169,6 +169,7 @@ class PackedLinear:
             raise ValueError(f"a bias of shape {tuple(bias.shape)} for {self.num_rows} outputs")
         self.out_features = self.num_rows // 2 if gated else self.num_rows
         self.gated = gated
+        self.is_permuted = "permutation" in kept
         self._team = team
         self._apply = team.library.function("penstock_linear_apply")
         biases = None if bias is None else float32(bias)

@@ -3,6 +3,7 @@
 from engine.kernels.cpu.build import NativeUnavailable
 from engine.kernels.cpu.decoder import BLOCK_SIZE, NativeDecoder
 from engine.kernels.cpu.drafts import VERY_UNLIKELY, NativeDraft
+from engine.kernels.cpu.experts import NativeExperts, NativeRoute, NativeRunExperts, packed_experts
 from engine.kernels.cpu.inputs import NativeGather
 from engine.kernels.cpu.library import NativeLibrary, Team, load_library
 from engine.kernels.cpu.linear import PACKED, PackedLinear
@@ -16,13 +17,17 @@ __all__ = [
     "NativeChoose",
     "NativeDecoder",
     "NativeDraft",
+    "NativeExperts",
     "NativeGather",
     "NativeHeads",
     "NativeLibrary",
     "NativeMostLikely",
     "NativeOp",
+    "NativeRoute",
+    "NativeRunExperts",
     "NativeUnavailable",
     "PackedLinear",
     "Team",
     "load_library",
+    "packed_experts",
 ]

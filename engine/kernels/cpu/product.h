@@ -14,7 +14,15 @@ constexpr int kChunkPanels = 16;   // at most, per chunk; half as many by tiles
 constexpr size_t kSumsBytes = sizeof(float) * kPanel * std::max(kChunkPanels * kRowBlock, kChunkPanels / 2 * kTileRowBlock);
 
 // Of a gated linear, the activation of the gates.
-enum class Gate : int32_t { silu = 0, gelu = 1 };
+enum class Gate : int32_t { silu = 0, gelu = 1, relu2 = 2 };
+
+// An activation with more to it: f(min(gate, limit)) * (clamp(up, -limit, limit) + shift), where silu is
+// x * sigmoid(alpha * x). Of a linear that is not gated, f(min(x, limit)).
+struct Bend {
+    Gate f;
+    float limit;  // or infinity
+    float alpha, shift;
+};
 
 // out [rows][n] = (x times the linear, + bias; of a gated one activation(gate) * up) * scale, capped, + residual. `out`
 // may be `residual`.
@@ -30,6 +38,7 @@ struct Product {
     Gate gate = Gate::silu;
     float scale = 1.0f;
     float softcap = 0.0f;   // c: y becomes c tanh(y / c); 0 is none
+    const Bend* bend = nullptr;  // in place of the gate, or null
 };
 
 struct Cut {
@@ -50,19 +59,27 @@ inline bool by_tiles([[maybe_unused]] const Linear& linear, [[maybe_unused]] int
 #endif
 }
 
-// Enough chunks that a thread which loses its core leaves the others work, none so small that claiming it shows.
-inline Cut cut(const Linear& linear, int rows, int threads) {
+// Enough chunks that a thread which loses its core leaves the others work, none so small that claiming it shows. There
+// may be several such linears in a phase.
+inline Cut cut(const Linear& linear, int rows, int threads, int linears = 1) {
     const bool tiles = by_tiles(linear, rows);
     const int unit = linear.gated || tiles ? 2 : 1;
     const int row_chunks = divide_up(rows, tiles ? kTileRowBlock : kRowBlock);
     const int worthwhile = static_cast<int>((16 << 10) / (linear.panel_bytes() * std::min(rows, 4)));
     const int fewest = std::max(rows <= 2 ? 2 : 1, worthwhile);  // a row or two need the sums of two to hide latency
-    int panels = linear.panels * row_chunks / (threads * 12) / unit * unit;
+    int panels = linear.panels * linears * row_chunks / (threads * 12) / unit * unit;
     panels = std::max(panels, divide_up(fewest, unit) * unit);
     panels = std::min(panels, tiles ? kChunkPanels / 2 : kChunkPanels);
     const int rows_of_chunk = divide_up(rows, row_chunks);
     return {panels, tiles ? round_up(rows_of_chunk, 32) : rows_of_chunk, divide_up(linear.panels, panels), row_chunks,
             threads};
+}
+
+// 1 / (1 + e^-x), from the exponential that cannot overflow.
+template <class V>
+PENSTOCK_INLINE V sigmoid(V x) {
+    const V one = all<V>(1.0f), e = exp(x < V{} ? x : -x);
+    return (x < V{} ? e : one) / (one + e);
 }
 
 // x * sigmoid(x), from the exponential that cannot overflow.
@@ -80,6 +97,19 @@ PENSTOCK_INLINE V gelu(V x) {
     return x * (u < V{} ? e : one) / (one + e);
 }
 
+// f(min(x, limit)); NaN stays as it is.
+PENSTOCK_INLINE wide bent(const Bend& by, wide x) {
+    const wide limit = all<wide>(by.limit), y = x > limit ? limit : x;
+    if (by.f == Gate::gelu) return gelu(y);
+    if (by.f == Gate::relu2) return y < wide{} ? wide{} : y * y;
+    return by.alpha == 1.0f ? silu(y) : silu(y * all<wide>(by.alpha)) / all<wide>(by.alpha);
+}
+
+PENSTOCK_INLINE wide lifted(const Bend& by, wide up) {
+    const wide limit = all<wide>(by.limit), below = up > limit ? limit : up;
+    return (below < -limit ? -limit : below) + all<wide>(by.shift);
+}
+
 // Some rows of sums, and the outputs that they become: times scales, plus bias, through the activation, plus residual.
 template <class Sum>
 struct Outputs {
@@ -94,6 +124,7 @@ struct Outputs {
     int columns;           // from the first to the last that there is
     Gate gate;
     float scale, softcap;
+    const Bend* bend;
 };
 
 template <class Sum>
@@ -113,7 +144,8 @@ Outputs<Sum> outputs_of(const Product& job, int panel, int row, const Sum* sums,
             linear.n - column,
             job.gate,
             job.scale,
-            job.softcap};
+            job.softcap,
+            job.bend};
 }
 
 PENSTOCK_INLINE void store_as(float* out, wide y) { store(out, y); }
@@ -154,7 +186,10 @@ void finish_panel(const Outputs<Sum>& to, int panel, int from, int end) {
                 return y;
             };
             wide y = output(0);
-            if constexpr (kGated) y = (is_silu ? silu(y) : gelu(y)) * output(1);
+            if (to.bend)
+                y = kGated ? bent(*to.bend, y) * lifted(*to.bend, output(kGated)) : bent(*to.bend, y);
+            else if constexpr (kGated)
+                y = (is_silu ? silu(y) : gelu(y)) * output(1);
             if (!is_plain) {
                 y = y * all<wide>(scale);
                 if (softcap > 0.0f) y = all<wide>(softcap) * tanh(y / all<wide>(softcap));

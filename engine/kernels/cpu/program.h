@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "product.h"
+#include "routing.h"
 
 namespace penstock {
 
@@ -29,6 +30,22 @@ enum class OpKind : int32_t {
     tap,      // hidden is the next of the hidden states that a head reads
     keep,     // writes the features that a head reads: what `linear` makes of all taps side by side
     join,     // a head's input: `hidden`, the rows of embeddings, becomes the residual; see Op
+    experts,  // what experts make of a norm of `from`, or of `from` -> `to`, or added to it, times `scale`
+};
+
+// A router and the experts that it chooses from, of which there are those from `first` on, and shared ones.
+struct Experts {
+    Router router;
+    int32_t first, own;
+    int32_t weighs_inputs;
+    int32_t each_reads_its_own;  // of a row: experts have permutations, or weights multiply what they read
+    Bend bend;
+    Gate shared_activation;
+    const Linear* logits;
+    const Linear *const *gate_up, *const *down;  // [own], of one kind each
+    const Linear *shared_gate_up, *shared_down;  // or null
+    const Linear* shared_gate;                   // to one number; or null
+    const float *router_norm, *norm, *out_norm, *shared_norm, *shared_out_norm;  // [hidden], or null
 };
 
 // One step of the program that a description of a model becomes.
@@ -60,6 +77,7 @@ struct Op {
     char* keys;          // of this layer, in the first block
     char* values;
     int64_t stride;      // bytes from block to block
+    const Experts* experts;
 };
 
 struct Model {

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.kernels.batch import Batch
+from engine.kernels.cpu.experts import ExpertsFields, NativeExperts
 from engine.kernels.cpu.library import expect_ints, fields
 from engine.kernels.cpu.linear import PackedLinear
 
-KINDS = ("embed", "linear", "norm", "attend", "gather", "finish", "combine", "tap", "keep", "join")
+KINDS = ("embed", "linear", "norm", "attend", "gather", "finish", "combine", "tap", "keep", "join", "experts")
 STREAMS = ("hidden", "qkv", "attended", "inner", "added", "prepared", "per_layer", "gates")
 GATES = ("silu", "gelu_tanh")
 PACKED_ROWS = -1
@@ -46,6 +47,7 @@ class Op(ctypes.Structure):
         ("rows_type", c_int32),
         *fields(c_void_p, "rows_norm keys values"),
         ("stride", c_int64),
+        ("experts", ctypes.POINTER(ExpertsFields)),
     ]
 
 
@@ -131,6 +133,7 @@ class NativeOp:
     rows_norm: Tensor | None = None
     """[hidden], of features."""
     heads: NativeHeads | None = None
+    experts: NativeExperts | None = None
     layer: int = 0
     """Of attention, the layer of the cache; of the others, after how many layers they run."""
     is_sampled: bool = False

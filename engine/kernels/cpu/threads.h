@@ -37,8 +37,10 @@ enum class Kind : uint32_t {
     down,
     gather,
     head,  // a linear that is a program of its own
+    route,
+    combine,
 };
-constexpr int kKinds = 12;
+constexpr int kKinds = 14;
 
 struct Phase {
     void (*run)(void* job, uint32_t argument, uint32_t chunk, int worker);

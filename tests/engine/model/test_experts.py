@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,16 +17,17 @@ from engine.errors import CheckpointError
 from engine.execution.loader import LoadedModel, load_model
 from engine.execution.memory import weight_bytes
 from engine.fields import Fields
+from engine.kernels import select
+from engine.kernels.cpu import native
 from engine.kernels.ops import reference_kernels
 from engine.model.checkpoint import read_config
 from engine.model.drafts import DraftSource
 from engine.model.files import open_files
-from engine.model.parameters import ExpertsWeights, MlpWeights
 from engine.model.parse import parse_config
 from engine.model.stacks import unstacked
 from engine.model.tensors import check_tensors
 from engine.model.transformer import Decoder
-from engine.spec import Experts, Stack
+from engine.spec import Experts, GatedMlp, Stack
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, TINY
 from tests.engine.model.test_transformer import logits_of, make_batch, oracle_logits
@@ -80,12 +81,23 @@ def stacked(folder: Path, *stacks: Stack) -> Path:
     return folder
 
 
+def refuse(model: ModelConfig, limits: LoadOptions) -> NoReturn:
+    raise native.NativeUnavailable(f"none for {model.architecture} with {limits.block_size}")
+
+
 @pytest.mark.parametrize("family", SPARSE)
-def test_logits_are_those_of_transformers_in_both_forms_on_disk(family: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers_in_both_forms_on_disk(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = SPARSE[family].make(tmp_path)
     expected = oracle_logits(path, TOKEN_IDS)
     found = in_chunks(load(path))
     check_logits(found, expected)
+    with monkeypatch.context() as patched:
+        patched.setattr(select, "check_native", refuse)
+        plain = load(path)
+    assert isinstance(plain.decoder, Decoder)
+    check_logits(in_chunks(plain), expected)
     assert torch.equal(in_chunks(load(stacked(path))), found)
 
 
@@ -123,11 +135,9 @@ def test_layers_are_dense_where_the_config_says_so(tmp_path: Path) -> None:
     path = SPARSE["Qwen 3 MoE"].make(
         tmp_path, num_hidden_layers=4, mlp_only_layers=[3], decoder_sparse_step=2
     )
-    model = load(path)
-    assert isinstance(model.decoder, Decoder)
-    kinds = [type(layer.feed_forward) for layer in model.decoder.weights.layers]
-    assert kinds == [MlpWeights, ExpertsWeights, MlpWeights, MlpWeights]
-    check_logits(in_chunks(model), oracle_logits(path, TOKEN_IDS))
+    kinds = [type(layer.feed_forward) for layer in read_config(path).layers]
+    assert kinds == [GatedMlp, Experts, GatedMlp, GatedMlp]
+    check_logits(in_chunks(load(path)), oracle_logits(path, TOKEN_IDS))
 
 
 @pytest.mark.parametrize("family", SPARSE)
@@ -158,7 +168,7 @@ def test_a_dense_draft_runs_as_its_target_does(tmp_path: Path) -> None:
     assert driver.tokens("short") == greedy(folder, prompt("short"))
     model = load_model(folder, OPTIONS, lambda _: None, lambda *_: None, DraftSource(dense))
     assert model.draft is not None
-    assert model.draft.kernels.name == model.kernels.name == "torch"
+    assert model.draft.kernels.name == model.kernels.name
 
 
 @pytest.mark.parametrize("family", SPARSE)
