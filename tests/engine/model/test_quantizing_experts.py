@@ -54,7 +54,7 @@ def as_floats(folder: Path, made: Path, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", quantizing.METHODS)
-@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("family", ["Qwen 3 MoE", "Mixtral", "OLMoE"])
 def test_experts_are_calibrated(family: str, method: str, tmp_path: Path) -> None:
     """The perplexities are those of transformers with the weights as they were, and as Penstock reads what was made."""
     folder = SPARSE[family].make(tmp_path / "float", **SIZES)
