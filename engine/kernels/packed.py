@@ -12,10 +12,13 @@ from torch import Tensor
 from engine.quant.float8 import BLOCK, Float8
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
+from engine.quant.storages.mxfp4 import DOUBLED
 
 UNIT = 32
 """Inputs are padded to a multiple of so many."""
 _HALF = UNIT // 2
+_PLACES = [DOUBLED.index(integer) if integer in DOUBLED else 0 for integer in (*range(128), *range(-128, 0))]
+"""Of integers of 8 bits, by their bits, in the table of floats of 4 bits."""
 OUTPUTS_AT_A_TIME = 2048
 """So many rows of weights are unpacked at a time by torch, which makes several copies of them in float32."""
 
@@ -29,12 +32,14 @@ class Code(Enum):
     """Integers from 0 to 15. The 16 bytes of a unit have its first 16 numbers in their low halves, then the others."""
     INT8 = "int8"
     """Integers from -128 to 127."""
+    FLOAT4 = "float4"
+    """The bits of e2m1, which stand for twice that number: integers from -12 to 12, as in `mxfp4.DOUBLED`."""
     FLOAT8 = "float8"
     """The bits of e4m3. Kernels read them as integers, for older cards know no such type."""
 
     @property
     def bits(self) -> int:
-        return 4 if self in (Code.INT4, Code.UINT4) else 8
+        return 4 if self in (Code.INT4, Code.UINT4, Code.FLOAT4) else 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +118,10 @@ class PackedWeight:
     def _numbers(self) -> Tensor:
         match self.code:
             case Code.INT4 | Code.UINT4:
-                halves = torch.stack((self.codes & 15, self.codes >> 4), 1)
-                units = halves.view(len(halves), 2, -1, _HALF).transpose(1, 2)
-                return units.flatten(1).float() - 8 * (self.code is Code.INT4)
+                return unpack_nibbles(self.codes).float() - 8 * (self.code is Code.INT4)
+            case Code.FLOAT4:
+                table = torch.tensor(DOUBLED, dtype=torch.float32, device=self.codes.device)
+                return table[unpack_nibbles(self.codes).int()]
             case Code.INT8:
                 return self.codes.float()
             case Code.FLOAT8:
@@ -158,14 +164,14 @@ def pack(tensors: NamedTensors, format: Integers | Float8, device: torch.device)
     weight, zero, offset = tensors["weight"], None, None
     if isinstance(format, Integers):
         scale, offset, group_size = format.scale(tensors), format.offset(tensors), format.group_size
-        code = Code.INT8 if format.bits > 4 else Code.INT4 if offset is None else Code.UINT4
+        code = _code(format)
         zero = None if offset is None else _zeros(scale, offset)
     else:
         scale, code = format.row_scales(tensors), Code.FLOAT8
         weight, group_size = weight.view(torch.uint8), weight.shape[1] if scale.shape[1] == 1 else BLOCK
     return PackedWeight(
         code=code,
-        codes=padded(weight) if code.bits == 8 else pack_nibbles(weight + 8 * (code is Code.INT4)),
+        codes=padded(weight) if code.bits == 8 else pack_nibbles(_nibbles(weight, code)),
         scale=narrowest(scale).T.contiguous(),
         zero=None if zero is None else zero.T.contiguous(),
         offset=None if zero is not None or offset is None else narrowest(offset).T.contiguous(),
@@ -173,6 +179,20 @@ def pack(tensors: NamedTensors, format: Integers | Float8, device: torch.device)
         group_size=group_size,
         permutation=tensors.get("permutation"),
     )
+
+
+def _code(format: Integers) -> Code:
+    if format.table == DOUBLED:
+        return Code.FLOAT4
+    return Code.INT8 if format.bits > 4 else Code.UINT4 if format.has_offset else Code.INT4
+
+
+def _nibbles(integers: Tensor, code: Code) -> Tensor:
+    """Integers of a weight as numbers from 0 to 15."""
+    if code is not Code.FLOAT4:
+        return integers + 8 * (code is Code.INT4)
+    places = torch.tensor(_PLACES, dtype=torch.uint8, device=integers.device)
+    return places[integers.to(torch.uint8).int()]
 
 
 def permuted(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -201,3 +221,9 @@ def pack_nibbles(integers: Tensor) -> Tensor:
     """[out, in] -> [out, padded in / 2]"""
     units = padded(integers.to(torch.uint8)).view(len(integers), -1, 2, _HALF)
     return (units[:, :, 0] | units[:, :, 1] << 4).flatten(1)
+
+
+def unpack_nibbles(codes: Tensor) -> Tensor:
+    """[out, bytes] -> [out, padded in]: what `pack_nibbles` packs."""
+    halves = torch.stack((codes & 15, codes >> 4), 1)
+    return halves.view(len(halves), 2, -1, _HALF).transpose(1, 2).flatten(1)

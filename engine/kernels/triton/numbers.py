@@ -24,6 +24,21 @@ def of_4_bits(integers: tl.tensor, lowest: tl.constexpr, dtype: tl.constexpr) ->
 
 
 @triton.jit
+def of_e2m1(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Twice what the bits of e2m1 stand for, of which a code has no others: an integer from -12 to 12."""
+    if dtype == tl.float32:
+        bits = (codes.to(tl.int32) & 8) << 28 | (codes.to(tl.int32) & 7) << 22
+        numbers = bits.to(dtype, bitcast=True) * 1.7014118346046923e38
+    elif dtype == tl.float16:
+        bits = (codes.to(tl.int16) & 8) << 12 | (codes.to(tl.int16) & 7) << 9
+        numbers = bits.to(dtype, bitcast=True) * 32768.0
+    else:
+        bits = (codes.to(tl.int16) & 8) << 12 | (codes.to(tl.int16) & 7) << 6
+        numbers = bits.to(dtype, bitcast=True) * 1.7014118346046923e38
+    return numbers
+
+
+@triton.jit
 def of_int8(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Integers from -128 to 127, which stay as they are if `dtype` is int8."""
     if dtype == tl.int8 or dtype == tl.float32:

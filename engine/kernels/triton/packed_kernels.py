@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.numbers import of_4_bits, of_e4m3, of_int8, rounded_to
+from engine.kernels.triton.numbers import of_4_bits, of_e2m1, of_e4m3, of_int8, rounded_to
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_per_part"])
@@ -42,51 +42,129 @@ def packed_linear_kernel(
     whatever belongs to whole rows is left to `add_parts_kernel`.
 
     SCALES says what scales are multiplied with: the sums of whole "rows", the sums of "groups", of which one holds a
-    step of BLOCK_K inputs, or the "weights", in any groups.
+    step of BLOCK_K inputs, or the "weights", in any groups; in groups of 32, those of all "units" of a step at once.
     """
-    NIBBLES: tl.constexpr = 2 if CODE == "int4" or CODE == "uint4" else 1
-    DEPTH: tl.constexpr = BLOCK_K // NIBBLES
-    dtype: tl.constexpr = x.dtype.element_ty
-    sum_dtype: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     part = tl.program_id(2)
     read = tl.minimum(outputs, out_features - 1)
+    summed = add_products(
+        x + rows.to(tl.int64) * in_features,
+        rows < num_rows,
+        codes,
+        scale,
+        zero,
+        offset,
+        None,
+        read,
+        out_features,
+        part * steps_per_part,
+        tl.minimum((part + 1) * steps_per_part, num_steps),
+        in_features,
+        row_bytes,
+        CODE,
+        SCALES,
+        GROUP_SIZE,
+        BLOCK_N,
+        BLOCK_M,
+        BLOCK_K,
+    )
+    kept = (rows < num_rows) & (outputs < out_features)
+    target = out + (part * num_rows + rows).to(tl.int64) * out_features + outputs
+    if not IS_PART:
+        row_factor = scale if SCALES == "rows" else None
+        summed = finished(summed, row_factor, row_scale, bias, read, rows, rows < num_rows)
+    tl.store(target, summed.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def add_products(
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    codes: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    offset: tl.tensor,
+    permutation: tl.tensor,
+    read: tl.tensor,
+    num_outputs: tl.tensor,
+    first_step: tl.tensor,
+    end_step: tl.tensor,
+    in_features: tl.tensor,
+    row_bytes: tl.tensor,
+    CODE: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """The sums [BLOCK_N, BLOCK_M] over some steps of BLOCK_K inputs.
+
+    Args:
+        rows: [1, BLOCK_M] pointers to the first inputs.
+        permutation: see `PackedWeight`; None if the inputs have the order of x.
+        read: [BLOCK_N, 1] outputs of the weight, of which there are num_outputs.
+        SCALES: see `packed_linear_kernel`; "none" if the weights have the type of x.
+    """
+    NIBBLES: tl.constexpr = 2 if CODE == "int4" or CODE == "uint4" or CODE == "float4" else 1
+    DEPTH: tl.constexpr = BLOCK_K // NIBBLES
+    dtype: tl.constexpr = rows.dtype.element_ty
+    sum_dtype: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
     places = tl.arange(0, DEPTH)
     inputs = places // 16 * 32 + places % 16 if NIBBLES == 2 else places
     row_codes = codes + read.to(tl.int64) * row_bytes + places[None, :]
-    row_x = x + rows.to(tl.int64) * in_features + inputs[:, None]
+    row_x = rows + inputs[:, None]
     summed = tl.zeros([BLOCK_N, BLOCK_M], sum_dtype)
-    for step in range(part * steps_per_part, tl.minimum((part + 1) * steps_per_part, num_steps)):
+    for step in range(first_step, end_step):
         packed = tl.load(row_codes + step * DEPTH)
         first = step * BLOCK_K
         if SCALES == "groups":
-            of_group = first // GROUP_SIZE * out_features + read
+            of_group = first // GROUP_SIZE * num_outputs + read
             products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             factor = tl.load(scale + of_group).to(tl.float32)
+        if SCALES == "units":
+            units = first // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
+            factors = tl.load(scale + units * num_outputs + read)
         for nibble in tl.static_range(NIBBLES):
             start = first + nibble * 16
-            inside = (rows < num_rows) & (inputs[:, None] < in_features - start)
-            columns = tl.load(row_x + start, mask=inside, other=0)
+            inside = is_row & (inputs[:, None] < in_features - start)
+            if permutation is None:
+                columns = tl.load(row_x + start, mask=inside, other=0)
+            else:
+                is_input = inputs < in_features - start
+                read_inputs = tl.load(permutation + start + inputs, mask=is_input, other=0)
+                columns = tl.load(rows + read_inputs[:, None], mask=inside, other=0)
             numbers = _numbers(packed, nibble, CODE, dtype)
             if SCALES == "groups":
                 if zero is not None:
                     numbers -= tl.load(zero + of_group).to(dtype)
                 products = tl.dot(numbers, columns, products, input_precision="ieee")
+            elif SCALES == "units":
+                weights = _scaled_units(numbers, factors, BLOCK_N, BLOCK_K // 32, DEPTH)
+                summed = tl.dot(weights, columns, summed, input_precision="ieee")
             elif SCALES == "weights":
                 k = tl.minimum(start + inputs, in_features - 1)[None, :]
-                weights = _weights(numbers, scale, zero, offset, read, k, out_features, GROUP_SIZE)
+                weights = _weights(numbers, scale, zero, offset, read, k, num_outputs, GROUP_SIZE)
                 summed = tl.dot(weights.to(dtype), columns, summed, input_precision="ieee")
             else:
                 summed = tl.dot(numbers, columns, summed, input_precision="ieee", out_dtype=sum_dtype)
         if SCALES == "groups":
             summed = tl.fma(products, tl.broadcast_to(factor, [BLOCK_N, BLOCK_M]), summed)
-    kept = (rows < num_rows) & (outputs < out_features)
-    target = out + (part * num_rows + rows).to(tl.int64) * out_features + outputs
-    if not IS_PART:
-        row_factor = scale if SCALES == "rows" else None
-        summed = _finished(summed, row_factor, row_scale, bias, read, rows, rows < num_rows)
-    tl.store(target, summed.to(out.dtype.element_ty), mask=kept)
+    return summed
+
+
+@triton.jit
+def _scaled_units(
+    numbers: tl.tensor, factors: tl.tensor, BLOCK_N: tl.constexpr, UNITS: tl.constexpr, DEPTH: tl.constexpr
+) -> tl.tensor:
+    """Numbers [BLOCK_N, DEPTH] times the scales [BLOCK_N, UNITS] of their units, rounded once to their type."""
+    in_units = numbers.reshape(BLOCK_N, UNITS, DEPTH // UNITS)
+    if factors.dtype == numbers.dtype:
+        scaled = in_units * factors[:, :, None]
+    else:
+        scaled = (in_units.to(tl.float32) * factors.to(tl.float32)[:, :, None]).to(numbers.dtype)
+    return scaled.reshape(BLOCK_N, DEPTH)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
@@ -111,8 +189,8 @@ def add_parts_kernel(
         place += num_rows.to(tl.int64) * out_features
         summed += tl.load(place, mask=inside, other=0)
     read = tl.minimum(outputs, out_features - 1)
-    finished = _finished(summed, scale, row_scale, bias, read, row, True)
-    tl.store(out + row * out_features + outputs, finished.to(out.dtype.element_ty), mask=inside)
+    whole = finished(summed, scale, row_scale, bias, read, row, True)
+    tl.store(out + row * out_features + outputs, whole.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -131,7 +209,7 @@ def unpack_kernel(
     BLOCK_K: tl.constexpr,
 ) -> None:
     """Writes BLOCK_K weights of one row, from `first_output` on, in the type of `weights`."""
-    NIBBLES: tl.constexpr = 2 if CODE == "int4" or CODE == "uint4" else 1
+    NIBBLES: tl.constexpr = 2 if CODE == "int4" or CODE == "uint4" or CODE == "float4" else 1
     DEPTH: tl.constexpr = BLOCK_K // NIBBLES
     row = tl.program_id(1).to(tl.int64)
     output = first_output + row
@@ -183,8 +261,12 @@ def quantize_rows_kernel(
 @triton.jit
 def _numbers(packed: tl.tensor, nibble: tl.constexpr, CODE: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     """The numbers that codes stand for, which `dtype` holds without rounding."""
-    if CODE == "float8":
+    if CODE == "float":
+        numbers = packed.to(dtype)
+    elif CODE == "float8":
         numbers = of_e4m3(packed, dtype)
+    elif CODE == "float4":
+        numbers = of_e2m1((packed >> (4 * nibble)) & 15, dtype)
     elif CODE == "int8":
         numbers = of_int8(packed, dtype)
     else:
@@ -215,7 +297,7 @@ def _weights(
 
 
 @triton.jit
-def _finished(
+def finished(
     summed: tl.tensor,
     scale: tl.tensor,
     row_scale: tl.tensor,

@@ -271,6 +271,8 @@ def _scales(weight: PackedWeight) -> str:
     """What scales are multiplied with: see `packed_linear_kernel`."""
     if weight.is_per_row:
         return "rows"
+    if weight.code is Code.FLOAT4 and weight.group_size == UNIT and weight.offset is None:
+        return "units"  # few bits: the products with scales are exact, but for what float16 has no room for
     in_groups = weight.offset is None and (weight.group_size % UNIT == 0 or weight.scale.shape[0] == 1)
     return "groups" if in_groups else "weights"
 

@@ -10,6 +10,7 @@ from engine.kernels.packed import PACKED, UNIT, Code, UnpackedLinear, pack
 from engine.quant.float8 import Float8, Scaling
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Factors, Integers
+from engine.quant.storages.mxfp4 import MXFP4
 from tests.engine.integers import any_integers
 
 CPU = torch.device("cpu")
@@ -44,6 +45,7 @@ def unpacked(tensors: NamedTensors, format: Integers | Float8) -> Tensor:
         (Integers(2, 16, has_offset=True, factors=Factors.COUNTS), 256),
         (Integers(3, 16, factors=Factors.COUNTS), 256),
         (Integers(8, 32, factors=Factors.HALF, table=tuple(range(-80, 80, 10))), 96),
+        (MXFP4, 96),
     ],
 )
 def test_it_stands_for_what_the_integers_stand_for(format: Integers, in_features: int) -> None:
@@ -92,7 +94,7 @@ def test_scales_have_the_narrowest_type_that_holds_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "format", [Integers(8, 64), Integers(4, 64), Integers(4, 64, has_offset=True), Float8()]
+    "format", [Integers(8, 64), Integers(4, 64), Integers(4, 64, has_offset=True), MXFP4, Float8()]
 )
 def test_it_takes_no_more_bytes_than_its_format_says(format: Integers | Float8) -> None:
     weight = torch.randn(8, 2 * UNIT)

@@ -44,7 +44,7 @@ def product(
         "out": of_part if is_part else "*bf16",
         "x": f"*{TYPES[dtype]}",
         "codes": "*i8" if code is Code.INT8 else "*u8",
-        "scale": "*fp16",
+        "scale": "*bf16" if scales == "units" else "*fp16",
         **dict.fromkeys(("num_rows", "num_steps", "steps_per_part", *SIZES), "i32"),
     }
     constants: dict[str, Any] = {"zero": None, "offset": None, "row_scale": None, "bias": None}
@@ -95,6 +95,8 @@ def products() -> Iterator[Case]:
         yield product(architecture, many, Code.INT8, "rows", torch.int8, is_part=False)
         yield product(architecture, some, Code.FLOAT8, "rows", is_part=False)
         yield product(architecture, many, Code.INT8, "groups", torch.float16)
+        for rows in (few, many):
+            yield product(architecture, rows, Code.FLOAT4, "units", group_size=32)
     yield product(80, few, Code.FLOAT8, "rows")
     yield product(80, many, Code.UINT4, "groups", torch.float32, zero=True)
     yield product(90, few, Code.INT4, "groups", torch.float16, group_size=32)

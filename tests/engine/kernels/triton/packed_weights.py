@@ -11,6 +11,7 @@ from engine.kernels.packed import UNIT as INPUTS_OF_A_UNIT
 from engine.kernels.packed import Code, PackedWeight, narrowest, pack_nibbles, padded
 from engine.kernels.triton.packed_linear import MIN_UNPACKED_ROWS
 from engine.quant.float8 import FLOAT8
+from engine.quant.storages.mxfp4 import DOUBLED
 from tests.engine.ranges import UNIT, Range, gamma
 
 
@@ -28,11 +29,12 @@ class Example:
         """x [M, in] @ weight.T + bias, with the roundings that a TritonLinear may make.
 
         Sums are float32 in any order, with two roundings more for each group. Where weights are unpacked, they are
-        rounded to the type of x, after three roundings in float32.
+        rounded to the type of x, after three roundings in float32; so are floats of 4 bits that have groups.
         """
         weight, wide = self.weight, x.double()
         relative = gamma(weight.in_features + 2 * len(weight.scale) + 4)
         is_unpacked = weight.offset is not None or weight.group_size % INPUTS_OF_A_UNIT > 0
+        is_unpacked |= weight.code is Code.FLOAT4 and len(weight.scale) > 1
         if is_unpacked or len(x) >= MIN_UNPACKED_ROWS:
             relative += torch.finfo(x.dtype).eps / 2 * (1 + relative)
         product, error = wide @ self.exact.T, relative * (wide.abs() @ self.magnitude.T)
@@ -99,6 +101,9 @@ class Kind:
                 return pack_nibbles(random_bytes % 16), (random_bytes % 16 - 8).double()
             case Code.UINT4:
                 return pack_nibbles(random_bytes % 16), (random_bytes % 16).double()
+            case Code.FLOAT4:
+                places = random_bytes % 16
+                return pack_nibbles(places), torch.tensor(DOUBLED).double()[places]
             case Code.INT8:
                 return padded((random_bytes - 128).to(torch.int8)), (random_bytes - 128).double()
             case Code.FLOAT8:

@@ -46,6 +46,9 @@ KINDS = {
     "int8": Kind(code=Code.INT8, group_size=128),
     "int8, zeros, odd groups": Kind(code=Code.INT8, group_size=48, zero=True),
     "int8, offsets, rows": Kind(code=Code.INT8, offset=True),
+    "float4": Kind(code=Code.FLOAT4, group_size=32),
+    "float4, small groups": Kind(code=Code.FLOAT4, group_size=16),
+    "float4, rows": Kind(code=Code.FLOAT4),
     "float8, rows": Kind(code=Code.FLOAT8),
     "float8": Kind(code=Code.FLOAT8, group_size=128, permuted=True),
 }
