@@ -81,7 +81,8 @@ class Fields:
 
     def layer_sizes(self, name: str, num_layers: int, default: int | None = None) -> list[int]:
         """A size of each layer, which the file has for all of them together, or one by one."""
-        found = self.integers(name) or (self.size(name, default),)
+        is_list = isinstance(self._values.get(name), list)
+        found = self.integers(name) if is_list else (self.size(name, default),)
         if len(found) not in (1, num_layers):
             raise self.error(f"{name} has {len(found)} entries for {num_layers} layers")
         for size in found:

@@ -45,6 +45,8 @@ class SplitFiles(TensorFiles):
         if name in self._summed and self._ranks.rank:
             return tensor.new_zeros(tensor.shape)
         module, sizes = name.rpartition(".")[0], self.entries[name].shape
+        if tensor.dim() > len(sizes):  # see `StoredTensor.loose`
+            tensor = tensor.squeeze()
         if module in self._sections:
             lengths, own = self._sections[module]
             pieces = zip(torch.split(tensor, list(lengths)), own, strict=True)

@@ -273,7 +273,7 @@ def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str,
         for norm in layer.norms().values():
             yield f"{LAYERS}{number}.{norm.tensor}", StoredTensor("weight", (norm.size,))
         for vector in layer.vectors().values():
-            yield f"{LAYERS}{number}.{vector.name}", StoredTensor("", (vector.size,))
+            yield f"{LAYERS}{number}.{vector.name}", StoredTensor("", (vector.size,), loose=True)
         if layer.scalar:
             yield f"{LAYERS}{number}.{layer.scalar}", StoredTensor(layer.scalar, (1,))
         for spec in linear_specs(config, number, recipe).values():

@@ -233,7 +233,7 @@ class Reader:
 
     def vector(self, name: str) -> Tensor:
         """A copy of its own in float32, on the device."""
-        return self.read(name).to(self.kernels.device, torch.float32, copy=True)
+        return self.read(name).flatten().to(self.kernels.device, torch.float32, copy=True)
 
     def linear(self, spec: LinearSpec) -> Linear:
         return self.pack(spec, self.parts(spec), self._biases(spec))

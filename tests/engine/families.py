@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ GEMMA4_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
 
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+}
+
 
 @dataclass(frozen=True)
 class Tiny:
@@ -65,9 +73,11 @@ class Tiny:
                     parameter += 1.0
                 if "embed_tokens" in name:
                     parameter /= 3.0
-            for name, number in model.named_buffers():
+            for name, numbers in chain(model.named_parameters(), model.named_buffers()):
                 if name.endswith("layer_scalar"):
-                    number.uniform_(0.5, 1.5)
+                    numbers.uniform_(0.5, 1.5)
+                if name.endswith("e_score_correction_bias"):
+                    numbers.uniform_(-0.1, 0.1)
         model.save_pretrained(folder)
         return folder
 
@@ -163,10 +173,7 @@ TINY: dict[str, Tiny] = {
     "Granite 3": Tiny(
         "GraniteConfig",
         {
-            "embedding_multiplier": 12.0,
-            "logits_scaling": 8.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.1,
+            **GRANITE,
             "tie_word_embeddings": True,
         },
     ),
@@ -177,10 +184,7 @@ TINY: dict[str, Tiny] = {
             "shared_intermediate_size": 112,
             "layer_types": ["full_attention"] * 3,
             "position_embedding_type": "nope",
-            "embedding_multiplier": 12.0,
-            "logits_scaling": 8.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.1,
+            **GRANITE,
         },
     ),
     "OLMo 2": Tiny("Olmo2Config"),
@@ -215,6 +219,84 @@ SPARSE: dict[str, Tiny] = {
     ),
     "Mixtral": Tiny("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "OLMoE": Tiny("OlmoeConfig", {"num_experts": 7, "num_experts_per_tok": 3}),
+    "Qwen 2 MoE": Tiny(
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "GLM-4.5": Tiny(
+        "Glm4MoeConfig",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "Granite 3 MoE": Tiny("GraniteMoeConfig", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    "Granite 4 MoE": Tiny(
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 64,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "Granite MoE shared": Tiny(
+        "GraniteMoeSharedConfig",
+        {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 64},
+    ),
+    "MiniMax M2": Tiny(
+        "MiniMaxM2Config",
+        {
+            "head_dim": 24,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "ERNIE 4.5 MoE": Tiny(
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2},
+    ),
+    "Hunyuan MoE": Tiny(
+        "HunYuanMoEV1Config",
+        {
+            "head_dim": 24,
+            "num_experts": 6,
+            "moe_topk": 2,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0},
+        },
+    ),
+    "Gemma 4 MoE": Tiny(
+        "Gemma4TextConfig",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "global_head_dim": 40,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": GEMMA4_ROPES,
+            "sliding_window": 24,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
 }
 """Those with experts, which fewer kernels and formats know."""
 

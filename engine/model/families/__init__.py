@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.fields import Fields
-from engine.model.families import cohere, experts, fused, gemma, gemma4, granite, llama, olmo
+from engine.model.families import cohere, experts, fused, gemma, gemma4, granite, llama, olmo, shared
 from engine.spec import ModelSpec
 
 _TIED = {"tie_word_embeddings": True}
@@ -34,8 +34,10 @@ FAMILIES = {
     "Gemma2ForCausalLM": Family("Gemma 2", gemma.gemma2, gemma.GEMMA2),
     "Gemma3ForCausalLM": Family("Gemma 3 1B", gemma.gemma3, gemma.GEMMA3),
     "Gemma3ForConditionalGeneration": Family("Gemma 3 4B to 27B, text", gemma.gemma3, gemma.GEMMA3),
-    "Gemma4ForCausalLM": Family("Gemma 4, dense", gemma4.gemma4, gemma4.GEMMA4),
-    "Gemma4ForConditionalGeneration": Family("Gemma 4 E2B, E4B, 31B, text", gemma4.gemma4, gemma4.GEMMA4),
+    "Gemma4ForCausalLM": Family("Gemma 4", gemma4.gemma4, gemma4.GEMMA4),
+    "Gemma4ForConditionalGeneration": Family(
+        "Gemma 4 E2B, E4B, 31B, 26B-A4B, text", gemma4.gemma4, gemma4.GEMMA4
+    ),
     "Gemma4UnifiedForCausalLM": Family("Gemma 4 12B", gemma4.gemma4, gemma4.UNIFIED),
     "Gemma4UnifiedForConditionalGeneration": Family("Gemma 4 12B, text", gemma4.gemma4, gemma4.UNIFIED),
     "Mistral3ForConditionalGeneration": Family("Mistral Small 3.1, Ministral 3, text", llama.mistral3),
@@ -45,7 +47,9 @@ FAMILIES = {
     "SmolLM3ForCausalLM": Family("SmolLM 3", llama.smollm3, _TIED),
     "SeedOssForCausalLM": Family("Seed-OSS", llama.seed_oss),
     "GraniteForCausalLM": Family("Granite 3", granite.granite),
-    "GraniteMoeHybridForCausalLM": Family("Granite 4, dense", granite.granite4),
+    "GraniteMoeHybridForCausalLM": Family("Granite 4 without states", granite.granite4),
+    "GraniteMoeForCausalLM": Family("Granite 3 1B-A400M, 3B-A800M", granite.granite_moe),
+    "GraniteMoeSharedForCausalLM": Family("Granite 4 experts without states", granite.granite_moe),
     "Olmo2ForCausalLM": Family("OLMo 2", olmo.olmo2, {"rms_norm_eps": 1e-5}),
     "Olmo3ForCausalLM": Family("OLMo 3", olmo.olmo3, {"rms_norm_eps": 1e-5}),
     "Exaone4ForCausalLM": Family("EXAONE 4", olmo.exaone4, {"rms_norm_eps": 1e-5}),
@@ -55,6 +59,13 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family("Qwen 3 30B-A3B, 235B-A22B, Coder", experts.qwen3_moe),
     "MixtralForCausalLM": Family("Mixtral 8x7B, 8x22B", experts.mixtral, {"rms_norm_eps": 1e-5}),
     "OlmoeForCausalLM": Family("OLMoE", experts.olmoe, {"rms_norm_eps": 1e-5}),
+    "Qwen2MoeForCausalLM": Family("Qwen 1.5 A2.7B, Qwen 2 57B-A14B", experts.qwen2_moe),
+    "Glm4MoeForCausalLM": Family("GLM-4.5, 4.5 Air, 4.6, 4.7", shared.glm4_moe, {"rms_norm_eps": 1e-5}),
+    "MiniMaxM2ForCausalLM": Family("MiniMax M2", experts.minimax_m2),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "ERNIE 4.5 21B-A3B, 300B-A47B", shared.ernie4_5_moe, {**_TIED, "rms_norm_eps": 1e-5}
+    ),
+    "HunYuanMoEV1ForCausalLM": Family("Hunyuan A13B", shared.hunyuan_moe, {"rms_norm_eps": 1e-5}),
     "Qwen2_5_VLForConditionalGeneration": Family("Qwen 2.5 VL, text", llama.qwen2),
     "Qwen3VLForConditionalGeneration": Family("Qwen 3 VL, text", llama.qwen3),
 }
@@ -69,18 +80,13 @@ NOT_YET = {
     "Qwen3_5MoeForConditionalGeneration": _STATES,
     "GptOssForCausalLM": _EXPERTS,
     "Gemma3nForConditionalGeneration": "its kind of layers",
-    "Glm4MoeForCausalLM": _EXPERTS,
     "Glm4MoeLiteForCausalLM": _LATENT,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "KimiK2ForCausalLM": _LATENT,
     "Mistral4ForCausalLM": _LATENT,
-    "GraniteMoeForCausalLM": _EXPERTS,
     "Olmo3MoeForCausalLM": _EXPERTS,
-    "Ernie4_5_MoeForCausalLM": _EXPERTS,
-    "HunYuanMoEV1ForCausalLM": _EXPERTS,
     "Llama4ForConditionalGeneration": _EXPERTS,
-    "MiniMaxM2ForCausalLM": _EXPERTS,
     "Lfm2ForCausalLM": _STATES,
     "Lfm2MoeForCausalLM": _STATES,
     "NemotronHForCausalLM": _STATES,

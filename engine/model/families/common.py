@@ -87,6 +87,12 @@ class Sizes:
         plain = {"hidden_size": self.hidden, "inner_size": self.inner, "activation": self.activation}
         return GatedMlp(**{**plain, **changes})  # type: ignore[arg-type]
 
+    def shared(self, prefix: str, inner_size: int, **changes: object) -> GatedMlp:
+        """The shared experts of a layer, which are one part."""
+        names = tuple(f"{prefix}.{name}_proj" for name in ("gate", "up"))
+        down = f"{prefix}.down_proj"
+        return self.mlp(inner_size=inner_size, gate_up=names, down=down, **changes)
+
     def experts(self, router: Router, **changes: object) -> Experts:
         plain = {
             "hidden_size": self.hidden,
@@ -104,6 +110,13 @@ class Sizes:
         return {
             "q_norm": Norm(name=f"self_attn.{q}", size=self.head_dim, offset=offset),
             "k_norm": Norm(name=f"self_attn.{k}", size=self.head_dim, offset=offset),
+        }
+
+    def row_norms(self) -> dict[str, Norm]:
+        """The norms of all query heads as one row, and of all key heads."""
+        return {
+            "q_norm": Norm(name="self_attn.q_norm", size=self.num_heads * self.head_dim),
+            "k_norm": Norm(name="self_attn.k_norm", size=self.num_kv_heads * self.head_dim),
         }
 
     def layer(self, attention: Attention, mlp: GatedMlp | Experts | None = None, **changes: object) -> Layer:
@@ -242,6 +255,14 @@ def _magnitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def _alpha(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:  # noqa: ARG001
+    """Hunyuan's: a theta that does not depend on the length of the sequence."""
+    if not rope.has("alpha"):
+        raise rope.error("rope_type dynamic is not supported without an alpha")
+    exponent = sizes.head_dim / max(1, sizes.head_dim - 2)
+    return replace(plain, theta=plain.theta * rope.positive("alpha") ** exponent)
+
+
 def _longrope(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
     """Sequences beyond the original length have factors of their own, so which ones serve is fixed by the longest."""
     original = _original(rope, fields, sizes)
@@ -278,6 +299,7 @@ _SCALINGS: dict[str, Callable[[Rope, Fields, Fields, Sizes], Rope]] = {
     "mrope": _default,  # the three positions of a text's token are the same
     "linear": _linear,
     "llama3": _llama3,
+    "dynamic": _alpha,
     "yarn": _yarn,
     "longrope": _longrope,
     "proportional": _proportional,

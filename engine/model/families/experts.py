@@ -1,24 +1,43 @@
-"""Qwen 3 MoE, Mixtral and OLMoE: layers of Llama's kind whose feed-forward parts are experts."""
+"""Qwen 2 and 3 MoE, Mixtral, MiniMax M2 and OLMoE: layers of Llama's kind whose feed-forward parts are experts."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 from engine.fields import Fields
 from engine.model.families.common import Sizes, read_rope
 from engine.model.families.llama import upper_windows
-from engine.spec import ModelSpec, Norm, Router, Stack, default_stacks
+from engine.spec import Attention, Experts, ModelSpec, Router, Stack, default_stacks
 
 MAX_EXPERTS = 1 << 16
 """More than any layer has: each is some tensors."""
 
 
 def qwen3_moe(fields: Fields) -> ModelSpec:
-    """Layers of `mlp_only_layers` are dense, and those whose number is not a multiple of `decoder_sparse_step`."""
     sizes, bias = Sizes.of(fields, head_dim=128), fields.flag("attention_bias")
     attention = sizes.attention(qkv_bias=bias, o_bias=bias, **sizes.head_norms())
-    inner = fields.size("moe_intermediate_size")
-    sparse = sizes.layer(attention, sizes.experts(read_router(fields), inner_size=inner))
-    dense, every = sizes.layer(attention), fields.size("decoder_sparse_step", 1)
-    dense_layers = fields.integers("mlp_only_layers")
+    experts = sizes.experts(read_router(fields), inner_size=fields.size("moe_intermediate_size"))
+    return _qwen(fields, sizes, attention, experts)
+
+
+def qwen2_moe(fields: Fields) -> ModelSpec:
+    """What the shared expert makes is multiplied by a gate of its own."""
+    sizes = Sizes.of(fields)
+    inner = fields.size("shared_expert_intermediate_size", 5632)
+    experts = sizes.experts(
+        read_router(fields),
+        inner_size=fields.size("moe_intermediate_size"),
+        shared=sizes.shared("mlp.shared_expert", inner),
+        shared_gate="mlp.shared_expert_gate",
+    )
+    return _qwen(fields, sizes, sizes.attention(qkv_bias=fields.flag("qkv_bias", True)), experts)
+
+
+def _qwen(fields: Fields, sizes: Sizes, attention: Attention, experts: Experts) -> ModelSpec:
+    """Layers of `mlp_only_layers` are dense, and those whose number is not a multiple of `decoder_sparse_step`."""
+    dense_layers, every = fields.integers("mlp_only_layers"), fields.size("decoder_sparse_step", 1)
+    sparse, dense = sizes.layer(attention, experts), sizes.layer(attention)
     layers = [
         (sparse if number not in dense_layers and (number + 1) % every == 0 else dense).with_attention(
             window=window
@@ -29,11 +48,28 @@ def qwen3_moe(fields: Fields) -> ModelSpec:
 
 
 def mixtral(fields: Fields) -> ModelSpec:
-    prefix = "block_sparse_moe.experts"
-    sizes, router = Sizes.of(fields), read_router(fields, name="block_sparse_moe.gate", renormalizes=True)
-    experts = sizes.experts(router, prefix=prefix, gate_up=("w1", "w3"), down="w2", stacks=_mixtral_stacks())
-    layer = sizes.layer(sizes.attention(window=fields.optional_size("sliding_window") or 0), experts)
+    router = read_router(fields, name="block_sparse_moe.gate", renormalizes=True)
+    sizes = Sizes.of(fields)
+    window = fields.optional_size("sliding_window") or 0
+    layer = sizes.layer(sizes.attention(window=window), sizes.experts(router, **_MIXTRAL))
     return sizes.model([layer] * sizes.num_layers, [read_rope(fields, sizes, theta=1e6)], fields)
+
+
+def minimax_m2(fields: Fields) -> ModelSpec:
+    """Queries and keys are normed as one row each, and the first dimensions of a head are rotated."""
+    router = read_router(
+        fields,
+        name="block_sparse_moe.gate",
+        scoring="sigmoid",
+        choice_bias="block_sparse_moe.e_score_correction_bias",
+        renormalizes=True,
+    )
+    sizes = Sizes.of(fields, head_dim=128)
+    share = (fields.optional_size("rotary_dim") or sizes.head_dim) / sizes.head_dim
+    rope = read_rope(fields, sizes, theta=5e6, share=share)
+    attention = sizes.attention(rotated=int(sizes.head_dim * rope.share), **sizes.row_norms())
+    layer = sizes.layer(attention, sizes.experts(router, **_MIXTRAL))
+    return sizes.model([layer] * sizes.num_layers, [rope], fields)
 
 
 def olmoe(fields: Fields) -> ModelSpec:
@@ -41,33 +77,55 @@ def olmoe(fields: Fields) -> ModelSpec:
     if fields.has("clip_qkv"):
         raise fields.error("clip_qkv is not supported")
     sizes, bias = Sizes.of(fields), fields.flag("attention_bias")
-    plain = sizes.attention(qkv_bias=bias, o_bias=bias)
-    norms = {
-        "q_norm": Norm(name="self_attn.q_norm", size=plain.q_size),
-        "k_norm": Norm(name="self_attn.k_norm", size=plain.kv_size),
-    }
-    attention = sizes.attention(qkv_bias=bias, o_bias=bias, **norms)
+    attention = sizes.attention(qkv_bias=bias, o_bias=bias, **sizes.row_norms())
     layer = sizes.layer(attention, sizes.experts(read_router(fields)))
     return sizes.model([layer] * sizes.num_layers, [read_rope(fields, sizes)], fields)
 
 
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOICES = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+"""What families call the number of experts, and of those that a token has."""
+
+
 def read_router(fields: Fields, **changes: object) -> Router:
-    """The router as most families say it: `num_experts`, `num_experts_per_tok` and `norm_topk_prob`.
+    """The router that a config.json describes, with what the family alone says.
 
     Raises:
-        CheckpointError: naming what is missing or malformed, or that a token has more experts than there are.
+        CheckpointError: naming what is missing or malformed, that a token has more experts than can be chosen, or that
+            scores or choices are made in a way that the family does not have.
     """
-    name = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
-    num_experts = fields.size(name, most=MAX_EXPERTS)
-    top_k = fields.size("num_experts_per_tok", most=MAX_EXPERTS)
-    if top_k > num_experts:
-        raise fields.error(f"num_experts_per_tok is {top_k}, and there are {num_experts} experts ({name})")
+    count = next((name for name in _COUNTS if fields.has(name)), "num_experts")
+    choices = next((name for name in _CHOICES if fields.has(name)), _CHOICES[0])
     plain = {
-        "num_experts": num_experts,
-        "top_k": top_k,
+        "num_experts": fields.size(count, most=MAX_EXPERTS),
+        "top_k": changes.get("top_k") or fields.size(choices, most=MAX_EXPERTS),
         "renormalizes": fields.flag("norm_topk_prob"),
     }
-    return Router(**{**plain, **changes})  # type: ignore[arg-type]
+    router = Router(**{**plain, **changes})  # type: ignore[arg-type]
+    if router.top_k > router.num_experts:
+        raise fields.error(
+            f"{choices} is {router.top_k}, and there are {router.num_experts} experts ({count})"
+        )
+    fields.one_of("scoring_func", router.scoring, default=router.scoring)
+    method = "noaux_tc" if router.choice_bias else "greedy"
+    fields.one_of("topk_method", method, default=method)
+    return router
+
+
+def read_groups(fields: Fields, router: Router) -> Router:
+    """The router, with the groups of experts that it chooses from; the two best experts of each make its score.
+
+    Raises:
+        CheckpointError: experts do not lie in so many groups, or the chosen ones have fewer than a token needs.
+    """
+    num_groups, top_groups = fields.size("n_group", 1), fields.size("topk_group", 1)
+    in_group, rest = divmod(router.num_experts, num_groups)
+    if rest or not router.top_k <= top_groups * in_group <= router.num_experts:
+        raise fields.error(
+            f"n_group is {num_groups} and topk_group {top_groups}: {router.num_experts} experts do not lie in such "
+            f"groups, or a token cannot have {router.top_k} of them"
+        )
+    return replace(router, num_groups=num_groups, top_groups=top_groups, group_best=2)
 
 
 def _mixtral_stacks() -> tuple[Stack, ...]:
@@ -76,3 +134,12 @@ def _mixtral_stacks() -> tuple[Stack, ...]:
         Stack(stack.name, tuple(names[map] for map in stack.maps))
         for stack in default_stacks("block_sparse_moe.experts")
     )
+
+
+_MIXTRAL: dict[str, Any] = {
+    "prefix": "block_sparse_moe.experts",
+    "gate_up": ("w1", "w3"),
+    "down": "w2",
+    "stacks": _mixtral_stacks(),
+}
+"""Mixtral's names of experts."""

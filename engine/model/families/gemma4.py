@@ -1,4 +1,5 @@
-"""Gemma 4, dense: heads of two sizes, keys and values that later layers share, and embeddings for each layer."""
+"""Gemma 4: heads of two sizes, keys and values that later layers share, embeddings for each
+layer, and experts beside the dense part."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ from dataclasses import replace
 
 from engine.fields import Fields
 from engine.model.families.common import FULL, SLIDING, Sizes, check_heads, layer_types, read_rope
-from engine.spec import Layer, LayerEmbedding, LayerEmbeddings, ModelSpec, Norm
+from engine.model.families.experts import read_router
+from engine.spec import (
+    Experts,
+    GatedMlp,
+    Layer,
+    LayerEmbedding,
+    LayerEmbeddings,
+    ModelSpec,
+    Norm,
+    default_stacks,
+)
 
 GEMMA4 = {
     "head_dim": 256,
@@ -25,8 +36,6 @@ MAX_COUNT = 1 << 16
 
 def gemma4(fields: Fields) -> ModelSpec:
     """The last `num_kv_shared_layers` read the keys and values of the last layer of their kind before them."""
-    if fields.flag("enable_moe_block"):
-        raise fields.error("enable_moe_block is not served yet: mixtures of experts")
     if fields.text("use_bidirectional_attention", "") == "all":
         raise fields.error("use_bidirectional_attention is not supported: tokens see later ones")
     sizes = Sizes.of(fields)
@@ -94,14 +103,38 @@ def _layer(fields: Fields, sizes: Sizes, kind: str, shares: int | None) -> Layer
         norm=sizes.norm("post_per_layer_input_norm"),
         activation=sizes.activation,
     )
+    mlp = sizes.mlp(inner_size=sizes.inner * (2 if is_wide else 1))
+    has_experts = fields.flag("enable_moe_block")
     return sizes.layer(
         attention,
-        sizes.mlp(inner_size=sizes.inner * (2 if is_wide else 1)),
+        _experts(fields, sizes, mlp) if has_experts else mlp,
         attention_norm=sizes.norm("post_attention_layernorm"),
-        post_norm=sizes.norm("pre_feedforward_layernorm"),
+        post_norm=None if has_experts else sizes.norm("pre_feedforward_layernorm"),
         feed_forward_norm=sizes.norm("post_feedforward_layernorm"),
         embedding=embedding if size else None,
         scalar="layer_scalar",
+    )
+
+
+def _experts(fields: Fields, sizes: Sizes, dense: GatedMlp) -> Experts:
+    """Experts, the dense part and the router read the stream, each by a norm of its own."""
+    router = read_router(
+        fields,
+        name="router.proj",
+        renormalizes=True,
+        expert_scale="router.per_expert_scale",
+        norm=sizes.norm("router.scale", suffix="", factor=sizes.hidden**-0.5),
+    )
+    return sizes.experts(
+        router,
+        inner_size=fields.size("moe_intermediate_size"),
+        prefix="experts",
+        stacks=default_stacks("experts"),
+        norm=sizes.norm("pre_feedforward_layernorm_2"),
+        out_norm=sizes.norm("post_feedforward_layernorm_2"),
+        shared=dense,
+        shared_norm=sizes.norm("pre_feedforward_layernorm"),
+        shared_out_norm=sizes.norm("post_feedforward_layernorm_1"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Granite 3, and the dense models of Granite 4: Llama with four multipliers."""
+"""Granite 3, its mixtures of experts, and Granite 4 where no layer has a state: Llama with four multipliers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from dataclasses import replace
 
 from engine.fields import Fields
 from engine.model.families.common import Sizes, read_rope
-from engine.spec import Attention, GatedMlp, ModelSpec
+from engine.model.families.experts import read_router
+from engine.spec import Attention, Experts, GatedMlp, ModelSpec, Stack
+
+MAX_INNER = 1 << 24
+"""More than any feed-forward part is wide."""
 
 
 def granite(fields: Fields) -> ModelSpec:
@@ -16,7 +20,7 @@ def granite(fields: Fields) -> ModelSpec:
 
 
 def granite4(fields: Fields) -> ModelSpec:
-    """The hybrid architecture where no layer has a state and none has experts."""
+    """The hybrid architecture where no layer has a state."""
     sizes = Sizes.of(fields)
     others = {*fields.strings("layer_types")} - {"attention", "full_attention"}
     if others or not fields.strings("layer_types"):
@@ -24,17 +28,36 @@ def granite4(fields: Fields) -> ModelSpec:
             f"layer_types {', '.join(sorted(others)) or 'is missing'}: Granite's layers with a state "
             "are not served yet"
         )
-    if fields.integer("num_local_experts", 8):
-        raise fields.error("num_local_experts: Granite's experts are not served yet")
     attention = _attention(fields, sizes)
     if fields.text("position_embedding_type", "") != "rope":
         attention = replace(attention, rope=None)
-    mlp = sizes.mlp(
-        inner_size=fields.size("shared_intermediate_size", 1024),
-        gate_up=("shared_mlp.input_linear",),
-        down="shared_mlp.output_linear",
+    shared = _shared(sizes, fields.size("shared_intermediate_size", 1024))
+    own = _experts(fields, sizes, shared) if fields.integer("num_local_experts", 8) else shared
+    return _model(fields, sizes, attention, own)
+
+
+def granite_moe(fields: Fields) -> ModelSpec:
+    """Experts, and if `shared_intermediate_size` says so, shared ones."""
+    sizes = Sizes.of(fields)
+    inner = int(fields.within("shared_intermediate_size", 0, MAX_INNER) or 0)
+    shared = _shared(sizes, inner) if inner else None
+    return _model(fields, sizes, _attention(fields, sizes), _experts(fields, sizes, shared))
+
+
+def _shared(sizes: Sizes, inner_size: int) -> GatedMlp:
+    return sizes.mlp(
+        inner_size=inner_size, gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
     )
-    return _model(fields, sizes, attention, mlp)
+
+
+def _experts(fields: Fields, sizes: Sizes, shared: GatedMlp | None) -> Experts:
+    prefix = "block_sparse_moe"
+    stacks = (
+        Stack(f"{prefix}.input_linear", ("gate_proj", "up_proj")),
+        Stack(f"{prefix}.output_linear", ("down_proj",)),
+    )
+    router = read_router(fields, name=f"{prefix}.router.layer", scoring="softmax_of_chosen")
+    return sizes.experts(router, prefix=f"{prefix}.experts", stacks=stacks, shared=shared)
 
 
 def _attention(fields: Fields, sizes: Sizes) -> Attention:
@@ -42,8 +65,8 @@ def _attention(fields: Fields, sizes: Sizes) -> Attention:
     return sizes.attention(scale=fields.positive("attention_multiplier", 1.0), qkv_bias=bias, o_bias=bias)
 
 
-def _model(fields: Fields, sizes: Sizes, attention: Attention, mlp: GatedMlp) -> ModelSpec:
-    layer = sizes.layer(attention, mlp, residual_scale=fields.positive("residual_multiplier", 1.0))
+def _model(fields: Fields, sizes: Sizes, attention: Attention, own: GatedMlp | Experts) -> ModelSpec:
+    layer = sizes.layer(attention, own, residual_scale=fields.positive("residual_multiplier", 1.0))
     return sizes.model(
         [layer] * sizes.num_layers,
         [read_rope(fields, sizes)],

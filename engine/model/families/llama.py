@@ -105,8 +105,8 @@ def upper_windows(fields: Fields, sizes: Sizes) -> list[int]:
 
     Then the layers have them that `layer_types` names, or without it those from `max_window_layers` on.
     """
-    window = _window(fields)
-    if not fields.flag("use_sliding_window") or not window:
+    window = _window(fields) if fields.flag("use_sliding_window") else 0
+    if not window:
         return [0] * sizes.num_layers
     first = fields.integer("max_window_layers", 28)
     kinds = layer_types(fields, sizes.num_layers, lambda layer: layer < first)

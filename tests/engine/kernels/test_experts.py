@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from engine.kernels.experts import ListedExperts, activate, route, run_experts
 from engine.kernels.linear import DenseLinear
@@ -82,6 +84,44 @@ def test_rows_are_routed_by_the_rule(router: Router, biased: bool, scaled: bool,
         )
         assert own == order
         assert weight == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.parametrize("renormalizes", [True, False])
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (8, 4), (4, 1), (16, 3)])
+def test_routes_of_deepseek_are_those_of_transformers(
+    num_groups: int, top_groups: int, renormalizes: bool
+) -> None:
+    """The rule that chooses from groups, with a bias for the choice alone, at its full size."""
+    config = DeepseekV3Config(
+        hidden_size=HIDDEN,
+        n_routed_experts=256 if num_groups != 16 else 64,
+        num_experts_per_tok=8,
+        n_group=num_groups,
+        topk_group=top_groups,
+        norm_topk_prob=renormalizes,
+        routed_scaling_factor=2.5,
+    )
+    theirs = DeepseekV3TopkRouter(config)
+    torch.manual_seed(num_groups)
+    torch.nn.init.normal_(theirs.weight)
+    theirs.e_score_correction_bias.uniform_(-0.3, 0.3)
+    with torch.no_grad():
+        logits, expected, chosen = theirs(torch.randn(50, HIDDEN))
+    router = Router(
+        num_experts=theirs.num_experts,
+        top_k=8,
+        scoring="sigmoid",
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_best=2,
+        renormalizes=renormalizes,
+        epsilon=1e-20,
+        scale=2.5,
+    )
+    ids, weights = route(logits, router, theirs.e_score_correction_bias)
+    order, their_order = ids.long().argsort(-1), chosen.argsort(-1)
+    assert torch.equal(ids.long().gather(1, order), chosen.gather(1, their_order))
+    torch.testing.assert_close(weights.gather(1, order), expected.gather(1, their_order))
 
 
 def test_among_equals_the_lower_number_comes_first() -> None:

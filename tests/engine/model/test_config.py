@@ -135,10 +135,13 @@ def test_generation_defaults(tmp_path: Path) -> None:
         ),
         ({"architectures": None}, "architectures is missing"),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
-            "rope_type dynamic is not supported; .*llama3",
+            {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
+            "rope_type ntk is not supported; .*llama3",
         ),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type dynamic is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "rope_type dynamic is not supported without an alpha",
+        ),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: factor is missing"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"quantization_config": "gptq"}, "quantization_config must be an object"),

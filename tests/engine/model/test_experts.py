@@ -85,6 +85,19 @@ def refuse(model: ModelConfig, limits: LoadOptions) -> NoReturn:
     raise native.NativeUnavailable(f"none for {model.architecture} with {limits.block_size}")
 
 
+def one_by_one(folder: Path) -> Path:
+    """Writes the experts of a checkpoint anew, each tensor by its own name."""
+    files = unstacked(open_files(folder), read_config(folder))
+    tensors = {name: files.read(name).clone() for name in files.entries}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def in_the_other_form(folder: Path) -> Path:
+    files = open_files(folder)
+    return stacked(folder) if unstacked(files, read_config(folder)) is files else one_by_one(folder)
+
+
 @pytest.mark.parametrize("family", SPARSE)
 def test_logits_are_those_of_transformers_in_both_forms_on_disk(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +111,7 @@ def test_logits_are_those_of_transformers_in_both_forms_on_disk(
         plain = load(path)
     assert isinstance(plain.decoder, Decoder)
     check_logits(in_chunks(plain), expected)
-    assert torch.equal(in_chunks(load(stacked(path))), found)
+    assert torch.equal(in_chunks(load(in_the_other_form(path))), found)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -148,6 +161,10 @@ def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, t
     driver.run(*requests)
     expected = {name: greedy(folder, prompt(name)) for name in LENGTHS}
     assert {name: driver.tokens(name) for name in LENGTHS} == expected
+    driver.run(*requests)
+    assert {name: driver.tokens(name) for name in LENGTHS} == {n: 2 * own for n, own in expected.items()}
+    cached = {name: driver.outputs[name, 0][-1].timings for name in LENGTHS}
+    assert {n: t.num_cached_tokens for n, t in cached.items() if t} == {"long": 144, "short": 16, "other": 96}
 
     def preempt(step: int) -> None:
         running = driver.scheduler.running
@@ -229,6 +246,17 @@ def test_a_stack_of_another_shape_is_named(tmp_path: Path) -> None:
     [
         ("Mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok is 6, and there are 5 experts"),
         ("Mixtral", {"num_local_experts": 0}, "num_local_experts must be between 1 and"),
+        ("GLM-4.5", {"n_group": 3}, "n_group is 3 and topk_group 2: 8 experts do not lie in such groups"),
+        ("GLM-4.5", {"topk_group": 5}, "n_group is 4 and topk_group 5"),
+        ("GLM-4.5", {"topk_group": 1}, "or a token cannot have 3 of them"),
+        ("GLM-4.5", {"topk_method": "greedy"}, "topk_method greedy is not supported; only noaux_tc is"),
+        ("GLM-4.5", {"scoring_func": "softmax"}, "scoring_func softmax is not supported; only sigmoid is"),
+        ("MiniMax M2", {"scoring_func": "sqrt"}, "scoring_func sqrt is not supported; only sigmoid is"),
+        ("ERNIE 4.5 MoE", {"moe_gate_act": "sigmoid"}, "moe_gate_act sigmoid is not supported"),
+        ("ERNIE 4.5 MoE", {"moe_num_experts": [6, 6]}, "moe_num_experts must be a whole number"),
+        ("Hunyuan MoE", {"moe_topk": [2, 2]}, "moe_topk has 2 entries for 3 layers"),
+        ("Hunyuan MoE", {"moe_topk": [2, 7, 2]}, "is 7, and there are 6 experts"),
+        ("Hunyuan MoE", {"use_cla": True}, "use_cla is not supported"),
         ("OLMoE", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
         ("Qwen 3 MoE", {"decoder_sparse_step": 0}, "decoder_sparse_step must be between 1 and"),
     ],
@@ -238,6 +266,20 @@ def test_what_is_refused(family: str, changes: dict[str, Any], said: str, tmp_pa
     entries: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
     with pytest.raises(CheckpointError, match=said):
         parse_config(Fields("config.json", {**entries, **changes}))
+
+
+def test_published_checkpoints_may_say_it_otherwise(tmp_path: Path) -> None:
+    """MiniMax counts the dimensions that are rotated, and Hunyuan has an entry for each layer."""
+    minimax, hunyuan = tmp_path / "minimax", tmp_path / "hunyuan"
+    entries: dict[str, Any] = json.loads(
+        (SPARSE["MiniMax M2"].make(minimax) / "config.json").read_text(encoding="utf-8")
+    )
+    del entries["rope_parameters"]
+    published = {"rotary_dim": 12, "rope_theta": 1e4, "scoring_func": "sigmoid"}
+    assert parse_config(Fields("config.json", {**entries, **published})) == read_config(minimax)
+    entries = json.loads((SPARSE["Hunyuan MoE"].make(hunyuan) / "config.json").read_text(encoding="utf-8"))
+    layers = {"moe_topk": [2] * 3, "moe_intermediate_size": [112] * 3, "num_shared_expert": [1] * 3}
+    assert parse_config(Fields("config.json", {**entries, **layers})) == read_config(hunyuan)
 
 
 def test_the_names_of_published_checkpoints_are_read(tmp_path: Path) -> None:

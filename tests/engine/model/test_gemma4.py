@@ -50,7 +50,6 @@ def test_the_last_layers_read_what_the_last_of_their_kind_before_them_wrote(tmp_
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block is not served yet: mixtures of experts"),
         ({"use_bidirectional_attention": "all"}, "tokens see later ones"),
         ({"num_kv_shared_layers": 4}, "no layer with full_attention and keys and values of its own"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers"),
