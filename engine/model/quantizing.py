@@ -272,7 +272,8 @@ def _announced(
             for suffix, stored, dtype in stored_tensors(grids[linear], *shape):
                 yield f"{linear}.{suffix}", (stored, dtype)
         else:
-            yield name, (shape, DTYPES[files.entries[name].dtype])
+            entry = files.entries[name]
+            yield name, (entry.shape, DTYPES[entry.dtype])
 
 
 def _stored(

@@ -22,6 +22,8 @@ from tests.engine.model.test_expert_formats import loaded
 from tests.engine.model.test_experts import experts_of, stacked
 from tests.engine.model.test_quantizing import CPU, perplexity, texts
 
+ONE_BY_ONE = ("Qwen 3 MoE", "Qwen 2 MoE", "Mixtral", "OLMoE", "MiniMax M2")
+"""Families whose experts transformers reads one by one, in all layers."""
 SIZES: dict[str, Any] = {"intermediate_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 2}
 
 
@@ -54,7 +56,7 @@ def as_floats(folder: Path, made: Path, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", quantizing.METHODS)
-@pytest.mark.parametrize("family", ["Qwen 3 MoE", "Mixtral", "OLMoE"])
+@pytest.mark.parametrize("family", ONE_BY_ONE)
 def test_experts_are_calibrated(family: str, method: str, tmp_path: Path) -> None:
     """The perplexities are those of transformers with the weights as they were, and as Penstock reads what was made."""
     folder = SPARSE[family].make(tmp_path / "float", **SIZES)
@@ -67,6 +69,15 @@ def test_experts_are_calibrated(family: str, method: str, tmp_path: Path) -> Non
         is_router = number % (1 + 2 * experts) == 0
         assert torch.equal(weight, wanted) if is_router else not torch.equal(weight, wanted)
     assert after == pytest.approx(perplexity(as_floats(folder, out, tmp_path / "dense"), texts()), rel=1e-3)
+
+
+def test_a_bias_of_choice_is_copied_as_it_is(tmp_path: Path) -> None:
+    """That of ERNIE has an axis more than is read of it."""
+    folder = SPARSE["ERNIE 4.5 MoE"].make(tmp_path / "float", num_hidden_layers=2)
+    made(folder, tmp_path / "made", Scheme(method="rtn", group_size=16))
+    name = "model.layers.1.mlp.moe_statics.e_score_correction_bias"
+    first, second = (load_file(tmp_path / f / "model.safetensors")[name] for f in ("float", "made"))
+    assert torch.equal(first, second)
 
 
 def test_an_expert_that_few_tokens_chose_is_rounded_to_the_nearest(

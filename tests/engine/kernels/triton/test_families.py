@@ -12,6 +12,7 @@ from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.select import triton_kernels
 from engine.model.files import open_files
 from engine.model.parse import read_config
+from engine.model.stacks import unstacked
 from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
 from tests.engine.configs import spread
@@ -28,7 +29,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path, device: t
     path = (TINY | SPARSE)[family].make(tmp_path)
     config, dtype = read_config(path), torch.float32
     kernels = triton_kernels(config, device, dtype, LoadOptions(block_size=16, max_num_seqs=4))
-    weights = load_weights(config, open_files(path), kernels, lambda *_: None)
+    weights = load_weights(config, unstacked(open_files(path), config), kernels, lambda *_: None)
     kv = KVCache(KVLayout.of(config, 16), 48, dtype, device)
     decoder = Decoder(config, weights, kernels, kv, 64)
     found = []
