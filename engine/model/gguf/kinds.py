@@ -144,6 +144,9 @@ ROWS = {
         sparse="Qwen3MoeForCausalLM",
         entries={**_EVERY_LAYER_SLIDES, "norm_topk_prob": True},
     ),
+    "qwen2moe": Kind(
+        architecture="Qwen2MoeForCausalLM", sparse="Qwen2MoeForCausalLM", entries=_EVERY_LAYER_SLIDES
+    ),
     "olmoe": Kind(architecture="OlmoeForCausalLM", sparse="OlmoeForCausalLM"),
     "gpt-oss": Kind(
         architecture="GptOssForCausalLM",

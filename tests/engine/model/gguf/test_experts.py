@@ -55,7 +55,7 @@ def like_files(type: str) -> Any:
     return lambda name: "F32" if "ffn_gate_inp" in name else type
 
 
-@pytest.mark.parametrize("family", ["Qwen 3 MoE", "Mixtral", "OLMoE"])
+@pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("type", ["F32", "Q8_0"])
 def test_logits_are_those_of_transformers(family: str, type: str, tmp_path: Path) -> None:
     folder = SPARSE[family].make(tmp_path, intermediate_size=128, mlp_only_layers=[])
