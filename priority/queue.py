@@ -243,7 +243,7 @@ class LaneQueue:
                     cost = num_output * (COST_OUTPUT + 2 * num_known - num_output)
                     outputs[ticket.account] = outputs.get(ticket.account, 0) + cost
             for account, cost in outputs.items():
-                _bill(account, cost)
+                account.charge(cost)
 
     def observe(self, load: StepLoad) -> None:
         with self._lock:
@@ -269,7 +269,7 @@ class LaneQueue:
                 self._note_prefill(ticket, 0, 1, now)
             line.note_left(ticket, -1)
             if ticket.stage is Stage.PREFILLING:  # what was not computed is given back
-                _bill(account, -prompt_cost(min(ticket.num_computed, ticket.num_charged), ticket.num_charged))
+                account.charge(-prompt_cost(min(ticket.num_computed, ticket.num_charged), ticket.num_charged))
             line.num_running -= 1
             self._close(account)
             self.admission.note_finished(now)
@@ -406,7 +406,7 @@ class LaneQueue:
             return next(iter(line.active.values())).head
         near = line.floor + virtual(COST_PREFILL * LOCALITY_TOKENS)
         candidates = [a for a in line.active.values() if a.share.clock <= near]
-        return min(candidates, key=_tenant_turn).head
+        return min(candidates, key=lambda account: account.turn).head
 
     def _aged(self) -> Ticket | None:
         """Of the tenants that were not served for too long, the one that has waited longest, within their budget."""
@@ -432,7 +432,7 @@ class LaneQueue:
         ticket.num_charged = ticket.num_prompt
         line.note_left(ticket, 1)
         self._aged_tokens = min(_AGED_MOST_TOKENS, self._aged_tokens + ticket.size.num_uncached // AGED_PART)
-        _bill(ticket.account, prompt_cost(0, ticket.num_charged))
+        ticket.account.charge(prompt_cost(0, ticket.num_charged))
         return ticket.request
 
     def _note_prefill(self, ticket: Ticket, num_prompt: int, num_output: int, now: float) -> None:
@@ -442,17 +442,6 @@ class LaneQueue:
         if num_output:
             ticket.stage = Stage.DECODING
             num_hits = max(0, ticket.num_charged - ticket.num_computed)
-            _bill(ticket.account, COST_HIT * num_hits - prompt_cost(0, num_hits))
+            ticket.account.charge(COST_HIT * num_hits - prompt_cost(0, num_hits))
             self.admission.note_first_token(ticket, now)
         line.note_left(ticket, 1)
-
-
-def _bill(account: Account, cost: int) -> None:
-    account.share.charge(cost)
-    account.lane.share.charge(cost)
-
-
-def _tenant_turn(account: Account) -> tuple[float, int, tuple[int, int]]:
-    """The larger part of its prompt is cached, the sooner; then by what the tenant has had, then by deadline."""
-    head = account.head
-    return -head.num_cached / head.num_prompt, account.share.clock, head.key

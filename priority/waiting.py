@@ -189,6 +189,16 @@ class Account(Backlog):
     def head(self) -> Ticket:
         return self.tickets[0][1]
 
+    @property
+    def turn(self) -> tuple[float, int, tuple[int, int]]:
+        """The larger part of its prompt is cached, the sooner; then by what the tenant has had, then by deadline."""
+        head = self.head
+        return -head.num_cached / head.num_prompt, self.share.clock, head.key
+
+    def charge(self, cost: int) -> None:
+        self.share.charge(cost)
+        self.lane.share.charge(cost)
+
     def first(self, due: float, attended_each: float) -> Iterator[Ticket]:
         """The waiting requests that are no more work than is due, in order."""
         for _, ticket in self.tickets:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from heapq import merge
 from itertools import accumulate
 from operator import mul
@@ -30,6 +29,7 @@ from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.chunks import set_drafts
+from engine.planning.guesses import Guess, Record
 from engine.planning.pace import Pace
 from engine.planning.request import NO_LIMIT, Sequence
 from engine.planning.step import OPEN, Chunk, Plan, StepSeconds
@@ -67,37 +67,6 @@ class Proposer(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended."""
-
-
-@dataclass(slots=True)
-class _Record:
-    """What is known of the drafts of a sequence."""
-
-    rates: dict[str, float]
-    """By proposer: the share of its drafts that were right."""
-    start: int = 0
-    """The tokens that the sequence had when drafts were proposed last."""
-    num_read: int = 0
-    """The tokens that the draft model had read when it drafted last, its drafts included."""
-    proposed: dict[str, list[int]] = field(default_factory=dict)
-    """By proposer: those drafts, computed or not."""
-
-
-@dataclass(slots=True)
-class _Guess:
-    """The drafts that a chunk may get."""
-
-    chunk: Chunk
-    record: _Record
-    length: int
-    """No more can be used."""
-    proposer: str = ""
-    rate: float = 0.0
-    """The share of the proposer's drafts that are supposed to be right."""
-    drafts: list[int] = field(default_factory=list)
-
-    def take(self, proposer: str, drafts: list[int]) -> None:
-        self.proposer, self.rate, self.drafts = proposer, self.record.rates[proposer], drafts
 
 
 class Drafting:
@@ -153,7 +122,7 @@ class Drafting:
         """By proposer: the share of drafts that were right, of all sequences."""
         self._factors = {name: [1.0] * most for name in names}
         """By proposer and position: how often drafts after right ones are right, in units of a sequence's rate."""
-        self._records: dict[Sequence, _Record] = {}
+        self._records: dict[Sequence, Record] = {}
         self._paces: dict[int, Pace] = {}
         """By bit length of the number of sequences that sample."""
         self._num_idle_steps = 0
@@ -202,7 +171,7 @@ class Drafting:
             self._leave_to_model(guesses, plan, num_sampling)
         for guess, count in zip(guesses, self._counts(guesses, plan, num_sampling, room), strict=True):
             if count:
-                _add(plan, guess, count, tables)
+                guess.add(plan, count, tables)
         plan.drafting_s = self.clock() - started
 
     def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:
@@ -294,7 +263,7 @@ class Drafting:
 
     # Guessing
 
-    def _guess(self, chunk: Chunk) -> _Guess | None:
+    def _guess(self, chunk: Chunk) -> Guess | None:
         """A place for the drafts of a chunk; None if it may not have any."""
         sequence = chunk.sequence
         if not chunk.samples or chunk.num_tokens != 1 or sequence.num_pending != 1:
@@ -304,13 +273,13 @@ class Drafting:
             return None
         record = self._records.get(sequence)
         if record is None:
-            record = self._records[sequence] = _Record(dict(self._rates))
+            record = self._records[sequence] = Record(dict(self._rates))
         else:
             self._learn(record, sequence)
         record.start = len(sequence.token_ids)
-        return _Guess(chunk, record, length)
+        return Guess(chunk, record, length)
 
-    def _learn(self, record: _Record, sequence: Sequence) -> None:
+    def _learn(self, record: Record, sequence: Sequence) -> None:
         """Compares what was proposed last with what came: that needs no draft to have been computed."""
         came = sequence.token_ids[record.start : record.start + self.most]
         for name, drafts in record.proposed.items():
@@ -330,7 +299,7 @@ class Drafting:
         """How likely each of so many drafts is kept, of a sequence for which a share of `rate` is right."""
         return accumulate((min(1.0, rate * factor) for factor in self._factors[name][:num]), mul)
 
-    def _ask(self, proposer: Proposer, guesses: list[_Guess]) -> None:
+    def _ask(self, proposer: Proposer, guesses: list[Guess]) -> None:
         """Takes the proposer's drafts where it has any."""
         name = proposer.name
         if not guesses or self._rests_now(name):
@@ -349,13 +318,13 @@ class Drafting:
                 guess.take(name, drafts)
                 guess.record.proposed[name] = drafts
 
-    def _leave_to_model(self, guesses: list[_Guess], plan: Plan, num_sampling: int) -> None:
+    def _leave_to_model(self, guesses: list[Guess], plan: Plan, num_sampling: int) -> None:
         """Leaves to the draft model the sequences for which it is the better proposer, if that pays."""
         better = [
             guess
             for guess in guesses
             if (not guess.drafts or guess.rate < guess.record.rates[DRAFT_MODEL])
-            and not _is_copied(guess, plan)
+            and not guess.is_copied(plan)
         ]
         if not better:
             return
@@ -370,7 +339,7 @@ class Drafting:
             guess.take(DRAFT_MODEL, [OPEN])
             guess.rate = 1.0  # for it to be tried
 
-    def _best_length(self, asked: list[_Guess], plan: Plan, num_sampling: int) -> int:
+    def _best_length(self, asked: list[Guess], plan: Plan, num_sampling: int) -> int:
         """How many tokens the model is to draft for each: what brings the most tokens a second."""
         num = len(asked)
         rate = sum(guess.record.rates[DRAFT_MODEL] for guess in asked) / num
@@ -413,7 +382,7 @@ class Drafting:
 
     # Choosing
 
-    def _counts(self, guesses: list[_Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:
+    def _counts(self, guesses: list[Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:
         """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
         likely = []
         for place, guess in enumerate(guesses):
@@ -439,19 +408,3 @@ class Drafting:
         self._rests_until[name] = self._num_steps + steps
         log.exception("drafting by %s failed, and rests for %d steps", name, steps)
         self.failed.append(name)
-
-
-def _add(plan: Plan, guess: _Guess, count: int, tables: BlockTables) -> None:
-    """Adds drafts to a chunk, if there are free blocks for them: nobody gives way for a guess."""
-    chunk = guess.chunk
-    copies = tables.grow(chunk.sequence, chunk.sequence.num_computed + count)
-    if copies is None:
-        return
-    plan.copies.extend(copies)
-    set_drafts(plan, chunk, guess.drafts[:count], guess.proposer)
-
-
-def _is_copied(guess: _Guess, plan: Plan) -> bool:
-    """Whether a block of the sequence is yet to be copied: a head would find nothing in it."""
-    blocks = guess.chunk.sequence.block_table
-    return any(target in blocks for _, target in plan.copies)

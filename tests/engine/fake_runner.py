@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from engine.execution.draft_kv import DraftChunk, DraftKV
 from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting, Proposer, _Guess
+from engine.planning.drafting import Drafting, Proposer
+from engine.planning.guesses import Guess
 from engine.planning.pace import Pace
 from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
 from engine.planning.step import (
@@ -283,7 +284,7 @@ class UnpricedDrafting(Drafting):
     def _best_length(self, *_: object) -> int:
         return self._random.randint(0, self.most)
 
-    def _counts(self, guesses: list[_Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:  # noqa: ARG002
+    def _counts(self, guesses: list[Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:  # noqa: ARG002
         counts = []
         for guess in guesses:
             counts.append(min(room, self._random.randint(len(guess.drafts) // 2, len(guess.drafts))))

@@ -1,0 +1,54 @@
+"""Guesses: the drafts that a step may compute of its sequences, and what is known of earlier ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.planning.block_tables import BlockTables
+from engine.planning.chunks import set_drafts
+from engine.planning.step import Chunk, Plan
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of the drafts of a sequence."""
+
+    rates: dict[str, float]
+    """By proposer: the share of its drafts that were right."""
+    start: int = 0
+    """The tokens that the sequence had when drafts were proposed last."""
+    num_read: int = 0
+    """The tokens that the draft model had read when it drafted last, its drafts included."""
+    proposed: dict[str, list[int]] = field(default_factory=dict)
+    """By proposer: those drafts, computed or not."""
+
+
+@dataclass(slots=True)
+class Guess:
+    """The drafts that a chunk may get."""
+
+    chunk: Chunk
+    record: Record
+    length: int
+    """No more can be used."""
+    proposer: str = ""
+    rate: float = 0.0
+    """The share of the proposer's drafts that are supposed to be right."""
+    drafts: list[int] = field(default_factory=list)
+
+    def take(self, proposer: str, drafts: list[int]) -> None:
+        self.proposer, self.rate, self.drafts = proposer, self.record.rates[proposer], drafts
+
+    def add(self, plan: Plan, count: int, tables: BlockTables) -> None:
+        """Adds so many drafts to the chunk, if there are free blocks for them: nobody gives way for a guess."""
+        chunk = self.chunk
+        copies = tables.grow(chunk.sequence, chunk.sequence.num_computed + count)
+        if copies is None:
+            return
+        plan.copies.extend(copies)
+        set_drafts(plan, chunk, self.drafts[:count], self.proposer)
+
+    def is_copied(self, plan: Plan) -> bool:
+        """Whether a block of the sequence is yet to be copied: a head would find nothing in it."""
+        blocks = self.chunk.sequence.block_table
+        return any(target in blocks for _, target in plan.copies)
