@@ -84,7 +84,9 @@ def load(folder: Path, available: int, monkeypatch: pytest.MonkeyPatch, quantize
     """What is said of a model for which there is too little memory, of which no weight may be read."""
     monkeypatch.setattr(memory, "available_bytes", lambda: available)
     monkeypatch.setattr(loader, "load_weights", lambda *_: pytest.fail("weights are loaded"))
-    options = LoadOptions(device="cpu", dtype="float32", max_batch_tokens=16, max_num_seqs=1, kv_bytes=1, quantize=quantize)
+    options = LoadOptions(
+        device="cpu", dtype="float32", max_batch_tokens=16, max_num_seqs=1, kv_bytes=1, quantize=quantize
+    )
     with pytest.raises(NotEnoughMemory) as refused:
         loader.load_model(folder, options, lambda _: None, lambda *_: None)
     assert "\n" not in str(refused.value)
