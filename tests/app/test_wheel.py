@@ -19,7 +19,9 @@ import pytest
 
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.bench.server_process import ServerProcess
+from engine.kernels.cpu.build import build as build_library
 from engine.kernels.cpu.levels import this_machine
+from hatch_build import platform_tag
 from penstock import isolation
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +135,15 @@ def test_a_wheel_has_the_levels_that_the_compiler_can_build_and_the_tag_that_the
     assert {name.split("/")[0] for name in added if name.split("/")[-1] not in kernels} == {
         "penstock-0.1.0.dist-info"
     }
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("c++") is None, reason="needs Linux and a compiler"
+)
+def test_the_library_of_this_machine_needs_nothing_newer_than_its_tag_promises() -> None:
+    machine = this_machine()
+    path = build_library(machine.usable()[0], print)
+    assert platform_tag([path], machine.architecture) == f"manylinux_2_28_{machine.architecture}"
 
 
 def test_without_a_compiler_a_wheel_is_for_every_platform(tmp_path: Path) -> None:

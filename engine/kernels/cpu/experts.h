@@ -261,7 +261,7 @@ class ExpertsWork {
         used_ = starts_[e.own];
         slots_.assign(choices, -1);
         choices_.resize(choices);
-        next_ = starts_;
+        next_.assign(starts_.begin(), starts_.end());
         for (int c = 0; c < choices; c++)
             if (is_own(c)) choices_[slots_[c] = next_[own(c)]++] = c;
         add_products(plan);
