@@ -38,7 +38,7 @@ class Forecast:
     """When the first token is expected, in seconds from now."""
 
     seconds: float
-    """The time that six in ten first tokens come before: what a client is told."""
+    """The time that two in three first tokens come before: what a client is told."""
     late_s: float
     """The time that nine in ten come before: what is held against the promise."""
     raw_s: float

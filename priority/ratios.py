@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice, repeat
 
-TOLD, LATE = 0.6, 0.9
+TOLD, LATE = 2 / 3, 0.9
 """The parts of all first tokens that come sooner than is told, and than is held against the promise."""
 _KEPT = 64
 _ENOUGH = 16

@@ -207,7 +207,8 @@ class Server:
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
         """Ends a sequence that has all its tokens; there is no text."""
-        return "", FinishReason.LENGTH if is_last or not self._num_left(sequence) else None
+        ended = None if self._num_left(sequence) else FinishReason.STOP
+        return "", FinishReason.LENGTH if is_last else ended
 
     def _num_left(self, sequence: Sequence) -> int:
         """Steps until its last token."""

@@ -408,9 +408,9 @@ def test_the_factors_find_the_quantiles() -> None:
     for number in range(300):
         # Evenly between nothing and twice what was forecast.
         factors = come_true(queue, float(number), 2 * (number * 0.618 % 1))
-    assert factors == pytest.approx((1.2, 1.8), abs=0.1)
+    assert factors == pytest.approx((4 / 3, 1.8), abs=0.1)
     newcomer = come_true(queue, 300.0, 1.0, tenant="newcomer")
-    assert newcomer == pytest.approx((1.2, 1.8), abs=0.3), "as for the lane's last sixteen"
+    assert newcomer == pytest.approx((4 / 3, 1.8), abs=0.3), "as for the lane's last sixteen"
 
 
 def test_a_tenant_of_whom_little_was_learnt_is_forecast_as_its_lane() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from priority.lanes import DEFAULT_POLICIES, Lane
+from priority.lengths import Lengths
 from priority.shares import cost_of
 from priority.simulator.result import Result, Served
 from priority.simulator.run import POLICIES, Machine, simulate
@@ -112,6 +113,17 @@ def test_other_names_in_the_same_order_give_the_same_run(trace: list[Arrival]) -
     """Invariant 14: names break ties and do nothing else."""
     renamed = [replace(a, tenant={"a": "Q", "b": "R", "c": "Z"}[a.tenant]) for a in trace]
     assert outcome(simulate(trace, SMALL)) == outcome(simulate(renamed, SMALL))
+
+
+def test_an_answer_that_ends_below_its_limit_has_ended_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    learnt = set[tuple[int, int, bool]]()
+
+    def add(_: Lengths, num_tokens: int, limit: int, *, is_whole: bool) -> None:
+        learnt.add((num_tokens, limit, is_whole))
+
+    monkeypatch.setattr(Lengths, "add", add)
+    simulate([Arrival(0.0, 100, 40, max_tokens=2_000), Arrival(0.0, 100, 50)], MACHINE)
+    assert learnt == {(40, 2_000, True), (50, 50, False)}
 
 
 @given(trace=traces, policy=st.sampled_from(POLICIES), num_machines=st.integers(1, 2))
