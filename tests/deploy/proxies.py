@@ -22,6 +22,10 @@ NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 ENVOY = shutil.which("envoy", path=str(Path(sys.executable).parent))
 HOST = "llm.example.com"
 START_S = 20.0
+UPLOAD = (
+    '--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    '--x\r\ncontent-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n{}\r\n--x--\r\n'
+)
 MAIN = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
 events {{}}
@@ -58,6 +62,7 @@ class Proxy:
         host: str = HOST,
         method: str | None = None,
         kind: str = "application/json",
+        origin: str | None = None,
     ) -> Iterator[HTTPResponse]:
         """Asks by the proxy's name."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as plain:
@@ -67,7 +72,8 @@ class Proxy:
                 context = ssl.create_default_context(cafile=str(self.certificate))
                 connection.sock = context.wrap_socket(plain, server_hostname=HOST)
             asked = method or ("POST" if body else "GET")
-            connection.request(asked, path, body, {"content-type": kind})
+            headers = {"content-type": kind} if origin is None else {"content-type": kind, "origin": origin}
+            connection.request(asked, path, body, headers)
             with closing(connection), connection.getresponse() as reply:
                 yield reply
 
@@ -75,6 +81,12 @@ class Proxy:
         """Returns the JSON of a reply, and the headers as `headers`."""
         with self.ask(path, None if body is None else json.dumps(body).encode(), method=method) as reply:
             return {**json.load(reply), "status": reply.status, "headers": reply.headers}
+
+    def upload(self, host: str = HOST, origin: str | None = None) -> tuple[int, Any]:
+        """Uploads a file of two bytes as a page of this origin does; returns the status and the JSON of the reply."""
+        form = "multipart/form-data; boundary=x"
+        with self.ask("/v1/files", UPLOAD.encode(), host, kind=form, origin=origin) as reply:
+            return reply.status, json.load(reply) | {"headers": reply.headers}
 
 
 @contextmanager

@@ -134,14 +134,18 @@ def test_what_is_refused_is_refused_in_the_servers_own_words(name: str, cluster:
 
 @both
 def test_what_is_uploaded_goes_to_a_replica(name: str, cluster: Cluster) -> None:
-    parts = [
-        '--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n',
-        '--x\r\ncontent-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n{}\r\n--x--\r\n',
-    ]
-    form = "multipart/form-data; boundary=x"
-    with cluster.proxy(name).ask("/v1/files", "".join(parts).encode(), kind=form) as reply:
-        assert reply.headers["x-penstock-replica"] in ("r0", "r1")
-        assert json.load(reply)["bytes"] == 2
+    status, file = cluster.proxy(name).upload()
+    assert (status, file["bytes"]) == (200, 2)
+    assert file["headers"]["x-penstock-replica"] in ("r0", "r1")
+
+
+@both
+def test_a_page_uploads_to_its_own_origin_whatever_the_port(name: str, cluster: Cluster) -> None:
+    proxy = cluster.proxy(name)
+    scheme = "https" if proxy.certificate else "http"
+    for host in (HOST, f"{HOST}:8443"):
+        assert proxy.upload(host, f"{scheme}://{host}")[0] == 200
+        assert proxy.upload(host, "https://other.example.com")[0] == 403
 
 
 def test_after_a_kill_conversations_go_on_elsewhere(cluster: Cluster) -> None:

@@ -49,6 +49,12 @@ def test_a_host_that_was_not_allowed_is_refused(proxy: Proxy) -> None:
             assert reply.status == status
 
 
+@pytest.mark.parametrize("host", [HOST, f"{HOST}:8443"])
+def test_a_page_uploads_to_its_own_origin_whatever_the_port(host: str, proxy: Proxy) -> None:
+    assert proxy.upload(host, f"https://{host}")[0] == 200
+    assert proxy.upload(host, "https://other.example.com")[0] == 403
+
+
 def test_plain_http_is_sent_to_tls(proxy: Proxy) -> None:
     with socket.create_connection(("127.0.0.1", proxy.plain_port), timeout=10) as plain:
         plain.sendall(
