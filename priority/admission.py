@@ -10,13 +10,14 @@ tenant, and of its lane, came by their forecasts. Predicting before admitting fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from math import inf
 
 from engine.planning.request import FinishReason, Sequence
 from engine.planning.step import Allowance, StepLoad
+from priority.flows import fair_part, seconds_to_catch_up
 from priority.lanes import Lane, LanePolicy
 from priority.outlook import Outlook
 from priority.pacing import StepPlanner, Streams
@@ -45,6 +46,10 @@ class Forecast:
     """The time before what was learnt of earlier forecasts."""
     allowed_s: float
     """The time that the lane promises; infinite, if it promises none."""
+
+
+_Other = tuple[Account, float, float]
+"""A tenant that has something waiting: how much, and what of it is its due before the request."""
 
 
 class Admission:
@@ -159,52 +164,66 @@ class Admission:
         if not self.model.is_known or load is None:
             return None
         lane, each = account.lane, self.model.attended_each
-        outlook = self._outlook(lane, load, now)
         own = Need(size.work(each), size.num_kv, size.num_seats, self._spare(lane, load))
-        mine = account.work(each) + own.work
-        floor = lane.floor
-        others = [
-            (other, other.work(each), _due_before(account, other, mine, floor))
-            for other in lane.active.values()
-            if other is not account
-        ]
-        work = outlook.work(mine, ((waiting, due) for _, waiting, due in others))
-        known_s = outlook.seconds_for(work) + self._idle_s(outlook, account, load, others, own)
-        rate = outlook.pace.tokens_per_second
-        wait_s = max(
-            self._with_overtakers(known_s, account, mine, rate, now),
-            (outlook.running + mine) / self._share(account, rate, now, known_s) + outlook.pace.fixed_s,
-        )
-        # The step that runs has to end first.
-        raw_s = wait_s + (self._left_s(now) if outlook.held.num_running else 0.0)
+        raw_s = self._raw_s(account, own, load, now)
         told, late = (account.ratios.quantile(part, lane.ratios) for part in (TOLD, LATE))
         promised = own.work if num_promised is None else Size.of(num_promised).work(each)
         allowed_s = self.planner.allowed_s(lane.lane, promised, load.max_batch_tokens)
         return Forecast(raw_s * told, raw_s * late, raw_s, allowed_s)
 
+    def _raw_s(self, account: Account, own: Need, load: StepLoad, now: float) -> float:
+        """Returns the time to the first token, before what was learnt of earlier forecasts."""
+        outlook = self._outlook(account.lane, load, now)
+        rate, mine = outlook.pace.tokens_per_second, account.work(self.model.attended_each) + own.work
+        others = self._others(account, mine)
+        work = outlook.work(mine, ((waiting, due) for _, waiting, due in others))
+        known_s = outlook.seconds_for(work) + self._idle_s(outlook, account, load, others, own)
+        wait_s = max(
+            self._with_overtakers(known_s, account, mine, rate, now),
+            (outlook.running + mine) / self._share(account, rate, now, known_s) + outlook.pace.fixed_s,
+        )
+        # The step that runs has to end first.
+        return wait_s + (self._left_s(now) if outlook.held.num_running else 0.0)
+
+    def _others(self, account: Account, work: float) -> list[_Other]:
+        """Returns the other tenants of the lane, and what is their due before this one has had so much work."""
+        lane, each = account.lane, self.model.attended_each
+        floor = lane.floor
+        return [
+            (other, other.work(each), _due_before(account, other, work, floor))
+            for other in lane.active.values()
+            if other is not account
+        ]
+
     def _outlook(self, lane: LaneLine, load: StepLoad, now: float) -> Outlook:
         lanes, each = self._lanes.values(), self.model.attended_each
-        decodes = {line.lane: line.num_running for line in lanes if line.num_running}
-        num_context = int(self.context_each * sum(decodes.values()))
-        streams, lively = Streams(decodes, num_context, self.rows_each), self._lively(now, lane.lane)
+        pace = self.planner.pace(self._streams(), self._lively(now, lane.lane), load.max_batch_tokens)
         last = self._last_before(lane)
+        preempted = sum(num for other, num in load.preempted if other <= last)
         return Outlook(
-            pace=self.planner.pace(streams, lively, load.max_batch_tokens),
-            running=sum(line.work_left(each) for line in lanes if line.lane <= last)
-            + sum(num for other, num in load.preempted if other <= last),
+            pace=pace,
+            running=preempted + sum(line.work_left(each) for line in lanes if line.lane <= last),
             urgent=sum(line.work(each) for line in lanes if line.lane < lane.lane),
             lower=[
-                (
-                    line.work(each) * self._starts(line, load) + line.work_left(each) * (line.lane > last),
-                    line.share.weight / lane.share.weight,
-                    _lead(line, lane),
-                )
+                self._lower(line, lane, load, is_before=line.lane <= last)
                 for line in lanes
                 if line.lane > lane.lane and (line.num_tokens or line.num_prefill_left)
             ],
             held=self.held(),
             num_yielding=len(yielding(list(self.running), lane.lane)) if last is lane.lane else 0,
         )
+
+    def _streams(self) -> Streams:
+        decodes = {line.lane: line.num_running for line in self._lanes.values() if line.num_running}
+        return Streams(decodes, int(self.context_each * sum(decodes.values())), self.rows_each)
+
+    def _lower(
+        self, line: LaneLine, lane: LaneLine, load: StepLoad, *, is_before: bool
+    ) -> tuple[float, float, float]:
+        """Returns what `Outlook.lower` has of a less urgent lane, whose running prompts may be counted already."""
+        each = self.model.attended_each
+        waiting = line.work(each) * self._starts(line, load) + line.work_left(each) * (not is_before)
+        return waiting, line.share.weight / lane.share.weight, _lead(line, lane)
 
     def _last_before(self, lane: LaneLine) -> Lane:
         """Returns the least urgent lane whose running prompts go before a request of this lane.
@@ -234,85 +253,70 @@ class Admission:
                 due = _due_before(account, other, mine, floor) - other.work(each)
                 if due > 0:
                     overtakers.append((due / arrivals, due, arrivals))
-        overtakers.sort()
-        left = rate - sum(arrivals for _, _, arrivals in overtakers)
-        tokens = wait_s * rate
-        for until_s, due, arrivals in overtakers:
-            if left > 0 and tokens <= until_s * left:
-                break
-            tokens += due
-            left += arrivals
-        return tokens / left
+        return seconds_to_catch_up(wait_s * rate, rate, overtakers)
 
     def _share(self, account: Account, rate: float, now: float, ahead_s: float) -> float:
         """Returns what of the prefill rate is left for this tenant when all others go on as they do."""
-        lane, lanes = account.lane, self._lanes.values()
-        urgent = sum(
-            a.arrivals.per_second(now, ahead_s)
-            for line in lanes
-            if line.lane < lane.lane
-            for a in line.accounts.values()
-        )
-        weights = sum(
-            line.share.weight for line in lanes if line is lane or line.num_requests or line.num_running
-        )
-        left = max(rate - urgent, rate * lane.share.weight / weights)
         others = [
-            (a.arrivals.per_second(now, ahead_s), a.share.weight)
-            for a in lane.accounts.values()
-            if a is not account
+            (other.arrivals.per_second(now, ahead_s), other.share.weight)
+            for other in account.lane.accounts.values()
+            if other is not account
         ]
-        others.sort(key=lambda other: other[0] / other[1])
-        total = account.share.weight + sum(weight for _, weight in others)
-        for demand, weight in others:
-            if demand > left * weight / total:
-                break
-            left -= demand
-            total -= weight
-        return max(left * account.share.weight / total, 1e-9)
+        left = self._left_for(account.lane, rate, now, ahead_s)
+        return max(fair_part(left, account.share.weight, others), 1e-9)
+
+    def _left_for(self, lane: LaneLine, rate: float, now: float, ahead_s: float) -> float:
+        """Returns what of the prefill rate more urgent lanes leave to a lane, which has its own share at least."""
+        lanes = self._lanes.values()
+        urgent = [a for line in lanes if line.lane < lane.lane for a in line.accounts.values()]
+        busy = [line for line in lanes if line is lane or line.num_requests or line.num_running]
+        own = rate * lane.share.weight / sum(line.share.weight for line in busy)
+        return max(rate - sum(a.arrivals.per_second(now, ahead_s) for a in urgent), own)
 
     # The wait for room
 
     def _idle_s(
-        self,
-        outlook: Outlook,
-        account: Account,
-        load: StepLoad,
-        others: ListLike[tuple[Account, float, float]],
-        own: Need,
+        self, outlook: Outlook, account: Account, load: StepLoad, others: ListLike[_Other], own: Need
     ) -> float:
-        """Returns the time for which there is no KV or no seat.
+        """Returns the time for which there is no KV or no seat."""
+        preempted = self._preempted(load, self._last_before(account.lane))
+        tickets = sorted(self._before(account, load, others), key=lambda ticket: ticket.key)[:MOST_AHEAD]
+        each = self.model.attended_each
+        ahead = [ticket.need(each, self._spare(ticket.account.lane, load)) for ticket in tickets]
+        free_seats = load.max_num_seqs - load.num_running
+        num_ahead = len(preempted) + self._num_before(account, others)
+        return outlook.idle_s(load.num_free_tokens, free_seats, [*preempted, *ahead], own, num_ahead)
 
-        Args:
-            others: tenants of the lane that have something waiting: how much, and what of it is their due before.
-        """
-        lane, each, lines = account.lane, self.model.attended_each, self._lanes.values()
-        urgent = [line for line in lines if line.lane < lane.lane]
-        lower = [line for line in lines if line.lane > lane.lane and self._starts(line, load)]
-        level = account.work(each) + sum(min(waiting, due) for _, waiting, due in others)
-        dues = [line.share.weight / lane.share.weight * level + _lead(line, lane) for line in lower]
-        last = self._last_before(lane)
-        preempted = [
+    def _preempted(self, load: StepLoad, last: Lane) -> list[Need]:
+        """Returns what the preempted sequences of these lanes need to go on."""
+        return [
             Need(num, num, 1, self._spare(self._lanes[Lane(other)], load))
             for other, num in load.preempted
             if other <= last
         ]
-        parts = [(other, due, due / waiting) for other, waiting, due in others]
-        num_ahead = float(len(preempted)) + sum(line.num_requests for line in (*urgent, account))
-        num_ahead += sum(other.num_requests * min(1.0, part) for other, _, part in parts)
-        tickets = [
-            *(ticket for line in urgent for ticket in line.waiting()),
-            *(ticket for _, ticket in account.tickets),
-            *(ticket for other, due, _ in parts for ticket in other.first(due, each)),
-            *(ticket for line, due in zip(lower, dues, strict=True) for ticket in line.first(due, each)),
-        ]
-        tickets.sort(key=lambda ticket: ticket.key)
-        ahead = [
-            *preempted,
-            *(ticket.need(each, self._spare(ticket.account.lane, load)) for ticket in tickets[:MOST_AHEAD]),
-        ]
-        free_seats = load.max_num_seqs - load.num_running
-        return outlook.idle_s(load.num_free_tokens, free_seats, ahead, own, num_ahead)
+
+    def _num_before(self, account: Account, others: ListLike[_Other]) -> float:
+        """Returns how many waiting requests of the lane and of more urgent ones go before the request."""
+        lane = account.lane
+        urgent = [line for line in self._lanes.values() if line.lane < lane.lane]
+        return sum(line.num_requests for line in (*urgent, account)) + sum(
+            other.num_requests * min(1.0, due / waiting) for other, waiting, due in others
+        )
+
+    def _before(self, account: Account, load: StepLoad, others: ListLike[_Other]) -> Iterator[Ticket]:
+        """Yields the waiting requests that go before a request of this tenant."""
+        lane, each, lines = account.lane, self.model.attended_each, self._lanes.values()
+        for line in lines:
+            if line.lane < lane.lane:
+                yield from line.waiting()
+        yield from (ticket for _, ticket in account.tickets)
+        for other, _, due in others:
+            yield from other.first(due, each)
+        level = account.work(each) + sum(min(waiting, due) for _, waiting, due in others)
+        for line in lines:
+            if line.lane > lane.lane and self._starts(line, load):
+                due = line.share.weight / lane.share.weight * level + _lead(line, lane)
+                yield from line.first(due, each)
 
     def _starts(self, line: LaneLine, load: StepLoad) -> bool:
         """Returns whether there is room for the lane's next request; if not, more urgent ones go before it."""
@@ -338,19 +342,15 @@ class Admission:
         return self._held
 
     def _count_held(self, running: list[Sequence]) -> Held:
-        load = self._load
         endings, prompts = list[Ending](), set[str]()
         for sequence in running:
-            left = self._left(sequence)
-            num_kv = len(sequence.token_ids)
-            if (
-                sequence.request.request_id in prompts
-            ):  # another choice has counted the prompt that they share
-                num_kv = sequence.num_output_tokens
+            # What another choice has counted is the prompt that they share.
+            is_counted = sequence.request.request_id in prompts
             prompts.add(sequence.request.request_id)
-            num_steps = left / self._tokens_each + max(0, sequence.num_remaining - 1) / self._num_prefill
-            endings.append((num_steps, float(num_kv), 1.0))
-        num_held = num_kv = int(sum(ending[1] for ending in endings))
+            num_kv = sequence.num_output_tokens if is_counted else len(sequence.token_ids)
+            endings.append((self._steps_left(sequence), float(num_kv), 1.0))
+        load, num_kv = self._load, int(sum(ending[1] for ending in endings))
+        num_held = num_kv
         if load is not None and load.num_kv_tokens:
             num_held = min(num_kv, load.num_kv_tokens - load.num_free_tokens)
         scale = num_held / max(1, num_kv)  # prefixes that several requests share are held once
@@ -362,13 +362,14 @@ class Admission:
             life_steps=self._length / self._tokens_each,
         )
 
-    def _left(self, sequence: Sequence) -> float:
-        """Returns how many tokens a running sequence is expected to have still to come."""
+    def _steps_left(self, sequence: Sequence) -> float:
+        """Returns the number of steps after which a running sequence is expected to have ended."""
         num_output, request = sequence.num_output_tokens, sequence.request
         ticket, limit = self._tickets.get(request.request_id), request.sampling.max_tokens
         if request.beams is None:  # the sequence of a beam ends with its next token
             limit = sequence.max_len - sequence.num_prompt_tokens
-        return limit - num_output if ticket is None else ticket.account.left(num_output, limit)
+        num_left = limit - num_output if ticket is None else ticket.account.left(num_output, limit)
+        return num_left / self._tokens_each + max(0, sequence.num_remaining - 1) / self._num_prefill
 
 
 def _due_before(account: Account, other: Account, work: float, floor: int) -> float:

@@ -20,7 +20,7 @@ class Lane(IntEnum):
         return self.name.lower()
 
 
-def parse_lane(label: str) -> Lane:
+def parse_lane(label: object) -> Lane:
     """Raises ValueError if there is no such lane."""
     for lane in Lane:
         if lane.label == label:

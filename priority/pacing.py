@@ -79,18 +79,13 @@ class StepPlanner:
         """
         if not self.model.is_known:
             return UNLIMITED
-        alone_s = self._decode_s(streams, 1)
-        promised = (self.policies[lane].tpot_s for lane in streams.by_lane)
-        # A promise that not even a single stream could be kept does not bind.
-        tpot_s = min((s * _MARGIN for s in promised if s >= alone_s), default=inf)
+        tpot_s = self._tpot_s(streams)
         num_decode = self._num_decodes(streams, tpot_s)
         ttft_s = min((self.policies[lane].ttft_s for lane in lively), default=inf)
-        fixed_s, beta_s = self.model.fixed_seconds(0, 0), self.model.coefficients[1]
-        half_efficient = int(fixed_s / beta_s) if beta_s > 0 else 0
         rows, num_context = num_decode * streams.rows_each, streams.num_context + num_before
         num_prefill = min(
             max(least, self._num_prefill(cap_s, rows, num_context, num_before))
-            for cap_s, least in ((tpot_s, _LEAST_PREFILL), (ttft_s / _STEPS_PER_TTFT, half_efficient))
+            for cap_s, least in ((tpot_s, _LEAST_PREFILL), (ttft_s / _STEPS_PER_TTFT, self._half_efficient()))
         )
         return Allowance(max(1, num_decode), max(num_prefill, _LEAST_PREFILL))
 
@@ -109,6 +104,18 @@ class StepPlanner:
             return inf
         alone_s = self.pace(NO_STREAMS, [lane], max_batch_tokens).seconds_for(work, is_filled=False)
         return max(ttft_s, ALONE_SLACK * alone_s)
+
+    def _tpot_s(self, streams: Streams) -> float:
+        """Returns the time that the least of the streams' promises leaves a step."""
+        alone_s = self._decode_s(streams, 1)
+        promised = (self.policies[lane].tpot_s for lane in streams.by_lane)
+        # A promise that not even a single stream could be kept does not bind.
+        return min((s * _MARGIN for s in promised if s >= alone_s), default=inf)
+
+    def _half_efficient(self) -> int:
+        """Returns the prompt tokens that take as long as the rest of their step."""
+        fixed_s, beta_s = self.model.fixed_seconds(0, 0), self.model.coefficients[1]
+        return int(fixed_s / beta_s) if beta_s > 0 else 0
 
     def _decode_s(self, streams: Streams, num: int) -> float:
         """Returns what a step takes in which so many of the streams decode, and that does nothing else."""

@@ -261,18 +261,8 @@ class LaneQueue:
             ticket.choices_left -= 1
             if sequence is not None and not request.branches:
                 self.admission.note_ended(ticket, sequence)
-            if ticket.choices_left:
-                return
-            del self._tickets[request.request_id]
-            account, line = ticket.account, ticket.account.lane
-            if request.branches and not ticket.num_prefill_left:  # it is answered with its last branch
-                self._note_prefill(ticket, 0, 1, now)
-            line.note_left(ticket, -1)
-            if ticket.stage is Stage.PREFILLING:  # what was not computed is given back
-                account.charge(-prompt_cost(min(ticket.num_computed, ticket.num_charged), ticket.num_charged))
-            line.num_running -= 1
-            self._close(account)
-            self.admission.note_finished(now)
+            if not ticket.choices_left:
+                self._end(ticket, now)
 
     def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:
         """A strictly lower lane gives way, cheapest recompute first; else the newest of the lowest lane."""
@@ -372,6 +362,18 @@ class LaneQueue:
         ticket.account.lane.remove(ticket)
         del self._tickets[ticket.request.request_id]
         self._close(ticket.account)
+
+    def _end(self, ticket: Ticket, now: float) -> None:
+        request, account, line = ticket.request, ticket.account, ticket.account.lane
+        del self._tickets[request.request_id]
+        if request.branches and not ticket.num_prefill_left:  # it is answered with its last branch
+            self._note_prefill(ticket, 0, 1, now)
+        line.note_left(ticket, -1)
+        if ticket.stage is Stage.PREFILLING:  # what was not computed is given back
+            account.charge(-prompt_cost(min(ticket.num_computed, ticket.num_charged), ticket.num_charged))
+        line.num_running -= 1
+        self._close(account)
+        self.admission.note_finished(now)
 
     def _close(self, account: Account) -> None:
         account.num_open -= 1

@@ -19,6 +19,7 @@ alike: a factor on the whole fit follows the last ten.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf, sqrt
 
 _SCALES = (1.0, 64.0, 8.0, 4096.0, 64.0 * 4096.0, 0.5)
@@ -106,14 +107,10 @@ class StepTimeModel:
         left_s, each_s = seconds - self.seconds(0, num_decode, num_context), beta + epsilon * num_before
         if each_s <= 0 or left_s == inf:
             return inf
-
-        def within(left_s: float) -> float:
-            """The x that solves each_s * x + epsilon * x^2 / 2 = left_s."""
-            return 2 * left_s / (each_s + sqrt(each_s**2 + 2 * epsilon * max(0.0, left_s)))
-
-        return (
-            within(left_s) if left_s <= 0 or not self.experts_s else self._search(within, left_s, num_decode)
-        )
+        within = partial(_solved, each_s, epsilon)
+        if left_s <= 0 or not self.experts_s:
+            return within(left_s)
+        return self._search(within, left_s, num_decode)
 
     def _search(self, within: Callable[[float], float], left_s: float, num_decode: float) -> float:
         """The most prefill tokens for which there is room, and for the experts that they add to the decodes'."""
@@ -135,6 +132,14 @@ class StepTimeModel:
         if self.is_known:
             ratio = seconds / max(_seconds(self._fit, amounts), 1e-9)
             self.slowdown += _FOLLOWING * (min(max(ratio, 1 / _DISTURBANCE), _DISTURBANCE) - self.slowdown)
+        self._add(amounts, seconds)
+        self.num_steps += 1
+        if self.num_steps % _REFIT_STEPS == 0 or self.num_steps == _ENOUGH_STEPS:
+            self._refit()
+        self.coefficients = [self.slowdown * coefficient for coefficient in self._fit]
+
+    def _add(self, amounts: Sequence[float], seconds: float) -> None:
+        """Adds a step to the sums that the fit is made of."""
         row = [amount / scale for amount, scale in zip(amounts, _SCALES, strict=False)]
         # Relative errors: a long step says no more than a short one, and one that was disturbed says little.
         weight = 1.0 / max(seconds, 1e-6) ** 2
@@ -143,10 +148,6 @@ class StepTimeModel:
             gram = self._gram[i]
             for j in self._all:
                 gram[j] = _FADING * gram[j] + weight * row[i] * row[j]
-        self.num_steps += 1
-        if self.num_steps % _REFIT_STEPS == 0 or self.num_steps == _ENOUGH_STEPS:
-            self._refit()
-        self.coefficients = [self.slowdown * coefficient for coefficient in self._fit]
 
     def _amounts(
         self, num_prefill: float, num_decode: float, num_context: float, num_attended: float
@@ -175,6 +176,11 @@ class StepTimeModel:
 
 def _seconds(coefficients: Sequence[float], amounts: Sequence[float]) -> float:
     return sum([each * amount for each, amount in zip(coefficients, amounts, strict=True)])
+
+
+def _solved(each_s: float, epsilon: float, left_s: float) -> float:
+    """Returns the x that solves each_s * x + epsilon * x^2 / 2 = left_s."""
+    return 2 * left_s / (each_s + sqrt(each_s**2 + 2 * epsilon * max(0.0, left_s)))
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

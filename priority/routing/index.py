@@ -93,27 +93,29 @@ class BlockIndex:
         Returns:
             (number of blocks, bits of the replicas that hold so many and no more), the longest first.
         """
-        limit = self.limit
         places: Sequence[int] = range(len(hashes))
-        if limit < _SHARDS:
-            places = [i for i in places if hashes[i][0] < limit]
-        shards, expected = self.shards, self._expected
+        if self.limit < _SHARDS:
+            places = [i for i in places if hashes[i][0] < self.limit]
         found: list[tuple[int, int]] = []
         high = len(places)
         while high and among and len(found) < most:
-            low = 0
-            while low < high:
-                middle = (low + high + 1) // 2
-                known = hashes[places[middle - 1]]
-                if shards[known[0]].get(known, 0) & among or expected.get(known, 0) & among:
-                    low = middle
-                else:
-                    high = middle - 1
-            if not low:
+            high = self._reach(hashes, places, high, among)
+            if not high:
                 break
-            known = hashes[places[low - 1]]
-            holders = (shards[known[0]].get(known, 0) | expected.get(known, 0)) & among
-            found.append((places[low - 1] + 1, holders))
+            known = hashes[places[high - 1]]
+            holders = (self.shards[known[0]].get(known, 0) | self._expected.get(known, 0)) & among
+            found.append((places[high - 1] + 1, holders))
             among &= ~holders
-            high = low
         return found
+
+    def _reach(self, hashes: Sequence[bytes], places: Sequence[int], high: int, among: int) -> int:
+        """Returns how many of the first `high` places somebody among some holds, by bisection."""
+        shards, expected, low = self.shards, self._expected, 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            known = hashes[places[middle - 1]]
+            if shards[known[0]].get(known, 0) & among or expected.get(known, 0) & among:
+                low = middle
+            else:
+                high = middle - 1
+        return low

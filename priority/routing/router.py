@@ -168,9 +168,8 @@ class Router:
         """
         self._expire(now)
         usable = self._usable
-        for name in excluded:
-            if name in self.replicas:
-                usable &= ~self.replicas[name].bit
+        for name in self.replicas.keys() & set(excluded):
+            usable &= ~self.replicas[name].bit
         if not usable:
             return Refusal("no_replica", "no replica is ready", 0.0)
         found = self._pick(ask, usable)
@@ -195,21 +194,23 @@ class Router:
 
     def _pick(self, ask: RouteQuery, usable: int) -> _Candidate | Refusal:
         candidates = self._candidates(ask, usable)
-        in_time, least_late_s = [], float("inf")
-        for one in candidates:
-            work = one.replica.work(ask.num_prompt - one.num_cached, ask.num_prompt)
-            margin_s = one.replica.margin_s(ask.lane, one.forecast_s, ask.waited_s, work)
-            if margin_s >= 0:
-                in_time.append(one)
-            least_late_s = min(least_late_s, -margin_s)
+        margins_s = [self._margin_s(ask, one) for one in candidates]
+        in_time = [one for one, margin_s in zip(candidates, margins_s, strict=True) if margin_s >= 0]
         if not in_time:
-            message = f"the first token would come {least_late_s:.2f} s later than the {ask.lane.label} lane promises"
-            return Refusal("promise_out_of_reach", message, least_late_s)
+            late_s = -max(margins_s)
+            message = (
+                f"the first token would come {late_s:.2f} s later than the {ask.lane.label} lane promises"
+            )
+            return Refusal("promise_out_of_reach", message, late_s)
         close_s = CLOSE * min(one.forecast_s for one in in_time)
         close = [one for one in in_time if one.forecast_s <= close_s]
         if any(one.num_cached for one in close):
             return max(close, key=lambda one: (one.num_cached, -one.forecast_s, -one.replica.slot))
         return min(close, key=lambda one: (one.replica.last_cold, one.replica.slot))
+
+    def _margin_s(self, ask: RouteQuery, one: _Candidate) -> float:
+        work = one.replica.work(ask.num_prompt - one.num_cached, ask.num_prompt)
+        return one.replica.margin_s(ask.lane, one.forecast_s, ask.waited_s, work)
 
     def _candidates(self, ask: RouteQuery, usable: int) -> list[_Candidate]:
         candidates = []

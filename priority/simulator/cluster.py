@@ -71,29 +71,20 @@ def simulate_cluster(
         seed: of `random`.
     """
     result = Result(router, [Served(arrival) for arrival in arrivals], 0.0)
-    clock, tally = _Clock(), Tally(progress)
+    site, tally, hashes = _Site(_Clock(), machine, wires, lanes, result), Tally(progress), _Hashes()
     front: _Pool | _Disaggregated
     if router == "disaggregated":
-        num_first = num_prefill or max(1, num_replicas // 2)
-        unpromised = {lane: replace(policy, ttft_s=inf) for lane, policy in lanes.items()}
-        first = _Pool(clock, machine, wires, lanes, result, Router(stale_s=inf), num_first, by_step=True)
-        rest = num_replicas - num_first
-        then = _Pool(clock, machine, wires, unpromised, result, LeastRouter(stale_s=inf), rest, adopts=True)
-        front = _Disaggregated(clock, wires, first, then, tally)
+        front = _disaggregated(site, num_prefill or max(1, num_replicas // 2), num_replicas, tally)
     else:
-        front = _Pool(clock, machine, wires, lanes, result, _router(router, seed), num_replicas)
+        front = _Pool(site, _router(router, seed), num_replicas)
         front.on_end = lambda *_: tally.add()
-    hashes = _Hashes()
     for number, served in enumerate(result.served):
-        clock.run(served.arrival.at_s)
+        site.clock.run(served.arrival.at_s)
         request = request_of(number, served.arrival)
-        try:
+        with tally.refusing(served):
             front.send(served, request, hashes.of(request, served.arrival), served.arrival.at_s)
-        except Refusal as refusal:
-            served.refuse(refusal)
-            tally.add()
-    clock.run(inf)
-    result.duration_s = clock.now
+    site.clock.run(inf)
+    result.duration_s = site.clock.now
     return result
 
 
@@ -123,21 +114,22 @@ class _Clock:
             what()
 
 
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """The surroundings that all replicas share."""
+
+    clock: _Clock
+    machine: Machine
+    wires: Wires
+    lanes: Mapping[Lane, LanePolicy]
+    result: Result
+
+
 class _Pool:
     """Equal replicas behind one router."""
 
     def __init__(
-        self,
-        clock: _Clock,
-        machine: Machine,
-        wires: Wires,
-        lanes: Mapping[Lane, LanePolicy],
-        result: Result,
-        router: Router,
-        num_replicas: int,
-        *,
-        by_step: bool = False,
-        adopts: bool = False,
+        self, site: _Site, router: Router, num_replicas: int, *, by_step: bool = False, adopts: bool = False
     ) -> None:
         """
         Args:
@@ -145,18 +137,15 @@ class _Pool:
                 from the end of a request comes at its time.
             adopts: the KV of its prompts comes from elsewhere.
         """
-        self.clock = clock
-        self.wires = wires
+        self.site = site
         self.router = router
         self.by_step = by_step
         self.on_end: Callable[[_Replica, str, Served], None] = lambda *_: None
         self._adopts = adopts
         self._replicas = {}
-        for number in range(num_replicas):
-            replica = self._replicas[f"replica-{number}"] = _Replica(
-                f"replica-{number}", self, machine, lanes, result
-            )
-            router.on_snapshot(replica.snapshot(), 0.0)
+        for name in (f"replica-{number}" for number in range(num_replicas)):
+            self._replicas[name] = _Replica(name, self)
+            router.on_snapshot(self._replicas[name].snapshot(), 0.0)
 
     def send(self, served: Served, request: Request, hashes: list[bytes], now: float) -> None:
         """To the replica of choice, and if that refuses to the next best.
@@ -170,38 +159,36 @@ class _Pool:
             num_prompt=served.arrival.num_prompt,
             hashes=hashes,
         )
-        refusal: Refusal | None = None
-        excluded: list[str] = []
-        while len(excluded) < 2:
-            found = self.router.choose(ask, now, excluded)
+        refusals: dict[str, Refusal] = {}
+        while len(refusals) < 2:
+            found = self.router.choose(ask, now, refusals)
             if isinstance(found, Refusal):
-                raise refusal or found
+                raise [found, *refusals.values()][-1]
             try:
                 self._replicas[found.replica].offer(served, request, hashes, found.ticket, now, self._adopts)
                 return
-            except Refusal as error:
+            except Refusal as refusal:
                 self.router.note_done(found.ticket)
-                refusal = error
-                excluded.append(found.replica)
-        assert refusal is not None
-        raise refusal
+                refusals[found.replica] = refusal
+        raise refusals.popitem()[1]
 
 
 class _Replica:
     """A server, and what it pushes."""
 
-    def __init__(
-        self, name: str, pool: _Pool, machine: Machine, lanes: Mapping[Lane, LanePolicy], result: Result
-    ) -> None:
+    def __init__(self, name: str, pool: _Pool) -> None:
+        site = pool.site
         self.name = name
         self.link_free_s = 0.0
         """When it has sent all KV that it was to send."""
         self._pool = pool
+        self._clock = site.clock
         self._log = PrefixLog()
-        self._queue = make_queue("penstock", machine, lanes, {})
+        self._queue = make_queue("penstock", site.machine, site.lanes, {})
         assert isinstance(self._queue, LaneQueue)
-        self._lanes = lanes
-        self._server = Server(machine, self._queue, lanes, result, self._note_end, log=self._log)
+        self._server = Server(
+            site.machine, self._queue, site.lanes, site.result, self._note_end, log=self._log
+        )
         self._number = 0
         self._tickets: dict[str, int] = {}
         self._counted: list[int] = []
@@ -220,7 +207,7 @@ class _Replica:
             num_kv_tokens=machine.num_kv_tokens,
             max_batch_tokens=machine.max_batch_tokens,
             max_num_seqs=machine.max_num_seqs,
-            policies=self._lanes,
+            policies=self._pool.site.lanes,
             load=self._load(),
         )
 
@@ -240,10 +227,10 @@ class _Replica:
             del self._tickets[request.request_id]
             raise
         self._counted.append(ticket)
-        self._push_at(now + self._pool.wires.push_every_s)
+        self._push_at(now + self._pool.site.wires.push_every_s)
         if self._pool.by_step and not self._is_stepping:
             self._is_stepping = True
-            self._pool.clock.at(now, self._step)
+            self._clock.at(now, self._step)
 
     def _note_end(self, request_id: str, served: Served) -> None:
         self._over.append(self._tickets.pop(request_id))
@@ -251,7 +238,7 @@ class _Replica:
 
     def _step(self) -> None:
         """One step, and the next when its time comes, until there is nothing to do."""
-        server, clock = self._server, self._pool.clock
+        server, clock = self._server, self._clock
         server.advance(nextafter(max(server.now, clock.now), inf))
         self._is_stepping = bool(server.open)
         if self._is_stepping:
@@ -260,18 +247,25 @@ class _Replica:
     def _push_at(self, at_s: float) -> None:
         if at_s < self._push_s:
             self._push_s = at_s
-            self._pool.clock.at(at_s, lambda: self._push(at_s))
+            self._clock.at(at_s, lambda: self._push(at_s))
 
     def _push(self, at_s: float) -> None:
         """Says what changed, and again later, until there is nothing to say."""
         if at_s != self._push_s:
             return  # it pushed sooner
         self._push_s = inf
-        server, clock, wires = self._server, self._pool.clock, self._pool.wires
+        server, clock, wires = self._server, self._clock, self._pool.site.wires
         server.advance(clock.now)
         stored, removed = _changes(self._log)
-        if not (server.open or self._counted or self._over or stored or removed):
-            return
+        if server.open or self._counted or self._over or stored or removed:
+            # The server's clock stands at the end of a step.
+            pushed_s = max(server.now, clock.now)
+            self._tell(stored, removed, pushed_s + wires.push_delay_s)
+            calm = _CALM if server.is_calm else 1
+            self._push_at(max(pushed_s, clock.now + calm * wires.push_every_s))
+
+    def _tell(self, stored: list[bytes], removed: list[bytes], at_s: float) -> None:
+        """Sends the router a change that it has at that time."""
         self._number += 1
         change = Change(
             epoch="first",
@@ -282,15 +276,11 @@ class _Replica:
             counted=self._counted,
         )
         over, self._counted, self._over = self._over, [], []
-        # The server's clock stands at the end of a step.
-        pushed_s = max(server.now, clock.now)
-        clock.at(pushed_s + wires.push_delay_s, lambda: self._arrive(change, over))
-        calm = _CALM if server.is_calm else 1
-        self._push_at(max(pushed_s, clock.now + calm * wires.push_every_s))
+        self._clock.at(at_s, lambda: self._arrive(change, over))
 
     def _arrive(self, change: Change, over: list[int]) -> None:
         router = self._pool.router
-        router.on_change(self.name, change, self._pool.clock.now)
+        router.on_change(self.name, change, self._clock.now)
         for ticket in over:
             router.note_done(ticket)
 
@@ -303,9 +293,8 @@ class _Replica:
 class _Disaggregated:
     """Prompts at some replicas, the tokens after the first at others."""
 
-    def __init__(self, clock: _Clock, wires: Wires, first: _Pool, then: _Pool, tally: Tally) -> None:
-        self._clock = clock
-        self._wires = wires
+    def __init__(self, site: _Site, first: _Pool, then: _Pool, tally: Tally) -> None:
+        self._site = site
         self._first = first
         self._then = then
         self._tally = tally
@@ -332,20 +321,20 @@ class _Disaggregated:
             return
         assert leg.finished_s is not None
         started_s = max(leg.finished_s, replica.link_free_s)
-        there_s = replica.link_free_s = started_s + self._wires.transfer_s(served.arrival.num_prompt)
-        self._clock.at(there_s, lambda: self._hand_over(request_id, there_s))
+        there_s = replica.link_free_s = started_s + self._site.wires.transfer_s(served.arrival.num_prompt)
+        self._site.clock.at(there_s, lambda: self._hand_over(request_id, there_s))
 
     def _hand_over(self, request_id: str, now: float) -> None:
         """The KV of the prompt has come; the first token goes with it."""
         served, request, hashes = self._open[request_id]
-        arrival = served.arrival
+        num_left = served.arrival.num_output - 1
         leg = Served(
-            Arrival(now, arrival.num_prompt + 1, arrival.num_output - 1, arrival.lane, arrival.tenant)
+            replace(served.arrival, at_s=now, num_prompt=served.arrival.num_prompt + 1, num_output=num_left)
         )
         rest = replace(
             request,
             prompt_token_ids=(*request.prompt_token_ids, _TOKEN),
-            sampling=SamplingParams(max_tokens=arrival.num_output - 1),
+            sampling=SamplingParams(max_tokens=num_left),
             arrival_s=now,
         )
         try:
@@ -361,6 +350,15 @@ class _Disaggregated:
     def _end(self, request_id: str) -> None:
         del self._open[request_id]
         self._tally.add()
+
+
+def _disaggregated(site: _Site, num_first: int, num_replicas: int, tally: Tally) -> _Disaggregated:
+    """Returns a front of which so many replicas compute prompts; for the tokens after the first none is promised."""
+    lanes = {lane: replace(policy, ttft_s=inf) for lane, policy in site.lanes.items()}
+    first = _Pool(site, Router(stale_s=inf), num_first, by_step=True)
+    router, num_then = LeastRouter(stale_s=inf), num_replicas - num_first
+    then = _Pool(replace(site, lanes=lanes), router, num_then, adopts=True)
+    return _Disaggregated(site, first, then, tally)
 
 
 class _Hashes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Protocol
@@ -58,11 +58,8 @@ def make_queue(
     """One of POLICIES; the first three let everybody in and fill every step."""
     if policy in ("fcfs", "strict"):
         return FirstComeQueue(by_lane=policy == "strict")
-    model = (
-        StepTimeModel(machine.coefficients, learns=False)
-        if policy == "penstock"
-        else StepTimeModel(learns=False)
-    )
+    coefficients = machine.coefficients if policy == "penstock" else None
+    model = StepTimeModel(coefficients, learns=False)
     return LaneQueue(nullcontext(), lanes, weights=weights, model=model)
 
 
@@ -100,17 +97,23 @@ def simulate(
         arrival = served.arrival
         for server in servers:
             server.advance(arrival.at_s)
-        server, request = dealer.server_for(arrival), request_of(number, arrival)
-        try:
-            server.offer(served, request, insists=number in insisting)
-        except Refusal as refusal:
-            served.refuse(refusal)
-            tally.add()
+        with tally.refusing(served):
+            dealer.server_for(arrival).offer(served, request_of(number, arrival), insists=number in insisting)
     for server in servers:
         server.advance(inf)
         server.note_charges()
     result.duration_s = max(server.now for server in servers)
     return result
+
+
+def _limits(machine: Machine, lanes: Mapping[Lane, LanePolicy]) -> SchedulerLimits:
+    """Returns what a step of the machine may hold; without `lanes` each may take all of the KV."""
+    return SchedulerLimits(
+        max_batch_tokens=machine.max_batch_tokens,
+        max_num_seqs=machine.max_num_seqs,
+        max_model_len=machine.max_model_len,
+        kv_shares=tuple(policy.kv_share for _, policy in sorted(lanes.items())),
+    )
 
 
 class Tally:
@@ -124,6 +127,15 @@ class Tally:
         self.num_ended += 1
         if self.num_ended % _PROGRESS_EVERY == 0:
             self._progress(self.num_ended)
+
+    @contextmanager
+    def refusing(self, served: Served) -> Iterator[None]:
+        """Counts a request as ended that is refused within."""
+        try:
+            yield
+        except Refusal as refusal:
+            served.refuse(refusal)
+            self.add()
 
 
 class Server:
@@ -149,13 +161,7 @@ class Server:
         self.tables = BlockTables(
             machine.num_kv_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, prefix_cache=prefix_cache, log=log
         )
-        shares = tuple(lanes[lane].kv_share for lane in Lane) if result.policy == "penstock" else ()
-        self.limits = SchedulerLimits(
-            max_batch_tokens=machine.max_batch_tokens,
-            max_num_seqs=machine.max_num_seqs,
-            max_model_len=machine.max_model_len,
-            kv_shares=shares,
-        )
+        self.limits = _limits(machine, lanes if result.policy == "penstock" else {})
         self.scheduler = Scheduler(queue, self.tables, self, self.limits)
         self.patient = [lane for lane in Lane if not isfinite(lanes[lane].tpot_s)]
         self.patience_s = _PATIENCE * min(policy.tpot_s for policy in lanes.values())
@@ -177,11 +183,11 @@ class Server:
         if arrival.num_prompt + arrival.num_output > min(self.machine.max_model_len, self.tables.max_tokens):
             raise Refusal("too_long", "more tokens than the machine holds", 0.0)
         # On the server the event loop decides when it comes, not when the step has ended.
-        cached = self.tables.find_cached(request.block_hashes)
-        forecast = None
         if insists and isinstance(self.queue, LaneQueue):
             self.queue.readmit(request, arrival.at_s)
+            forecast = None
         else:
+            cached = self.tables.find_cached(request.block_hashes)
             forecast = self.queue.put(request, arrival.at_s, *cached)
         served.predicted_s = forecast.seconds if forecast else None
         self.open[request.request_id] = served
@@ -191,10 +197,7 @@ class Server:
         """Steps until the clock reaches that time; an infinite one means until all is done."""
         while self.now < until_s and self.open:
             self._expire()
-            preemptions = self.scheduler.counters.num_preemptions
-            self.scheduler.take_departed()
-            plan = self.scheduler.plan(self.now)
-            self.result.num_preemptions += self.scheduler.counters.num_preemptions - preemptions
+            plan = self._plan()
             if plan.chunks:
                 self._step(plan)
                 self._repeat(until_s)
@@ -204,6 +207,13 @@ class Server:
                 raise RuntimeError(f"{len(self.open)} requests can never run")
         if until_s < inf:
             self.now = max(self.now, until_s)
+
+    def _plan(self) -> Plan:
+        num_before = self.scheduler.counters.num_preemptions
+        self.scheduler.take_departed()
+        plan = self.scheduler.plan(self.now)
+        self.result.num_preemptions += self.scheduler.counters.num_preemptions - num_before
+        return plan
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
         """Ends a sequence that has all its tokens; there is no text."""
@@ -265,11 +275,9 @@ class Server:
             shape = 0, len(running), num_context, 0
             self._spend(*shape)
             run.add(self.now)
-            ending = self._pop_ending(running, run.num_steps)
-            num_context += len(running) - sum(
-                len(sequence.token_ids) + run.num_steps - 1 for sequence in ending
-            )
-            if ending:
+            num_context += len(running)
+            if ending := self._pop_ending(running, run.num_steps):
+                num_context -= sum(len(sequence.token_ids) + run.num_steps for sequence in ending)
                 self._end(ending, run)
         if run.num_steps:
             self._extend(running, run.num_steps, run)

@@ -13,7 +13,7 @@ from itertools import count, islice
 from math import exp, inf
 from random import Random
 
-from priority.lanes import Lane
+from priority.lanes import Lane, parse_lane
 
 BLOCK_TOKENS = 512
 """Tokens that one entry of `hash_ids` stands for, as Mooncake has it."""
@@ -230,26 +230,35 @@ def write_trace(arrivals: Iterable[Arrival]) -> Iterator[str]:
 
 
 def _parse(line: str, number: int) -> Arrival:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        raise TraceError(f"line {number}: not JSON") from None
-    if not isinstance(fields, dict):
-        raise TraceError(f"line {number}: not an object")
+    fields = _object(line, number)
     at_ms = _number(fields, "timestamp", number, 0)
     num_prompt = _count(fields, "input_length", number)
     num_output = _count(fields, "output_length", number)
     hash_ids = fields.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(type(i) is int for i in hash_ids):
         raise TraceError(f"line {number}: hash_ids must be a list of whole numbers")
-    label = fields.get("lane", Lane.INTERACTIVE.label)
-    lane = next((lane for lane in Lane if lane.label == label), None)
-    if lane is None:
-        raise TraceError(f"line {number}: there is no lane {label!r}")
+    lane = _lane(fields, number)
     tenant = fields.get("tenant", "default")
     if not isinstance(tenant, str):
         raise TraceError(f"line {number}: tenant must be a string, not {tenant!r}")
     return Arrival(at_ms / 1000, num_prompt, num_output, lane, tenant, tuple(hash_ids))
+
+
+def _object(line: str, number: int) -> dict[str, object]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        raise TraceError(f"line {number}: not JSON") from None
+    if not isinstance(fields, dict):
+        raise TraceError(f"line {number}: not an object")
+    return fields
+
+
+def _lane(fields: dict[str, object], number: int) -> Lane:
+    try:
+        return parse_lane(fields.get("lane", Lane.INTERACTIVE.label))
+    except ValueError as error:
+        raise TraceError(f"line {number}: {error}") from None
 
 
 def _number(fields: dict[str, object], name: str, number: int, least: float) -> float:
