@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engine.fields import Fields
-from engine.spec import Layer, ModelSpec
+from engine.spec import Attention, Layer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,32 +38,38 @@ class ModelConfig:
         return self.spec.hidden_size
 
     @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Those of the layers that have attention."""
+        return tuple(self.spec.attentions.values())
+
+    @property
     def num_heads(self) -> int:
-        """The query heads of the first layer; the next two properties are of that layer, too."""
-        return self.layers[0].attention.num_heads
+        """The query heads of the first layer with attention; the next two properties are of that layer, too."""
+        return self.attentions[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].attention.num_kv_heads
+        return self.attentions[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].attention.head_dim
+        return self.attentions[0].head_dim
 
     @property
     def q_size(self) -> int:
-        """The width of the widest queries."""
-        return max(layer.attention.q_size for layer in self.layers)
+        """The width of the widest queries; 0 without attention, as the next."""
+        return max((attention.q_size for attention in self.attentions), default=0)
 
     @property
     def kv_size(self) -> int:
         """The width of the widest keys."""
-        return max(layer.attention.kv_size for layer in self.layers)
+        return max((attention.kv_size for attention in self.attentions), default=0)
 
     @property
     def intermediate_size(self) -> int:
-        """The size of the widest feed-forward part."""
-        return max(layer.feed_forward.inner_size for layer in self.layers)
+        """The size of the widest feed-forward part; 0 if no layer has one."""
+        parts = (layer.feed_forward for layer in self.layers)
+        return max((part.inner_size for part in parts if part is not None), default=0)
 
     @property
     def vocab_rows(self) -> int:
@@ -73,7 +79,9 @@ class ModelConfig:
     @property
     def context_window(self) -> int:
         """The longest sliding window, if all layers have one; else 0."""
-        windows = [layer.attention.window for layer in self.layers]
+        if self.spec.states:
+            return 0
+        windows = [attention.window for attention in self.attentions]
         return max(windows) if all(windows) else 0
 
 

@@ -34,7 +34,7 @@ from engine.planning.windows import Windows
 from engine.quant.formats import DENSE
 from engine.quant.integers import Integers
 from engine.sizes import GIB, size_text
-from engine.spec import Attention, Experts, LayerEmbedding, Router
+from engine.spec import Experts, LayerEmbedding, Mixer, Router
 
 SMALLEST_CONTEXT = 1024
 """The fewest tokens of KV cache that a model is started with, if it has so many positions."""
@@ -255,7 +255,7 @@ def what_would_fit(config: ModelConfig, options: LoadOptions, plan: Callable[[Re
 def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> int:
     """The bytes of all weights of a model, as the kernels keep them."""
     head, (maps, _) = head_spec(config, recipe), _sorted_out(config, recipe)
-    num_loose = sum(norm.size for _, norm in config.spec.norms())
+    num_loose = _num_loose(config)
     is_packed = kernels.keeps_narrow and packs_embedding(config, recipe)
     if is_packed:
         maps.append(embedding_spec(config, recipe))
@@ -281,9 +281,15 @@ def expert_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_I
     others, experts = _sorted_out(config, recipe)
     sizes = [(router, count * tensor_bytes([spec], 0, kernels)) for router, count, spec in experts]
     chosen = sum(size * router.top_k / router.num_experts for router, size in sizes)
-    num_loose = sum(norm.size for _, norm in config.spec.norms())
+    num_loose = _num_loose(config)
     rest = tensor_bytes([*others, head_spec(config, recipe)], num_loose, kernels)
     return sum(size for _, size in sizes), rest + int(chosen)
+
+
+def _num_loose(config: ModelConfig) -> int:
+    """The numbers of norms and vectors."""
+    vectors = (vector for layer in config.layers for vector in layer.vectors().values())
+    return sum(norm.size for _, norm in config.spec.norms()) + sum(own.size * own.each for own in vectors)
 
 
 def _sorted_out(
@@ -323,13 +329,16 @@ def _num_blocks(
     per_sequence = windows.num_tables * -(-max_model_len // options.block_size)
     smallest = 1 + windows.num_tables * -(-min(max_model_len, SMALLEST_CONTEXT) // options.block_size)
     limit = kv_limit if options.kv_bytes is None else options.kv_bytes
-    return max(smallest, min(limit // block, 1 + per_sequence * options.max_num_seqs))
+    most = 1 + per_sequence * options.max_num_seqs
+    return max(smallest, min(limit // block, most) if block else most)
 
 
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
     """The inputs and outputs of the linear maps of the widest layer in the largest step, and its logits, in float32."""
     per_token = max(
-        _map_sizes(layer.attention) + layer.feed_forward.numbers_per_token + _map_sizes(layer.embedding)
+        _map_sizes(layer.mixer)
+        + (0 if layer.feed_forward is None else layer.feed_forward.numbers_per_token)
+        + _map_sizes(layer.embedding)
         for layer in config.layers
     )
     if (own := config.spec.layer_embeddings) is not None:
@@ -337,7 +346,7 @@ def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
     return 4 * (options.max_batch_tokens * per_token + 3 * options.max_rows * config.vocab_size)
 
 
-def _map_sizes(part: Attention | LayerEmbedding | None) -> int:
+def _map_sizes(part: Mixer | LayerEmbedding | None) -> int:
     """The inputs and outputs of the linear maps of a part of a layer."""
     maps = {} if part is None else part.maps()
     return sum(map.in_features + sum(rows.count for rows in map.rows) for map in maps.values())

@@ -25,6 +25,17 @@ class Batch:
     """[S, max blocks] block of token p of sequence s: block_tables[s, p // block_size]; unused entries are 0."""
     sample_rows: Tensor
     """[R] the rows of the T tokens whose hidden states are wanted."""
+    state_slots: Tensor | None = field(default=None, kw_only=True)
+    """[S, 4] of each sequence, where layers have a state: its source, its target, replayed, certain.
+
+    Source and target are slots of the `StateCache`. The state is read from the source, and the first `replayed` of the
+    rows that are pending there are applied to it. The first `certain` rows of the step cannot turn out wrong: the state
+    after them is written to the target, and the others become its pending rows. A source of 0 is the state before the
+    first token, and a target of 0 is not written. None stands for zeros throughout.
+    """
+    state_saves: Tensor | None = field(default=None, kw_only=True)
+    """[N, 3] sequence, rows, slot: the state after so many of the sequence's certain rows of this step is written to
+    this slot, too, which then has no pending rows."""
     max_query_len: int | None = field(default=None, kw_only=True)
     """No sequence has more tokens than this in the step; None if whoever made the batch did not count."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +80,12 @@ class KVLayout:
 
     A block has a number of planes, each of which holds the keys and values of one layer, or of several narrow ones. If
     all layers see equally many tokens, a block has them all. Otherwise the layers of each window, and those without
-    one, fill the blocks of block tables of their own; the rarest kind fills one, and so few planes are left empty.
+    one, fill the blocks of block tables of their own; the rarest kind fills one, and so few planes are left empty. The
+    blocks of a model without attention are empty.
     """
 
-    places: tuple[KVPlace, ...]
-    """By layer."""
+    places: Mapping[int, KVPlace]
+    """By layer, of those that have attention."""
     windows: tuple[int, ...]
     """By block table, the tokens that its layers see; 0 if they see all. Those that see all come first."""
     num_planes: int
@@ -92,16 +94,20 @@ class KVLayout:
     @classmethod
     def of(cls, model: ModelConfig, block_size: int, *, beside: KVLayout | None = None) -> KVLayout:
         """The layout of a model; `beside` that of another, all layers lie in the first of its tables."""
-        heads = [layer.attention for layer in model.layers]
-        shapes = [
-            KVShape(num_kv_heads=h.num_kv_heads, head_dim=h.head_dim, block_size=block_size) for h in heads
-        ]
-        widest = max(shape.block_elements for shape in shapes)
+        heads = model.spec.attentions
+        shapes = {
+            number: KVShape(num_kv_heads=h.num_kv_heads, head_dim=h.head_dim, block_size=block_size)
+            for number, h in heads.items()
+        }
+        if not heads:
+            return cls(places={}, windows=(0,), num_planes=0, block_size=block_size)
+        widest = max(shape.block_elements for shape in shapes.values())
         filled: dict[int, list[list[int]]] = {}
         """By window, the layers in each plane."""
-        for number, (own, shape) in enumerate(zip(heads, shapes, strict=True)):
+        for number, own in heads.items():
             if own.shares is not None:
                 continue
+            shape = shapes[number]
             planes = filled.setdefault(own.window if beside is None else 0, [])
             room = (s for s in planes if shapes[s[0]] == shape and len(s) < widest // shape.block_elements)
             found = next(room, None)
@@ -123,9 +129,9 @@ class KVLayout:
                     )
             windows += [window] * -(-len(planes) // num_planes)
         return cls(
-            places=tuple(
-                places[number if own.shares is None else own.shares] for number, own in enumerate(heads)
-            ),
+            places={
+                number: places[number if own.shares is None else own.shares] for number, own in heads.items()
+            },
             windows=tuple(windows) if beside is None else beside.windows,
             num_planes=num_planes,
             block_size=block_size,
@@ -134,16 +140,17 @@ class KVLayout:
     @classmethod
     def even(cls, shape: KVShape, num_layers: int) -> KVLayout:
         """The layout of layers which are all alike and see all tokens."""
-        places = tuple(KVPlace(shape=shape, plane=plane, part=0, table=0) for plane in range(num_layers))
+        places = {plane: KVPlace(shape=shape, plane=plane, part=0, table=0) for plane in range(num_layers)}
         return cls(places=places, windows=(0,), num_planes=num_layers, block_size=shape.block_size)
 
     @property
     def shapes(self) -> set[KVShape]:
-        return {place.shape for place in self.places}
+        return {place.shape for place in self.places.values()}
 
     def plane_elements(self, dtype: torch.dtype) -> int:
         """Elements of a cache of type `dtype` that the keys (or values) of a plane take in one block."""
-        return max((place.part + 1) * place.shape.stored_elements(dtype) for place in self.places)
+        places = self.places.values()
+        return max(((place.part + 1) * place.shape.stored_elements(dtype) for place in places), default=0)
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one block: keys and values of all its planes."""
@@ -165,7 +172,7 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
-        self.data = _zeros((layout.num_planes, 2, num_blocks, layout.plane_elements(dtype)), dtype, device)
+        self.data = zeros((layout.num_planes, 2, num_blocks, layout.plane_elements(dtype)), dtype, device)
 
     def layer(self, index: int) -> Tensor:
         """[2, num_blocks, stored elements of a block], keys first; from block to block there may be a stride."""
@@ -181,7 +188,7 @@ class KVCache:
         data[:, :, targets.long()] = data[:, :, sources.long()]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU they start at a page, and take memory and time only where they are touched."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

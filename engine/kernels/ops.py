@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels import experts, reference, sequence_table
+from engine.kernels import experts, recurrent, reference, sequence_table
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
 from engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts, Route, RunExperts
@@ -21,6 +21,7 @@ from engine.kernels.kv_cache import KVShape
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker, chained
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
 from engine.kernels.ranks import Ranks
+from engine.kernels.recurrent import RunGatedDelta, RunMamba2, RunShortConv
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import Gather
 from engine.quant.formats import Format, NamedTensors
@@ -59,9 +60,10 @@ class Kernels:
     """The operations of one device.
 
     Each is specified by the function or class of the same name in `kernels/reference.py`, `route` and `run_experts` by
-    those in `kernels/experts.py`, `gather` by the one in `kernels/sequence_table.py`, `choose` and `most_likely` by
-    those in `sampling/reference.py`. What linear maps, the embedding, the KV cache and activations are kept in are four
-    independent facts; a linear map's is its own business.
+    those in `kernels/experts.py`, `gated_delta`, `mamba2` and `short_conv` by those in `kernels/recurrent.py`, `gather`
+    by the one in `kernels/sequence_table.py`, `choose` and `most_likely` by those in `sampling/reference.py`. What
+    linear maps, the embedding, the KV cache and activations are kept in are four independent facts; a linear map's is
+    its own business.
     """
 
     name: str
@@ -78,6 +80,9 @@ class Kernels:
     glu: Callable[[Tensor, str], Tensor]
     route: Route
     run_experts: RunExperts
+    gated_delta: RunGatedDelta
+    mamba2: RunMamba2
+    short_conv: RunShortConv
     attention: Callable[[Batch, KVShape], Attend]
     """Prepares one step's attention, which every layer then calls."""
     gather: Gather
@@ -158,6 +163,9 @@ def reference_kernels(
         glu=reference.glu,
         route=experts.route,
         run_experts=experts.run_experts,
+        gated_delta=recurrent.gated_delta,
+        mamba2=recurrent.mamba2,
+        short_conv=recurrent.short_conv,
         attention=reference.PagedAttention,
         gather=sequence_table.gather,
         choose=choose,

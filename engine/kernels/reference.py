@@ -70,6 +70,11 @@ def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
+def activated(up: Tensor, activation: str) -> Tensor:  # noqa: ARG001
+    """What lies between the linear maps of a feed-forward part without gates: relu(up)^2, all that is known so far."""
+    return F.relu(up).square()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenPlaces:
     """Where the T tokens of a step stand, which is the same in all layers."""

@@ -133,7 +133,8 @@ def triton_kernels(
         attention=lambda batch, shape: attention.TritonAttention(batch, shape, workspaces[shape]),
         gather=inputs.gather,
         choose=sampling.TritonChoose(limits.max_rows, model.vocab_size, device),
-        is_static=not any(isinstance(layer.feed_forward, Experts) for layer in model.layers),
+        is_static=not model.spec.states
+        and not any(isinstance(layer.feed_forward, Experts) for layer in model.layers),
     )
 
 
@@ -141,8 +142,8 @@ def _by_shape(model: ModelConfig, limits: LoadOptions) -> dict[KVShape, dict[int
     """The attention of all layers by its number, apart for each shape of caches."""
     found: dict[KVShape, dict[int, Attention]] = {}
     places = KVLayout.of(model, limits.block_size).places
-    for number, (place, layer) in enumerate(zip(places, model.layers, strict=True)):
-        found.setdefault(place.shape, {})[number] = layer.attention
+    for number, attention in model.spec.attentions.items():
+        found.setdefault(places[number].shape, {})[number] = attention
     return found
 
 
@@ -299,10 +300,12 @@ def check_native(model: ModelConfig, limits: LoadOptions) -> None:
         )
     if limits.kv_dtype == "fp8":
         raise native.NativeUnavailable("they have no KV cache in fp8; one in int8 is as small")
-    for layer in model.layers:
-        if layer.attention.head_dim % 8:
+    if model.spec.states:
+        raise native.NativeUnavailable("they have no layers with a state yet")
+    for attention in model.attentions:
+        if attention.head_dim % 8:
             raise native.NativeUnavailable(
-                f"they need a head_dim that is a multiple of 8, not {layer.attention.head_dim}"
+                f"they need a head_dim that is a multiple of 8, not {attention.head_dim}"
             )
 
 

@@ -24,7 +24,7 @@ from engine.model.texts import Text
 from engine.model.transformer import Decoder
 from engine.model.weights import Reader, load_layer
 from engine.quant.storages.names import EMBEDDING, LM_HEAD
-from engine.spec import Experts, GatedMlp, ModelSpec
+from engine.spec import Experts, Mlp, ModelSpec, StateMixer
 
 See = Callable[[LinearSpec, Tensor], None]
 """Is told the inputs [T, in] of a linear map before its weight is read, which it may replace."""
@@ -67,13 +67,16 @@ class LayerTensors(TensorFiles):
         """The one norm or linear map that makes the inputs of a linear map, if it can be divided; else None."""
         layer, name = self._spec, spec.parts[0].name.removeprefix(self._prefix)
         attention, own = layer.attention, layer.feed_forward
-        if name == attention.o:
+        if layer.state is not None and name in _names(layer.state):
+            return None
+        if attention is not None and name == attention.o:
             return self._last(attention.qkv) if not attention.norms_values else None
-        if isinstance(own, Experts) and name not in attention.qkv:
+        is_query = attention is not None and name in attention.qkv
+        if isinstance(own, Experts) and not is_query:
             return self._in_experts(own, name)
-        if isinstance(own, GatedMlp) and name == own.down:
-            return self._last(own.gate_up)
-        norm = layer.input_norm if name in attention.qkv else layer.post_norm
+        if isinstance(own, Mlp) and name == own.down:
+            return self._last(own.gate_up) if own.is_gated else None
+        norm = layer.input_norm if is_query else layer.post_norm
         can_be_divided = norm is not None and not norm.offset and not layer.is_parallel
         return f"{self._prefix}{norm.name}" if norm is not None and can_be_divided else None
 
@@ -92,7 +95,7 @@ class LayerTensors(TensorFiles):
     def heads(self, spec: LinearSpec) -> tuple[int, int, int] | None:
         """(key-value heads, query heads that share one, head_dim) if these are the inputs of a linear map."""
         own = self._spec.attention
-        if spec.parts[0].name != f"{self._prefix}{own.o}":
+        if own is None or spec.parts[0].name != f"{self._prefix}{own.o}":
             return None
         return own.num_kv_heads, own.num_heads // own.num_kv_heads, own.head_dim
 
@@ -132,6 +135,10 @@ class Stream:
     """The texts, a sequence each."""
     hidden: Tensor
     """[T, hidden] float32"""
+
+
+def _names(mixer: StateMixer) -> set[str]:
+    return {rows.name for map in mixer.maps().values() for rows in map.rows}
 
 
 class LayerwiseDecoder:
@@ -176,11 +183,10 @@ class LayerwiseDecoder:
 
     def _decoder(self, batch: Batch, index: int = 0, own: Sequence[LayerWeights] = ()) -> Decoder:
         """The decoder with one layer alone; without its weights, it has only what is before and behind all layers."""
-        shape = KVLayout.of(self._config, _BLOCK_SIZE).places[index].shape
-        num_blocks = int(batch.block_tables.max()) + 1 if own else 1
-        kv = KVCache(KVLayout.even(shape, 1), num_blocks, torch.float32, self._kernels.device)
         spec = replace(self._config.spec, layers=self._config.spec.layers[index : index + 1])
         config, weights = replace(self._config, spec=spec), replace(self._ends, layers=list(own))
+        num_blocks = int(batch.block_tables.max()) + 1 if own else 1
+        kv = KVCache(KVLayout.of(config, _BLOCK_SIZE), num_blocks, torch.float32, self._kernels.device)
         return Decoder(config, weights, self._kernels, kv, max(1, batch.max_query_len or 0))
 
 

@@ -13,9 +13,9 @@ from engine.kernels.cpu import native
 from engine.kernels.linear import Linear
 from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
-from engine.model.parameters import ExpertsWeights, LayerWeights, MlpWeights, Weights
+from engine.model.parameters import AttentionWeights, ExpertsWeights, LayerWeights, MlpWeights, Weights
 from engine.model.rotary import RotaryTables
-from engine.spec import GatedMlp, Layer, ModelSpec, Norm
+from engine.spec import Layer, Mlp, ModelSpec, Norm
 
 
 def program(
@@ -100,12 +100,14 @@ def _layer(
 def _parts(
     number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool, first: int
 ) -> Iterator[native.NativeOp]:
-    attention = layer.attention
+    attention, mixer = layer.attention, own.mixer
+    assert attention is not None
+    assert isinstance(mixer, AttentionWeights)
     cos, sin, q_scales = tables.of(attention)
     heads = native.NativeHeads(
         num_heads=attention.num_heads,
-        q_norm=own.q_norm,
-        k_norm=own.k_norm,
+        q_norm=mixer.q_norm,
+        k_norm=mixer.k_norm,
         norms_last=attention.norms_after_rotation,
         norms_values=attention.norms_values,
         shares=attention.shares is not None,
@@ -143,11 +145,11 @@ def _parts(
             kind="norm", time="norm", source="added", scale=scale, layer=number, **reading(norm, weight)
         )
 
-    yield linear("qkv", own.qkv, "hidden", "qkv", **reading(layer.input_norm, own.input_norm))
+    yield linear("qkv", mixer.qkv, "hidden", "qkv", **reading(layer.input_norm, own.input_norm))
     yield native.NativeOp(kind="attend", time="attention", heads=heads, layer=number, is_sampled=gathers)
     if gathers:
         yield native.NativeOp(kind="gather", time="gather", layer=number)
-    output = added(linear("o", own.o, "attended", "added"), layer.attention_norm, own.attention_norm)
+    output = added(linear("o", mixer.o, "attended", "added"), layer.attention_norm, own.attention_norm)
     read = (layer.input_norm, own.input_norm) if layer.is_parallel else (layer.post_norm, own.post_norm)
     norm = layer.feed_forward_norm, own.feed_forward_norm
     if isinstance(own.feed_forward, ExpertsWeights):
@@ -158,7 +160,7 @@ def _parts(
     else:
         mlp, dense = own.feed_forward, layer.feed_forward
         assert isinstance(mlp, MlpWeights)
-        assert isinstance(dense, GatedMlp)
+        assert isinstance(dense, Mlp)
         gate: dict[str, Any] = {"gate": dense.activation, **reading(*read)}
         early = [linear("gate_up", mlp.gate_up, "hidden", "inner", **gate)]
         late = list(added(linear("down", mlp.down, "inner", "added"), *norm))

@@ -11,10 +11,36 @@ from torch import Tensor
 from engine.kernels.experts import ExpertLinear
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
-from engine.spec import Experts
+from engine.kernels.recurrent import StateVectors
+from engine.spec import Experts, StateMixer
 
 FeedForward = Callable[[Tensor], Tensor]
-"""The part of a layer after attention: [T, hidden] -> [T, hidden]."""
+"""The part of a layer behind its mixer: [T, hidden] -> [T, hidden]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """See `Attention`; norms that it does not have are None."""
+
+    qkv: Linear
+    """hidden -> gates if it has them, queries, keys, values, one after another."""
+    o: Linear
+    q_norm: Tensor | None = None
+    """[head_dim], or [heads * head_dim] where all heads are normed as one row."""
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateWeights:
+    """A mixer with a state: the linear maps around its kernel."""
+
+    spec: StateMixer
+    into: Linear
+    """hidden -> what the kernel reads, see `recurrent`."""
+    out: Linear
+    gates: Linear | None = None
+    """hidden -> two numbers a value head, of a gated delta net."""
+    vectors: StateVectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +48,10 @@ class MlpWeights:
     """down(activation(gate) * up): the dense feed-forward part."""
 
     gate_up: Linear
-    """hidden -> gate, up, one after the other."""
+    """hidden -> gate, up, one after the other; ups alone where there are no gates."""
     down: Linear
     glu: Callable[[Tensor, str], Tensor]
-    """gate, up -> activation(gate) * up"""
+    """gate, up -> activation(gate) * up; or activation(up)."""
     activation: str = "silu"
 
     def __call__(self, x: Tensor, /) -> Tensor:
@@ -99,18 +125,13 @@ class ExpertsWeights:
 class LayerWeights:
     """The weights of one layer; norms that its description does not have are None."""
 
-    qkv: Linear
-    """hidden -> queries, keys, values, one after another."""
-    o: Linear
-    feed_forward: FeedForward
+    mixer: AttentionWeights | StateWeights | None
+    feed_forward: FeedForward | None
     input_norm: Tensor | None = None
     """[hidden]"""
     attention_norm: Tensor | None = None
     post_norm: Tensor | None = None
     feed_forward_norm: Tensor | None = None
-    q_norm: Tensor | None = None
-    """[head_dim], or [heads * head_dim] where all heads are normed as one row."""
-    k_norm: Tensor | None = None
     per_layer_gate: Linear | None = None
     """hidden -> gates of the layer's own embedding."""
     per_layer_out: Linear | None = None

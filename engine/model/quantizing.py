@@ -97,7 +97,9 @@ def check(folder: Path, scheme: Scheme) -> ModelConfig:
     if config.quantization is not None:
         method = config.quantization.text("quant_method")
         raise CheckpointError(f"{folder} is quantized already, quant_method {method}")
-    if any(layer.embedding or layer.attention.shares is not None for layer in config.layers):
+    if any(layer.embedding for layer in config.layers) or any(
+        a.shares is not None for a in config.attentions
+    ):
         raise CheckpointError(
             f"{folder}: its layers read what others made, and are quantized at load only: serve it with --quantize"
         )

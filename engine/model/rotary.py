@@ -21,8 +21,8 @@ class RotaryTables:
         device = device or torch.device("cpu")
         self._tables: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
         self._q_scales: dict[tuple[float, int], Tensor] = {}
-        for layer in spec.layers:
-            number, head_dim, by = layer.attention.rope, layer.attention.head_dim, layer.attention.temperature
+        for attention in spec.attentions.values():
+            number, head_dim, by = attention.rope, attention.head_dim, attention.temperature
             if (number, head_dim) not in self._tables:
                 rope = _UNMOVED if number is None else spec.ropes[number]
                 cos, sin = rotary_tables(rope, head_dim, max_position)

@@ -9,9 +9,9 @@ from typing import TypeVar
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.model.gguf.container import is_gguf
-from engine.spec import Experts, GatedMlp, Layer
+from engine.spec import Attention, Experts, GatedDelta, Layer, Mamba2, Mixer, Mlp, ShortConv
 
-_Part = TypeVar("_Part", GatedMlp, Experts)
+_Part = TypeVar("_Part", Mlp, Experts)
 
 TILE = 128
 """The rows of a weight that a product takes at a time: of fewer, it takes as long."""
@@ -32,7 +32,7 @@ def split_config(
         CheckpointError: the model cannot be shared out among so many.
     """
     asked = f"--tensor-parallel {num_ranks}"
-    for attention in (layer.attention for layer in config.layers):
+    for attention in config.attentions:
         if attention.num_heads % num_ranks:
             raise CheckpointError(
                 f"{asked}: the model has {attention.num_heads} attention heads, which do not split"
@@ -41,9 +41,8 @@ def split_config(
             raise CheckpointError(
                 f"{asked}: the model has {attention.num_kv_heads} key-value heads, which do not split"
             )
-    for layer in config.layers:
-        for name, norm in layer.attention.norms().items():
-            if norm.size != layer.attention.head_dim:
+        for name, norm in attention.norms().items():
+            if norm.size != attention.head_dim:
                 raise CheckpointError(
                     f"{asked}: {norm.name} norms all heads as one row, which ranks do not have ({name})"
                 )
@@ -57,11 +56,9 @@ def split_config(
 
 
 def _part_of(layer: Layer, num_ranks: int, rank: int, expert_parallel: str) -> Layer:
-    attention, own = layer.attention, layer.feed_forward
-    narrow = layer.with_attention(
-        num_heads=attention.num_heads // num_ranks,
-        num_kv_heads=max(1, attention.num_kv_heads // num_ranks),
-    )
+    own, narrow = layer.feed_forward, replace(layer, mixer=_mixer_part(layer.mixer, num_ranks))
+    if own is None:
+        return narrow
     if not isinstance(own, Experts):
         return replace(narrow, feed_forward=_narrower(own, num_ranks))
     shared = None if own.shared is None else _narrower(own.shared, num_ranks)
@@ -71,6 +68,30 @@ def _part_of(layer: Layer, num_ranks: int, rank: int, expert_parallel: str) -> L
     return replace(
         narrow, feed_forward=replace(_narrower(own, num_ranks, "intermediate_size of experts"), shared=shared)
     )
+
+
+def _mixer_part(mixer: Mixer | None, num_ranks: int) -> Mixer | None:
+    """A rank's heads, or its channels; several ranks have the same keys and queries of Mamba-2 if there are fewer."""
+    if isinstance(mixer, Attention):
+        num_kv_heads = max(1, mixer.num_kv_heads // num_ranks)
+        return replace(mixer, num_heads=mixer.num_heads // num_ranks, num_kv_heads=num_kv_heads)
+    if isinstance(mixer, GatedDelta):
+        num_keys = _share(mixer.num_key_heads, num_ranks, "key heads of a gated delta net")
+        return replace(mixer, num_key_heads=num_keys, num_value_heads=mixer.num_value_heads // num_ranks)
+    if isinstance(mixer, Mamba2):
+        num_groups = _share(mixer.num_groups, num_ranks, "groups of Mamba heads, each of which is normed,")
+        return replace(mixer, num_groups=num_groups, num_heads=mixer.num_heads // num_ranks)
+    if isinstance(mixer, ShortConv):
+        return replace(mixer, channels=_share(mixer.channels, num_ranks, "channels of a convolution"))
+    return None
+
+
+def _share(count: int, num_ranks: int, what: str) -> int:
+    if count % num_ranks:
+        raise CheckpointError(
+            f"--tensor-parallel {num_ranks}: the model has {count} {what}, which do not split"
+        )
+    return count // num_ranks
 
 
 def _narrower(part: _Part, num_ranks: int, field: str = "intermediate_size") -> _Part:

@@ -38,6 +38,11 @@ class SplitFiles(TensorFiles):
             for maps in (layer.maps(),)
             for field, map in own.maps().items()
             for rows, own_rows in zip(maps[field].rows, map.rows, strict=True)
+        } | {
+            f"model.layers.{number}.{vector.name.rpartition('.')[0]}": (vector.sections, own_vector.sections)
+            for number, (layer, own) in enumerate(zip(whole.layers, part.layers, strict=True))
+            for vector, own_vector in zip(layer.vectors().values(), own.vectors().values(), strict=True)
+            if vector.sections
         }
 
     def read(self, name: str) -> Tensor:

@@ -162,7 +162,7 @@ class LinearSpec:
 
 
 def linear_specs(config: ModelConfig, layer: int = 0, recipe: Recipe = AS_IT_IS) -> dict[str, LinearSpec]:
-    """The linear maps of one layer, by their field of LayerWeights or of its feed-forward part.
+    """The linear maps of one layer, by their field of LayerWeights or of its mixer or feed-forward part.
 
     Raises:
         CheckpointError: see `Quantization.layer_format`.
@@ -215,11 +215,18 @@ def norm_in_our_order(weight: Tensor, heads: HeadOrder | None) -> Tensor:
 
 def row_order(rows: Rows) -> Tensor | None:
     """[rows] the checkpoint's row for each of ours; None if they are the same."""
+    if rows.groups is not None:
+        return torch.tensor(rows.groups.rows)
     if rows.heads is None:
         return None
-    order, (start, end) = torch.arange(rows.count), (0, sum(rows.sections[:2]))
-    heads = torch.arange(start, end, rows.heads.head_dim)[:, None]
-    order[start:end] = (heads + torch.tensor(rows.heads.dimensions)).flatten()
+    dimensions, head_dim = torch.tensor(rows.heads.dimensions), rows.heads.head_dim
+    if rows.heads.has_gates:
+        heads = torch.arange(0, rows.count, 2 * head_dim)[:, None]
+        gates = heads + head_dim + torch.arange(head_dim)
+        return torch.cat((gates.flatten(), (heads + dimensions).flatten()))
+    order, end = torch.arange(rows.count), sum(rows.sections[:2])
+    heads = torch.arange(0, end, head_dim)[:, None]
+    order[:end] = (heads + dimensions).flatten()
     return order
 
 
@@ -273,7 +280,7 @@ def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str,
         for norm in layer.norms().values():
             yield f"{LAYERS}{number}.{norm.tensor}", StoredTensor("weight", (norm.size,))
         for vector in layer.vectors().values():
-            yield f"{LAYERS}{number}.{vector.name}", StoredTensor("", (vector.size,), loose=True)
+            yield f"{LAYERS}{number}.{vector.name}", StoredTensor("", vector.shape, loose=True)
         if layer.scalar:
             yield f"{LAYERS}{number}.{layer.scalar}", StoredTensor(layer.scalar, (1,))
         for spec in linear_specs(config, number, recipe).values():

@@ -17,12 +17,13 @@ from engine.kernels.linear import Linear
 from engine.kernels.ops import Attend, Kernels
 from engine.kernels.ranks import embed
 from engine.kernels.reference import TokenPlaces
+from engine.kernels.state_cache import StateCache
 from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
 from engine.model.lowering import embedding_scale, head_program, packed, program
-from engine.model.parameters import LayerWeights, Weights
+from engine.model.parameters import AttentionWeights, LayerWeights, StateWeights, Weights
 from engine.model.rotary import RotaryTables
-from engine.spec import Attention, Layer, LayerEmbedding, ModelSpec, Norm
+from engine.spec import Attention, Layer, LayerEmbedding, Mamba2, ModelSpec, Norm, ShortConv
 
 ForwardPass = Callable[[Batch], Tensor]
 """The layers of a decoder: batch -> hidden states [R, hidden] of its sample rows after the final norm.
@@ -32,15 +33,21 @@ The step's keys and values go into the KV cache. The output head makes logits of
 
 
 def make_decoder(
-    config: ModelConfig, weights: Weights, kernels: Kernels, kv: KVCache, max_position: int
+    config: ModelConfig,
+    weights: Weights,
+    kernels: Kernels,
+    kv: KVCache,
+    max_position: int,
+    states: StateCache | None = None,
 ) -> ForwardPass:
     """The decoder that runs whole passes natively if there are kernels for that, else the one below.
 
     Args:
         max_position: no token will ever have this position or a higher one.
+        states: see `Decoder`.
     """
     if kernels.team is None:
-        return Decoder(config, weights, kernels, kv, max_position)
+        return Decoder(config, weights, kernels, kv, max_position, states)
     ops = program(config.spec, weights, RotaryTables(config.spec, max_position), kernels.embedding_dtype)
     return _native_decoder(kernels.team, kv, config.spec, ops, weights.rows)
 
@@ -84,15 +91,27 @@ def _native_decoder(
 
 
 class Decoder:
-    """A ForwardPass over the kernel table, on any device."""
+    """A ForwardPass over the kernel table, on any device.
+
+    Args:
+        states: those of the layers that have one. Without, every sequence of a batch is at its first token, and no
+            state is kept.
+    """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kernels: Kernels, kv: KVCache, max_position: int
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kernels: Kernels,
+        kv: KVCache,
+        max_position: int,
+        states: StateCache | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
         self.kernels = kernels
         self.kv = kv
+        self.states = states
         self.tables = RotaryTables(config.spec, max_position, kernels.device)
         self.embedding_scale = embedding_scale(config.spec, kernels.embedding_dtype)
 
@@ -119,23 +138,32 @@ class Decoder:
             The stream, and what the last part of the last layer adds to it, if that is not in it yet.
         """
         spec, step = self.config.spec, _Step(batch, self)
-        parts, delta = self._layer_embeddings(batch.token_ids, hidden), None
+        parts = self._layer_embeddings(batch.token_ids, hidden)
+        delta: Tensor | None = None
         for i, (layer, own) in enumerate(zip(spec.layers, self.weights.layers, strict=True)):
-            hidden, x = self._read(hidden, delta, layer.input_norm, own.input_norm)
-            delta = self._added(layer, layer.attention_norm, own.attention_norm, self._attend(i, x, step))
-            if layer.is_parallel:
-                delta = delta + self._added(layer, None, None, own.feed_forward(x))
-            else:
-                hidden, x = self._read(hidden, delta, layer.post_norm, own.post_norm)
-                delta = self._added(
-                    layer, layer.feed_forward_norm, own.feed_forward_norm, own.feed_forward(x)
-                )
+            hidden, made = self._layer(i, hidden, delta, step)
             if parts is not None and layer.embedding is not None:
-                hidden = hidden + delta
-                delta = self._of_embedding(layer.embedding, own, hidden, parts[:, i])
-            if own.scalar != 1.0:
-                hidden, delta = (hidden + delta) * own.scalar, None
+                hidden = hidden + made
+                made = self._of_embedding(layer.embedding, own, hidden, parts[:, i])
+            hidden, delta = (hidden, made) if own.scalar == 1.0 else ((hidden + made) * own.scalar, None)
         return hidden, delta
+
+    def _layer(self, index: int, hidden: Tensor, delta: Tensor | None, step: _Step) -> tuple[Tensor, Tensor]:
+        """Takes the stream, and what the last part adds to it, through the parts of a layer that there are."""
+        layer, own = self.config.spec.layers[index], self.weights.layers[index]
+        if own.mixer is not None:
+            hidden, x = self._read(hidden, delta, layer.input_norm, own.input_norm)
+            made = self._mix(index, own.mixer, x, step)
+            delta = self._added(layer, layer.attention_norm, own.attention_norm, made)
+        if own.feed_forward is None:
+            assert delta is not None
+            return hidden, delta
+        if layer.is_parallel:
+            assert delta is not None
+            return hidden, delta + self._added(layer, None, None, own.feed_forward(x))
+        hidden, x = self._read(hidden, delta, layer.post_norm, own.post_norm)
+        made = own.feed_forward(x)
+        return hidden, self._added(layer, layer.feed_forward_norm, own.feed_forward_norm, made)
 
     def _layer_embeddings(self, token_ids: Tensor, hidden: Tensor) -> Tensor | None:
         """[T, layers, size] what each layer reads of its own of every token; None if they read nothing."""
@@ -181,14 +209,23 @@ class Decoder:
         made = self._norm(made, norm, weight)
         return made if layer.residual_scale == 1.0 else made * layer.residual_scale
 
-    def _attend(self, index: int, x: Tensor, step: _Step) -> Tensor:
-        layer_kv, attention = self.kv.layer(index), self.config.spec.layers[index].attention
-        place = self.kv.layout.places[index]
-        weights = self.weights.layers[index]
+    def _mix(self, index: int, own: AttentionWeights | StateWeights, x: Tensor, step: _Step) -> Tensor:
+        attention = self.config.spec.layers[index].attention
+        if isinstance(own, StateWeights):
+            return own.out(self._recur(index, own, x, step.batch))
+        assert attention is not None
+        return own.o(self._attend(index, attention, own, x, step))
+
+    def _attend(
+        self, index: int, attention: Attention, own: AttentionWeights, x: Tensor, step: _Step
+    ) -> Tensor:
+        layer_kv, place = self.kv.layer(index), self.kv.layout.places[index]
+        made = own.qkv(x)
+        gates, qkv = made[:, : attention.gate_size], made[:, attention.gate_size :]
         queries = self.kernels.rotate_and_write(
-            weights.qkv(x),
-            weights.q_norm,
-            weights.k_norm,
+            qkv,
+            own.q_norm,
+            own.k_norm,
             self.config.spec.norm_eps,
             step.places(attention, place.table),
             layer_kv if attention.shares is None else None,
@@ -196,16 +233,26 @@ class Decoder:
             norms_last=attention.norms_after_rotation,
             norms_values=attention.norms_values,
         )
-        return weights.o(
-            step.attend[place.shape](
-                queries,
-                layer_kv,
-                attention.window,
-                attention.scale,
-                attention.softcap,
-                step.tables[place.table],
-            )
+        attended = step.attend[place.shape](
+            queries,
+            layer_kv,
+            attention.window,
+            attention.scale,
+            attention.softcap,
+            step.tables[place.table],
         )
+        return attended * gates.sigmoid() if attention.has_gate else attended
+
+    def _recur(self, index: int, own: StateWeights, x: Tensor, batch: Batch) -> Tensor:
+        kernels, spec, eps = self.kernels, own.spec, self.config.spec.norm_eps
+        states = None if self.states is None else self.states.layer(index)
+        rows = own.into(x)
+        if isinstance(spec, Mamba2):
+            return kernels.mamba2(rows, spec, own.vectors, eps, states, batch)
+        if isinstance(spec, ShortConv):
+            return kernels.short_conv(rows, spec, own.vectors, states, batch)
+        assert own.gates is not None
+        return kernels.gated_delta(rows, own.gates(x), spec, own.vectors, eps, states, batch)
 
 
 class _Step:
@@ -213,7 +260,7 @@ class _Step:
 
     def __init__(self, batch: Batch, decoder: Decoder) -> None:
         kernels, kv = decoder.kernels, decoder.kv
-        self._positions, self._rotary = batch.positions, decoder.tables
+        self.batch, self._rotary = batch, decoder.tables
         self.tables = batch.tables(len(kv.layout.windows))
         self._in_cache = [
             kernels.kv_places(replace(batch, block_tables=table), kv.block_size) for table in self.tables
@@ -223,4 +270,4 @@ class _Step:
         }
 
     def places(self, attention: Attention, table: int) -> TokenPlaces:
-        return TokenPlaces(self._positions, self._in_cache[table], *self._rotary.of(attention))
+        return TokenPlaces(self.batch.positions, self._in_cache[table], *self._rotary.of(attention))

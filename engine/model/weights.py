@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,16 @@ from engine.kernels.experts import ExpertLinear
 from engine.kernels.linear import Linear, chained
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import gathered
+from engine.kernels.recurrent import StateVectors
+from engine.kernels.reference import activated
 from engine.model.parameters import (
+    AttentionWeights,
     ExpertsWeights,
     FeedForward,
     LayerEmbeddingWeights,
     LayerWeights,
     MlpWeights,
+    StateWeights,
     Weights,
 )
 from engine.model.safetensors import TensorFiles
@@ -44,7 +49,18 @@ from engine.quant.formats import DENSE, Format, NamedTensors, by_rows
 from engine.quant.integers import Integers, widen
 from engine.quant.storage import BadTensor
 from engine.quant.storages.names import LAYERS
-from engine.spec import Experts, GatedMlp, HeadOrder, Layer, Norm, expert_field
+from engine.spec import (
+    Attention,
+    Experts,
+    HeadOrder,
+    Layer,
+    Mixer,
+    Mlp,
+    Norm,
+    ShortConv,
+    StateMixer,
+    expert_field,
+)
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
@@ -126,38 +142,56 @@ def load_layer(
     Args:
         eps: of its norms.
     """
-    prefix = f"{LAYERS}{number}."
-    heads = dict.fromkeys(layer.attention.norms(), layer.attention.head_order)
-    norms = {
-        field: reader.norm(norm, prefix, heads.get(field))
-        for field, norm in layer.norms().items()
-        if field not in layer.feed_forward.norms()
-    }
-    own = layer.maps().keys() - layer.feed_forward.maps().keys()
-    linears = {field: reader.linear(spec) for field, spec in specs.items() if field in own}
+    prefix, embedding = f"{LAYERS}{number}.", layer.embedding
+    norms = layer.outer_norms() | ({} if embedding is None else {"per_layer_norm": embedding.norm})
+    maps = {} if embedding is None else embedding.maps()
+    found: dict[str, Any] = {field: reader.norm(norm, prefix) for field, norm in norms.items()}
+    found |= {field: reader.linear(specs[field]) for field in maps}
     return LayerWeights(
-        qkv=linears["qkv"],
-        o=linears["o"],
-        feed_forward=_feed_forward(layer, reader, prefix, specs, eps),
-        per_layer_gate=linears.get("per_layer_gate"),
-        per_layer_out=linears.get("per_layer_out"),
+        mixer=_mixer(layer.mixer, reader, prefix, specs),
+        feed_forward=_feed_forward(layer.feed_forward, reader, prefix, specs, eps),
         scalar=float(reader.read(f"{LAYERS}{number}.{layer.scalar}")) if layer.scalar else 1.0,
-        **norms,
+        **found,
     )
 
 
+def _mixer(
+    own: Mixer | None, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec]
+) -> AttentionWeights | StateWeights | None:
+    if own is None:
+        return None
+    linears: dict[str, Any] = {field: reader.linear(specs[field]) for field in own.maps()}
+    if isinstance(own, Attention):
+        heads = own.head_order
+        norms: dict[str, Any] = {
+            field: reader.norm(norm, prefix, heads) for field, norm in own.norms().items()
+        }
+        return AttentionWeights(**linears, **norms)
+    return StateWeights(spec=own, vectors=_state_vectors(own, reader, prefix), **linears)
+
+
+def _state_vectors(own: StateMixer, reader: Reader, prefix: str) -> StateVectors:
+    found = {
+        field: reader.vector(f"{prefix}{vector.name}").view(vector.shape)
+        for field, vector in own.vectors().items()
+    }
+    if not isinstance(own, ShortConv) and own.has_log_decay:
+        found["decay"] = -found["decay"].exp()
+    norms = {field: reader.norm(norm, prefix).float() for field, norm in own.norms().items()}
+    return StateVectors(**found, **norms)
+
+
 def _feed_forward(
-    layer: Layer, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec], eps: float
-) -> FeedForward:
-    own = layer.feed_forward
+    own: Mlp | Experts | None, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec], eps: float
+) -> FeedForward | None:
     if isinstance(own, Experts):
         return _experts(own, reader, prefix, specs, eps)
-    return _mlp(own, reader, specs)
+    return None if own is None else _mlp(own, reader, specs)
 
 
-def _mlp(own: GatedMlp, reader: Reader, specs: Mapping[str, LinearSpec], prefix: str = "") -> MlpWeights:
+def _mlp(own: Mlp, reader: Reader, specs: Mapping[str, LinearSpec], prefix: str = "") -> MlpWeights:
     gate_up, down = (reader.linear(specs[f"{prefix}{field}"]) for field in own.maps())
-    return MlpWeights(gate_up, down, reader.kernels.glu, own.activation)
+    return MlpWeights(gate_up, down, reader.kernels.glu if own.is_gated else activated, own.activation)
 
 
 def _experts(

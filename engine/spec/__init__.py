@@ -17,9 +17,10 @@ from engine.spec.experts import (
     default_stacks,
     expert_field,
 )
-from engine.spec.feed_forward import ACTIVATIONS, GatedMlp
-from engine.spec.maps import HeadOrder, LinearMap, Norm, Rows, Vector
-from engine.spec.model import Layer, LayerEmbedding, LayerEmbeddings, ModelSpec
+from engine.spec.feed_forward import ACTIVATIONS, Mlp
+from engine.spec.maps import Groups, HeadOrder, LinearMap, Norm, Rows, Vector
+from engine.spec.model import Layer, LayerEmbedding, LayerEmbeddings, Mixer, ModelSpec
+from engine.spec.state import GatedDelta, Mamba2, ShortConv, StateMixer, state_floats
 
 __all__ = [
     "ACTIVATIONS",
@@ -28,19 +29,26 @@ __all__ = [
     "Activation",
     "Attention",
     "Experts",
-    "GatedMlp",
+    "GatedDelta",
+    "Groups",
     "HeadOrder",
     "Layer",
     "LayerEmbedding",
     "LayerEmbeddings",
     "LinearMap",
+    "Mamba2",
+    "Mixer",
+    "Mlp",
     "ModelSpec",
     "Norm",
     "Rope",
     "Router",
     "Rows",
+    "ShortConv",
     "Stack",
+    "StateMixer",
     "Vector",
     "default_stacks",
     "expert_field",
+    "state_floats",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.spec.maps import HeadOrder, LinearMap, Norm, Rows
+from engine.spec.maps import HeadOrder, LinearMap, Norm, Rows, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,18 @@ class Attention:
     """The dimensions of a head that are rotated in the checkpoint's order; 0 stands for all."""
     is_interleaved: bool = False
     """See `HeadOrder`."""
+    has_gate: bool = False
+    """Whether what a head makes is multiplied by the sigmoid of its gates, whose rows follow those of its queries in
+    the checkpoint, and are the first of the fused map."""
 
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def gate_size(self) -> int:
+        """The numbers of a row that come before its queries."""
+        return self.q_size if self.has_gate else 0
 
     @property
     def kv_size(self) -> int:
@@ -81,24 +89,33 @@ class Attention:
     @property
     def head_order(self) -> HeadOrder | None:
         """The checkpoint's order of a head's dimensions; None if it is ours."""
-        order = HeadOrder(self.head_dim, self.rotated or self.head_dim, self.is_interleaved)
-        return None if order.is_ours else order
+        return None if self._order.is_ours else self._order
+
+    @property
+    def _order(self) -> HeadOrder:
+        return HeadOrder(self.head_dim, self.rotated or self.head_dim, self.is_interleaved)
 
     def maps(self) -> dict[str, LinearMap]:
         q, kv, order = self.q_size, self.kv_size, self.head_order
         query, *rest = self.qkv
+        queries = Rows(query, (q,), order)
+        if self.has_gate:
+            queries = Rows(query, (2 * q,), replace(self._order, has_gates=True))
         if self.shares is not None:
-            rows: tuple[Rows, ...] = (Rows(query, (q,), order),)
+            rows: tuple[Rows, ...] = (queries,)
         elif not rest:
             rows = (Rows(query, (q, kv, kv), order),)
         else:
-            rows = (Rows(query, (q,), order), Rows(rest[0], (kv,), order), Rows(rest[-1], (kv,)))
+            rows = (queries, Rows(rest[0], (kv,), order), Rows(rest[-1], (kv,)))
         return {
             "qkv": LinearMap(rows=rows, in_features=self.hidden_size, has_bias=self.qkv_bias),
             "o": LinearMap(
                 rows=(Rows(self.o, (self.hidden_size,)),), in_features=q, has_bias=self.o_bias, sums=True
             ),
         }
+
+    def vectors(self) -> dict[str, Vector]:
+        return {}
 
     def norms(self) -> dict[str, Norm]:
         return {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(self, name)) is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.spec.feed_forward import GatedMlp
+from engine.spec.feed_forward import Mlp
 from engine.spec.maps import LinearMap, Norm, Rows, Vector
 
 SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
@@ -120,7 +120,7 @@ class Experts:
     norm: Norm | None = None
     """Of what experts read of the part's inputs; and next, of the sum that they make."""
     out_norm: Norm | None = None
-    shared: GatedMlp | None = None
+    shared: Mlp | None = None
     """The shared experts, as one part that every token has."""
     shared_gate: str = ""
     """The name of a linear map to one number, whose sigmoid multiplies what shared experts make; "" is none."""

@@ -1,4 +1,4 @@
-"""The dense part of a layer after attention."""
+"""The dense feed-forward part of a layer."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from engine.spec.maps import LinearMap, Norm, Rows, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedMlp:
-    """down(activation(gate) * up): the dense feed-forward part."""
+class Mlp:
+    """down(activation(gate) * up), or down(activation(up)) where there is no gate."""
 
     hidden_size: int
     inner_size: int
     activation: str = "silu"
     """One of ACTIVATIONS."""
+    is_gated: bool = True
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """The checkpoint's maps of gates and ups: two, or one with the rows of both."""
+    """The checkpoint's maps of gates and ups: two, or one with the rows of both; that of ups alone without gates."""
     down: str = "mlp.down_proj"
     has_bias: bool = False
 
     def maps(self) -> dict[str, LinearMap]:
         inner = self.inner_size
-        if len(self.gate_up) == 1:
+        if self.is_gated and len(self.gate_up) == 1:
             rows: tuple[Rows, ...] = (Rows(self.gate_up[0], (inner, inner)),)
         else:
             rows = tuple(Rows(name, (inner,)) for name in self.gate_up)
         return {
             "gate_up": LinearMap(
-                rows=rows, in_features=self.hidden_size, has_bias=self.has_bias, is_gated=True
+                rows=rows, in_features=self.hidden_size, has_bias=self.has_bias, is_gated=self.is_gated
             ),
             "down": LinearMap(
                 rows=(Rows(self.down, (self.hidden_size,)),),
@@ -47,7 +48,8 @@ class GatedMlp:
     @property
     def numbers_per_token(self) -> int:
         """The activations that a token has between its linear maps."""
-        return 2 * self.hidden_size + 3 * self.inner_size
+        return 2 * self.hidden_size + (3 if self.is_gated else 2) * self.inner_size
 
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+"""The last without a gate."""

@@ -39,10 +39,12 @@ class HeadOrder:
     """The first dimensions, so many, are rotated, and the others pass."""
     is_interleaved: bool
     """Whether dimension 2i is rotated with 2i + 1; otherwise dimension i is rotated with i + rotated / 2."""
+    has_gates: bool = False
+    """Whether as many rows follow those of each head, which loading puts before the rows of all heads, as they are."""
 
     @property
     def is_ours(self) -> bool:
-        return self.rotated == self.head_dim and not self.is_interleaved
+        return self.rotated == self.head_dim and not self.is_interleaved and not self.has_gates
 
     @property
     def dimensions(self) -> list[int]:
@@ -54,6 +56,28 @@ class HeadOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class Groups:
+    """The rows of a linear map of which a checkpoint has some of each kind in every group.
+
+    Loading puts the rows of a kind together.
+    """
+
+    count: int
+    sizes: tuple[int, ...]
+    """The rows of each kind in one group."""
+
+    @property
+    def rows(self) -> list[int]:
+        """The checkpoint's row for each of ours."""
+        width, found, start = sum(self.sizes), list[int](), 0
+        for size in self.sizes:
+            first = (group * width + start for group in range(self.count))
+            found += [row + i for row in first for i in range(size)]
+            start += size
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of a linear map that one tensor of the checkpoint has."""
 
@@ -62,6 +86,8 @@ class Rows:
     """What the rows are, one kind after another; each is split among ranks by itself."""
     heads: HeadOrder | None = None
     """The order of the rows of each head, where that is another one than ours; of all sections but a third."""
+    groups: Groups | None = None
+    """The order of all rows, where kinds alternate; there is one section."""
 
     @property
     def count(self) -> int:
@@ -85,8 +111,16 @@ class LinearMap:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A tensor with one number for each of something, kept in float32."""
+    """A tensor with one number for each of something, or a few, kept in float32."""
 
     name: str
     """The full one in its layer: nothing follows it."""
     size: int
+    each: int = 1
+    sections: tuple[int, ...] = ()
+    """What `size` counts, one kind after another; each is split among ranks by itself. Empty stands for one kind."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """But for axes of length 1, which a checkpoint may have."""
+        return (self.size,) if self.each == 1 else (self.size, self.each)

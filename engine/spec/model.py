@@ -7,8 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from engine.spec.attention import Attention, Rope
 from engine.spec.experts import Experts
-from engine.spec.feed_forward import GatedMlp
+from engine.spec.feed_forward import Mlp
 from engine.spec.maps import LinearMap, Norm, Rows, Vector
+from engine.spec.state import StateMixer
+
+Mixer = Attention | StateMixer
+"""The part of a layer in which tokens see those before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,22 +62,23 @@ class LayerEmbeddings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Attention and a feed-forward part, each of which adds to the residual stream.
+    """A mixer and a feed-forward part, or one of them, each of which adds to the residual stream.
 
     Each reads the stream, or a norm of it; what it adds may be normed, too.
     """
 
-    attention: Attention
-    feed_forward: GatedMlp | Experts
+    mixer: Mixer | None
+    feed_forward: Mlp | Experts | None
     input_norm: Norm | None = None
+    """Of what the mixer reads."""
     attention_norm: Norm | None = None
-    """Of what attention adds."""
+    """Of what the mixer adds."""
     post_norm: Norm | None = None
     """Of what the feed-forward part reads. Without it and `input_norm`, both parts read the stream as it is."""
     feed_forward_norm: Norm | None = None
     """Of what the feed-forward part adds."""
     is_parallel: bool = False
-    """Whether the feed-forward part reads what attention reads, rather than what it left."""
+    """Whether the feed-forward part reads what the mixer reads, rather than what it left."""
     residual_scale: float = 1.0
     """What either part adds is multiplied by it."""
     embedding: LayerEmbedding | None = None
@@ -81,26 +86,51 @@ class Layer:
     scalar: str = ""
     """The name of a tensor with one number, by which the stream is multiplied in the end; "" is none."""
 
+    @property
+    def attention(self) -> Attention | None:
+        """The mixer if it has keys and values; None if there is none, or one with a state."""
+        return self.mixer if isinstance(self.mixer, Attention) else None
+
+    @property
+    def state(self) -> StateMixer | None:
+        """The mixer if it has a state; None if there is none, or attention."""
+        return None if isinstance(self.mixer, Attention) else self.mixer
+
+    @property
+    def parts(self) -> list[Mixer | Mlp | Experts]:
+        """The mixer and the feed-forward part, in the order in which they run, as far as there are both."""
+        return [part for part in (self.mixer, self.feed_forward) if part is not None]
+
     def maps(self) -> dict[str, LinearMap]:
-        """The linear maps by their field of `LayerWeights`, in the order in which they run."""
-        of_embedding = {} if self.embedding is None else self.embedding.maps()
-        return {**self.attention.maps(), **self.feed_forward.maps(), **of_embedding}
+        """The linear maps by their field of its weights, in the order in which they run."""
+        own = {field: map for part in self.parts for field, map in part.maps().items()}
+        return own if self.embedding is None else own | self.embedding.maps()
 
     def norms(self) -> dict[str, Norm]:
-        """The norms by their field of `LayerWeights`."""
-        outer = ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")
-        own = {name: norm for name in outer if (norm := getattr(self, name)) is not None}
+        """The norms by their field of its weights."""
+        inner = {field: norm for part in self.parts for field, norm in part.norms().items()}
         of_embedding = {} if self.embedding is None else {"per_layer_norm": self.embedding.norm}
-        return {**own, **self.attention.norms(), **self.feed_forward.norms(), **of_embedding}
+        return {**self.outer_norms(), **inner, **of_embedding}
+
+    def outer_norms(self) -> dict[str, Norm]:
+        """Those of what its parts read and add, which are no part's own."""
+        outer = ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")
+        return {name: norm for name in outer if (norm := getattr(self, name)) is not None}
 
     def vectors(self) -> dict[str, Vector]:
-        """The vectors by their field of the feed-forward part's weights."""
-        return self.feed_forward.vectors()
+        """The vectors by their field of the weights of its parts."""
+        return {field: vector for part in self.parts for field, vector in part.vectors().items()}
 
     def with_attention(self, **changes: object) -> Layer:
-        return replace(self, attention=replace(self.attention, **changes))  # type: ignore[arg-type]
+        """The layer with changes to its attention; itself if it has none."""
+        if self.attention is None:
+            return self
+        return replace(self, mixer=replace(self.attention, **changes))  # type: ignore[arg-type]
 
     def with_feed_forward(self, **changes: object) -> Layer:
+        """The layer with changes to its feed-forward part; itself if it has none."""
+        if self.feed_forward is None:
+            return self
         return replace(self, feed_forward=replace(self.feed_forward, **changes))  # type: ignore[arg-type]
 
 
@@ -123,9 +153,23 @@ class ModelSpec:
     """What the layers with a `LayerEmbedding` read."""
 
     @property
+    def attentions(self) -> dict[int, Attention]:
+        """The layers with attention by their numbers."""
+        found = ((number, layer.attention) for number, layer in enumerate(self.layers))
+        return {number: attention for number, attention in found if attention is not None}
+
+    @property
+    def states(self) -> dict[int, StateMixer]:
+        """The layers with a state by their numbers."""
+        found = ((number, layer.state) for number, layer in enumerate(self.layers))
+        return {number: state for number, state in found if state is not None}
+
+    @property
     def last_with_keys(self) -> int:
-        """The last layer with keys and values of its own: after it, tokens no longer see each other's hidden states."""
-        return max(number for number, layer in enumerate(self.layers) if layer.attention.shares is None)
+        """The last layer with a state, or with keys and values of its own: after it, tokens no longer see each other's
+        hidden states."""
+        keeping = (number for number, own in self.attentions.items() if own.shares is None)
+        return max([*keeping, *self.states])
 
     @property
     def chosen_share(self) -> float:

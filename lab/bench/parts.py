@@ -143,7 +143,7 @@ class StepParts:
     def _attention(self, case: Case) -> Work:
         config, end = self.model.config, case.context + case.queries
         seen = case.queries * (case.context + (case.queries + 1) / 2)  # of all tokens of a sequence together
-        heads = [layer.attention for layer in config.layers]
+        heads = config.attentions
         pairs = sum(own.q_size * seen for own in heads[:-1]) + heads[-1].q_size * end
         numbers = 2 * sum(own.kv_size for own in heads) * case.sequences * end
         size = self.model.kv.data.dtype.itemsize

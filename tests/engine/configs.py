@@ -12,7 +12,7 @@ from engine.fields import Fields
 from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVLayout
 from engine.model.families.common import Sizes
-from engine.spec import Rope
+from engine.spec import Layer, Mixer, ModelSpec, Norm, Rope
 
 
 def llama_config(
@@ -55,6 +55,13 @@ def llama_config(
         architecture="LlamaForCausalLM", vocab_size=vocab_size, max_position=max_position, spec=spec
     )
     return with_windows(config, sliding_windows) if sliding_windows else config
+
+
+def state_config(*mixers: Mixer | None) -> ModelConfig:
+    """A model with these mixers, and no feed-forward parts."""
+    layers = tuple(Layer(mixer=mixer, feed_forward=None) for mixer in mixers)
+    spec = ModelSpec(hidden_size=8, layers=layers, norm_eps=1e-6, final_norm=Norm(name="model.norm", size=8))
+    return ModelConfig(architecture="Mamba2ForCausalLM", vocab_size=8, max_position=64, spec=spec)
 
 
 def with_windows(config: ModelConfig, windows: Sequence[int]) -> ModelConfig:

@@ -222,7 +222,7 @@ class NativeDecoder:
     @property
     def linears(self) -> list[dict[str, PackedLinear]]:
         """The linear maps of each layer by the part of a step that they are."""
-        layers: list[dict[str, PackedLinear]] = [{} for _ in self._kv.layout.places]
+        layers: list[dict[str, PackedLinear]] = [{} for _ in range(self._num_layers)]
         for op in self.ops:
             if op.kind == "linear" and op.linear is not None:
                 layers[op.layer][op.time] = op.linear
@@ -232,11 +232,15 @@ class NativeDecoder:
         """Makes every later step write the features of its tokens; see `tapped`."""
         if fuse.in_features != len(after) * self.hidden_size or fuse.gated:
             raise ValueError(f"fuse: {len(after)} times {self.hidden_size} inputs expected")
-        num_layers = len(self._kv.layout.places)
+        num_layers = self._num_layers
         if not all(0 <= number < num_layers for number in after):
             raise ValueError(f"hidden states after {after} layers, and there are {num_layers}")
         ops = self._made(tapped(self.ops, after, fuse, features))
         self._library.call("penstock_decoder_set_program", self.handle, ops, len(ops))
+
+    @property
+    def _num_layers(self) -> int:
+        return self.ops[-1].layer
 
     def _set_embedding(self, model: Model, embedding: Tensor | PackedLinear) -> None:
         if isinstance(embedding, Tensor):

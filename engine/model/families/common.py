@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.spec import Activation, Attention, Experts, GatedMlp, Layer, ModelSpec, Norm, Rope, Router
+from engine.spec import Activation, Attention, Experts, Layer, Mixer, Mlp, ModelSpec, Norm, Rope, Router
 
 MAX_LAYERS = 4096
 """No model has more layers. Lists with an entry for each layer are made before the tensors prove that the layers are
@@ -83,11 +83,11 @@ class Sizes:
         }
         return Attention(**{**plain, **changes})
 
-    def mlp(self, **changes: object) -> GatedMlp:
+    def mlp(self, **changes: object) -> Mlp:
         plain = {"hidden_size": self.hidden, "inner_size": self.inner, "activation": self.activation}
-        return GatedMlp(**{**plain, **changes})  # type: ignore[arg-type]
+        return Mlp(**{**plain, **changes})  # type: ignore[arg-type]
 
-    def shared(self, prefix: str, inner_size: int, **changes: object) -> GatedMlp:
+    def shared(self, prefix: str, inner_size: int, **changes: object) -> Mlp:
         """The shared experts of a layer, which are one part."""
         names = tuple(f"{prefix}.{name}_proj" for name in ("gate", "up"))
         down = f"{prefix}.down_proj"
@@ -119,10 +119,10 @@ class Sizes:
             "k_norm": Norm(name="self_attn.k_norm", size=self.num_kv_heads * self.head_dim),
         }
 
-    def layer(self, attention: Attention, mlp: GatedMlp | Experts | None = None, **changes: object) -> Layer:
+    def layer(self, mixer: Mixer, mlp: Mlp | Experts | None = None, **changes: object) -> Layer:
         """Llama's: each part reads a norm of the stream."""
         plain = {
-            "attention": attention,
+            "mixer": mixer,
             "feed_forward": mlp or self.mlp(),
             "input_norm": self.norm("input_layernorm"),
             "post_norm": self.norm("post_attention_layernorm"),

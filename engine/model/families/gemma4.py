@@ -11,10 +11,10 @@ from engine.model.families.common import FULL, SLIDING, Sizes, check_heads, laye
 from engine.model.families.experts import read_router
 from engine.spec import (
     Experts,
-    GatedMlp,
     Layer,
     LayerEmbedding,
     LayerEmbeddings,
+    Mlp,
     ModelSpec,
     Norm,
     default_stacks,
@@ -116,7 +116,7 @@ def _layer(fields: Fields, sizes: Sizes, kind: str, shares: int | None) -> Layer
     )
 
 
-def _experts(fields: Fields, sizes: Sizes, dense: GatedMlp) -> Experts:
+def _experts(fields: Fields, sizes: Sizes, dense: Mlp) -> Experts:
     """Experts, the dense part and the router read the stream, each by a norm of its own."""
     router = read_router(
         fields,

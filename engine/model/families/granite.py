@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.fields import Fields
 from engine.model.families.common import Sizes, read_rope
 from engine.model.families.experts import read_router
-from engine.spec import Attention, Experts, GatedMlp, ModelSpec, Stack
+from engine.spec import Attention, Experts, Mlp, ModelSpec, Stack
 
 MAX_INNER = 1 << 24
 """More than any feed-forward part is wide."""
@@ -44,13 +44,13 @@ def granite_moe(fields: Fields) -> ModelSpec:
     return _model(fields, sizes, _attention(fields, sizes), _experts(fields, sizes, shared))
 
 
-def _shared(sizes: Sizes, inner_size: int) -> GatedMlp:
+def _shared(sizes: Sizes, inner_size: int) -> Mlp:
     return sizes.mlp(
         inner_size=inner_size, gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
     )
 
 
-def _experts(fields: Fields, sizes: Sizes, shared: GatedMlp | None) -> Experts:
+def _experts(fields: Fields, sizes: Sizes, shared: Mlp | None) -> Experts:
     prefix = "block_sparse_moe"
     stacks = (
         Stack(f"{prefix}.input_linear", ("gate_proj", "up_proj")),
@@ -65,7 +65,7 @@ def _attention(fields: Fields, sizes: Sizes) -> Attention:
     return sizes.attention(scale=fields.positive("attention_multiplier", 1.0), qkv_bias=bias, o_bias=bias)
 
 
-def _model(fields: Fields, sizes: Sizes, attention: Attention, own: GatedMlp | Experts) -> ModelSpec:
+def _model(fields: Fields, sizes: Sizes, attention: Attention, own: Mlp | Experts) -> ModelSpec:
     layer = sizes.layer(attention, own, residual_scale=fields.positive("residual_multiplier", 1.0))
     return sizes.model(
         [layer] * sizes.num_layers,

@@ -20,7 +20,7 @@ from engine.model.gguf.experts import expert_entries, stacked_maps, stored_feed_
 from engine.model.gguf.kinds import Kind
 from engine.model.gguf.names import Names
 from engine.model.parse import parse_config
-from engine.spec import Layer, ModelSpec
+from engine.spec import Attention, Layer, Mixer, ModelSpec
 
 _UNSUPPORTED = (
     "attention.scale",
@@ -244,21 +244,17 @@ def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
     """The model with the tensors of the file: ggml's norms have no offsets, and biases are those that are there."""
     factors, ropes = header.tensors.get(_ROPE_FACTORS), spec.ropes
     if factors is not None:  # those are of the layers without a window, if some have one
-        whole = next((layer for layer in spec.layers if not layer.attention.window), spec.layers[0]).attention
+        heads = list(spec.attentions.values())
+        whole = next((attention for attention in heads if not attention.window), heads[0])
         found = _factors(factors, whole.head_dim // 2)
         ropes = tuple(
             replace(rope, scaling="factors", factors=found) if number == whole.rope else rope
             for number, rope in enumerate(ropes)
         )
-    first = spec.layers[0].attention
-    attention = {
-        "is_interleaved": kind.is_interleaved or first.is_interleaved,
-        "qkv_bias": first.qkv_bias or "blk.0.attn_q.bias" in header.tensors,
-        "o_bias": "blk.0.attn_output.bias" in header.tensors,
-    }
     layers = (
         replace(
-            _without_offsets(layer).with_attention(**attention),
+            _without_offsets(layer),
+            mixer=_stored_mixer(layer.mixer, number, header, kind),
             feed_forward=stored_feed_forward(layer.feed_forward, number, header),
         )
         for number, layer in enumerate(spec.layers)
@@ -267,9 +263,21 @@ def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
 
 
 def _without_offsets(layer: Layer) -> Layer:
-    norms = {name: replace(norm, offset=0.0) for name, norm in layer.norms().items() if norm.offset}
-    own = {name: norms.pop(name) for name in layer.attention.norms() if name in norms}
-    return replace(layer, **norms).with_attention(**own)  # type: ignore[arg-type]
+    norms = {name: replace(norm, offset=0.0) for name, norm in layer.outer_norms().items()}
+    return replace(layer, **norms)  # type: ignore[arg-type]
+
+
+def _stored_mixer(mixer: Mixer | None, layer: int, header: Header, kind: Kind) -> Mixer | None:
+    if not isinstance(mixer, Attention):
+        return mixer
+    norms = {name: replace(norm, offset=0.0) for name, norm in mixer.norms().items()}
+    return replace(
+        mixer,
+        is_interleaved=kind.is_interleaved or mixer.is_interleaved,
+        qkv_bias=mixer.qkv_bias or f"blk.{layer}.attn_q.bias" in header.tensors,
+        o_bias=f"blk.{layer}.attn_output.bias" in header.tensors,
+        **norms,  # type: ignore[arg-type]
+    )
 
 
 def _factors(tensor: GgufTensor, count: int) -> tuple[float, ...]:

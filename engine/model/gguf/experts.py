@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.model.gguf.container import Header
 from engine.model.gguf.kinds import Kind
-from engine.spec import Experts, GatedMlp, Router, default_stacks
+from engine.spec import Experts, Mlp, Router, default_stacks
 
 PREFIX = "mlp.experts"
 """Of the names of experts, whatever their family has in its place."""
@@ -106,13 +106,15 @@ def _layers(header: Header, depth: int) -> dict[str, object]:
     }
 
 
-def stored_feed_forward(own: GatedMlp | Experts, layer: int, header: Header) -> GatedMlp | Experts:
+def stored_feed_forward(own: Mlp | Experts | None, layer: int, header: Header) -> Mlp | Experts | None:
     """The feed-forward part of a layer with the names and biases of the file, whatever its family calls them."""
 
     def has(tensor: str) -> bool:
         return f"blk.{layer}.{tensor}" in header.tensors
 
-    if isinstance(own, GatedMlp):
+    if own is None:
+        return None
+    if isinstance(own, Mlp):
         return replace(own, has_bias=has("ffn_gate.bias"))
     shared = own.shared
     if shared is not None and has("ffn_down_shexp.weight"):

@@ -24,7 +24,7 @@ from engine.kernels.cpu import native
 from engine.kernels.cpu.native import NativeDecoder, NativeUnavailable, PackedLinear
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import Kernels
-from engine.model.parameters import MlpWeights, Weights
+from engine.model.parameters import AttentionWeights, MlpWeights, Weights
 from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.tensors import Recipe
@@ -154,9 +154,10 @@ def test_head_sizes_of_multiples_of_8_are_native(head_dim: int) -> None:
 def parts(weights: Weights) -> Iterator[Tensor | Linear]:
     yield from (weights.embedding, weights.final_norm, weights.lm_head)
     for layer in weights.layers:
+        assert isinstance(layer.mixer, AttentionWeights)
         assert isinstance(layer.feed_forward, MlpWeights)
-        norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
-        yield from (layer.qkv, layer.o)
+        norms = (layer.input_norm, layer.post_norm, layer.mixer.q_norm, layer.mixer.k_norm)
+        yield from (layer.mixer.qkv, layer.mixer.o)
         yield from (layer.feed_forward.gate_up, layer.feed_forward.down)
         yield from (norm for norm in norms if norm is not None)
 

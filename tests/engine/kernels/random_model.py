@@ -18,7 +18,7 @@ from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.lowering import program
-from engine.model.parameters import LayerWeights, MlpWeights, Weights
+from engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
 from engine.model.rotary import RotaryTables
 from engine.model.transformer import Decoder
 from engine.quant.formats import DENSE
@@ -70,13 +70,14 @@ class Checkpoint:
         self.dtype = dtype
         self.generator = torch.Generator().manual_seed(seed)
         hidden, inner = config.hidden_size, config.intermediate_size
-        attention = config.layers[0].attention
+        attention, mlp = config.attentions[0], config.layers[0].feed_forward
+        assert mlp is not None
         self.layers = [
             {
                 "qkv": self._linear(config.q_size + 2 * config.kv_size, hidden, attention.qkv_bias),
                 "o": self._linear(hidden, config.q_size, attention.o_bias),
-                "gate_up": self._linear(2 * inner, hidden, config.layers[0].feed_forward.has_bias),
-                "down": self._linear(hidden, inner, config.layers[0].feed_forward.has_bias),
+                "gate_up": self._linear(2 * inner, hidden, mlp.has_bias),
+                "down": self._linear(hidden, inner, mlp.has_bias),
             }
             for _ in range(config.num_layers)
         ]
@@ -139,10 +140,9 @@ class NativeModel:
             LayerWeights(
                 input_norm=norms[0],
                 post_norm=norms[1],
-                q_norm=norms[2],
-                k_norm=norms[3],
-                qkv=packed(*layer["qkv"]),
-                o=packed(*layer["o"]),
+                mixer=AttentionWeights(
+                    qkv=packed(*layer["qkv"]), o=packed(*layer["o"]), q_norm=norms[2], k_norm=norms[3]
+                ),
                 feed_forward=MlpWeights(
                     packed(*layer["gate_up"], gated=True), packed(*layer["down"]), reference.glu
                 ),
@@ -181,10 +181,12 @@ class TableModel:
             LayerWeights(
                 input_norm=norms[0].to(kernels.device, kernels.activation_dtype),
                 post_norm=norms[1].to(kernels.device, kernels.activation_dtype),
-                q_norm=moved(norms[2]),
-                k_norm=moved(norms[3]),
-                qkv=linear(*layer["qkv"]),
-                o=linear(*layer["o"]),
+                mixer=AttentionWeights(
+                    qkv=linear(*layer["qkv"]),
+                    o=linear(*layer["o"]),
+                    q_norm=moved(norms[2]),
+                    k_norm=moved(norms[3]),
+                ),
                 feed_forward=MlpWeights(
                     linear(*layer["gate_up"], gated=True), linear(*layer["down"]), kernels.glu
                 ),
@@ -223,7 +225,7 @@ class PlainModel:
         for index, layer in enumerate(c.layers):
             input_norm, post_norm, q_norm, k_norm = c.norms[index]
             eps, layer_kv = c.config.spec.norm_eps, self.kv.layer(index)
-            window, shape = c.config.layers[index].attention.window, self.kv.layout.places[index].shape
+            window, shape = c.config.attentions[index].window, self.kv.layout.places[index].shape
             qkv = F.linear(reference.rms_norm(hidden, input_norm, eps), *layer["qkv"])
             queries = reference.rotate_and_write(qkv, q_norm, k_norm, eps, places, layer_kv, shape)
             hidden = hidden + F.linear(attention(queries, layer_kv, window), *layer["o"])

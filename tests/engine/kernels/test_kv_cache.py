@@ -5,7 +5,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.kernels.kv_cache import MAX_TABLES, QUANTIZED, KVCache, KVLayout, KVShape
-from engine.spec import Attention, GatedMlp, Layer, ModelSpec, Norm
+from engine.spec import Attention, Layer, Mlp, ModelSpec, Norm
 
 LAYOUT = KVLayout.even(KVShape(num_kv_heads=2, head_dim=8, block_size=4), 3)
 
@@ -66,7 +66,7 @@ def heads(*, head_dim: int = 8, window: int = 0, shares: int | None = None) -> L
         window=window,
         shares=shares,
     )
-    return Layer(attention=attention, feed_forward=GatedMlp(hidden_size=8, inner_size=8))
+    return Layer(mixer=attention, feed_forward=Mlp(hidden_size=8, inner_size=8))
 
 
 def layout(*layers: Layer, beside: KVLayout | None = None) -> KVLayout:
@@ -81,7 +81,7 @@ def test_layers_that_see_equally_many_tokens_fill_the_blocks_of_their_tables() -
     assert (found.windows, found.num_planes) == ((0,), 5)
     found = layout(narrow, narrow, narrow, narrow, narrow, wide, narrow, narrow, wide)
     assert (found.windows, found.num_planes) == ((0, 20, 20, 20, 20), 2)
-    places = [(place.table, place.plane) for place in found.places]
+    places = [(place.table, place.plane) for place in found.places.values()]
     assert places == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (0, 0), (3, 1), (4, 0), (0, 1)]
     assert layout(*3 * [narrow]).windows == (20,)
     assert len(layout(*60 * [narrow], wide).windows) <= MAX_TABLES
@@ -103,4 +103,4 @@ def test_a_draft_keeps_everything_in_the_blocks_of_the_first_table() -> None:
     beside = layout(heads(), heads(window=20), heads(window=20))
     found = layout(heads(window=20), heads(), beside=beside)
     assert (found.windows, found.num_planes) == ((0, 20, 20), 2)
-    assert [place.table for place in found.places] == [0, 0]
+    assert [place.table for place in found.places.values()] == [0, 0]

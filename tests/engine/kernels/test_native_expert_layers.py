@@ -14,10 +14,17 @@ from engine.kernels.experts import ExpertLinear
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import native_kernels
-from engine.model.parameters import ExpertsWeights, FeedForward, LayerWeights, MlpWeights, Weights
+from engine.model.parameters import (
+    AttentionWeights,
+    ExpertsWeights,
+    FeedForward,
+    LayerWeights,
+    MlpWeights,
+    Weights,
+)
 from engine.model.transformer import ForwardPass, make_decoder
 from engine.quant.formats import DENSE
-from engine.spec import Activation, Experts, GatedMlp, Norm, Router, expert_field
+from engine.spec import Activation, Experts, Mlp, Norm, Router, expert_field
 from tests.engine.kernels.random_model import CPU, MAX_POSITION, Checkpoint, Prompts
 from tests.engine.kernels.random_model import config as random_config
 
@@ -28,7 +35,7 @@ def norm(name: str) -> Norm:
 
 HIDDEN, INNER, NUM_EXPERTS = 48, 24, 8
 ROUTER = Router(num_experts=NUM_EXPERTS, top_k=3)
-SHARED = GatedMlp(hidden_size=HIDDEN, inner_size=40)
+SHARED = Mlp(hidden_size=HIDDEN, inner_size=40)
 PLAIN = Experts(hidden_size=HIDDEN, inner_size=INNER, router=ROUTER)
 PARTS: dict[str, Experts] = {
     "plain": PLAIN,
@@ -137,8 +144,7 @@ class Model:
         if isinstance(part, Experts):
             feed_forward = packed(kernels, part, self.parts[number])
         return LayerWeights(
-            qkv=linear("qkv"),
-            o=linear("o"),
+            mixer=AttentionWeights(qkv=linear("qkv"), o=linear("o")),
             input_norm=input_norm,
             post_norm=None if layer.post_norm is None else last,
             feed_forward_norm=None if layer.feed_forward_norm is None else last,

@@ -128,11 +128,10 @@ def assert_bounded(model: LoadedModel) -> None:
     Where all layers have a sliding window, a sequence may be longer than the cache, up to a bound.
     """
     assert isinstance(model.decoder, Decoder)
-    attentions = [layer.attention for layer in model.config.layers]
     most = model.kv.num_blocks * model.kv.block_size
     if model.config.context_window:
         most = max(most, MAX_WINDOWED_TOKENS)
-    assert all(len(cos) <= most for cos, *_ in map(model.decoder.tables.of, attentions))
+    assert all(len(cos) <= most for cos, *_ in map(model.decoder.tables.of, model.config.attentions))
     assert model.table.max_blocks <= -(-most // model.kv.block_size) * model.table.num_tables
 
 

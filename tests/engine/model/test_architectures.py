@@ -58,7 +58,7 @@ def test_a_config_written_by_transformers_means_the_same_model(
     windows = [getattr(layer.self_attn, "sliding_window", None) or 0 for layer in model.model.layers]
     if family == "mistral":
         windows = [theirs.sliding_window or 0] * 4
-    assert [ours.layers[i].attention.window for i in range(4)] == windows
+    assert [attention.window for attention in ours.attentions] == windows
     assert (ours.num_heads, ours.num_kv_heads, ours.max_position) == (
         4,
         theirs.num_key_value_heads,

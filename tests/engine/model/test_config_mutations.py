@@ -176,10 +176,10 @@ def test_every_layer_has_a_window(layers: int, first: int, window: int, wanted: 
         sliding_window=window,
         max_window_layers=first,
     )
-    windows = [config.layers[i].attention.window for i in range(layers)]
+    windows = [attention.window for attention in config.attentions]
     assert windows == [window if wanted and i >= first else 0 for i in range(layers)]
     mistral = parse("mistral", num_hidden_layers=layers, sliding_window=window)
-    assert [mistral.layers[i].attention.window for i in range(layers)] == [window] * layers
+    assert [attention.window for attention in mistral.attentions] == [window] * layers
 
 
 # Files

@@ -23,7 +23,7 @@ from engine.model.safetensors import TensorFiles
 from engine.model.split import split_config
 from engine.model.split_files import SplitFiles
 from engine.model.weights import load_weights
-from engine.spec import Experts, GatedMlp, Norm
+from engine.spec import Experts, Mlp, Norm
 from tests.engine.families import SPARSE
 
 HIDDEN = 64
@@ -32,7 +32,7 @@ NORMS = {
     "shared_norm": Norm(name="mlp.before_shared_norm", size=HIDDEN),
     "shared_out_norm": Norm(name="mlp.shared_norm", size=HIDDEN),
 }
-SHARED = GatedMlp(
+SHARED = Mlp(
     hidden_size=HIDDEN,
     inner_size=48,
     gate_up=("mlp.shared.gate_proj", "mlp.shared.up_proj"),
@@ -83,6 +83,7 @@ def with_shared(folder: Path, **norms: Norm) -> ModelConfig:
     first = first.with_feed_forward(has_bias=True, shared=SHARED, shared_gate="mlp.shared_gate", **norms)
     whole = replace(config, spec=replace(config.spec, layers=(first, *others)))
     tensors, noise = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    assert first.feed_forward is not None
     maps = {rows.name: (rows.count, map) for map in first.feed_forward.maps().values() for rows in map.rows}
     for name, (count, map) in maps.items():
         shapes = {"weight": (count, map.in_features)} | ({"bias": (count,)} if map.has_bias else {})
@@ -96,7 +97,9 @@ def with_shared(folder: Path, **norms: Norm) -> ModelConfig:
 
 def part(config: ModelConfig, files: TensorFiles, ranks: Ranks | None) -> FeedForward:
     kernels = replace(reference_kernels(torch.device("cpu"), torch.float32), ranks=ranks)
-    return load_weights(config, files, kernels, lambda *_: None).layers[0].feed_forward
+    found = load_weights(config, files, kernels, lambda *_: None).layers[0].feed_forward
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("expert_parallel", ["on", "off"])

@@ -27,7 +27,7 @@ from engine.model.parse import parse_config
 from engine.model.stacks import unstacked
 from engine.model.tensors import check_tensors
 from engine.model.transformer import Decoder
-from engine.spec import Experts, GatedMlp, Stack
+from engine.spec import Experts, Mlp, Stack
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, TINY
 from tests.engine.model.test_transformer import logits_of, make_batch, oracle_logits
@@ -149,7 +149,7 @@ def test_layers_are_dense_where_the_config_says_so(tmp_path: Path) -> None:
         tmp_path, num_hidden_layers=4, mlp_only_layers=[3], decoder_sparse_step=2
     )
     kinds = [type(layer.feed_forward) for layer in read_config(path).layers]
-    assert kinds == [GatedMlp, Experts, GatedMlp, GatedMlp]
+    assert kinds == [Mlp, Experts, Mlp, Mlp]
     check_logits(in_chunks(load(path)), oracle_logits(path, TOKEN_IDS))
 
 

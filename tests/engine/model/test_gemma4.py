@@ -37,14 +37,15 @@ def test_published_checkpoints_say_once_what_transformers_says_of_each_layer(tmp
     published = parse(entries, global_head_dim=40, num_global_key_value_heads=1)
     assert published == parse(entries_of(tmp_path))
     wide = parse(entries, global_head_dim=40, num_global_key_value_heads=1, attention_k_eq_v=False)
-    assert [layer.attention.num_kv_heads for layer in wide.layers] == [2, 2, 2]
-    assert [layer.attention.head_dim for layer in parse(entries).layers] == [24, 24, 512]
+    assert [attention.num_kv_heads for attention in wide.attentions] == [2, 2, 2]
+    assert [attention.head_dim for attention in parse(entries).attentions] == [24, 24, 512]
 
 
 def test_the_last_layers_read_what_the_last_of_their_kind_before_them_wrote(tmp_path: Path) -> None:
-    layers = parse(entries_of(TINY["Gemma 4 E"].make(tmp_path))).layers
-    assert [layer.attention.shares for layer in layers] == [None, None, None, 1, 1, 2]
-    assert [layer.feed_forward.inner_size for layer in layers] == [112, 112, 112, 224, 224, 224]
+    config = parse(entries_of(TINY["Gemma 4 E"].make(tmp_path)))
+    assert [attention.shares for attention in config.attentions] == [None, None, None, 1, 1, 2]
+    parts = [layer.feed_forward for layer in config.layers]
+    assert [part.inner_size for part in parts if part] == [112, 112, 112, 224, 224, 224]
 
 
 @pytest.mark.parametrize(

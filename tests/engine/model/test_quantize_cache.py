@@ -90,7 +90,7 @@ def tensors_of(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for name in ("gate_up", "down"):
             yield from linear(f"{i}.{name}", getattr(layer.feed_forward, name))
         for name in ("qkv", "o"):
-            yield from linear(f"{i}.{name}", getattr(layer, name))
+            yield from linear(f"{i}.{name}", getattr(layer.mixer, name))
 
 
 def made_at_load(folder: Path, name: str = "int4") -> dict[str, Tensor]:

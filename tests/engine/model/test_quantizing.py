@@ -21,6 +21,7 @@ from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model import quantizing
 from engine.model.layerwise import LayerTensors
+from engine.model.parameters import AttentionWeights
 from engine.model.parse import read_config
 from engine.model.quantizing import Scheme, check, layer_bytes, quantize
 from engine.model.safetensors import TensorFiles
@@ -115,8 +116,9 @@ def test_penstock_reads_what_was_meant(bits: int, symmetric: bool, tmp_path: Pat
                 for part in layer.specs["qkv"].parts
             ]
         )
-        assert isinstance(found.qkv, DenseLinear)
-        torch.testing.assert_close(found.qkv.weight, expected, rtol=1e-5, atol=1e-5)
+        assert isinstance(found.mixer, AttentionWeights)
+        assert isinstance(found.mixer.qkv, DenseLinear)
+        torch.testing.assert_close(found.mixer.qkv.weight, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_calibration_pays(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from engine.execution.loader import load_model
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model.files import open_files
-from engine.model.parameters import LayerWeights, MlpWeights, Weights
+from engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.tensors import Recipe, check_tensors
@@ -58,6 +58,11 @@ def mlp(layer: LayerWeights) -> MlpWeights:
     return layer.feed_forward
 
 
+def attention(layer: LayerWeights) -> AttentionWeights:
+    assert isinstance(layer.mixer, AttentionWeights)
+    return layer.mixer
+
+
 def checkpoint_without(
     folder: Path, name: str, replacement: Tensor | None = None, **overrides: object
 ) -> Path:
@@ -82,16 +87,17 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path) -> None:
         own = {name.removeprefix(f"model.layers.{i}."): t for name, t in tensors.items()}
         qkv = torch.cat([own[f"self_attn.{part}_proj.weight"] for part in "qkv"])
         gate_up = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
-        assert torch.equal(matrix(layer.qkv), qkv)
+        assert torch.equal(matrix(attention(layer).qkv), qkv)
         assert torch.equal(matrix(mlp(layer).gate_up), gate_up)
-        assert torch.equal(matrix(layer.o), own["self_attn.o_proj.weight"])
+        assert torch.equal(matrix(attention(layer).o), own["self_attn.o_proj.weight"])
         assert torch.equal(matrix(mlp(layer).down), own["mlp.down_proj.weight"])
         assert layer.input_norm is not None
         assert layer.post_norm is not None
         assert torch.equal(layer.input_norm, own["input_layernorm.weight"])
         assert torch.equal(layer.post_norm, own["post_attention_layernorm.weight"])
-        assert layer.q_norm is not None
-        assert torch.equal(layer.q_norm, own["self_attn.q_norm.weight"])
+        q_norm = attention(layer).q_norm
+        assert q_norm is not None
+        assert torch.equal(q_norm, own["self_attn.q_norm.weight"])
 
 
 def test_shards_bring_the_same_as_one_file(tmp_path: Path) -> None:
@@ -100,7 +106,7 @@ def test_shards_bring_the_same_as_one_file(tmp_path: Path) -> None:
     assert not (tmp_path / "many" / "model.safetensors").exists()
     assert torch.equal(table(one), table(many))
     assert torch.equal(matrix(one.lm_head), matrix(many.lm_head))
-    assert torch.equal(matrix(one.layers[2].qkv), matrix(many.layers[2].qkv))
+    assert torch.equal(matrix(attention(one.layers[2]).qkv), matrix(attention(many.layers[2]).qkv))
 
 
 def test_what_transformers_itself_writes_can_be_read(tmp_path: Path) -> None:
@@ -276,8 +282,8 @@ def test_linear_maps_are_quantized_as_they_are_loaded(tmp_path: Path, tied: bool
             torch.cat([own[f"self_attn.{part}_proj.{kind}"] for part in "qkv"]) for kind in ("weight", "bias")
         )
         gate_up = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
-        assert_quantized(layer.qkv, qkv, biases, i)
-        assert_quantized(layer.o, own["self_attn.o_proj.weight"], None, i)
+        assert_quantized(attention(layer).qkv, qkv, biases, i)
+        assert_quantized(attention(layer).o, own["self_attn.o_proj.weight"], None, i)
         assert_quantized(mlp(layer).gate_up, gate_up, None, i)
         assert_quantized(mlp(layer).down, own["mlp.down_proj.weight"], None, i)
     head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]

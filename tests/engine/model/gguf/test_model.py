@@ -31,12 +31,12 @@ from engine.kernels.select import native_kernels
 from engine.model.checkpoint import read_config, read_generation_defaults
 from engine.model.files import open_files
 from engine.model.gguf.container import SUPPORTED
-from engine.model.parameters import MlpWeights
+from engine.model.parameters import AttentionWeights, MlpWeights
 from engine.model.tensors import check_tensors, make_recipe, row_order
 from engine.model.transformer import make_decoder
 from engine.model.weights import load_weights
 from engine.quant.integers import Factors, Integers
-from engine.spec import HeadOrder, Layer, Rows
+from engine.spec import Attention, HeadOrder, Rows
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY
@@ -355,29 +355,29 @@ def test_the_text_part_of_a_model_that_sees_images(family: str, kind: str, tmp_p
 
 
 def test_what_the_metadata_leave_out_is_as_llama_cpp_has_it(tmp_path: Path) -> None:
-    def layers(family: str, **metadata: Any) -> tuple[Layer, ...]:
+    def attentions(family: str, **metadata: Any) -> tuple[Attention, ...]:
         folder = TINY[family].make(tmp_path / family)
-        return read_config(write_family(folder, tmp_path / "model.gguf", **metadata)).layers
+        return read_config(write_family(folder, tmp_path / "model.gguf", **metadata)).attentions
 
     def windows(family: str, **metadata: Any) -> list[int]:
-        return [layer.attention.window for layer in layers(family, **metadata)]
+        return [attention.window for attention in attentions(family, **metadata)]
 
     assert windows("Gemma 2", gemma2__attention__sliding_window=None) == [4096, 0, 4096, 0]
     assert windows("Gemma 3", gemma3__attention__sliding_window_pattern=2) == [24, 0, 24]
     assert windows("Gemma 3", gemma3__attention__sliding_window_pattern=[True, False, True]) == [24, 0, 24]
     assert windows("Gemma 3", gemma3__attention__sliding_window=None) == [0, 0, 0]
-    full = layers(
+    full = attentions(
         "EXAONE 4",
         exaone4__attention__sliding_window=None,
         exaone4__attention__sliding_window_pattern=None,
     )
-    assert {(layer.attention.window, layer.attention.rope) for layer in full} == {(0, 0)}
+    assert {(attention.window, attention.rope) for attention in full} == {(0, 0)}
     for depth, size in ((4, 24), (46, 64 // 4)):
-        assert layers("Gemma 2", gemma2__block_count=depth)[0].attention.scale == size**-0.5
+        assert attentions("Gemma 2", gemma2__block_count=depth)[0].scale == size**-0.5
     with pytest.raises(CheckpointError, match="granite without positions is not supported"):
-        layers("Granite 3", granite__rope__scaling__finetuned=False)
+        attentions("Granite 3", granite__rope__scaling__finetuned=False)
     with pytest.raises(CheckpointError, match=r"glm4\.nextn_predict_layers is not supported"):
-        layers("GLM-4-0414", glm4__nextn_predict_layers=1)
+        attentions("GLM-4-0414", glm4__nextn_predict_layers=1)
 
 
 def _rounded(tensor: Tensor, type: str) -> Tensor:
@@ -419,7 +419,9 @@ def test_parts_of_different_types_are_fused_in_their_common_format(tmp_path: Pat
     assert qkv == Integers(6, 16, has_offset=True, factors=Factors.COUNTS)
     assert head == o == gate_up == Integers(4, 32, has_offset=True, factors=Factors.COUNTS)
     assert down == Integers(6, 16, factors=Factors.COUNTS)
-    found = weights.layers[0].qkv
+    mixer = weights.layers[0].mixer
+    assert isinstance(mixer, AttentionWeights)
+    found = mixer.qkv
     assert isinstance(found, DenseLinear)
     read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     expected = torch.cat([_dequantise(read[f"blk.0.attn_{part}.weight"]) for part in "qkv"])

@@ -16,7 +16,7 @@ from engine.execution.loader import LoadedModel, load_model
 from engine.kernels.batch import blank_batch
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels
-from engine.model.parameters import MlpWeights, Weights
+from engine.model.parameters import AttentionWeights, MlpWeights, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.tensors import make_recipe
@@ -73,8 +73,9 @@ def loaded_weights(folder: Path) -> Weights:
 def matrices(weights: Weights) -> list[Tensor]:
     linears: list[Linear] = [weights.lm_head]
     for layer in weights.layers:
+        assert isinstance(layer.mixer, AttentionWeights)
         assert isinstance(layer.feed_forward, MlpWeights)
-        linears += [layer.qkv, layer.o, layer.feed_forward.gate_up, layer.feed_forward.down]
+        linears += [layer.mixer.qkv, layer.mixer.o, layer.feed_forward.gate_up, layer.feed_forward.down]
     assert all(isinstance(linear, DenseLinear) for linear in linears)
     assert isinstance(weights.embedding, Tensor)
     return [weights.embedding, *(linear.weight for linear in linears if isinstance(linear, DenseLinear))]
