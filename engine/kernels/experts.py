@@ -198,22 +198,21 @@ class ListedExperts:
         num_choices = ids.shape[1]
         made = x.new_zeros(ids.numel(), self.out_features)
         rows = x if x.dim() == 2 else x.flatten(0, 1)
-        for expert, places in by_expert(ids, self.num_experts):
-            read = rows[places // num_choices if x.dim() == 2 else places]
-            made[places] = _in_equal_steps(self.experts[expert], read)
+        for expert, places in self.chosen(ids):
+            made[places] = self.product(expert, rows[places // num_choices if x.dim() == 2 else places])
         return made.view(*ids.shape, self.out_features)
 
+    def chosen(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yields each expert that some rows have, with the places of those among all of ids [n, k], in order."""
+        flat, absent = ids.flatten().long(), self.num_experts
+        flat = torch.where((flat >= 0) & (flat < absent), flat, absent)
+        counts = torch.bincount(flat, minlength=absent + 1).tolist()
+        for expert, places in enumerate(torch.split(flat.argsort(stable=True), counts)):
+            if len(places) and expert < absent:
+                yield expert, places
 
-def by_expert(ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields each expert that some rows have, with the places of those among all of ids [n, k], in order."""
-    flat = ids.flatten().long()
-    flat = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    counts = torch.bincount(flat, minlength=num_experts + 1).tolist()
-    for expert, places in enumerate(torch.split(flat.argsort(stable=True), counts)):
-        if len(places) and expert < num_experts:
-            yield expert, places
-
-
-def _in_equal_steps(linear: Linear, rows: Tensor) -> Tensor:
-    padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_AT_A_TIME))
-    return torch.cat([linear(some) for some in torch.split(padded, ROWS_AT_A_TIME)])[: len(rows)]
+    def product(self, expert: int, rows: Tensor) -> Tensor:
+        """What an expert makes of its rows, [rows, in] -> [rows, out], so many at a time."""
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_AT_A_TIME))
+        steps = [self.experts[expert](some) for some in torch.split(padded, ROWS_AT_A_TIME)]
+        return torch.cat(steps)[: len(rows)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.experts import ExpertLinear, ListedExperts, by_expert
+from engine.kernels.experts import ExpertLinear, ListedExperts
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import Kernels, reference_kernels
@@ -221,15 +221,12 @@ class _ReaderAtUse(Reader):
 class _ExpertsAtUse(ListedExperts):
     """Linear maps of which each is called once with all rows that chose it, and with none if there are none."""
 
-    def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
-        num_choices = ids.shape[1]
-        made = x.new_zeros(ids.numel(), self.out_features)
-        rows = x if x.dim() == 2 else x.flatten(0, 1)
-        chosen, nowhere = dict(by_expert(ids, self.num_experts)), ids.new_empty(0).long()
-        for expert, linear in enumerate(self.experts):
-            places = chosen.get(expert, nowhere)
-            made[places] = linear(rows[places // num_choices if x.dim() == 2 else places])
-        return made.view(*ids.shape, self.out_features)
+    def chosen(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+        chosen, nowhere = dict(super().chosen(ids)), ids.new_empty(0).long()
+        yield from ((expert, chosen.get(expert, nowhere)) for expert in range(self.num_experts))
+
+    def product(self, expert: int, rows: Tensor) -> Tensor:
+        return self.experts[expert](rows)
 
 
 def _multiplied_already(x: Tensor, activation: str) -> Tensor:  # noqa: ARG001
