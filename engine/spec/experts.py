@@ -8,6 +8,7 @@ from engine.spec.feed_forward import Mlp
 from engine.spec.maps import LinearMap, Norm, Rows, Vector
 
 SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
+EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +61,13 @@ class Activation:
     """
 
     kind: str = "silu"
-    """f: "silu" is x * sigmoid(alpha * x), "gelu_tanh" is gelu's approximation with tanh, "relu2" is relu(x)^2."""
+    """f, one of EXPERT_ACTIVATIONS: "silu" is x * sigmoid(alpha * x), "gelu_tanh" is gelu's approximation with tanh,
+    "relu2" is relu(x)^2."""
     is_gated: bool = True
     limit: float = 0.0
     """0 is none."""
     alpha: float = 1.0
     shift: float = 0.0
-
-
-EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
 @dataclass(frozen=True, slots=True)

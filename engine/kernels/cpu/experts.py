@@ -14,10 +14,7 @@ from torch import Tensor
 from engine.kernels.cpu.library import NativeLibrary, Team, check, expect_shape, fields, float32
 from engine.kernels.cpu.linear import PackedLinear
 from engine.kernels.experts import ExpertLinear, ListedExperts
-from engine.spec import SCORINGS, Activation, Experts, Router
-
-FUNCTIONS = ("silu", "gelu_tanh", "relu2")
-"""Activations by the numbers that the kernels have for them."""
+from engine.spec import EXPERT_ACTIVATIONS, SCORINGS, Activation, Experts, Router
 
 
 class RouterFields(ctypes.Structure):
@@ -84,7 +81,7 @@ class NativeExperts:
         made.router = _router(spec.router, self.choice_bias, self.expert_scale, kept)
         made.first, made.logits = spec.first, self.router.handle
         if spec.shared is not None and self.shared_gate_up is not None and self.shared_down is not None:
-            made.shared_activation = FUNCTIONS.index(spec.shared.activation)
+            made.shared_activation = EXPERT_ACTIVATIONS.index(spec.shared.activation)
             made.shared_gate_up, made.shared_down = self.shared_gate_up.handle, self.shared_down.handle
             made.shared_gate = None if self.shared_gate is None else self.shared_gate.handle
         made.router_norm = _address(self.router_norm, hidden, kept)
@@ -131,7 +128,7 @@ def _fields(
         weighs_inputs=weighs_inputs,
         each_reads_its_own=weighs_inputs or any(linear.is_permuted for linear in gate_up),
         activation=ActivationFields(
-            FUNCTIONS.index(activation.kind),
+            EXPERT_ACTIVATIONS.index(activation.kind),
             activation.limit or math.inf,
             activation.alpha,
             activation.shift,
