@@ -21,7 +21,7 @@ from engine.model.parse import read_config
 from engine.model.safetensors import DTYPES, TensorFiles
 from engine.model.stacks import unstacked
 from engine.model.tensor_writer import TensorWriter
-from engine.model.tensors import LinearSpec, check_tensors, expected_shapes, linear_specs
+from engine.model.tensors import LinearSpec, check_tensors, expected_shapes, linear_specs, staying
 from engine.model.texts import Outcome, Texts
 from engine.quant.awq import input_scales, round_clipped
 from engine.quant.gptq import Gptq
@@ -133,9 +133,7 @@ def _specs(config: ModelConfig, index: int) -> Iterator[LinearSpec]:
 
 def left_out(config: ModelConfig) -> list[str]:
     """The linear maps that stay in floating point."""
-    maps = ((index, map) for index, layer in enumerate(config.layers) for map in layer.maps().values())
-    names = (f"{LAYERS}{index}.{rows.name}" for index, map in maps if map.stays for rows in map.rows)
-    return [LM_HEAD, *names]
+    return [LM_HEAD, *staying(config)]
 
 
 class _Streams(NamedTuple):

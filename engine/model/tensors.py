@@ -70,17 +70,16 @@ def _floats(config: ModelConfig, files: TensorFiles | None) -> Iterator[str]:
     """
     if config.quantization is None or config.quantization.text("quant_method") == "gguf":
         return
-    names = (
-        f"{LAYERS}{number}.{rows.name}"
-        for number, layer in enumerate(config.layers)
-        for map in layer.maps().values()
-        if map.stays
-        for rows in map.rows
-    )
-    for name in names:
+    for name in staying(config):
         entry = None if files is None else files.entries.get(f"{name}.weight")
         if files is None or (entry is not None and entry.dtype in FLOATS):
             yield name
+
+
+def staying(config: ModelConfig) -> Iterator[str]:
+    """Yields the names of the layers' linear maps that are never quantized."""
+    maps = ((number, map) for number, layer in enumerate(config.layers) for map in layer.maps().values())
+    yield from (f"{LAYERS}{number}.{rows.name}" for number, map in maps if map.stays for rows in map.rows)
 
 
 @dataclass(frozen=True, slots=True)
