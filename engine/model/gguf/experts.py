@@ -57,13 +57,6 @@ _ENTRIES = {
 """The keys of numbers, and what the families call them in a config.json."""
 
 
-def of_experts(name: str, prefix: str = f".{PREFIX}.") -> str:
-    """The name of the stack that a tensor of one expert is a part of; of any other tensor, its own name."""
-    before, found, after = name.partition(prefix)
-    number, _, rest = after.partition(".")
-    return f"{before}{found}{rest}" if number.isdigit() else name
-
-
 def expert_entries(header: Header, name: str, kind: Kind, depth: int) -> dict[str, object]:
     """The entries of a config.json for a model's experts, if it has any.
 

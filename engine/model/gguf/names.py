@@ -6,6 +6,7 @@ import re
 
 from engine.model.gguf import experts
 from engine.model.gguf.kinds import Kind
+from engine.quant.storages.names import stack_of
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -75,7 +76,7 @@ class Names:
 
     def ggml_name(self, name: str) -> str:
         """ggml's name of the engine's tensor; of one of a single expert, that of the stack."""
-        layer, rest = _split(_LAYER, experts.of_experts(name))
+        layer, rest = _split(_LAYER, stack_of(name))
         if layer is not None and rest in _GGML_TENSORS:
             return f"blk.{layer}.{_GGML_TENSORS[rest]}"
         found = _MODULE.fullmatch(rest)

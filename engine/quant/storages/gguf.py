@@ -7,7 +7,6 @@ numbers to the bit.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,8 +18,8 @@ from engine.quant.formats import NamedTensors, by_rows
 from engine.quant.integers import Factors, Integers
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.mxfp4 import DOUBLED, MXFP4, half_scales
+from engine.quant.storages.names import stack_of
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _QUARTERS = (0, 2, 4, 6)
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -82,8 +81,8 @@ def gguf_storages(quantization: Fields) -> Storages:
             )
 
     def storage_of(name: str) -> Storage:
-        stack = _EXPERT.sub(".experts.", name)  # the experts of a layer are one tensor, or one by one
-        found = next((types.text(one) for one in (name, stack) if types.has(one)), None)
+        # The experts of a layer are one tensor, or one by one.
+        found = next((types.text(one) for one in (name, stack_of(name)) if types.has(one)), None)
         return PLAIN if found is None else TYPES[found]
 
     return storage_of
