@@ -254,7 +254,7 @@ def what_would_fit(config: ModelConfig, options: LoadOptions, plan: Callable[[Re
 
 def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> int:
     """The bytes of all weights of a model, as the kernels keep them."""
-    head, (maps, _) = head_spec(config, recipe), _sorted_out(config, recipe)
+    head, (maps, experts) = head_spec(config, recipe), _sorted_out(config, kernels, recipe)
     num_loose = _num_loose(config)
     is_packed = kernels.keeps_narrow and packs_embedding(config, recipe)
     if is_packed:
@@ -272,18 +272,17 @@ def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_I
             not kernels.keeps_narrow
         ):  # else its file is mapped, of which the system keeps what there is room for
             num_loose += own.vocab_size * own.width
-    return tensor_bytes(maps, num_loose, kernels) + expert_bytes(config, kernels, recipe)[0]
+    return tensor_bytes(maps, num_loose, kernels) + sum(size for _, size in experts)
 
 
 def expert_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> tuple[int, int]:
     """The bytes of all experts of a model, and those that a step of one token reads of its weights: its experts, and
     all that is no expert but the embedding."""
-    others, experts = _sorted_out(config, recipe)
-    sizes = [(router, count * tensor_bytes([spec], 0, kernels)) for router, count, spec in experts]
-    chosen = sum(size * router.top_k / router.num_experts for router, size in sizes)
+    others, experts = _sorted_out(config, kernels, recipe)
+    chosen = sum(size * router.top_k / router.num_experts for router, size in experts)
     num_loose = _num_loose(config)
     rest = tensor_bytes([*others, head_spec(config, recipe)], num_loose, kernels)
-    return sum(size for _, size in sizes), rest + int(chosen)
+    return sum(size for _, size in experts), rest + int(chosen)
 
 
 def _num_loose(config: ModelConfig) -> int:
@@ -293,17 +292,17 @@ def _num_loose(config: ModelConfig) -> int:
 
 
 def _sorted_out(
-    config: ModelConfig, recipe: Recipe
-) -> tuple[list[LinearSpec], list[tuple[Router, int, LinearSpec]]]:
-    """The linear maps of all layers that are of no expert; and those of one expert of each layer, with how many experts
-    it has, which are alike (`check_recipe`)."""
+    config: ModelConfig, kernels: Kernels, recipe: Recipe
+) -> tuple[list[LinearSpec], list[tuple[Router, int]]]:
+    """The linear maps of all layers that are of no expert; and the bytes of each one of experts, over all experts of a
+    layer, which are alike (`check_recipe`)."""
     one, others = with_one_expert(config), []
-    experts: list[tuple[Router, int, LinearSpec]] = []
+    experts: list[tuple[Router, int]] = []
     for number, layer in enumerate(config.layers):
         own = layer.feed_forward
         for field, spec in linear_specs(one, number, recipe).items():
             if isinstance(own, Experts) and field.startswith("experts."):
-                experts.append((own.router, len(own.own), spec))
+                experts.append((own.router, len(own.own) * tensor_bytes([spec], 0, kernels)))
             else:
                 others.append(spec)
     return others, experts

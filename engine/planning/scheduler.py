@@ -166,9 +166,8 @@ class Scheduler(StepResults):
 
     def _plan_chunk(self, plan: Plan, sequence: Sequence, num_remaining: int) -> None:
         num_tokens = 1 if num_remaining == 1 else self._most_of(sequence, num_remaining)
-        if (
-            self._tokens_left <= 0 or num_tokens <= 0 or not sequence.block_table
-        ):  # it was preempted a moment ago
+        # Without a block table, it was preempted a moment ago.
+        if self._tokens_left <= 0 or num_tokens <= 0 or not sequence.block_table:
             return
         start = sequence.num_computed
         copies = self.tables.grow(sequence, start + num_tokens)
