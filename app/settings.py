@@ -6,8 +6,6 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -31,6 +29,7 @@ from pydantic_settings import (
 
 from app.checkpoint import asked_for
 from app.errors import OperatorError, suggestion
+from app.policies import policy_text, read_policy
 from engine.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from engine.cores import num_cores
 from engine.kernels.cpu import levels, prebuilt
@@ -54,51 +53,9 @@ def _split_commas(value: object) -> object:
     )
 
 
-_POLICY_KEYS = {field.name.removesuffix("_s"): field.name for field in fields(LanePolicy)}
-
-
-def _policy(lane: Lane) -> BeforeValidator:
-    """Reads `ttft=0.5,weight=8`, or a TOML table of the same keys; what it leaves out stays as it is by default."""
-
-    def parse(value: object) -> object:
-        if isinstance(value, LanePolicy):
-            return value
-        if isinstance(value, str):
-            parts = [part.partition("=") for part in value.split(",") if part.strip()]
-            value = {name.strip(): number.strip() for name, _, number in parts}
-        if not isinstance(value, dict):
-            raise ValueError("must be like ttft=0.5,weight=8")
-        changes: dict[str, Any] = {_policy_key(k): _policy_value(k, v) for k, v in value.items()}
-        try:
-            return replace(DEFAULT_POLICIES[lane], **changes)
-        except ValueError as error:
-            attribute, _, fault = str(error).partition(" ")
-            raise ValueError(f"{attribute.removesuffix('_s')} {fault}") from None
-
-    return BeforeValidator(parse)
-
-
-def _policy_key(name: str) -> str:
-    if name not in _POLICY_KEYS:
-        raise ValueError(f"keys are {', '.join(_POLICY_KEYS)}")
-    return _POLICY_KEYS[name]
-
-
-def _policy_value(name: str, value: object) -> float:
-    if value == "none":
-        return inf
-    try:
-        number = float(value) if isinstance(value, str | int | float) else nan
-    except ValueError:
-        number = nan
-    if isnan(number):
-        raise ValueError(f"{name} must be a number or none")
-    return int(number) if name == "weight" or (name.startswith("max_") and isfinite(number)) else number
-
-
-_Interactive = Annotated[LanePolicy, NoDecode, SkipValidation, _policy(Lane.INTERACTIVE)]
-_Standard = Annotated[LanePolicy, NoDecode, SkipValidation, _policy(Lane.STANDARD)]
-_Batch = Annotated[LanePolicy, NoDecode, SkipValidation, _policy(Lane.BATCH)]
+_Interactive = Annotated[LanePolicy, NoDecode, SkipValidation, read_policy(Lane.INTERACTIVE)]
+_Standard = Annotated[LanePolicy, NoDecode, SkipValidation, read_policy(Lane.STANDARD)]
+_Batch = Annotated[LanePolicy, NoDecode, SkipValidation, read_policy(Lane.BATCH)]
 _POLICY_TEXT: JsonDict = {"metavar": "KEY=N,..."}
 
 
@@ -402,10 +359,7 @@ class Settings(EngineSettings, FrontSettings):
 
 def default_text(value: object) -> str:
     """A default as an operator would write it."""
-    if not isinstance(value, LanePolicy):
-        return str(value)
-    values = ((name, getattr(value, attribute)) for name, attribute in _POLICY_KEYS.items())
-    return ",".join(f"{name}={'none' if number == inf else f'{number:.10g}'}" for name, number in values)
+    return policy_text(value) if isinstance(value, LanePolicy) else str(value)
 
 
 def choices(name: str) -> tuple[str, ...]:
