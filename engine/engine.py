@@ -318,7 +318,7 @@ class Engine:
             self._undelivered += scheduler.fail_step(plan, said, self._clock())
             error = f"{type(fault).__name__}: {fault}"
         else:
-            plan.expert_load = result.expert_load
+            plan.experts = result.experts
             self._undelivered += scheduler.commit(plan, result, self._clock())
         self._forget_departed(scheduler)
         self._report(scheduler, plan, max(flight.started_s, self._ended_s), error)
@@ -358,7 +358,7 @@ class Engine:
                 num_prefix_query_tokens=counters.num_prefix_query_tokens - before.num_prefix_query_tokens,
                 num_prefix_hit_tokens=counters.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
                 prefix_events=self._prefix_log.drain(),
-                expert_load=plan.expert_load,
+                experts=plan.experts,
                 error=error,
             )
         )

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.planning.request import FinishReason, Timings
-from engine.planning.step import StepReport
+from engine.planning.step import ExpertUse, StepReport
 from gateway.store.interface import StoreStats
 from gateway.wire.frames import seconds_per_output_token
 from priority.lanes import Lane
@@ -135,8 +135,15 @@ class Metrics:
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks in use.")
         self.expert_imbalance = gauge(
             "expert_imbalance_ratio",
-            "Tokens of the most chosen expert of a layer, or rank, by the mean of all; where ids are on the host.",
+            "Tokens of the most chosen expert of a layer, or rank, by the mean of all; on a CPU.",
             ["among"],
+        )
+        self.experts_touched = counter(
+            "experts_touched",
+            "Experts that tokens of a step chose, each once for a layer and step; on a CPU.",
+        )
+        self.expert_layers = counter(
+            "expert_layers", "Layers with experts that steps went through, where these were counted."
         )
         places = ["proposer", "position"]
         self.draft_tokens = counters(
@@ -201,11 +208,17 @@ class Metrics:
         self.free_blocks.set(report.num_free_blocks)
         used = report.num_blocks - report.num_free_blocks
         self.kv_usage.set(used / report.num_blocks if report.num_blocks else 0.0)
-        if (load := report.expert_load) is not None:
-            self.expert_imbalance.labels("experts").set(load.experts)
-            self.expert_imbalance.labels("ranks").set(load.ranks)
+        if report.experts is not None:
+            self._note_experts(report.experts)
         if report.error is not None:
             self.failed_steps.inc()
+
+    def _note_experts(self, experts: ExpertUse) -> None:
+        self.experts_touched.inc(experts.num_touched)
+        self.expert_layers.inc(experts.num_layers)
+        if (load := experts.load) is not None:
+            self.expert_imbalance.labels("experts").set(load.experts)
+            self.expert_imbalance.labels("ranks").set(load.ranks)
 
     def _note_pace(self, report: StepReport) -> None:
         ended_s = report.started_s + report.duration_s

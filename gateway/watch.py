@@ -12,7 +12,7 @@ MAX_STEPS = 256
 """Steps that one event shows: of more, the last ones."""
 _SUMS = (
     *("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens"),
-    *("prefix_query_tokens", "prefix_hit_tokens", "preemptions"),
+    *("prefix_query_tokens", "prefix_hit_tokens", "preemptions", "experts_touched", "expert_layers"),
 )
 _COLUMNS = ("started_ms", "duration_ms", "prefill", "decode", "drafts", "accepted")
 
@@ -36,8 +36,10 @@ class StepWatch:
         num_drafts = sum(count.num_drafted for count in report.drafts.values())
         num_accepted = sum(count.num_accepted for count in report.drafts.values())
         tokens = (report.num_prefill_tokens, report.num_decode_tokens, num_drafts, num_accepted)
-        cached = (report.num_prefix_query_tokens, report.num_prefix_hit_tokens)
-        self._sums.update(dict(zip(_SUMS, (*tokens, *cached, report.num_preemptions), strict=True)))
+        others = (report.num_prefix_query_tokens, report.num_prefix_hit_tokens, report.num_preemptions)
+        use = report.experts
+        experts = (0, 0) if use is None else (use.num_touched, use.num_layers)
+        self._sums.update(dict(zip(_SUMS, (*tokens, *others, *experts), strict=True)))
         if any(tokens[:2]):  # else it reports what happened between steps
             self._num_steps += 1
             self._busy_s += report.duration_s

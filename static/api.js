@@ -42,6 +42,8 @@
  * @property {number} accepted_tokens
  * @property {number} prefix_query_tokens
  * @property {number} prefix_hit_tokens
+ * @property {number} experts_touched
+ * @property {number} expert_layers
  * @property {Steps} steps
  *
  * @typedef {object} BlocksStatus  base64 with one byte for each cell, and counts of blocks

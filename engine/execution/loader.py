@@ -15,7 +15,7 @@ from engine.config import LoadOptions, ModelConfig
 from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.execution.buffers import StepBuffers
-from engine.execution.expert_counts import ExpertCounts, counted
+from engine.execution.expert_counts import ExpertCounts, counted, counted_natively
 from engine.execution.measuring import measure_steps, run_largest
 from engine.execution.memory import (
     NO_DRAFT,
@@ -172,6 +172,8 @@ def load_model(
     memory = replace(memory, num_blocks=agreed(memory.num_blocks, ranks))
     kv = KVCache(KVLayout.of(config, options.block_size), memory.num_blocks, kernels.kv_dtype, device)
     decoder = make_decoder(config, weights, kernels, kv, max_model_len)
+    if isinstance(decoder, NativeDecoder):
+        expert_counts = counted_natively(decoder, config)
     model = LoadedModel(
         config=config,
         options=options,

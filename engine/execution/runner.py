@@ -358,7 +358,7 @@ class LaunchedStep:
 
     def wait(self) -> StepResult:
         result, counts = self.landing.wait(), self.steps.model.expert_counts
-        result.expert_load = None if counts is None else counts.take()
+        result.experts = None if counts is None else counts.take()
         return result
 
     def _look_through(

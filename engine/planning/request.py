@@ -10,7 +10,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, zip_longest
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.planning.grammar import Grammar, Guide
 
@@ -208,6 +208,19 @@ def _sums(one: list[int], other: list[int]) -> list[int]:
     return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
+class ExpertSums(NamedTuple):
+    """The experts that tokens chose, summed over layers and steps."""
+
+    num_touched: int
+    num_layers: int
+    """The layers that this is summed over."""
+
+    def since(self, before: ExpertSums) -> ExpertSums:
+        return ExpertSums(self.num_touched - before.num_touched, self.num_layers - before.num_layers)
+
+
+NO_EXPERTS = ExpertSums(0, 0)
+
 MAX_MARKS = 256
 """Steps of one kind whose instants a sequence remembers."""
 
@@ -234,6 +247,10 @@ class Timings:
     """The first MAX_MARKS steps with drafts: when each ended, how many drafts it had, and how many were right."""
     drafts: dict[str, DraftCount] = field(default_factory=dict)
     """The counts of drafts by proposer."""
+    experts_before: ExpertSums | None = None
+    """The engine's sums when the first token came."""
+    experts: ExpertSums = NO_EXPERTS
+    """The experts of the steps after that one, whichever sequence's tokens chose them."""
 
     @property
     def num_preemptions(self) -> int:
@@ -250,15 +267,17 @@ class Timings:
         if len(self.draft_steps) < MAX_MARKS:
             self.draft_steps.append((now, num_drafted, num_accepted))
 
-    def note_first_token(self, now: float) -> bool:
+    def note_first_token(self, now: float, experts: ExpertSums) -> bool:
         """Returns whether this token is the first one."""
         is_first = self.first_token_s < 0
         if is_first:
-            self.first_token_s = now
+            self.first_token_s, self.experts_before = now, experts
         return is_first
 
-    def note_end(self, num_output_tokens: int, now: float) -> None:
+    def note_end(self, num_output_tokens: int, now: float, experts: ExpertSums = NO_EXPERTS) -> None:
         """Completes the timings; what the sequence did not live to see counts as happening now."""
+        if self.experts_before is not None:
+            self.experts = experts.since(self.experts_before)
         self.finished_s, self.num_output_tokens = now, num_output_tokens
         self.scheduled_s = self.scheduled_s if self.scheduled_s >= 0 else now
         self.first_token_s = self.first_token_s if self.first_token_s >= 0 else now

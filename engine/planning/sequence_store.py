@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.planning.beams import Beams, BeamSequence
 from engine.planning.block_tables import BlockTables
-from engine.planning.request import FinishReason, Output, Request, Sequence, Timings
+from engine.planning.request import NO_EXPERTS, ExpertSums, FinishReason, Output, Request, Sequence, Timings
 from engine.planning.step import RequestQueue
 
 
@@ -29,6 +29,8 @@ class SequenceStore:
         self.queue = queue
         self.tables = tables
         self.counters = Counters()
+        self.experts: ExpertSums = NO_EXPERTS
+        """The experts of all steps that came back."""
         self.planned_s = 0.0
         """The time at which the planning of the newest step began."""
         self.running: list[Sequence] = []
@@ -150,7 +152,7 @@ class SequenceStore:
         output.error = error
         output.stop = sequence.stop
         output.timings = sequence.timings
-        output.timings.note_end(sequence.num_output_tokens, now)
+        output.timings.note_end(sequence.num_output_tokens, now, self.experts)
         self._remove(sequence)
         self._ended.append((sequence.request, sequence))
         return output

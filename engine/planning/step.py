@@ -106,8 +106,8 @@ class Plan:
     """The turn of its `Pace` that it was planned in; -1 if what it takes says nothing of that."""
     is_behind: bool = False
     """Whether a proposer of its drafts has yet to read what it proposes from."""
-    expert_load: ExpertLoad | None = None
-    """That of its result."""
+    experts: ExpertUse | None = None
+    """Those of its result."""
 
     @property
     def num_drafts(self) -> int:
@@ -160,6 +160,18 @@ class ExpertLoad:
     """The same of the ranks, each of which has some experts; 1 if all have a part of every expert."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertUse:
+    """The experts that the tokens of a step chose."""
+
+    num_touched: int
+    """The experts that some token chose, summed over layers."""
+    num_layers: int
+    """The layers with experts that the step went through."""
+    load: ExpertLoad | None = None
+    """None if it was not made up in this step."""
+
+
 @dataclass(slots=True)
 class StepResult:
     """The results of a step.
@@ -171,8 +183,8 @@ class StepResult:
     sampled: list[Sampled]
     scored: ListLike[list[TokenLogprobs]] = ()
     pooled: ListLike[list[float]] = ()
-    expert_load: ExpertLoad | None = None
-    """None if it was not counted in this step."""
+    experts: ExpertUse | None = None
+    """None if they were not counted in this step."""
 
 
 class DeviceError(RuntimeError):
@@ -397,7 +409,7 @@ class StepReport:
     num_prefix_hit_tokens: int = 0
     prefix_events: Iterable[PrefixEvent] = ()
     """The events of cached blocks since the report before."""
-    expert_load: ExpertLoad | None = None
-    """None if it was not counted in this step."""
+    experts: ExpertUse | None = None
+    """None if they were not counted in this step."""
     error: str | None = None
     """The step failed, and with it the sequences whose outputs say so."""

@@ -12,6 +12,7 @@ from engine.planning.drafting import Drafting
 from engine.planning.request import (
     NO_LIMIT,
     Branch,
+    ExpertSums,
     FinishReason,
     Output,
     Pooling,
@@ -80,6 +81,9 @@ class StepResults(SequenceStore):
         tables = self.tables
         tables.end_step(plan.number)
         self._step_limit.note_fitted()
+        if (use := result.experts) is not None:
+            touched, layers = self.experts
+            self.experts = ExpertSums(touched + use.num_touched, layers + use.num_layers)
         confirm, outputs = tables.commit, list[Output]()
         work: list[tuple[Request, int, int, int]] = []
         sampled, scored, pooled = iter(result.sampled), iter(result.scored), iter(result.pooled)
@@ -135,9 +139,8 @@ class StepResults(SequenceStore):
         error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
         if error is not None:
             return [self._finish(sequence, FinishReason.FAILED, error, now)]
-        is_first = sequence.timings.first_token_s < 0
-        if is_first:
-            sequence.timings.first_token_s = now
+        timings = sequence.timings
+        is_first = timings.first_token_s < 0 and timings.note_first_token(now, self.experts)
         outputs: list[Output] = []
         try:
             reason = self._append(sequence, sampled, outputs)
@@ -217,7 +220,7 @@ class StepResults(SequenceStore):
         """Ends a branch with what is told of it; those that go on from it begin, as many as there are seats for."""
         if sampled.error is not None:
             return list(self._abort(sequence, FinishReason.FAILED, sampled.error, now))
-        sequence.timings.note_first_token(now)
+        sequence.timings.note_first_token(now, self.experts)
         if sequence in self.running:  # else it gave way while this step was in flight
             self.running.remove(sequence)  # one of them has its seat
         for index in branch.children:
@@ -245,7 +248,7 @@ class StepResults(SequenceStore):
         """Keeps the continuations of a beam; once those of all beams are known, the search goes on, or ends."""
         if sampled.error is not None or sampled.logprobs is None:
             return list(self._abort(sequence, FinishReason.FAILED, sampled.error, now))
-        sequence.timings.note_first_token(now)
+        sequence.timings.note_first_token(now, self.experts)
         beams = sequence.beams
         beams.note(sequence, sampled.logprobs[0])
         if not beams.is_due:

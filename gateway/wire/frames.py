@@ -119,6 +119,7 @@ def timings_of(generation: Generation) -> dict[str, object]:
             }
             for name, count in sorted(drafts.items())
         },
+        "experts_per_layer": _experts_per_layer(timings),
         "timeline": _timeline(first),
         "lane": Lane(generation.requests[0].lane).label,
     }
@@ -146,6 +147,15 @@ def _drafts(timings: list[Timings]) -> dict[str, DraftCount]:
         for name, count in choice.drafts.items():
             sums.setdefault(name, DraftCount()).add(count)
     return sums
+
+
+def _experts_per_layer(timings: list[Timings]) -> float | None:
+    """Returns how many experts a layer read in the steps after the first token, whoever's tokens chose them.
+
+    None in a model without experts, where they are not counted, and if there was no such step.
+    """
+    num_layers = sum(t.experts.num_layers for t in timings)
+    return round(sum(t.experts.num_touched for t in timings) / num_layers, 2) if num_layers else None
 
 
 def seconds_per_output_token(timings: Timings) -> float | None:

@@ -8,6 +8,7 @@
  * @property {(value: ?number) => string} [format]
  * @property {number} [least]  the least upper edge
  * @property {number} [most]  the only one
+ * @property {boolean} [isOptional]  there is no chart while there are no values
  *
  * @import { Points } from "./shapes.js"
  */
@@ -69,7 +70,8 @@ export class Chart {
    * @param {boolean} withTable
    */
   update(series, cursor, withTable) {
-    const { format, stacked, series: named, title } = this.#of;
+    const { format, stacked, series: named, title, isOptional } = this.#of;
+    this.element.hidden = Boolean(isOptional) && series.flat().every((value) => value === null);
     this.#draw(stacked ? stack(series) : series);
     const at = cursor ?? LENGTH - 1;
     for (const [i, values] of series.entries()) this.#values[i].textContent = format(values[at]);

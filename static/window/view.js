@@ -97,6 +97,13 @@ const CHARTS = [
     most: 1,
   },
   {
+    title: "Experts read",
+    series: [{ label: "a layer and step, of ten seconds", color: "deep" }],
+    values: ratio("experts_touched", "expert_layers"),
+    least: 8,
+    isOptional: true,
+  },
+  {
     title: "Event-loop lag",
     series: [{ label: "at worst", color: "sun" }],
     values: one(({ steps }) => steps.loop_lag_ms),

@@ -10,9 +10,18 @@ from queue import SimpleQueue
 import pytest
 
 from engine.engine import Engine, EngineState
-from engine.planning.request import FinishReason, Output
+from engine.planning.request import ExpertSums, FinishReason, Output
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import DeviceError, ExpertLoad, Plan, RunnerFacts, StepLoad, StepReport, StepResult
+from engine.planning.step import (
+    DeviceError,
+    ExpertLoad,
+    ExpertUse,
+    Plan,
+    RunnerFacts,
+    StepLoad,
+    StepReport,
+    StepResult,
+)
 from priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 
@@ -215,13 +224,13 @@ def test_the_time_that_drafting_took_is_none_of_the_steps(
     assert loads
 
 
-def test_the_load_of_experts_is_reported_with_the_step_that_counted_it() -> None:
-    load = ExpertLoad(experts=1.5, ranks=1.25)
+def test_experts_are_reported_with_the_step_that_counted_it() -> None:
+    use = ExpertUse(12, 2, ExpertLoad(experts=1.5, ranks=1.25))
 
     class CountingRunner(GatedRunner):
         def execute(self, plan: Plan) -> StepResult:
             result = super().execute(plan)
-            result.expert_load = load if plan.num_prefill else None
+            result.experts = use if plan.num_prefill else None
             return result
 
     harness = EngineHarness(CountingRunner())
@@ -229,5 +238,24 @@ def test_the_load_of_experts_is_reported_with_the_step_that_counted_it() -> None
     harness.submit("a", [1, 2, 3])
     harness.last("a")
     assert harness.engine.stop(PATIENCE_S)
-    assert [report.expert_load for report in harness.reports if report.num_prefill_tokens] == [load]
-    assert not any(report.expert_load for report in harness.reports if not report.num_prefill_tokens)
+    assert [report.experts for report in harness.reports if report.num_prefill_tokens] == [use]
+    assert not any(report.experts for report in harness.reports if not report.num_prefill_tokens)
+
+
+def test_a_reply_tells_the_experts_of_the_steps_after_its_first_token() -> None:
+    class CountingRunner(GatedRunner):
+        def execute(self, plan: Plan) -> StepResult:
+            result = super().execute(plan)
+            result.experts = ExpertUse(100 if plan.num_prefill else 8, 2)
+            return result
+
+    harness = EngineHarness(CountingRunner())
+    harness.engine.start()
+    for name in ("a", "b"):
+        harness.submit(name, [1, 2, 3])
+        timings = harness.last(name).timings
+        assert timings is not None
+        num_later = timings.num_output_tokens - 1
+        assert num_later > 0
+        assert timings.experts == ExpertSums(8 * num_later, 2 * num_later)
+    assert harness.engine.stop(PATIENCE_S)

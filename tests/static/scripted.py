@@ -39,6 +39,7 @@ TIMINGS: dict[str, Any] = {
     "draft_tokens": 0,
     "drafts": {},
     "accepted_tokens": 0,
+    "experts_per_layer": None,
     "timeline": {
         "prefills": [[85.0, 24]],
         "preempted_ms": [],

@@ -61,6 +61,8 @@ def steps_event(at_ms: float, *, output_tokens: int = 0, **fields: Any) -> tuple
         "accepted_tokens": 6,
         "prefix_query_tokens": 40,
         "prefix_hit_tokens": 10,
+        "experts_touched": 0,
+        "expert_layers": 0,
         "preemptions": 0,
         "steps": {
             "started_ms": [at_ms - 10, at_ms - 5],
@@ -125,6 +127,13 @@ def test_the_window_shows_what_the_engine_does(page: Page, server: ScriptedServe
         return new Set(new Uint32Array(data.buffer)).size;
     }"""
     assert window.locator(".blocks canvas").evaluate(colors) >= 3
+
+
+def test_experts_are_shown_of_a_model_that_has_some(page: Page, server: ScriptedServer) -> None:
+    window = open_window(page, server)
+    expect(chart(window, "Experts read")).to_be_hidden()
+    server.told += [steps_event(1000.0, experts_touched=84, expert_layers=2)]
+    expect(chart(window, "Experts read").locator(".values")).to_have_text("42")
 
 
 def test_every_chart_can_be_read_without_seeing_it(page: Page, server: ScriptedServer) -> None:

@@ -82,7 +82,9 @@ int32_t penstock_decoder_run(Decoder* decoder, const Step* step, float* out) {
     return status_of([&] { return decoder->run(*step, out); });
 }
 
-int64_t penstock_decoder_experts(const Decoder* decoder) { return decoder->experts_touched(); }
+void penstock_decoder_take_touched(Decoder* decoder, int64_t* out) { decoder->experts().take_touched(out); }
+
+void penstock_decoder_take_rows(Decoder* decoder, int64_t* out) { decoder->experts().take_rows(out); }
 
 int32_t penstock_run_experts(Team* team, const Experts* experts, const float* x, int32_t rows, const int32_t* ids,
                              const float* weights, float* out) {

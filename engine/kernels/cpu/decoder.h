@@ -47,8 +47,7 @@ class Decoder {
         return kOk;
     }
 
-    // The experts that rows of the last step had, summed over the layers.
-    int64_t experts_touched() const { return experts_.touched(); }
+    ExpertsWork& experts() { return experts_; }
 
    private:
     // Grows with the largest batch seen and never shrinks.

@@ -87,6 +87,7 @@ class NativeDecoder:
         self.handle = created(library.call("penstock_decoder_new", team.handle, ctypes.byref(model)))
         weakref.finalize(self, library.call, "penstock_decoder_free", self.handle)
         self._run = library.function("penstock_decoder_run")
+        self._taken = (ctypes.c_int64 * 2)()
 
     def _check(self) -> dict[str, int]:
         """The largest width of each stream, which every linear map fits.
@@ -214,10 +215,20 @@ class NativeDecoder:
         """[tables, S, max blocks]"""
         return batch.tables(len(self._kv.layout.windows))
 
-    @property
-    def num_experts_touched(self) -> int:
-        """The experts that tokens of the last step had, summed over the layers."""
-        return int(self._library.call("penstock_decoder_experts", self.handle))
+    def take_experts_touched(self) -> tuple[int, int]:
+        """The experts that tokens had, summed over layers, and the number of these layers: of all steps since they were
+        taken last."""
+        self._library.call("penstock_decoder_take_touched", self.handle, self._taken)
+        touched, layers = self._taken
+        return touched, layers
+
+    def take_rows_of_experts(self) -> Tensor:
+        """The tokens that had each expert, [layers with experts, most experts of one] int64: of all steps since they
+        were taken last."""
+        parts = [op.experts.spec for op in self.ops if op.experts is not None]
+        rows = torch.zeros(len(parts), max((len(part.own) for part in parts), default=0), dtype=torch.int64)
+        self._library.call("penstock_decoder_take_rows", self.handle, rows.data_ptr())
+        return rows
 
     @property
     def linears(self) -> list[dict[str, PackedLinear]]:

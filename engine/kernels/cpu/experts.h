@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <utility>
 
 #include "program.h"
 
@@ -81,11 +82,12 @@ class ExpertsWork {
 
     // From now on there is room for so many rows of any of these.
     void reserve(const std::vector<const Experts*>& all, int rows, int hidden) {
-        int choices = 0, scores = 0, inner = 0, depth = 0, shared = 0;
+        int choices = 0, scores = 0, inner = 0, depth = 0, shared = 0, own = 0;
         Form widest = Form::int8;
         for (const Experts* e : all) {
             choices = std::max(choices, e->router.top_k);
             scores = std::max(scores, e->router.experts);
+            own = std::max(own, e->own);
             for (const Linear* l : {e->gate_up[0], e->down[0]}) {
                 depth = std::max(depth, l->depth);
                 if (size_of(l->form) > size_of(widest)) widest = l->form;
@@ -114,13 +116,14 @@ class ExpertsWork {
         }
         ids_.resize(slots);
         weights_.resize(slots);
+        most_own_ = own;
+        rows_of_.resize(all.size() * own);
     }
 
     // A new program begins; the phases of it are those of `phases`.
     void start(std::vector<Phase>* phases) {
         phases_ = phases;
         planned_.clear();
-        touched_ = 0;
     }
 
     // Adds the phases by add(argument, chunks, kind); run(argument, chunk, worker) does them. Rows that are routed
@@ -168,8 +171,18 @@ class ExpertsWork {
         }
     }
 
-    // The experts that rows of this program had, summed over its operations.
-    int64_t touched() const { return touched_; }
+    // The experts that rows had, summed over operations, and how many operations these were: of all programs since this
+    // was asked last.
+    void take_touched(int64_t* out) {
+        out[0] = std::exchange(touched_, 0);
+        out[1] = std::exchange(operations_, 0);
+    }
+
+    // The rows that each expert had, [operations][most experts of one]: of all programs since this was asked last.
+    void take_rows(int64_t* out) {
+        std::copy(rows_of_.begin(), rows_of_.end(), out);
+        std::fill(rows_of_.begin(), rows_of_.end(), 0);
+    }
 
    private:
     static constexpr int kMostTile = 32;  // rows that tiles read together, though there are fewer
@@ -271,8 +284,7 @@ class ExpertsWork {
         const Experts& e = *plan.of.experts;
         gate_up_.clear();
         down_.clear();
-        int touched = 0;
-        for (int expert = 0; expert < e.own; expert++) touched += starts_[expert + 1] > starts_[expert];
+        const int touched = count(&plan - planned_.data(), e.own);
         const int linears = touched + (e.shared_gate_up ? 1 : 0);
         for (int expert = 0; expert < e.own; expert++) {
             const int start = starts_[expert], rows = starts_[expert + 1] - start;
@@ -288,9 +300,21 @@ class ExpertsWork {
             add_pair(*e.shared_gate_up, for_shared_.activations(e.shared_gate_up->form), plan.of.rows,
                      shared_inner_.get(), ld_shared_, *e.shared_down, for_shared_, 0, shared_made_.get(),
                      e.shared_activation, nullptr, linears);
-        touched_ += touched;
         (*phases_)[plan.gate_up].chunks = std::max(1u, gate_up_.chunks());
         (*phases_)[plan.down].chunks = std::max(1u, down_.chunks());
+    }
+
+    // How many experts of an operation have rows, which are counted.
+    int count(size_t operation, int own) {
+        int touched = 0;
+        for (int expert = 0; expert < own; expert++) {
+            const int rows = starts_[expert + 1] - starts_[expert];
+            rows_of_[operation * most_own_ + expert] += rows;
+            touched += rows > 0;
+        }
+        touched_ += touched;
+        operations_++;
+        return touched;
     }
 
     static float* at(const Buffer<float>& buffer, int row, size_t ld, Form form) {
@@ -381,7 +405,9 @@ class ExpertsWork {
     std::vector<Routing> routing_;  // per worker
     std::vector<Phase>* phases_ = nullptr;
     std::vector<Plan> planned_;
-    int64_t touched_ = 0;
+    int64_t touched_ = 0, operations_ = 0;  // see take_touched
+    std::vector<int64_t> rows_of_;           // see take_rows
+    int most_own_ = 0;
 
     // Of the operation in work.
     std::atomic<int> routed_{0};  // chunks

@@ -184,14 +184,41 @@ def test_a_token_has_the_same_bits_in_any_company(team: Team, name: str, dtype: 
 
 
 def test_a_step_says_how_many_experts_it_touched(team: Team) -> None:
-    model = Model(PARTS["plain"], torch.float32)
-    native = model.decoder(native_kernels(team, torch.float32))
+    native = Model(PARTS["plain"], torch.float32).decoder(native_kernels(team, torch.float32))
     assert isinstance(native, NativeDecoder)
     prompts = Prompts(83, [40])
+    assert native.take_experts_touched() == (0, 0)
     native(prompts.batch({0: (0, 1)}))
-    assert native.num_experts_touched == 2 * ROUTER.top_k
+    assert native.take_experts_touched() == (2 * ROUTER.top_k, 2)
+    assert native.take_experts_touched() == (0, 0)
     native(prompts.batch({0: (1, 40)}))
-    assert 2 * ROUTER.top_k < native.num_experts_touched <= 2 * NUM_EXPERTS
+    touched, layers = native.take_experts_touched()
+    assert layers == 2
+    assert 2 * ROUTER.top_k < touched <= 2 * NUM_EXPERTS
+
+
+def test_steps_add_up_the_tokens_of_each_expert(team: Team) -> None:
+    model, chosen = Model(PARTS["plain"], torch.float32), list[Tensor]()
+    plain = reference_kernels(CPU, torch.float32)
+
+    def noting(
+        logits: Tensor, router: Router, choice_bias: Tensor | None, expert_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ids, weights = plain.route(logits, router, choice_bias, expert_scale)
+        chosen.append(torch.bincount(ids.flatten(), minlength=NUM_EXPERTS))
+        return ids, weights
+
+    native = model.decoder(native_kernels(team, torch.float32))
+    expected = model.decoder(replace(plain, route=noting))
+    assert isinstance(native, NativeDecoder)
+    assert not native.take_rows_of_experts().any()
+    for ranges in ({0: (0, 3)}, {0: (3, 40), 1: (0, 17)}):  # the second one makes it find more memory
+        batch = Prompts(83, [40, 17]).batch(ranges)
+        native(batch), expected(batch)
+    assert torch.equal(
+        native.take_rows_of_experts(), torch.stack([chosen[0] + chosen[2], chosen[1] + chosen[3]])
+    )
+    assert not native.take_rows_of_experts().any()
 
 
 def test_an_expert_of_another_shape_is_refused(team: Team) -> None:

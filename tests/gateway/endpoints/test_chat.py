@@ -56,6 +56,7 @@ async def test_a_whole_answer_has_openais_shape() -> None:
         "draft_tokens": 0,
         "drafts": {},
         "accepted_tokens": 0,
+        "experts_per_layer": None,
         "timeline": {
             "prefills": [],
             "preempted_ms": [50.0],

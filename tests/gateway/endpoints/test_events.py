@@ -16,7 +16,7 @@ import pytest
 from engine.planning.block_map import BlockMap
 from engine.planning.prefix_events import Dropped, Stored
 from engine.planning.request import DraftCount
-from engine.planning.step import StepReport
+from engine.planning.step import ExpertUse, StepReport
 from gateway.access.keys import digest_of
 from gateway.endpoints import events
 from gateway.service import ServiceOptions
@@ -157,6 +157,7 @@ async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
                 num_preemptions=1,
                 num_prefix_query_tokens=10,
                 num_prefix_hit_tokens=4,
+                experts=ExpertUse(16, 2) if i else None,
             )
         gateway.deliver(num_decode_tokens=0)  # a cancelled request, say: no step
         gateway.service.note_loop_lag(0.020)
@@ -177,6 +178,8 @@ async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
             "prefix_query_tokens": 10 * num_steps,
             "prefix_hit_tokens": 4 * num_steps,
             "preemptions": num_steps,
+            "experts_touched": 16 * MAX_STEPS,
+            "expert_layers": 2 * MAX_STEPS,
         }
         assert {name: len(values) for name, values in steps.items()} == dict.fromkeys(steps, MAX_STEPS)
         last = {name: values[-1] for name, values in steps.items()}

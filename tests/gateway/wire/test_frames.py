@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Request, SamplingParams
+from engine.planning.request import MAX_MARKS, DraftCount, ExpertSums, FinishReason, Request, SamplingParams
 from gateway.http.errors import ApiError
 from gateway.wire.frames import StreamWriter, error_frame, timings_of
 from gateway.wire.shapes import ChatShape, CompletionShape, Extras, Head
@@ -111,6 +111,19 @@ def test_timings_of_several_choices_are_one() -> None:
     generation.timings = [single]
     assert timings_of(generation)["tpot_ms"] is None
     json.dumps(timings)
+
+
+def test_the_experts_of_a_layer_are_told_where_they_were_counted() -> None:
+    request = _request()
+    generation = Generation([request])
+    generation.timings = [
+        make_timings(request),
+        make_timings(request, experts=ExpertSums(100, 6)),
+        make_timings(request, experts=ExpertSums(28, 3)),
+    ]
+    assert timings_of(generation)["experts_per_layer"] == round(128 / 9, 2)
+    del generation.timings[1:]
+    assert timings_of(generation)["experts_per_layer"] is None
 
 
 def test_the_timeline_is_of_the_first_choice_and_bounded() -> None:
