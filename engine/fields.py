@@ -117,6 +117,15 @@ class Fields:
             raise self._fault(name, "a number")
         return float(value)
 
+    def says_nothing(self, name: str, *neutral: object) -> None:
+        """Checks an entry that has no meaning here: it is missing, or one of the neutral values.
+
+        Raises:
+            CheckpointError: it asks for something.
+        """
+        if self.has(name) and self._values[name] not in neutral:
+            raise self.error(f"{name} {self._values[name]!s:.40} is not supported in this family")
+
     def flag(self, name: str, default: bool = False) -> bool:
         return self._typed(name, bool, "true or false", default)
 

@@ -87,8 +87,11 @@ _CHOICES = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 """What families call the number of experts, and of those that a token has."""
 
 
-def read_router(fields: Fields, **changes: object) -> Router:
+def read_router(fields: Fields, *, has_groups: bool = False, **changes: object) -> Router:
     """The router that a config.json describes, with what the family alone says.
+
+    Args:
+        has_groups: the family chooses among groups of experts first.
 
     Raises:
         CheckpointError: naming what is missing or malformed, that a token has more experts than can be chosen, or that
@@ -109,10 +112,16 @@ def read_router(fields: Fields, **changes: object) -> Router:
     fields.one_of("scoring_func", router.scoring, default=router.scoring)
     method = "noaux_tc" if router.choice_bias else "greedy"
     fields.one_of("topk_method", method, default=method)
+    if "scale" not in changes:
+        fields.says_nothing("routed_scaling_factor", 0, 1)
+    if has_groups:
+        return _in_groups(fields, router)
+    for name in ("n_group", "topk_group"):
+        fields.says_nothing(name, 0, 1)
     return router
 
 
-def read_groups(fields: Fields, router: Router) -> Router:
+def _in_groups(fields: Fields, router: Router) -> Router:
     """The router, with the groups of experts that it chooses from; the two best experts of each make its score.
 
     Raises:

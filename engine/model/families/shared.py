@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.fields import Fields
 from engine.model.families.common import Sizes, read_rope
-from engine.model.families.experts import MAX_EXPERTS, read_groups, read_router
+from engine.model.families.experts import MAX_EXPERTS, read_router
 from engine.spec import ModelSpec
 
 
@@ -14,6 +14,7 @@ def glm4_moe(fields: Fields) -> ModelSpec:
     rope = read_rope(fields, sizes, share=0.5)
     router = read_router(
         fields,
+        has_groups=True,
         scoring="sigmoid",
         choice_bias="mlp.gate.e_score_correction_bias",
         renormalizes=fields.flag("norm_topk_prob", True),
@@ -23,7 +24,7 @@ def glm4_moe(fields: Fields) -> ModelSpec:
     inner = fields.size("moe_intermediate_size")
     num_shared = fields.size("n_shared_experts", 1, most=MAX_EXPERTS)
     experts = sizes.experts(
-        read_groups(fields, router),
+        router,
         inner_size=inner,
         shared=sizes.shared("mlp.shared_experts", num_shared * inner),
     )

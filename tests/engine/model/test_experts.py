@@ -257,6 +257,9 @@ def test_a_stack_of_another_shape_is_named(tmp_path: Path) -> None:
         ("Hunyuan MoE", {"moe_topk": [2, 2]}, "moe_topk has 2 entries for 3 layers"),
         ("Hunyuan MoE", {"moe_topk": [2, 7, 2]}, "is 7, and there are 6 experts"),
         ("Hunyuan MoE", {"use_cla": True}, "use_cla is not supported"),
+        ("Hunyuan MoE", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5 is not supported in this"),
+        ("Qwen 3 MoE", {"n_group": 8}, "n_group 8 is not supported in this family"),
+        ("Mixtral", {"topk_group": [2]}, r"topk_group \[2\] is not supported in this family"),
         ("OLMoE", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
         ("Qwen 3 MoE", {"decoder_sparse_step": 0}, "decoder_sparse_step must be between 1 and"),
     ],
@@ -279,7 +282,8 @@ def test_published_checkpoints_may_say_it_otherwise(tmp_path: Path) -> None:
     assert parse_config(Fields("config.json", {**entries, **published})) == read_config(minimax)
     entries = json.loads((SPARSE["Hunyuan MoE"].make(hunyuan) / "config.json").read_text(encoding="utf-8"))
     layers = {"moe_topk": [2] * 3, "moe_intermediate_size": [112] * 3, "num_shared_expert": [1] * 3}
-    assert parse_config(Fields("config.json", {**entries, **layers})) == read_config(hunyuan)
+    nothing = {"n_group": False, "topk_group": False, "routed_scaling_factor": 1.0}
+    assert parse_config(Fields("config.json", {**entries, **layers, **nothing})) == read_config(hunyuan)
 
 
 def test_the_names_of_published_checkpoints_are_read(tmp_path: Path) -> None:
