@@ -22,7 +22,7 @@ from priority.admission import Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.refusal import RETRY_S, Refusal
 from priority.routing.state import Load
-from priority.shares import ATTENDED_EACH, COST_HIT, COST_OUTPUT, COST_PREFILL, prompt_cost, virtual
+from priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
 from priority.steptime import NAMES, StepTimeModel
 from priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from priority.yielding import MAX_VICTIMS, yielding
@@ -239,8 +239,7 @@ class LaneQueue:
                 if ticket.stage is prefilling:
                     self._note_prefill(ticket, num_prompt, num_output, now)
                 if num_output:
-                    # That is output_cost(num_known - num_output, num_known): a call for each is felt.
-                    cost = num_output * (COST_OUTPUT + 2 * num_known - num_output)
+                    cost = output_cost(num_known - num_output, num_known)
                     outputs[ticket.account] = outputs.get(ticket.account, 0) + cost
             for account, cost in outputs.items():
                 account.charge(cost)
