@@ -33,8 +33,19 @@ Say = Callable[[str], None]
 """Told lines for the operator."""
 
 
-Attend = Callable[[Tensor, Tensor, int, float | None, float, Tensor | None], Tensor]
-"""One step's attention: queries, a layer's KV, window, scale, softcap, block tables; see `reference.PagedAttention`."""
+class Attend(Protocol):
+    """One step's attention; see `reference.PagedAttention`."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        layer_kv: Tensor,
+        window: int,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        block_tables: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class RotateAndWrite(Protocol):

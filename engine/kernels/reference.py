@@ -259,6 +259,7 @@ class PagedAttention:
         scale: float | None = None,
         softcap: float = 0.0,
         block_tables: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """
         Args:
@@ -268,6 +269,8 @@ class PagedAttention:
             scale: what scores are multiplied by; None stands for head_dim^-1/2.
             softcap: c > 0 makes c tanh(s / c) of a scaled score s.
             block_tables: [S, max blocks] those of the layer; None stands for the batch's.
+            sinks: [num_heads] float32, a score that the softmax of each head has beside those of keys, as it is: it
+                takes its part of the weights, and adds nothing.
 
         Returns:
             [T, num_heads * head_dim]
@@ -276,8 +279,9 @@ class PagedAttention:
         tables = self._block_tables if block_tables is None else block_tables
         for tile in self._tiles:
             blocks = tables[tile.sequences, : tile.num_blocks].long()
-            found = self._attend(queries[tile.rows], layer_kv, blocks, tile.positions, window, scale, softcap)
-            attended[tile.rows] = found
+            attended[tile.rows] = self._attend(
+                queries[tile.rows], layer_kv, blocks, tile.positions, window, scale, softcap, sinks
+            )
         return attended.flatten(1)
 
     def _attend(
@@ -289,6 +293,7 @@ class PagedAttention:
         window: int,
         scale: float | None,
         softcap: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         """[G, Q, heads, d] -> [G, Q, heads, d]; query heads of one key-value head are stacked as more queries."""
         num_sequences, num_queries, num_heads, head_dim = queries.shape
@@ -305,7 +310,12 @@ class PagedAttention:
         hidden = ~_visible(positions, keys.shape[2], window)[:, None, None]
         scores = scores.view(*scores.shape[:2], -1, num_queries, scores.shape[3])
         scores.masked_fill_(hidden, -torch.inf)
-        attended: Tensor = scores.softmax(-1).flatten(2, 3).to(dtype) @ values
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            of_heads = sinks.view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, of_heads), -1).softmax(-1)[..., :-1]
+        attended: Tensor = weights.flatten(2, 3).to(dtype) @ values
         attended = attended.view(num_sequences, num_heads, num_queries, head_dim).transpose(1, 2)
         return attended.to(queries.dtype)
 

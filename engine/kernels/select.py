@@ -256,7 +256,8 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
             attend = kernels.attention(mixed_batch, shape)
             for number, own in {own.window: (number, own) for number, own in layers.items()}.values():
                 queries = torch.ones(sum(mixed), own.num_heads, own.head_dim, device=device, dtype=dtype)
-                attend(queries, kv.layer(number), own.window, None, 0.0, None)
+                sinks = torch.ones(own.num_heads, device=device) if own.sinks else None
+                attend(queries, kv.layer(number), own.window, None, 0.0, None, sinks)
 
     return {
         "rms_norm": lambda: kernels.rms_norm(row, norm, 1e-6),

@@ -114,6 +114,7 @@ def _parts(
         cos=cos,
         sin=sin,
         q_scales=q_scales,
+        sinks=mixer.sinks,
         scale=attention.scale,
         softcap=attention.softcap,
         window=attention.window,

@@ -28,6 +28,8 @@ class AttentionWeights:
     q_norm: Tensor | None = None
     """[head_dim], or [heads * head_dim] where all heads are normed as one row."""
     k_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    """[heads] float32, see `Attention.sinks`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

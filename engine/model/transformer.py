@@ -240,6 +240,7 @@ class Decoder:
             attention.scale,
             attention.softcap,
             step.tables[place.table],
+            own.sinks,
         )
         return attended * gates.sigmoid() if attention.has_gate else attended
 

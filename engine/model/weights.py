@@ -166,7 +166,10 @@ def _mixer(
         norms: dict[str, Any] = {
             field: reader.norm(norm, prefix, heads) for field, norm in own.norms().items()
         }
-        return AttentionWeights(**linears, **norms)
+        vectors: dict[str, Any] = {
+            field: reader.vector(f"{prefix}{vector.name}") for field, vector in own.vectors().items()
+        }
+        return AttentionWeights(**linears, **norms, **vectors)
     return StateWeights(spec=own, vectors=_state_vectors(own, reader, prefix), **linears)
 
 

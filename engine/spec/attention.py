@@ -51,6 +51,9 @@ class Attention:
     """The layer whose keys and values it reads, in place of any of its own."""
     softcap: float = 0.0
     """c: a score s becomes c tanh(s / c) before the softmax; 0 is none."""
+    sinks: str = ""
+    """The name of a tensor [heads]: the softmax of a head has one more score, which is this number, and no value;
+    "" is none."""
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     """RMSNorm of each head, or of all heads as one row if it has that size."""
@@ -115,7 +118,7 @@ class Attention:
         }
 
     def vectors(self) -> dict[str, Vector]:
-        return {}
+        return {"sinks": Vector(self.sinks, self.num_heads)} if self.sinks else {}
 
     def norms(self) -> dict[str, Norm]:
         return {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(self, name)) is not None}

@@ -243,6 +243,18 @@ SPARSE: dict[str, Tiny] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "gpt-oss": Tiny(
+        "GptOssConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "Granite 3 MoE": Tiny("GraniteMoeConfig", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
     "Granite 4 MoE": Tiny(
         "GraniteMoeHybridConfig",

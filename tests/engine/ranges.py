@@ -167,8 +167,22 @@ def attend(
     return Range(result - error, result + error).widened(2 * UNIT).rounded(dtype)
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor, window: int = 0) -> Range:
+def with_sinks(scores: Range, values: Range, sinks: Tensor | None) -> tuple[Range, Range]:
+    """Scores [..., keys] and values [keys, d], and a last key with the score of a sink, and a value of 0."""
+    if sinks is None:
+        return scores, values
+    of_rows = exactly(sinks.expand(*scores.low.shape[:-1], 1))
+    nothing = exactly(values.low.new_zeros(1, values.low.shape[1]))
+    return concatenated([scores, of_rows], -1), concatenated([values, nothing], 0)
+
+
+def attention(
+    queries: Tensor, keys: Tensor, values: Tensor, window: int = 0, sinks: Tensor | None = None
+) -> Range:
     """Attends from queries [n, num_heads, d] of the last n tokens to keys and values [context, num_kv_heads, d].
+
+    Args:
+        sinks: [num_heads]
 
     Returns:
         [n, num_heads * d], rounded to the queries' dtype.
@@ -181,7 +195,9 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, window: int = 0) ->
     for head in range(num_kv_heads):
         group = queries.reshape(num_queries, num_kv_heads, -1, head_dim)[:, head].transpose(0, 1)
         scores = dot(exactly(group), exactly(keys[:, head]).mT).scaled(head_dim**-0.5)
-        groups.append(attend(scores.masked(hidden), exactly(values[:, head]), queries.dtype))
+        of_group = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)[head]
+        seen = with_sinks(scores.masked(hidden), exactly(values[:, head]), of_group)
+        groups.append(attend(*seen, queries.dtype))
     attended = concatenated(groups, 0)
     return Range(attended.low.transpose(0, 1).flatten(1), attended.high.transpose(0, 1).flatten(1))
 

@@ -129,12 +129,13 @@ class NoisyReference:
             scale: float | None = None,
             softcap: float = 0.0,
             block_tables: Tensor | None = None,
+            sinks: Tensor | None = None,
         ) -> Tensor:
             if self.attends_in == torch.float32:
-                attended = attend(queries, layer_kv, window, scale, softcap, block_tables)
+                attended = attend(queries, layer_kv, window, scale, softcap, block_tables, sinks)
                 return self.moved(attended, 2, context + shape.head_dim)
             attended = attend(
-                self.stored(queries, self.attends_in), layer_kv, window, scale, softcap, block_tables
+                self.stored(queries, self.attends_in), layer_kv, window, scale, softcap, block_tables, sinks
             )
             # What rounded weights do is relative to what they add up, as with a sum.
             length = context + shape.head_dim + (unit_of(self.attends_in) / UNIT) ** 2

@@ -35,6 +35,11 @@ void start_rows(const AttentionStep& step, const Task& task, int kv_head, const 
         rows.peak[r] = -std::numeric_limits<float>::infinity();
     }
     std::memset(rows.total, 0, rows.count * kBlockTokens * sizeof(float));
+    if (const float* sinks = step.shape->sinks)
+        for (int r = 0; r < rows.count; r++) {
+            rows.peak[r] = sinks[kv_head * group + r % group] * 1.44269504088896341f;  // a power of 2, as scores are
+            rows.total[r * kBlockTokens] = 1.0f;
+        }
     std::memset(rows.out, 0, rows.count * rows.out_stride * sizeof(float));
 }
 

@@ -197,6 +197,7 @@ class NativeDecoder:
             cos=self._address(heads.cos, *heads.cos.shape),
             sin=self._address(heads.sin, *heads.sin.shape),
             q_scales=None if heads.q_scales is None else self._address(heads.q_scales, positions),
+            sinks=None if heads.sinks is None else self._address(heads.sinks, heads.num_heads),
         )
 
     def __call__(self, batch: Batch) -> Tensor:

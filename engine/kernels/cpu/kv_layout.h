@@ -36,6 +36,7 @@ struct Shape {
     const float* cos;      // [max position][head_dim / 2]
     const float* sin;
     const float* q_scales; // [max position], or null: queries are multiplied by them
+    const float* sinks;    // [num_heads], or null: one more score of the softmax, which has no value
 
     int group() const { return num_heads / num_kv_heads; }
     int q_size() const { return num_heads * head_dim; }

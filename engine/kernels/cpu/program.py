@@ -28,7 +28,7 @@ class Shape(ctypes.Structure):
     _fields_ = [
         *fields(c_int32, "num_heads num_kv_heads head_dim norms_rows norms_last shares"),
         *fields(c_float, "eps divisor softcap"),
-        *fields(c_void_p, "q_norm k_norm v_norm cos sin q_scales"),
+        *fields(c_void_p, "q_norm k_norm v_norm cos sin q_scales sinks"),
     ]
 
 
@@ -91,6 +91,8 @@ class NativeHeads:
     sin: Tensor
     q_scales: Tensor | None = None
     """float32 [max position]: queries are multiplied by them."""
+    sinks: Tensor | None = None
+    """float32 [num_heads]: one more score of the softmax of each head, which has no value."""
     scale: float
     """Scores are multiplied by it."""
     softcap: float = 0.0

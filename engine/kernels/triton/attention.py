@@ -131,6 +131,7 @@ class TritonAttention:
         scale: float | None = None,
         softcap: float = 0.0,
         block_tables: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attends one layer, as `reference.PagedAttention` does; the result is the only tensor that is allocated.
 
@@ -145,7 +146,7 @@ class TritonAttention:
         tables = batch.block_tables if block_tables is None else block_tables
         numbers, scales = numbers_and_scales(layer_kv)
         arguments = (
-            *(attended, queries, numbers, scales, tables, batch.query_starts, batch.context_lens),
+            *(attended, queries, numbers, scales, sinks, tables, batch.query_starts, batch.context_lens),
             *(queries.stride(0), numbers.stride(0), tables.stride(0)),
         )
         constants = {

@@ -19,6 +19,7 @@ def decode_attention_kernel(
     queries: tl.tensor,
     layer_kv: tl.tensor,
     layer_scales: tl.tensor,
+    sinks: tl.tensor,
     block_tables: tl.tensor,
     query_starts: tl.tensor,
     context_lens: tl.tensor,
@@ -65,8 +66,7 @@ def decode_attention_kernel(
     first_position = context - num_queries
     first_tile, end_tile = visible_tiles(first_position, context, window, TILE)
     num_tiles, segment = end_tile - first_tile, item - first_item
-    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top, total = _start_rows(sinks, rows, kv_head, segment == 0, GROUP, BLOCK_M)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     head_kv = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
     head_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
@@ -114,6 +114,7 @@ def prefill_attention_kernel(
     queries: tl.tensor,
     layer_kv: tl.tensor,
     layer_scales: tl.tensor,
+    sinks: tl.tensor,
     block_tables: tl.tensor,
     query_starts: tl.tensor,
     context_lens: tl.tensor,
@@ -158,8 +159,7 @@ def prefill_attention_kernel(
     end = context - num_queries + end_query
     first_tile, end_tile = visible_tiles(first_position, end, window, TILE)
     positions = first_position + rows // GROUP
-    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top, total = _start_rows(sinks, rows, kv_head, True, GROUP, BLOCK_M)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
     key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
@@ -289,6 +289,28 @@ def _fold_tiles(
         summed = tl.dot(weights.to(value.dtype), value, summed * fade[:, None], input_precision="ieee")
         top = higher
     return summed, top, total
+
+
+@triton.jit
+def _start_rows(
+    sinks: tl.tensor,
+    rows: tl.tensor,
+    kv_head: tl.tensor,
+    is_first: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tl.tensor:
+    """The largest score of each row and the sum of exponentials before any key: nothing, or that of the head's sink.
+
+    Of several segments of a row, the first has the sink.
+    """
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        scores = tl.load(sinks + kv_head * GROUP + rows % GROUP) * 1.4426950408889634
+        top = tl.where(is_first, scores, top)
+        total = tl.where(is_first, 1.0, total)
+    return top, total
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.fields import Fields
-from engine.model.families import cohere, experts, fused, gemma, gemma4, granite, llama, olmo, shared
+from engine.model.families import cohere, experts, fused, gemma, gemma4, gpt_oss, granite, llama, olmo, shared
 from engine.spec import ModelSpec
 
 _TIED = {"tie_word_embeddings": True}
@@ -60,6 +60,7 @@ FAMILIES = {
     "MixtralForCausalLM": Family("Mixtral 8x7B, 8x22B", experts.mixtral, {"rms_norm_eps": 1e-5}),
     "OlmoeForCausalLM": Family("OLMoE", experts.olmoe, {"rms_norm_eps": 1e-5}),
     "Qwen2MoeForCausalLM": Family("Qwen 1.5 A2.7B, Qwen 2 57B-A14B", experts.qwen2_moe),
+    "GptOssForCausalLM": Family("gpt-oss 20B, 120B", gpt_oss.gpt_oss, {"rms_norm_eps": 1e-5}),
     "Glm4MoeForCausalLM": Family("GLM-4.5, 4.5 Air, 4.6, 4.7", shared.glm4_moe, {"rms_norm_eps": 1e-5}),
     "MiniMaxM2ForCausalLM": Family("MiniMax M2", experts.minimax_m2),
     "Ernie4_5_MoeForCausalLM": Family(
@@ -78,7 +79,6 @@ NOT_YET = {
     "Qwen3NextForCausalLM": _STATES,
     "Qwen3_5ForConditionalGeneration": _STATES,
     "Qwen3_5MoeForConditionalGeneration": _STATES,
-    "GptOssForCausalLM": _EXPERTS,
     "Gemma3nForConditionalGeneration": "its kind of layers",
     "Glm4MoeLiteForCausalLM": _LATENT,
     "DeepseekV2ForCausalLM": _LATENT,

@@ -141,6 +141,7 @@ class AttentionInput:
     kv_dtype: torch.dtype | None = None
     """The dtype of a quantized cache; None stands for that of queries."""
     window: int = 0
+    has_sinks: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -175,6 +176,8 @@ class AttentionInput:
             self.values.append(self._stored(values))
             starts.append(starts[-1] + new)
         self.queries = normal(starts[-1], self.num_kv_heads * self.group, self.head_dim)
+        sinks = 3 * torch.randn(self.num_kv_heads * self.group, generator=generator)
+        self.sinks = sinks.to(self.device) if self.has_sinks else None
         positions = [done + i for done, new in self.lengths for i in range(new)]
         self.layer_kv = kv.layer(0).to(self.device)
         self.batch = Batch(
@@ -196,6 +199,7 @@ class AttentionInput:
                     self.keys[row].to(self.device),
                     self.values[row].to(self.device),
                     self.window,
+                    self.sinks,
                 )
                 for row, (start, (_, new)) in enumerate(zip(starts, self.lengths, strict=False))
             ],

@@ -43,6 +43,12 @@ class Shape:
     num_kv_heads: int
     group: int
     window: int = 0
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Some of them have nearly all of the weights, some have nearly nothing."""
+        return torch.linspace(-6, 9, self.num_heads) if self.has_sinks else None
 
     @property
     def num_heads(self) -> int:
@@ -66,6 +72,8 @@ SHAPES = [
     Shape(80, 1, 4, 130),
     Shape(128, 2, 7),
     Shape(128, 1, 1, 16),
+    Shape(64, 1, 8, 40, has_sinks=True),
+    Shape(24, 2, 1, has_sinks=True),
 ]
 COS, SIN = (
     getattr(torch.outer(torch.arange(MAX_POSITION).float(), torch.linspace(1, 0.01, 64)), name)()
@@ -106,6 +114,7 @@ class Layer:
             sin=SIN[:, :half].contiguous(),
             scale=shape.head_dim**-0.5,
             window=shape.window,
+            sinks=shape.sinks,
         )
         qkv, o = torch.eye(shape.qkv_size, hidden), torch.eye(hidden).narrow(1, shape.qkv_size, shape.q_size)
         program = [
@@ -176,7 +185,8 @@ def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool
         k, v = keys[:, head // shape.group], values[:, head // shape.group]
         scores = dot(turned[:, head], k.mT).widened(2 * UNIT).scaled(math.log(2)).masked(hidden)
         narrow = torch.bfloat16 if tiles else torch.float32
-        by_head.append(ranges.attend(scores, v, weights_dtype=narrow)[:, None])
+        sink = None if shape.sinks is None else shape.sinks[head]
+        by_head.append(ranges.attend(*ranges.with_sinks(scores, v, sink), weights_dtype=narrow)[:, None])
     return concatenated(by_head, 1)
 
 

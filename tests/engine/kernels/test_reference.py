@@ -61,10 +61,15 @@ def make_batch(sequences: list[tuple[int, int]]) -> Batch:
 
 
 @pytest.mark.parametrize("bound", [1, reference.MAX_TILE_ELEMENTS])
-@given(sequences=SEQUENCES, window=st.sampled_from([0, 1, 3, 7]), seed=st.integers(0, 1000))
+@given(
+    sequences=SEQUENCES,
+    window=st.sampled_from([0, 1, 3, 7]),
+    has_sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
 @settings(max_examples=examples(60))
 def test_paged_attention_is_dense_attention(
-    bound: int, sequences: list[tuple[int, int]], window: int, seed: int
+    bound: int, sequences: list[tuple[int, int]], window: int, has_sinks: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     batch, kv = make_batch(sequences), KVCache(KVLayout.even(SHAPE, 1), 1001, torch.float32, CPU)
@@ -74,12 +79,13 @@ def test_paged_attention_is_dense_attention(
         patch.setattr(reference, "MAX_QUERIES", 4)
         attention = PagedAttention(batch, SHAPE)
     expected, queries = [], torch.randn(len(batch.positions), HEADS, HEAD_DIM, generator=generator)
+    sinks = torch.randn(HEADS, generator=generator) if has_sinks else None
     for row, (done, new) in enumerate(sequences):
         keys, values = torch.randn(2, done + new, KV_HEADS, HEAD_DIM, generator=generator)
         write_kv(kv.layer(0), keys, values, own_slots(batch, row, done + new))
         start = int(batch.query_starts[row])
-        expected.append(ranges.attention(queries[start : start + new], keys, values, window))
-    found = attention(queries, kv.layer(0), window)
+        expected.append(ranges.attention(queries[start : start + new], keys, values, window, sinks))
+    found = attention(queries, kv.layer(0), window, sinks=sinks)
     assert_within(found, concatenated(expected, 0))
 
 

@@ -88,7 +88,7 @@ def refuse(model: ModelConfig, limits: LoadOptions) -> NoReturn:
 def one_by_one(folder: Path) -> Path:
     """Writes the experts of a checkpoint anew, each tensor by its own name."""
     files = unstacked(open_files(folder), read_config(folder))
-    tensors = {name: files.read(name).clone() for name in files.entries}
+    tensors = {name: files.read(name).clone().contiguous() for name in files.entries}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 

@@ -44,6 +44,7 @@ def _cases(
     kv_dtype: torch.dtype | None = None,
     windowed: bool = False,
     softcap: float = 0.0,
+    has_sinks: bool = False,
     max_query_len: int = 1,
     num_tokens: int = 8192,
 ) -> dict[str, Case]:
@@ -78,6 +79,8 @@ def _cases(
     arguments["layer_kv"] = f"*{_TYPES[kv_dtype or dtype]}"
     if kv_dtype is not None:
         arguments["layer_scales"] = "*fp32"
+    if has_sinks:
+        arguments["sinks"] = "*fp32"
     arguments |= dict.fromkeys(("segment_outputs", "segment_scales"), "*fp32")
     arguments |= dict.fromkeys(("query_stride", "table_stride", "num_sequences", "num_tokens"), "i32")
     arguments |= {"values_offset": "i64", "window": "i32"}
@@ -91,6 +94,7 @@ def _cases(
                 **heads,
                 **scoring,
                 **({"layer_scales": None} if kv_dtype is None else {}),
+                **({} if has_sinks else {"sinks": None}),
                 "BLOCK_M": tiling.block_m,
                 "TILE": tiling.tile,
             },
@@ -170,6 +174,12 @@ _GEMMA = {
     architecture: _cases(f"gemma-{architecture}", architecture, group=2, head_dim=256, windowed=True)
     for architecture in (_A10, _HOPPER, _RTX50)
 }
+_SINKS = {
+    architecture: _cases(
+        f"gpt-oss-{architecture}", architecture, group=8, head_dim=64, windowed=windowed, has_sinks=True
+    )
+    for windowed, architecture in ((False, _A100), (True, _HOPPER), (False, _BLACKWELL))
+}
 _CAPPED = {
     architecture: _cases(f"capped-{architecture}", architecture, group=2, softcap=50.0)
     for architecture in (_A100, _HOPPER, _BLACKWELL)
@@ -215,7 +225,7 @@ CASES = [
     _QWEN["decode"],
     *(cases["decode"] for cases in _GEMMA.values()),
     *(cases["prefill"] for cases in _GEMMA.values()),
-    *(cases[kind] for cases in _CAPPED.values() for kind in ("decode", "prefill")),
+    *(cases[kind] for cases in (*_CAPPED.values(), *_SINKS.values()) for kind in ("decode", "prefill")),
     _PHI["prefill"],
     _SMALL["decode"],
     *(cases["decode"] for cases in _DRAFTS.values()),

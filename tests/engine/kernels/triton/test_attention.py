@@ -57,7 +57,7 @@ class AttentionInput(random_inputs.AttentionInput):
             self.shape,
             workspace or self.workspace(),
         )
-        return attend(self.queries.to(self.device), self.layer_kv, self.window).cpu()
+        return attend(self.queries.to(self.device), self.layer_kv, self.window, sinks=self.sinks).cpu()
 
     def check(self, workspace: Workspace | None = None, max_queries: int | None = None) -> None:
         assert_within(self.attend(workspace, max_queries), self.expected())
@@ -121,6 +121,23 @@ def test_small_weights_of_small_values_do_not_vanish(kv_dtype: torch.dtype, devi
 @pytest.mark.parametrize("lengths", [[(9, 29), (60, 2)], DECODE], ids=["mixed", "decode"])
 def test_windows_hide_what_lies_before_them(window: int, lengths: Lengths, device: torch.device) -> None:
     AttentionInput(lengths=lengths, window=window, num_kv_heads=1, device=device).check()
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("lengths", [MIXED, DECODE, [(150, 1)]], ids=["mixed", "decode", "segments"])
+def test_a_sink_has_a_share_of_the_weights(
+    lengths: Lengths, group: int, window: int, device: torch.device
+) -> None:
+    """However many segments a context has, it has one."""
+    AttentionInput(lengths=lengths, group=group, window=window, has_sinks=True, device=device).check()
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
+def test_sinks_beside_a_quantized_cache(kv_dtype: torch.dtype, device: torch.device) -> None:
+    AttentionInput(
+        lengths=MIXED, dtype=torch.float16, kv_dtype=kv_dtype, has_sinks=True, device=device
+    ).check()
 
 
 @pytest.mark.parametrize("lengths", [[(150, 1), (99, 2)], [(70, 20)]], ids=["decode", "prefill"])
