@@ -10,16 +10,36 @@ from gateway.wire.tools.scanning import Malformed, Steps
 class Llama(JsonCalls, Pythonic):
     """Reads both forms, whichever of them the chat template asks for: Llama 4 writes either."""
 
+    _before = ""
+    """Text that is said when a call begins behind it."""
+
     def section(self) -> Steps:
-        closing, skipped = self._format.closing, ""
-        if closing and (yield from self.begins(closing)):
-            # Llama 4's template writes what is said before calls between its markers, be it nothing.
-            skipped = self.consume(self._text.index(closing) + len(closing))
+        before = self._num_calls
         try:
             yield from self._either()
         except Malformed:
-            self._text = skipped * (not self._num_calls) + self._text
+            if self._num_calls > before or not self._opening or not self._format.closing:
+                raise
+            yield from self._after_text(self._format.closing)
+
+    def _after_text(self, closing: str) -> Steps:
+        """Reads calls behind the markers between which Llama 4's template writes what is said before."""
+        before, searched = self._num_calls, 0
+        while (end := self._text.find(closing, searched)) < 0:
+            searched = max(0, len(self._text) - len(closing))
+            yield from self.more()
+        whole = self.consume(end + len(closing))
+        self._before = whole[:end].rstrip()
+        try:
+            yield from self._either()
+        except Malformed:
+            self._text, self._before = whole * (self._num_calls == before) + self._text, ""
             raise
+
+    def begin(self, name: str) -> None:
+        self.say(self._before)
+        self._before = ""
+        super().begin(name)
 
     def _either(self) -> Steps:
         i = yield from self.past_space()

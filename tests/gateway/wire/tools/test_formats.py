@@ -103,6 +103,25 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ),
     (
         "llama4_json",
+        '<|python_start|>I look,\nthen. <|python_end|>{"name": "clock", "parameters": {"zone": "UTC"}}',
+        "I look,\nthen.",
+        [("clock", {"zone": "UTC"})],
+    ),
+    (
+        "llama_pythonic",
+        "<|python_start|>I look.<|python_end|>\n[clock(), add(a=1)] Done.<|python_start|>[clock()]<|python_end|>",
+        "I look.Done.",
+        [("clock", {}), ("add", {"a": 1}), ("clock", {})],
+    ),
+    (
+        "llama4_json",
+        "<|python_start|>I look.<|python_end|>[clock(zone=]",
+        "<|python_start|>I look.<|python_end|>[clock(zone=]",
+        [],
+    ),
+    ("llama4_json", "<|python_start|>I look.", "<|python_start|>I look.", []),
+    (
+        "llama4_json",
         "I look.<|python_start|>[clock(zone='UTC')]<|python_end|>",
         "I look.",
         [("clock", {"zone": "UTC"})],
