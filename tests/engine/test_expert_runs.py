@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from engine.planning.grammars import Grammars
+from engine.planning.lookup import Lookup
 from engine.planning.request import BeamParams, Request, SamplingParams
 from engine.planning.stopping import TextSink
 from tests.engine.driver import Driver
+from tests.engine.fake_runner import drafting_always
 from tests.engine.families import SPARSE
 from tests.engine.grammars.test_answers import PERSON, PERSONS, closing, is_valid, text_of
 from tests.engine.test_beam_search import search
-from tests.engine.test_drafts import AnswerProposer, answers, num_accepted, requests_of, run
+from tests.engine.test_drafts import AnswerProposer, answers, count, num_accepted, requests_of, run
 from tests.gateway.harness import EOS, make_tokenizer
 
 LONG = tuple(31 * i % 390 + 3 for i in range(70))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return SPARSE["Qwen 3 MoE"].make(tmp_path_factory.mktemp("sparse"))
+@pytest.fixture(scope="module", params=["Qwen 3 MoE", "gpt-oss", "Llama 4"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return SPARSE[request.param].make(tmp_path_factory.mktemp("sparse"))
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +34,19 @@ def driver(folder: Path) -> Driver:
     return Driver(folder, num_blocks=128)
 
 
-def logprobs(found: dict[Any, Any]) -> list[float]:
-    """The log probabilities of all tokens; the same to the bit only where rows do not know their neighbours."""
-    return [own[0].logprob for key in sorted(found) for _, own, _ in found[key]]
-
-
 def test_drafts_change_no_token_and_no_probability(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, for a row does not know what is verified beside it."""
     assert driver.facts.has_experts
-    monkeypatch.setattr("engine.planning.pace._TRIAL_STEPS", 2)
+    monkeypatch.setattr("tests.engine.driver.Drafting", drafting_always)
     requests = requests_of({"temperature": 0.8, "num_logprobs": 2})
     expected = run(driver, requests, None)
-    found = run(driver, requests, AnswerProposer(answers(expected), 0.8))
+    assert run(driver, requests, AnswerProposer(answers(expected), 0.8)) == expected
     assert num_accepted(driver) > 0
-    assert answers(found) == answers(expected)
-    assert logprobs(found) == pytest.approx(logprobs(expected), abs=1e-4)
+    few = requests_of({"temperature": 0.0, "num_logprobs": 2, "logit_bias": dict.fromkeys((7, 8, 9), 50.0)})
+    expected = run(driver, few, None)
+    assert run(driver, few, Lookup()) == expected
+    found = count(driver, "lookup")
+    assert 0 < found.num_accepted < found.num_drafted
 
 
 def test_beams_are_those_of_transformers(driver: Driver, folder: Path) -> None:

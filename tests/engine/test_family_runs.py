@@ -10,7 +10,7 @@ import transformers
 
 from engine.planning.request import Request, SamplingParams
 from tests.engine.driver import Driver
-from tests.engine.families import TINY
+from tests.engine.families import SPARSE, TINY
 
 LENGTHS = {"long": 150, "short": 20, "other": 97}
 MAX_TOKENS = 12
@@ -42,9 +42,9 @@ def answers(driver: Driver) -> dict[str, list[object]]:
     return {name: [(o.token_ids, o.logprobs) for o in driver.outputs[name, 0]] for name in LENGTHS}
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", TINY | SPARSE)
 def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, tmp_path: Path) -> None:
-    folder = TINY[family].make(tmp_path)
+    folder = (TINY | SPARSE)[family].make(tmp_path)
     driver = Driver(folder, num_blocks=128, budget=400)
     requests = [request(name) for name in LENGTHS]
     driver.run(*requests)

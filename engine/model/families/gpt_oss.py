@@ -10,10 +10,9 @@ from engine.spec import Activation, ModelSpec, Stack
 
 def gpt_oss(fields: Fields) -> ModelSpec:
     sizes, bias = Sizes.of(fields, head_dim=64), fields.flag("attention_bias", True)
-    limit, alpha = fields.positive("swiglu_limit", 7.0), fields.positive("swiglu_alpha", 1.702)
     experts = sizes.experts(
         read_router(fields, name="mlp.router", scoring="softmax_of_chosen", has_bias=True),
-        activation=Activation(limit=limit, alpha=alpha, shift=1.0),
+        activation=Activation(limit=fields.positive("swiglu_limit", 7.0), alpha=1.702, shift=1.0),
         has_bias=True,
         stacks=(
             Stack(

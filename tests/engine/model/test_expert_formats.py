@@ -33,8 +33,16 @@ from engine.quant.integers import Integers
 from engine.quant.quantization import Quantization
 from engine.spec import Experts, Stack
 from tests.engine.families import SPARSE
-from tests.engine.model.test_experts import OPTIONS, experts_of, in_chunks, stacked
+from tests.engine.model.test_experts import (
+    OPTIONS,
+    TOKEN_IDS,
+    experts_of,
+    in_chunks,
+    stacked,
+)
+from tests.engine.model.test_transformer import oracle_logits
 from tests.engine.quant.storages.makers import WAYS, Way
+from tests.engine.rounding_noise import largest
 
 FAMILY = SPARSE["Qwen 3 MoE"]
 SIZES: dict[str, Any] = {
@@ -184,8 +192,10 @@ def test_floats_of_8_bits_are_stacked_as_transformers_does(tmp_path: Path) -> No
 
 
 def gpt_oss(folder: Path) -> tuple[Path, ModelConfig, dict[str, Tensor]]:
-    """A checkpoint whose experts are stored as gpt-oss has them, with biases, its config, and its stacked tensors."""
-    folder = FAMILY.make(folder, **SIZES)
+    """A checkpoint of gpt-oss as it is published, its config, and the stacked tensors of its experts."""
+    folder = SPARSE["gpt-oss"].make(
+        folder, num_hidden_layers=1, num_local_experts=8, intermediate_size=64, head_dim=32
+    )
     tensors = {n: t for n, t in load_file(folder / "model.safetensors").items() if ".experts." not in n}
     generator = torch.Generator().manual_seed(1)
     own: dict[str, Tensor] = {}
@@ -198,10 +208,30 @@ def gpt_oss(folder: Path) -> tuple[Path, ModelConfig, dict[str, Tensor]]:
     save_file({**tensors, **named}, folder / "model.safetensors")
     layers = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
     with_quantization(folder, {"quant_method": "mxfp4", "modules_to_not_convert": layers})
-    config = read_config(folder)
-    first, second = config.layers
-    first = first.with_feed_forward(stacks=STACKS, has_bias=True)
-    return folder, replace(config, spec=replace(config.spec, layers=(first, second))), own
+    return folder, read_config(folder), own
+
+
+def test_gpt_oss_says_what_transformers_says(tmp_path: Path) -> None:
+    folder, _, own = gpt_oss(tmp_path / "own")
+    dense = SPARSE["gpt-oss"].make(
+        tmp_path / "dense", num_hidden_layers=1, num_local_experts=8, intermediate_size=64, head_dim=32
+    )
+    made = {
+        name: convert_moe_packed_tensors(
+            own[f"{name}_blocks"], own[f"{name}_scales"], dtype=torch.float32
+        ).contiguous()
+        for name in ("gate_up_proj", "down_proj")
+    }
+    made |= {name: tensor for name, tensor in own.items() if name.endswith("bias")}
+    file = dense / "model.safetensors"
+    named = {f"model.layers.0.mlp.experts.{name}": tensor for name, tensor in made.items()}
+    save_file({**load_file(file), **named}, file, {"format": "pt"})
+    expected = oracle_logits(dense, TOKEN_IDS)
+    assert largest(in_chunks(load(dense)) - expected) <= 1e-4 * largest(expected)
+    found = in_chunks(load(folder))
+    assert float((found - expected).norm() / expected.norm()) < 0.02, (
+        "numbers between linear maps have 8 bits"
+    )
 
 
 def test_the_experts_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None:
