@@ -133,6 +133,10 @@ class Fields:
         """Whether the entry is a string."""
         return isinstance(self._values.get(name), str)
 
+    def is_flag(self, name: str) -> bool:
+        """Whether the entry is true or false."""
+        return isinstance(self._values.get(name), bool)
+
     def text(self, name: str, default: str | None = None) -> str:
         return self._typed(name, str, "a string", default)
 

@@ -265,7 +265,7 @@ class PagedAttention:
         Args:
             queries: [T, num_heads, head_dim]
             layer_kv: [2, num_blocks, stored elements of a block]; the step's own keys are in it already.
-            window: the tokens that each sees, itself included; 0 sees all.
+            window: the tokens that each sees, itself included; 0 sees all, and -c those of its own chunk of c.
             scale: what scores are multiplied by; None stands for head_dim^-1/2.
             softcap: c > 0 makes c tanh(s / c) of a scaled score s.
             block_tables: [S, max blocks] those of the layer; None stands for the batch's.
@@ -325,6 +325,8 @@ def _visible(positions: Tensor, num_keys: int, window: int) -> Tensor:
     keys = torch.arange(num_keys, device=positions.device)
     queries = positions.unsqueeze(-1)
     causal = keys <= queries
+    if window < 0:
+        return causal & (keys >= queries // -window * -window)
     return causal & (keys > queries - window) if window else causal
 
 

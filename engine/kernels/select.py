@@ -112,7 +112,7 @@ def triton_kernels(
             max(own.num_heads for own in layers.values()),
             limits.max_num_seqs,
             device,
-            windows={own.window for own in layers.values()},
+            windows={own.reach for own in layers.values()},
             max_decode_queries=limits.max_query_len,
             is_quantized=limits.kv_dtype in QUANTIZED,
         )
@@ -254,10 +254,10 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
     def attention() -> None:
         for shape, layers in shapes.items():
             attend = kernels.attention(mixed_batch, shape)
-            for number, own in {own.window: (number, own) for number, own in layers.items()}.values():
+            for number, own in {own.reach: (number, own) for number, own in layers.items()}.values():
                 queries = torch.ones(sum(mixed), own.num_heads, own.head_dim, device=device, dtype=dtype)
                 sinks = torch.ones(own.num_heads, device=device) if own.sinks else None
-                attend(queries, kv.layer(number), own.window, None, 0.0, None, sinks)
+                attend(queries, kv.layer(number), own.reach, None, 0.0, None, sinks)
 
     return {
         "rms_norm": lambda: kernels.rms_norm(row, norm, 1e-6),

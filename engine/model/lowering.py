@@ -117,7 +117,7 @@ def _parts(
         sinks=mixer.sinks,
         scale=attention.scale,
         softcap=attention.softcap,
-        window=attention.window,
+        window=attention.reach,
         first=first,
     )
 

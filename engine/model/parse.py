@@ -9,7 +9,7 @@ from engine.config import QUANT_METHODS, GenerationDefaults, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.families import FAMILIES, NOT_YET
-from engine.model.families.common import FULL, MAX_POSITIONS, SLIDING
+from engine.model.families.common import CHUNKED, FULL, MAX_POSITIONS, SLIDING
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -67,7 +67,10 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
         fields = fields.flattened("text_config")
     fields = fields.with_defaults(family.defaults)
     spec = family.describe(fields)
-    fields.strings("layer_types", FULL, SLIDING, "attention")  # whether or not the family reads them
+    chunked = [CHUNKED] if any(layer.attention.is_chunked for layer in spec.layers) else []
+    fields.strings(
+        "layer_types", FULL, SLIDING, *chunked, "attention"
+    )  # whether or not the family reads them
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),

@@ -20,7 +20,7 @@ class RotaryTables:
     def __init__(self, spec: ModelSpec, max_position: int, device: torch.device | None = None) -> None:
         device = device or torch.device("cpu")
         self._tables: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
-        self._q_scales: dict[tuple[float, int], Tensor] = {}
+        self._q_scales: dict[tuple[float, int, int], Tensor] = {}
         for attention in spec.attentions.values():
             number, head_dim, by = attention.rope, attention.head_dim, attention.temperature
             if (number, head_dim) not in self._tables:
@@ -36,10 +36,10 @@ class RotaryTables:
         return cos, sin, None if attention.temperature is None else self._q_scales[attention.temperature]
 
 
-def query_scales(temperature: tuple[float, int], max_position: int) -> Tensor:
+def query_scales(temperature: tuple[float, int, int], max_position: int) -> Tensor:
     """[max_position] float32; see `Attention.temperature`."""
-    by, length = temperature
-    return 1 + by * torch.log(1 + torch.arange(max_position) // length)
+    by, length, first = temperature
+    return 1 + by * torch.log(1 + (torch.arange(max_position) + first) // length)
 
 
 def rotary_tables(rope: Rope, head_dim: int, max_position: int) -> tuple[Tensor, Tensor]:

@@ -276,7 +276,7 @@ def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str,
         yield from tensors_of(layer_embeddings_spec(own, config, recipe))
         yield own.norm.tensor, StoredTensor("weight", (own.norm.size,))
     for number, layer in enumerate(config.layers):
-        for norm in layer.norms().values():
+        for norm in filter(lambda norm: norm.name, layer.norms().values()):
             yield f"{LAYERS}{number}.{norm.tensor}", StoredTensor("weight", (norm.size,))
         for vector in layer.vectors().values():
             yield f"{LAYERS}{number}.{vector.name}", StoredTensor("", vector.shape, loose=True)

@@ -236,7 +236,7 @@ class Decoder:
         attended = step.attend[place.shape](
             queries,
             layer_kv,
-            attention.window,
+            attention.reach,
             attention.scale,
             attention.softcap,
             step.tables[place.table],

@@ -252,6 +252,8 @@ class Reader:
         Args:
             heads: the order of what it norms, if that is heads in another order than ours.
         """
+        if not norm.name:
+            return torch.ones(norm.size, device=self.kernels.device, dtype=self.kernels.activation_dtype)
         weight = norm_in_our_order(self.read(f"{prefix}{norm.tensor}"), heads)
         if norm.offset or norm.factor != 1.0:
             return (weight.to(self.kernels.device, torch.float32) + norm.offset) * norm.factor

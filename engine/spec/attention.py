@@ -47,6 +47,9 @@ class Attention:
     """The number of its table among `ModelSpec.ropes`; None where positions are not rotated."""
     window: int = 0
     """A token sees itself and at most window - 1 tokens before it; 0 has no bound."""
+    is_chunked: bool = False
+    """Whether it sees, in place of those, the tokens before it in its own chunk: positions are cut into chunks of
+    `window`."""
     shares: int | None = None
     """The layer whose keys and values it reads, in place of any of its own."""
     softcap: float = 0.0
@@ -60,8 +63,8 @@ class Attention:
     norms_values: bool = False
     """Whether values go through RMSNorm of each head, without weights."""
     norms_after_rotation: bool = False
-    temperature: tuple[float, int] | None = None
-    """(b, n): queries at position p are multiplied by 1 + b log(1 + p // n) after the rotation."""
+    temperature: tuple[float, int, int] | None = None
+    """(b, n, o): queries at position p are multiplied by 1 + b log(1 + (p + o) // n) after the rotation and norms."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """The checkpoint's maps of queries, keys and values: three, two if keys are the values, too, or one with all rows.
     Of a layer that shares others' keys and values, the first is all there is."""
@@ -75,6 +78,11 @@ class Attention:
     has_gate: bool = False
     """Whether what a head makes is multiplied by the sigmoid of its gates, whose rows follow those of its queries in
     the checkpoint, and are the first of the fused map."""
+
+    @property
+    def reach(self) -> int:
+        """The window as kernels are given it: that of chunks is negative."""
+        return -self.window if self.is_chunked else self.window
 
     @property
     def q_size(self) -> int:

@@ -10,6 +10,7 @@ class Norm:
     """A norm over the last dimension: RMSNorm, or LayerNorm without a bias."""
 
     name: str
+    """"" is a norm without weights: all are 1."""
     size: int
     offset: float = 0.0
     """Is added to the weights as they are stored."""

@@ -180,7 +180,7 @@ def write_gguf(
     entries = {**model_metadata(config), **tokenizer_metadata(folder, pre)}
     entries |= {name.replace("__", "."): value for name, value in metadata.items()}
     arrays = {ggml_name(name): as_ggml(name, tensor.float(), config) for name, tensor in tensors.items()}
-    factors = _rope_factors(config)
+    factors = rope_factors(config)
     arrays |= {} if factors is None else {"rope_freqs.weight": factors}
     names = list(arrays)
     stem = path.stem
@@ -291,7 +291,7 @@ def _is_byte(text: str) -> bool:
     return len(text) == 6 and text.startswith("<0x")
 
 
-def _rope_factors(config: dict[str, Any]) -> Array | None:
+def rope_factors(config: dict[str, Any]) -> Array | None:
     """Returns Llama 3.1's scaling as convert_hf_to_gguf writes it: a factor for each frequency."""
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") != "llama3":

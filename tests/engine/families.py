@@ -38,6 +38,16 @@ GEMMA4_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
 }
 
+LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 64,
+}
+"""No frequency lies between the low and the high ones."""
+
 GRANITE = {
     "embedding_multiplier": 12.0,
     "logits_scaling": 8.0,
@@ -255,6 +265,20 @@ SPARSE: dict[str, Tiny] = {
             "rope_parameters": {**YARN, "truncate": False},
         },
     ),
+    "Llama 4": Tiny(
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "attention_chunk_size": 24,
+            "floor_scale": 16,
+            "rope_parameters": LLAMA4_ROPE,
+            "intermediate_size_mlp": 96,
+            "moe_layers": [1, 3],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "Granite 3 MoE": Tiny("GraniteMoeConfig", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
     "Granite 4 MoE": Tiny(
         "GraniteMoeHybridConfig",
@@ -316,6 +340,7 @@ INSIDE: dict[str, tuple[str, str]] = {
     "Gemma3ForConditionalGeneration": ("Gemma 3", "model.language_model."),
     "Gemma4ForConditionalGeneration": ("Gemma 4 E", "model.language_model."),
     "Gemma4UnifiedForConditionalGeneration": ("Gemma 4 12B", "model.language_model."),
+    "Llama4ForConditionalGeneration": ("Llama 4", "language_model.model."),
     "Mistral3ForConditionalGeneration": ("Ministral 3", "language_model.model."),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen 2", "model.language_model."),
     "Qwen3VLForConditionalGeneration": ("Qwen 3", "model.language_model."),

@@ -101,6 +101,8 @@ KINDS = {
     "minimax_m2": "minimax-m2",
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_moe": "hunyuan-moe",
+    "gpt_oss": "gpt-oss",
+    "llama4_text": "llama4",
 }
 """By a config.json's `model_type`, the architecture that llama.cpp's converter makes of it."""
 
@@ -132,7 +134,7 @@ _OF_EXPERTS = {
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
-    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "interleave_moe_layer_step": ("moe_layer_interval", "interleave_moe_layer_step"),
 }
 _OF_YARN = {
     "factor": "factor",
@@ -159,10 +161,12 @@ def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     arrays: dict[str, Array] = {}
     parts = _parts(load_file(folder / "model.safetensors"), has_experts=has_experts)
-    for name, tensor in _stacked(parts).items():
+    for name, tensor in _rows_first(_stacked(parts), config).items():
         found = _own_name(name, names)
         arrays[found] = _converted(name, tensor, config, kind).numpy()
     rope = config["rope_parameters"]
+    if rope.get("rope_type") == "llama3":
+        arrays["rope_freqs.weight"] = gguf_files.rope_factors({**config, "rope_scaling": rope, **rope})
     if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):
             arrays[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], np.float32)
@@ -219,6 +223,26 @@ def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             stacks.setdefault(f"{found['experts']}.{found['map']}", []).append(tensors[name])
     others = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
     return others | {name: torch.stack(experts) for name, experts in stacks.items()}
+
+
+def _rows_first(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """The stacks of gpt-oss and Llama 4, which are [experts, in, rows], as all others are; gates and ups apart."""
+    if config["model_type"] not in ("gpt_oss", "llama4_text"):
+        return tensors
+    parts = {}
+    for name, tensor in tensors.items():
+        stack, is_stack, kind = name.partition("_proj") if ".experts." in name else (name, "", "")
+        rows = tensor.mT if is_stack and not kind else tensor
+        if stack.endswith(".gate_up"):
+            alternate = config["model_type"] == "gpt_oss"
+            gates, ups = (rows[:, 0::2], rows[:, 1::2]) if alternate else rows.chunk(2, 1)
+            halves = {stack.replace("gate_up", "gate"): gates, stack.replace("gate_up", "up"): ups}
+        else:
+            halves = {stack: rows}
+        parts |= {
+            f"{own}{is_stack}{kind.replace('_', '.')}": half.contiguous() for own, half in halves.items()
+        }
+    return parts
 
 
 def _converted(name: str, tensor: Tensor, config: dict[str, Any], kind: str) -> Tensor:
@@ -280,6 +304,10 @@ def _of_experts(config: dict[str, Any]) -> dict[str, Any]:
         entries["expert_gating_func"] = 2
     if config["model_type"] == "glm4_moe":
         entries["expert_weights_norm"] = config["norm_topk_prob"]
+    if config["model_type"] in ("gpt_oss", "llama4_text"):
+        entries["expert_feed_forward_length"] = config["intermediate_size"]
+    if config["model_type"] == "llama4_text":
+        entries["feed_forward_length"] = config["intermediate_size_mlp"]
     return entries
 
 

@@ -190,7 +190,9 @@ def attention(
     (num_queries, _, head_dim), (context, num_kv_heads, _) = queries.shape, keys.shape
     places = torch.arange(context, device=keys.device)
     positions = places[context - num_queries :, None]
-    hidden = (places > positions) | (places <= positions - (window or context))
+    hidden = (places > positions) | (places <= positions - (window if window > 0 else context))
+    if window < 0:
+        hidden |= places < positions // -window * -window
     groups = []
     for head in range(num_kv_heads):
         group = queries.reshape(num_queries, num_kv_heads, -1, head_dim)[:, head].transpose(0, 1)

@@ -108,7 +108,7 @@ struct AttentionStep {
     const int32_t* positions;
     const int32_t* block_tables;
     size_t max_blocks;
-    int window;
+    int window;  // 0 is none; -c: a token sees its own chunk of c
     int first;  // no token sees those before it but itself
     char* keys;  // of this layer
     char* values;
@@ -122,6 +122,7 @@ struct AttentionStep {
 // The first token that the one at a position sees.
 inline int first_seen(const AttentionStep& step, int position) {
     const int first = std::min(step.first, position);
+    if (step.window < 0) return std::max(first, position - position % -step.window);
     return step.window > 0 ? std::max(first, position + 1 - step.window) : first;
 }
 

@@ -98,7 +98,7 @@ class NativeHeads:
     softcap: float = 0.0
     """c: a score s becomes c tanh(s / c); 0 is none."""
     window: int = 0
-    """A token sees itself and at most window - 1 tokens before it; 0 is no bound."""
+    """A token sees itself and at most window - 1 tokens before it; 0 is no bound, -c the token's own chunk of c."""
     first: int = 0
     """No token sees those before it but itself."""
 

@@ -52,7 +52,7 @@ class Workspace:
         """
         Args:
             dtype: That of queries, and of the cache unless it is quantized.
-            windows: The sliding windows of all layers; 0 is none.
+            windows: The windows of all layers, as `reference.PagedAttention` has them.
             max_decode_queries: A sequence with at most so many queries decodes: 1, or a token and the drafts behind it.
                 The workspace has at most 16, and fewer where these fill more than 128 rows.
             chip: None asks the device.
@@ -155,7 +155,8 @@ class TritonAttention:
             "SOFTCAP": softcap,
             "BLOCK_SIZE": self._block_size,
             "BLOCK_STRIDE": layer_kv.stride(1),
-            "WINDOWED": window > 0,
+            "WINDOWED": window != 0,
+            "CHUNKED": window < 0,
         }
         decode_attention_kernel[(self._num_items, workspace.shape.num_kv_heads)](
             *arguments,

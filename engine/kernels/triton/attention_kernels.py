@@ -43,6 +43,7 @@ def decode_attention_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ) -> None:
     """Attends the queries of one decoding sequence to one segment of its context, for one key-value head.
 
@@ -94,6 +95,7 @@ def decode_attention_kernel(
         BLOCK_D,
         TILE,
         WINDOWED,
+        CHUNKED,
         True,
     )
     summed = _unfolded(summed, layer_kv)
@@ -135,6 +137,7 @@ def prefill_attention_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ) -> None:
     """Attends one tile of queries of a sequence with more than MAX_DECODE_QUERIES to all that they see.
 
@@ -191,6 +194,7 @@ def prefill_attention_kernel(
                 BLOCK_D,
                 TILE,
                 WINDOWED,
+                CHUNKED,
                 masked == 1,
             )
     summed = _unfolded(summed, layer_kv)
@@ -226,6 +230,7 @@ def _fold_tiles(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Adds the tiles from `first_tile` up to `end_tile` to a running softmax (Milakov and Gimelshein, 2018).
@@ -244,7 +249,9 @@ def _fold_tiles(
     for tile in range(first_tile, end_tile):
         tokens = tile * TILE + tl.arange(0, TILE)
         exists = tokens < end
-        if WINDOWED:
+        if CHUNKED:
+            exists &= tokens >= first_position // -window * -window
+        elif WINDOWED:
             exists &= tokens > first_position - window
         if MASKED:
             blocks = tl.load(table + tokens // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
@@ -276,7 +283,9 @@ def _fold_tiles(
             scores = 1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 * SCALE / SOFTCAP)))
         if MASKED:
             visible = tokens[None, :] <= positions[:, None]
-            if WINDOWED:
+            if CHUNKED:
+                visible &= tokens[None, :] >= (positions // -window * -window)[:, None]
+            elif WINDOWED:
                 visible &= tokens[None, :] > positions[:, None] - window
             scores = tl.where(visible, scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * UNIT)

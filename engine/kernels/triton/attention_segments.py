@@ -93,6 +93,8 @@ def visible_tiles(
 ) -> tl.tensor:
     """The first tile that queries from `first_position` up to `end` see, and the one after the last."""
     first_token = tl.where(window > 0, tl.maximum(first_position - window + 1, 0), 0)
+    chunk = tl.maximum(-window, 1)
+    first_token = tl.where(window < 0, first_position // chunk * chunk, first_token)
     return first_token // TILE, tl.cdiv(end, TILE)
 
 

@@ -9,7 +9,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine.fields import Fields
-from engine.model.families import cohere, experts, fused, gemma, gemma4, gpt_oss, granite, llama, olmo, shared
+from engine.model.families import (
+    cohere,
+    experts,
+    fused,
+    gemma,
+    gemma4,
+    gpt_oss,
+    granite,
+    llama,
+    llama4,
+    olmo,
+    shared,
+)
 from engine.spec import ModelSpec
 
 _TIED = {"tie_word_embeddings": True}
@@ -61,6 +73,8 @@ FAMILIES = {
     "OlmoeForCausalLM": Family("OLMoE", experts.olmoe, {"rms_norm_eps": 1e-5}),
     "Qwen2MoeForCausalLM": Family("Qwen 1.5 A2.7B, Qwen 2 57B-A14B", experts.qwen2_moe),
     "GptOssForCausalLM": Family("gpt-oss 20B, 120B", gpt_oss.gpt_oss, {"rms_norm_eps": 1e-5}),
+    "Llama4ForCausalLM": Family("Llama 4, text", llama4.llama4, llama4.LLAMA4),
+    "Llama4ForConditionalGeneration": Family("Llama 4 Scout, Maverick, text", llama4.llama4, llama4.LLAMA4),
     "Glm4MoeForCausalLM": Family("GLM-4.5, 4.5 Air, 4.6, 4.7", shared.glm4_moe, {"rms_norm_eps": 1e-5}),
     "MiniMaxM2ForCausalLM": Family("MiniMax M2", experts.minimax_m2),
     "Ernie4_5_MoeForCausalLM": Family(
@@ -86,7 +100,6 @@ NOT_YET = {
     "KimiK2ForCausalLM": _LATENT,
     "Mistral4ForCausalLM": _LATENT,
     "Olmo3MoeForCausalLM": _EXPERTS,
-    "Llama4ForConditionalGeneration": _EXPERTS,
     "Lfm2ForCausalLM": _STATES,
     "Lfm2MoeForCausalLM": _STATES,
     "NemotronHForCausalLM": _STATES,

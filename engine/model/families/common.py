@@ -16,7 +16,7 @@ there."""
 MAX_POSITIONS = 1 << 24
 """More than any model has: no tensor backs this number, and the tables of the rotary embedding have a row for each."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 FUSED_QKV, FUSED_GATE_UP = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
 FINAL_NORM = "model.norm"
 
@@ -161,17 +161,32 @@ def check_heads(source: str, num_heads: int, num_kv_heads: int, head_dim: int) -
         )
 
 
-def layer_types(fields: Fields, num_layers: int, is_full: Callable[[int], bool]) -> list[str]:
-    """FULL or SLIDING of each layer: what `layer_types` says, or without it the family's own rule.
+def layer_types(
+    fields: Fields, num_layers: int, is_full: Callable[[int], bool], other: str = SLIDING
+) -> list[str]:
+    """FULL or the other kind of each layer: what `layer_types` says, or without it the family's own rule.
 
     Raises:
         CheckpointError: it says something else, or not of each layer.
     """
-    kinds = fields.strings("layer_types", FULL, SLIDING)
-    kinds = kinds or [FULL if is_full(i) else SLIDING for i in range(num_layers)]
+    kinds = fields.strings("layer_types", FULL, other)
+    kinds = kinds or [FULL if is_full(i) else other for i in range(num_layers)]
     if len(kinds) < num_layers:
         raise fields.error(f"layer_types has {len(kinds)} entries for {num_layers} layers")
     return kinds[:num_layers]
+
+
+def rotating(fields: Fields, num_layers: int) -> list[bool]:
+    """Whether each layer rotates positions; those do not whose `no_rope_layers` is 0, without it every fourth.
+
+    Raises:
+        CheckpointError: `no_rope_layers` is not of each layer.
+    """
+    every = fields.size("no_rope_layer_interval", 4)
+    found = fields.integers("no_rope_layers") or [int((i + 1) % every != 0) for i in range(num_layers)]
+    if len(found) < num_layers:
+        raise fields.error("no_rope_layers does not have an entry for each layer")
+    return [bool(number) for number in found[:num_layers]]
 
 
 def read_rope(

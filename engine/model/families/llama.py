@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.fields import Fields
-from engine.model.families.common import FULL, Sizes, layer_types, read_rope
+from engine.model.families.common import FULL, Sizes, layer_types, read_rope, rotating
 from engine.spec import ModelSpec
 
 
@@ -45,7 +45,7 @@ def ministral3(fields: Fields) -> ModelSpec:
     beta = rope.number("llama_4_scaling_beta", 0.0)
     attention = sizes.attention(
         window=fields.optional_size("sliding_window") or 0,
-        temperature=(beta, rope.size("original_max_position_embeddings")) if beta else None,
+        temperature=(beta, rope.size("original_max_position_embeddings"), 0) if beta else None,
     )
     return sizes.model([sizes.layer(attention)] * sizes.num_layers, [read_rope(fields, sizes)], fields)
 
@@ -53,14 +53,9 @@ def ministral3(fields: Fields) -> ModelSpec:
 def smollm3(fields: Fields) -> ModelSpec:
     """SmolLM3 does not rotate positions in some layers: those whose `no_rope_layers` is 0."""
     sizes, bias = Sizes.of(fields), fields.flag("attention_bias")
-    every = fields.size("no_rope_layer_interval", 4)
-    rotates = fields.integers("no_rope_layers") or [
-        int((layer + 1) % every != 0) for layer in range(sizes.num_layers)
-    ]
-    if len(rotates) < sizes.num_layers:
-        raise fields.error("no_rope_layers does not have an entry for each layer")
+    rotates = rotating(fields, sizes.num_layers)
     window = fields.optional_size("sliding_window") if fields.flag("use_sliding_window") else None
-    kinds = layer_types(fields, sizes.num_layers, lambda layer: not window or bool(rotates[layer]))
+    kinds = layer_types(fields, sizes.num_layers, lambda layer: not window or rotates[layer])
     layer = sizes.layer(
         sizes.attention(qkv_bias=bias, o_bias=bias), sizes.mlp(has_bias=fields.flag("mlp_bias"))
     )

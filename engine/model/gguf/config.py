@@ -243,9 +243,9 @@ def _numbers(fields: Fields, name: str, keys: Mapping[str, str]) -> dict[str, ob
 def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
     """The model with the tensors of the file: ggml's norms have no offsets, and biases are those that are there."""
     factors, ropes = header.tensors.get(_ROPE_FACTORS), spec.ropes
-    if factors is not None:  # those are of the layers without a window, if some have one
-        heads = list(spec.attentions.values())
-        whole = next((attention for attention in heads if not attention.window), heads[0])
+    rotating = [own for own in spec.attentions.values() if own.rope is not None]
+    if factors is not None and rotating:  # those are of the layers without a window, if some of them rotate
+        whole = next((own for own in rotating if not own.window), rotating[0])
         found = _factors(factors, whole.head_dim // 2)
         ropes = tuple(
             replace(rope, scaling="factors", factors=found) if number == whole.rope else rope

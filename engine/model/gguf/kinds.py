@@ -177,6 +177,7 @@ ROWS = {
             "expert_feed_forward_length": "intermediate_size",
             "feed_forward_length": "intermediate_size_mlp",
         },
+        entries={"layer_types": None},
         names={f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
     ),
     "ernie4_5-moe": Kind(architecture="Ernie4_5_MoeForCausalLM", sparse="Ernie4_5_MoeForCausalLM"),

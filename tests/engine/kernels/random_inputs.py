@@ -171,7 +171,7 @@ class AttentionInput:
             places = torch.arange(done + new)
             write_kv(kv.layer(0), keys, values, self._slots(tables[row], places))
             if self.window:  # blocks that no query sees any more may be anyone's
-                tables[row, : max(0, done - self.window + 1) // self.block_size] = 0
+                tables[row, : max(0, done - abs(self.window) + 1) // self.block_size] = 0
             self.keys.append(self._stored(keys))
             self.values.append(self._stored(values))
             starts.append(starts[-1] + new)

@@ -37,7 +37,7 @@ EXACT = 2.0**20
 
 @dataclass(frozen=True)
 class Shape:
-    """The heads of a layer, and how many tokens a token sees (0: all before it)."""
+    """The heads of a layer, and how many tokens a token sees (0: all before it, -c: its own chunk of c)."""
 
     head_dim: int
     num_kv_heads: int
@@ -74,6 +74,7 @@ SHAPES = [
     Shape(128, 1, 1, 16),
     Shape(64, 1, 8, 40, has_sinks=True),
     Shape(24, 2, 1, has_sinks=True),
+    Shape(32, 1, 5, -40),
 ]
 COS, SIN = (
     getattr(torch.outer(torch.arange(MAX_POSITION).float(), torch.linspace(1, 0.01, 64)), name)()
@@ -179,7 +180,9 @@ def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool
     values = stored(exactly(written[1]), dtype)
     places = torch.arange(len(tokens))
     distance = places[:, None] - places
-    hidden = (distance < 0) | (distance >= (shape.window or MAX_POSITION))
+    hidden = (distance < 0) | (distance >= (shape.window if shape.window > 0 else MAX_POSITION))
+    if shape.window < 0:
+        hidden |= places // -shape.window != places[:, None] // -shape.window
     by_head = []
     for head in range(shape.num_heads):
         k, v = keys[:, head // shape.group], values[:, head // shape.group]

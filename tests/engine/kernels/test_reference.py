@@ -63,7 +63,7 @@ def make_batch(sequences: list[tuple[int, int]]) -> Batch:
 @pytest.mark.parametrize("bound", [1, reference.MAX_TILE_ELEMENTS])
 @given(
     sequences=SEQUENCES,
-    window=st.sampled_from([0, 1, 3, 7]),
+    window=st.sampled_from([0, 1, 3, 7, -3, -8]),
     has_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )

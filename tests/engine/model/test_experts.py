@@ -32,7 +32,7 @@ from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, TINY
 from tests.engine.model.test_transformer import logits_of, make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
-from tests.engine.test_family_runs import LENGTHS, greedy, prompt, request
+from tests.engine.test_family_runs import greedy, prompt, request
 
 TOKEN_IDS = [7 * i % 390 + 3 for i in range(90)]
 OPTIONS = LoadOptions(device="cpu", dtype="float32", num_blocks=64, num_threads=2)
@@ -154,27 +154,17 @@ def test_layers_are_dense_where_the_config_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", SPARSE)
-def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, tmp_path: Path) -> None:
+def test_a_token_has_the_same_bits_in_any_company(family: str, tmp_path: Path) -> None:
+    """Alone in a step, among others of its own chunk, and beside other sequences, whatever experts these choose."""
     folder = SPARSE[family].make(tmp_path)
-    driver = Driver(folder, num_blocks=128, budget=400)
-    requests = [request(name) for name in LENGTHS]
-    driver.run(*requests)
-    expected = {name: greedy(folder, prompt(name)) for name in LENGTHS}
-    assert {name: driver.tokens(name) for name in LENGTHS} == expected
-    driver.run(*requests)
-    assert {name: driver.tokens(name) for name in LENGTHS} == {n: 2 * own for n, own in expected.items()}
-    cached = {name: driver.outputs[name, 0][-1].timings for name in LENGTHS}
-    assert {n: t.num_cached_tokens for n, t in cached.items() if t} == {"long": 144, "short": 16, "other": 96}
-
-    def preempt(step: int) -> None:
-        running = driver.scheduler.running
-        if step % 11 == 8 and running:
-            driver.scheduler.preempt(running[step % len(running)])
-
-    driver.fresh(budget=7)
-    driver.run(*requests, before_step=preempt)
-    assert {name: driver.tokens(name) for name in LENGTHS} == expected
-    assert driver.scheduler.counters.num_preemptions
+    others = [[(13 * i + length) % 390 + 3 for i in range(length)] for length in (45, 29)]
+    for dtype in ("float32", "bfloat16"):
+        model = load(folder, dtype=dtype, num_blocks=256)
+        assert model.kernels.team is not None
+        first = logits_of(model, make_batch([(others[0], 0), (TOKEN_IDS[:60], 0), (others[1][:1], 0)]))
+        last = logits_of(model, make_batch([(others[0], 44), (TOKEN_IDS[:70], 60), (others[1], 1)]))
+        rows = [logits_of(model, make_batch([(TOKEN_IDS[: n + 1], n)])) for n in range(70)]
+        assert torch.equal(torch.cat(rows), torch.cat([first[45:105], last[1:11]])), dtype
 
 
 def test_a_dense_draft_runs_as_its_target_does(tmp_path: Path) -> None:
@@ -251,6 +241,16 @@ def test_a_stack_of_another_shape_is_named(tmp_path: Path) -> None:
         ("GLM-4.5", {"topk_group": 1}, "or a token cannot have 3 of them"),
         ("GLM-4.5", {"topk_method": "greedy"}, "topk_method greedy is not supported; only noaux_tc is"),
         ("GLM-4.5", {"scoring_func": "softmax"}, "scoring_func softmax is not supported; only sigmoid is"),
+        ("Llama 4", {"scoring_func": "softmax"}, "scoring_func softmax is not supported; only sigmoid is"),
+        ("Llama 4", {"no_rope_layers": [1, 1]}, "no_rope_layers does not have an entry for each layer"),
+        ("Llama 4", {"attention_chunk_size": 0}, "attention_chunk_size must be between 1 and"),
+        (
+            "Llama 4",
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types sliding_attention is not supported",
+        ),
+        ("gpt-oss", {"swiglu_limit": -1.0}, "swiglu_limit must be greater than 0"),
+        ("gpt-oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
         ("MiniMax M2", {"scoring_func": "sqrt"}, "scoring_func sqrt is not supported; only sigmoid is"),
         ("ERNIE 4.5 MoE", {"moe_gate_act": "sigmoid"}, "moe_gate_act sigmoid is not supported"),
         ("ERNIE 4.5 MoE", {"moe_num_experts": [6, 6]}, "moe_num_experts must be a whole number"),

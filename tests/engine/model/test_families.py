@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.config import LoadOptions
 from engine.execution.loader import load_model
-from tests.engine.families import INSIDE, TINY, put_inside
+from tests.engine.families import INSIDE, SPARSE, TINY, put_inside
 from tests.engine.model.test_transformer import device_of, load, logits_of, make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
 
@@ -35,7 +35,7 @@ def test_logits_are_those_of_transformers(family: str, table: str, tmp_path: Pat
 
 @pytest.mark.parametrize("architecture", INSIDE)
 def test_the_text_part_of_a_model_that_sees_images_is_served(architecture: str, tmp_path: Path) -> None:
-    text = TINY[INSIDE[architecture][0]].make(tmp_path / "text")
+    text = (TINY | SPARSE)[INSIDE[architecture][0]].make(tmp_path / "text")
     model = load(put_inside(text, tmp_path / "whole", architecture), "torch")
     found = logits_of(model, make_batch([(TOKEN_IDS, 0)]))
     expected = oracle_logits(text, TOKEN_IDS)

@@ -43,6 +43,7 @@ def _cases(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     windowed: bool = False,
+    chunked: bool = False,
     softcap: float = 0.0,
     has_sinks: bool = False,
     max_query_len: int = 1,
@@ -72,7 +73,8 @@ def _cases(
         "SOFTCAP": softcap,
         "BLOCK_SIZE": 16,
         "BLOCK_STRIDE": shape.stored_elements(kv_dtype or dtype),
-        "WINDOWED": windowed,
+        "WINDOWED": windowed or chunked,
+        "CHUNKED": chunked,
     }
     arguments = dict.fromkeys(_LENGTHS, "*i32")
     arguments |= dict.fromkeys(("attended", "queries"), f"*{_TYPES[dtype]}")
@@ -180,6 +182,10 @@ _SINKS = {
     )
     for windowed, architecture in ((False, _A100), (True, _HOPPER), (False, _BLACKWELL))
 }
+_CHUNKED = {
+    architecture: _cases(f"llama4-{architecture}", architecture, group=5, chunked=True)
+    for architecture in (_A100, _HOPPER, _BLACKWELL)
+}
 _CAPPED = {
     architecture: _cases(f"capped-{architecture}", architecture, group=2, softcap=50.0)
     for architecture in (_A100, _HOPPER, _BLACKWELL)
@@ -225,7 +231,11 @@ CASES = [
     _QWEN["decode"],
     *(cases["decode"] for cases in _GEMMA.values()),
     *(cases["prefill"] for cases in _GEMMA.values()),
-    *(cases[kind] for cases in (*_CAPPED.values(), *_SINKS.values()) for kind in ("decode", "prefill")),
+    *(
+        cases[kind]
+        for cases in (*_CAPPED.values(), *_SINKS.values(), *_CHUNKED.values())
+        for kind in ("decode", "prefill")
+    ),
     _PHI["prefill"],
     _SMALL["decode"],
     *(cases["decode"] for cases in _DRAFTS.values()),

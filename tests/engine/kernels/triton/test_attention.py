@@ -96,7 +96,7 @@ def test_heads_of_all_sizes(head_dim: int, dtype: torch.dtype, device: torch.dev
     ],
 )
 def test_scales_of_a_quantized_cache_belong_to_scores_and_weights(
-    shape: dict[str, int], kv_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+    shape: dict[str, Any], kv_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> None:
     for lengths in (MIXED, DECODE):
         AttentionInput(lengths=lengths, dtype=dtype, kv_dtype=kv_dtype, device=device, **shape).check()
@@ -121,6 +121,12 @@ def test_small_weights_of_small_values_do_not_vanish(kv_dtype: torch.dtype, devi
 @pytest.mark.parametrize("lengths", [[(9, 29), (60, 2)], DECODE], ids=["mixed", "decode"])
 def test_windows_hide_what_lies_before_them(window: int, lengths: Lengths, device: torch.device) -> None:
     AttentionInput(lengths=lengths, window=window, num_kv_heads=1, device=device).check()
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 24, 50])
+@pytest.mark.parametrize("lengths", [[(9, 29), (60, 2)], DECODE], ids=["mixed", "decode"])
+def test_chunks_are_apart(chunk: int, lengths: Lengths, device: torch.device) -> None:
+    AttentionInput(lengths=lengths, window=-chunk, num_kv_heads=1, device=device).check()
 
 
 @pytest.mark.parametrize("window", [0, 20])
@@ -203,7 +209,7 @@ def test_it_agrees_with_the_reference(kv_dtype: torch.dtype | None, device: torc
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=3),
     group=st.sampled_from([1, 3, 4]),
-    window=st.sampled_from([0, 0, 5, 18]),
+    window=st.sampled_from([0, 0, 5, 18, -7]),
     max_decode_queries=st.integers(1, 16),
     num_sms=st.sampled_from([1, 3, 20]),
     seed=st.integers(0, 99),

@@ -40,6 +40,11 @@ WIDE: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 """Rows of whole blocks of 256."""
+UNSAID: dict[str, dict[str, Any]] = {
+    "Llama 4": {"attention_chunk_size": 8192, "floor_scale": 8192},
+    "gpt-oss": {"swiglu_limit": 7.0},
+}
+"""What files do not say, for llama.cpp has it in its code."""
 TYPES = list(container.SUPPORTED)
 
 
@@ -51,29 +56,40 @@ def dequantised(path: Path) -> dict[str, Tensor]:
 
 
 def like_files(type: str) -> Any:
-    """Routers are in floating point, as the converter leaves them."""
-    return lambda name: "F32" if "ffn_gate_inp" in name else type
+    """Routers and biases are in floating point, as the converter leaves them."""
+    return lambda name: "F32" if "ffn_gate_inp" in name or name.endswith("bias") else type
+
+
+def rounded(name: str, tensor: Tensor, kind: Type, *, is_transposed: bool) -> Tensor:
+    """The weights that blocks of a type stand for, which are along the inputs of a linear map."""
+    if tensor.dim() == 1 or any(part in name for part in ("gate.weight", "router", "e_score", "bias")):
+        return tensor
+    rows = tensor.mT if is_transposed else tensor
+    blocks = gguf.quants.quantize(rows.contiguous().numpy(), kind)
+    made = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+    return made.mT.contiguous() if is_transposed else made
 
 
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("type", ["F32", "Q8_0"])
 def test_logits_are_those_of_transformers(family: str, type: str, tmp_path: Path) -> None:
-    folder = SPARSE[family].make(tmp_path, intermediate_size=128, mlp_only_layers=[])
+    own = {**UNSAID.get(family, {}), "intermediate_size": 128, "mlp_only_layers": []}
+    folder = SPARSE[family].make(tmp_path, **own)
     file, kind = folder / "model.safetensors", Type[type]
-    rounded = {
-        name: tensor
-        if tensor.dim() == 1 or "gate.weight" in name or "e_score" in name
-        else torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind))
+    stacked = family in ("gpt-oss", "Llama 4")
+    tensors = {
+        name: rounded(name, tensor, kind, is_transposed=stacked and tensor.dim() == 3)
         for name, tensor in load_file(file).items()
     }
-    save_file(rounded, file, {"format": "pt"})
+    save_file(tensors, file, {"format": "pt"})
     path = write_family(folder, tmp_path / "model.gguf", like_files(type))
     expected = oracle_logits(folder, TOKEN_IDS)
     found = in_chunks(load(path))
     if type == "F32":
         check_logits(found, expected)
-    weights = list(loaded(path))
-    assert [weight.tolist() for weight, _ in weights] == [weight.tolist() for weight, _ in loaded(folder)]
+    for own, (weight, bias) in zip(loaded(path), loaded(folder), strict=True):
+        assert torch.equal(own[0], weight)
+        assert own[1] is bias or (own[1] is not None and bias is not None and torch.equal(own[1], bias))
 
 
 def mixed(name: str) -> str:
