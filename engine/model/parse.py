@@ -67,7 +67,7 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
         fields = fields.flattened("text_config")
     fields = fields.with_defaults(family.defaults)
     spec = family.describe(fields)
-    chunked = [CHUNKED] if any(layer.attention.is_chunked for layer in spec.layers) else []
+    chunked = [CHUNKED] if any(own.is_chunked for own in spec.attentions.values()) else []
     fields.strings(
         "layer_types", FULL, SLIDING, *chunked, "attention"
     )  # whether or not the family reads them

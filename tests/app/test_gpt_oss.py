@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from openai.types.responses import ResponseCompletedEvent, ResponseFunctionToolCall, ResponseReasoningItem
 from safetensors.torch import load_file, save_file
 
 from loadtests.forked import ForkedServer
@@ -91,15 +92,15 @@ def test_a_chat_has_reasoning_text_and_a_call(api: openai.OpenAI) -> None:
 
 
 def test_a_response_has_its_items(api: openai.OpenAI) -> None:
-    function = {"type": "function", **TOOL["function"]}
-    events = api.responses.create(model="gpt-oss", input="Hi", tools=[function], temperature=0, stream=True)  # type: ignore[list-item]
+    function: Any = {"type": "function", **TOOL["function"]}
+    events = api.responses.create(model="gpt-oss", input="Hi", tools=[function], temperature=0, stream=True)
     *_, last = events
-    assert last.type == "response.completed"
+    assert isinstance(last, ResponseCompletedEvent)
     reasoning, message, call = last.response.output
-    assert reasoning.type == "reasoning"
+    assert isinstance(reasoning, ResponseReasoningItem)
     assert reasoning.content is not None
     assert reasoning.content[0].text == "Hm."
-    assert last.response.output_text == "I look."
     assert message.type == "message"
-    assert call.type == "function_call"
+    assert last.response.output_text == "I look."
+    assert isinstance(call, ResponseFunctionToolCall)
     assert (call.name, json.loads(call.arguments)) == ("clock", {"zone": "UTC"})

@@ -165,8 +165,8 @@ def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "
         found = _own_name(name, names)
         arrays[found] = _converted(name, tensor, config, kind).numpy()
     rope = config["rope_parameters"]
-    if rope.get("rope_type") == "llama3":
-        arrays["rope_freqs.weight"] = gguf_files.rope_factors({**config, "rope_scaling": rope, **rope})
+    factors = gguf_files.rope_factors({**config, "rope_scaling": rope, **rope})
+    arrays |= {} if factors is None else {"rope_freqs.weight": factors}
     if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):
             arrays[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], np.float32)
@@ -229,7 +229,7 @@ def _rows_first(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str,
     """The stacks of gpt-oss and Llama 4, which are [experts, in, rows], as all others are; gates and ups apart."""
     if config["model_type"] not in ("gpt_oss", "llama4_text"):
         return tensors
-    parts = {}
+    parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stack, is_stack, kind = name.partition("_proj") if ".experts." in name else (name, "", "")
         rows = tensor.mT if is_stack and not kind else tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.fields import Fields
 from engine.model.families.common import CHUNKED, FULL, Sizes, layer_types, read_rope, rotating
 from engine.model.families.experts import read_router
-from engine.spec import Experts, GatedMlp, Layer, ModelSpec, Norm, Stack
+from engine.spec import Experts, Layer, Mlp, ModelSpec, Norm, Stack
 
 LLAMA4 = {
     "head_dim": 128,
@@ -32,7 +32,7 @@ def llama4(fields: Fields) -> ModelSpec:
     return sizes.model(layers, [read_rope(fields, sizes, theta=500_000.0)], fields)
 
 
-def _layer(fields: Fields, sizes: Sizes, own: Experts | GatedMlp, kind: str, *, rotates: bool) -> Layer:
+def _layer(fields: Fields, sizes: Sizes, own: Experts | Mlp, kind: str, *, rotates: bool) -> Layer:
     norm = Norm(name="", size=sizes.head_dim) if rotates and fields.flag("use_qk_norm", True) else None
     temperature = fields.number("attn_scale", 0.1), fields.size("floor_scale", 8192), 1
     bias = fields.flag("attention_bias")
