@@ -34,8 +34,8 @@ class Batch:
     first token, and a target of 0 is not written. None stands for zeros throughout.
     """
     state_saves: Tensor | None = field(default=None, kw_only=True)
-    """[N, 3] sequence, rows, slot: the state after so many of the sequence's certain rows of this step is written to
-    this slot, too, which then has no pending rows."""
+    """[N, 4] sequence, rows, slot, kept: the state after so many of the sequence's certain rows of this step is written
+    to this slot, too, and the `kept` rows that follow become its pending rows."""
     max_query_len: int | None = field(default=None, kw_only=True)
     """No sequence has more tokens than this in the step; None if whoever made the batch did not count."""
 

@@ -228,9 +228,10 @@ class _State:
             return cls(torch.zeros(spec.state_shape, device=device), torch.zeros(shape, device=device))
         return cls(states.state[slot].clone(), states.history[slot].clone())
 
-    def write(self, states: LayerStates | None, slot: int) -> None:
+    def write(self, states: LayerStates | None, slot: int, pending: Tensor) -> None:
         if states is not None and slot:
             states.state[slot], states.history[slot] = self.matrix, self.history
+            states.pending[slot, : len(pending)] = pending
 
     def convolved(self, channels: Tensor, own: StateVectors) -> Tensor:
         """What the convolution makes of the next row [channels], which it then keeps; taps are added in their order."""
@@ -273,35 +274,32 @@ def _run(
             if done:
                 row = rows[done - 1]
                 made[row] = gated(advance(state, inputs[row]), row)
-            for slot in own.written.get(done, ()):
-                state.write(states, slot)
-        if states is not None and own.target:
-            pending = inputs[rows.start + own.certain : rows.stop]
-            states.pending[own.target, : len(pending)] = pending
+            for slot, kept in own.written.get(done, ()):
+                state.write(states, slot, inputs[rows.start + done : rows.start + done + kept])
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """A sequence's row of `Batch.state_slots`, and the slots that are written after so many of its rows."""
+    """What a step does with the state of a sequence."""
 
     source: int
-    target: int
     replayed: int
-    certain: int
-    written: dict[int, list[int]]
+    written: dict[int, list[tuple[int, int]]]
+    """By rows of this step, the slots that get the state after them, and how many of the next rows are pending then."""
 
 
 def _states_of(batch: Batch) -> Iterator[_Slots]:
     if batch.state_slots is None:
-        yield from [_Slots(0, 0, 0, 0, {})] * batch.context_lens.numel()
+        yield from [_Slots(0, 0, {})] * batch.context_lens.numel()
         return
+    lengths = batch.query_starts.diff().tolist()
     saves = [] if batch.state_saves is None else batch.state_saves.tolist()
     for sequence, (source, target, replayed, certain) in enumerate(batch.state_slots.tolist()):
-        written = {certain: [target]}
-        for _, count, slot in (save for save in saves if save[0] == sequence):
-            written.setdefault(count, []).append(slot)
-        yield _Slots(source, target, replayed, certain, written)
+        written = {certain: [(target, lengths[sequence] - certain)]}
+        for _, rows, slot, kept in (save for save in saves if save[0] == sequence):
+            written.setdefault(rows, []).append((slot, kept))
+        yield _Slots(source, replayed, written)
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:

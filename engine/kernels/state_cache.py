@@ -26,14 +26,14 @@ class StatePlace:
     history: int
     """[kernel - 1, channels]"""
     pending: int
-    """[drafts, row]"""
+    """[pending rows, row]"""
     end: int
 
     @classmethod
-    def at(cls, start: int, mixer: StateMixer, max_drafts: int) -> StatePlace:
+    def at(cls, start: int, mixer: StateMixer, num_pending: int) -> StatePlace:
         history = _aligned(start + state_floats(mixer))
         pending = _aligned(history + (mixer.kernel - 1) * mixer.history_channels)
-        end = _aligned(pending + max_drafts * mixer.row_floats)
+        end = _aligned(pending + num_pending * mixer.row_floats)
         return cls(mixer=mixer, state=start, history=history, pending=pending, end=end)
 
 
@@ -43,17 +43,17 @@ class StateLayout:
 
     places: Mapping[int, StatePlace]
     """By layer, of those that have a state."""
-    max_drafts: int
-    """The rows that a slot keeps of each layer which may still turn out wrong."""
+    num_pending: int
+    """The rows that a slot keeps of each layer beside its state, see `LayerStates`."""
     slot_floats: int
 
     @classmethod
-    def of(cls, model: ModelConfig, max_drafts: int = 0) -> StateLayout:
+    def of(cls, model: ModelConfig, num_pending: int = 0) -> StateLayout:
         places, end = dict[int, StatePlace](), 0
         for number, mixer in model.spec.states.items():
-            place = places[number] = StatePlace.at(end, mixer, max_drafts)
+            place = places[number] = StatePlace.at(end, mixer, num_pending)
             end = place.end
-        return cls(places=places, max_drafts=max_drafts, slot_floats=end)
+        return cls(places=places, num_pending=num_pending, slot_floats=end)
 
     @property
     def slot_bytes(self) -> int:
@@ -69,8 +69,9 @@ class LayerStates:
     history: Tensor
     """[slots, kernel - 1, channels]: what the convolution reads of the rows before, the latest row last."""
     pending: Tensor
-    """[slots, drafts, row]: rows that follow those of the state and may still turn out wrong, the first of them
-    first."""
+    """[slots, pending rows, row]: the inputs of rows that follow those of the state, in their order. A step may apply
+    the first of them to the state: drafts that turned out right, or the tokens between a snapshot and where it is
+    found."""
 
 
 class StateCache:
@@ -86,12 +87,12 @@ class StateCache:
         self.data = zeros((num_slots, layout.slot_floats), torch.float32, device)
 
     def layer(self, index: int) -> LayerStates:
-        place, max_drafts = self.layout.places[index], self.layout.max_drafts
+        place, num_pending = self.layout.places[index], self.layout.num_pending
         mixer = place.mixer
         return LayerStates(
             self._part(place.state, *mixer.state_shape),
             self._part(place.history, mixer.kernel - 1, mixer.history_channels),
-            self._part(place.pending, max_drafts, mixer.row_floats),
+            self._part(place.pending, num_pending, mixer.row_floats),
         )
 
     def _part(self, start: int, *shape: int) -> Tensor:

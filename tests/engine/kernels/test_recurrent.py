@@ -31,7 +31,7 @@ MIXERS: dict[str, StateMixer] = {
     "mamba": Mamba2(hidden_size=8, num_heads=6, head_dim=5, num_groups=2, state_size=7),
     "conv": ShortConv(hidden_size=9, channels=9, has_bias=True),
 }
-MAX_DRAFTS = 3
+NUM_PENDING = 3
 
 
 def vectors_of(spec: StateMixer, generator: torch.Generator) -> StateVectors:
@@ -64,7 +64,7 @@ class Layer:
         return cls(spec, vectors_of(spec, generator), rows, gates)
 
     def cache(self, num_slots: int = 16) -> StateCache:
-        return StateCache(StateLayout.of(state_config(self.spec), MAX_DRAFTS), num_slots, CPU)
+        return StateCache(StateLayout.of(state_config(self.spec), NUM_PENDING), num_slots, CPU)
 
     def run(self, batch: Batch, rows: Tensor, gates: Tensor, states: LayerStates | None) -> Tensor:
         spec = self.spec
@@ -90,7 +90,7 @@ class Layer:
         own = replace(
             batch([end - first for _, first, end in parts]),
             state_slots=torch.tensor(slots, dtype=torch.int32),
-            state_saves=torch.tensor(saves, dtype=torch.int32).view(-1, 3),
+            state_saves=torch.tensor(saves, dtype=torch.int32).view(-1, 4),
         )
         rows, gates = (torch.cat([of[s][a:b] for s, a, b in parts]) for of in (self.rows, self.gates))
         made = self.run(own, rows, gates, cache.layer(0))
@@ -218,17 +218,19 @@ def test_rows_do_not_depend_on_cuts_batches_replays_forks_or_snapshots(name: str
     expected = [layer.whole(sequence) for sequence in range(3)]
     cache, free = layer.cache(100), list(range(1, 100))
     at, slots, replayed = [0, 0, 0], [0, 0, 0], [0, 0, 0]
-    saved: dict[tuple[int, int], int] = {}
+    saved: dict[tuple[int, int], tuple[int, int]] = {}
     while unfinished := [sequence for sequence in range(3) if at[sequence] < lengths[sequence]]:
         parts, entries, saves = list[tuple[int, int, int]](), list[list[int]](), list[list[int]]()
         for sequence in choose.sample(unfinished, choose.randint(1, len(unfinished))):
             count = choose.randint(1, lengths[sequence] - at[sequence])
-            certain = count - choose.randint(0, min(MAX_DRAFTS, count - 1))
+            certain = count - choose.randint(0, min(NUM_PENDING, count - 1))
             target = free.pop() if not slots[sequence] or choose.random() < 0.5 else slots[sequence]
             if choose.random() < 0.5:
                 rows = choose.randint(0, certain)
-                saved[sequence, at[sequence] + rows] = free.pop()
-                saves.append([len(parts), rows, saved[sequence, at[sequence] + rows]])
+                kept = choose.randint(0, min(NUM_PENDING, certain - rows))
+                saves.append([len(parts), rows, free.pop(), kept])
+                for again in range(kept + 1):
+                    saved[sequence, at[sequence] + rows + again] = saves[-1][2], again
             parts.append((sequence, at[sequence], at[sequence] + count))
             entries.append([slots[sequence], target, replayed[sequence], certain])
         made = layer.step(cache, parts, entries, saves)
@@ -238,15 +240,15 @@ def test_rows_do_not_depend_on_cuts_batches_replays_forks_or_snapshots(name: str
             assert torch.equal(rows_made, expected[sequence][first:end])
             slots[sequence], replayed[sequence] = target, choose.randint(0, end - first - certain)
             at[sequence] = first + certain + replayed[sequence]
-    for (sequence, first), slot in saved.items():
-        (rest,) = layer.step(cache, [(sequence, first, lengths[sequence])], [[slot, 0, 0, 0]])
+    for (sequence, first), (slot, again) in saved.items():
+        (rest,) = layer.step(cache, [(sequence, first, lengths[sequence])], [[slot, 0, again, 0]])
         assert torch.equal(rest, expected[sequence][first:])
     assert not cache.data[0].any(), "slot 0 is never written"
 
 
 def test_a_slot_has_the_states_of_all_layers_apart() -> None:
     mixers = list(MIXERS.values())
-    layout = StateLayout.of(state_config(None, *mixers), MAX_DRAFTS)
+    layout = StateLayout.of(state_config(None, *mixers), NUM_PENDING)
     cache = StateCache(layout, 3, CPU)
     assert [*layout.places] == [1, 2, 3, 4]
     assert layout.slot_bytes == cache.data[0].nbytes
@@ -256,7 +258,7 @@ def test_a_slot_has_the_states_of_all_layers_apart() -> None:
         assert [part.shape[1:] for part in parts] == [
             mixer.state_shape,
             (mixer.kernel - 1, mixer.history_channels),
-            (MAX_DRAFTS, mixer.row_floats),
+            (NUM_PENDING, mixer.row_floats),
         ]
         for part in parts:
             assert not part.any()
