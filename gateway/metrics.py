@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -106,7 +107,7 @@ class Metrics:
         )
         self.forecast_ratio = histograms(
             "ttft_forecast_ratio",
-            "Time to first token, as a part of what was forecast at admission; 6 in 10 should be below 1.",
+            "Time to first token, as a part of what was forecast at admission; 2 in 3 should be below 1.",
             _RATIOS,
         )
 
@@ -379,6 +380,14 @@ class _VllmNames(Collector):
                 waiting += sum(sample.value for sample in metric.samples)
             if metric.name in _VLLM:
                 yield self._renamed(metric, f"vllm:{_VLLM[metric.name]}")
+            if metric.name == "penstock_draft_tokens":
+                places = _by_place(metric)
+                yield self._count("num_drafts", "Drafts that were verified.", places.get(0, 0.0))
+                yield self._count("num_draft_tokens", metric.documentation, sum(places.values()))
+            if metric.name == "penstock_accepted_tokens":
+                places = _by_place(metric)
+                yield self._count("num_accepted_tokens", metric.documentation, sum(places.values()))
+                yield self._count("num_accepted_tokens_per_pos", metric.documentation, places)
         yield self._single("vllm:num_requests_waiting", "Requests that wait.", waiting, {})
         config = dict(self._cache_config())
         yield self._single("vllm:cache_config_info", "The KV cache.", 1.0, config)
@@ -392,7 +401,25 @@ class _VllmNames(Collector):
             )
         return renamed
 
+    def _count(self, name: str, documentation: str, value: float | Mapping[int, float]) -> Metric:
+        """Returns a count that has to do with drafts, or one for each of their places."""
+        metric = Metric(f"vllm:spec_decode_{name}", documentation, "counter")
+        values = value if isinstance(value, Mapping) else {None: value}
+        for place, count in values.items():
+            labels = self._labels if place is None else {**self._labels, "position": str(place)}
+            metric.add_sample(f"{metric.name}_total", labels, count)
+        return metric
+
     def _single(self, name: str, documentation: str, value: float, labels: dict[str, str]) -> Metric:
         metric = Metric(name, documentation, "gauge")
         metric.add_sample(name, {**labels, **self._labels}, value)
         return metric
+
+
+def _by_place(metric: Metric) -> dict[int, float]:
+    """Returns the drafts of all proposers by their place, which vLLM counts from 0."""
+    places: defaultdict[int, float] = defaultdict(float)
+    for sample in metric.samples:
+        if sample.name.endswith("_total"):
+            places[int(sample.labels["position"]) - 1] += sample.value
+    return places

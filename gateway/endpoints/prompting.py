@@ -123,7 +123,7 @@ class Prompting:
             add_generation_prompt=body.add_generation_prompt is not False and not continues,
             continues=continues,
         )
-        return truncated(self._prompts.behind(before, prompt) if before else prompt, body), use
+        return self._truncated(self._prompts.behind(before, prompt) if before else prompt, body), use
 
     def turn(self, body: ResponseBody) -> Callable[[Thread, Sequence[ThreadMessage]], Awaitable[list[int]]]:
         """Returns what makes the tokens of a response's turn, which goes on from a thread with new messages."""
@@ -187,7 +187,7 @@ class Prompting:
         if body.suffix:
             return await self._encoded(texts, "prompt", self._prompts.around, body.suffix)
         encode = partial(self._prompts.text, add_special=body.add_special_tokens is not False)
-        return [truncated(prompt, body) for prompt in await self._encoded(texts, "prompt", encode)]
+        return [self._truncated(prompt, body) for prompt in await self._encoded(texts, "prompt", encode)]
 
     async def encode_inputs(self, body: EmbeddingsBody) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.input), _split_prompt, body.input)
@@ -218,7 +218,7 @@ class Prompting:
         self, prompts: list[list[int]], field: str, body: Sampled | Embedded
     ) -> list[list[int]]:
         def check() -> list[list[int]]:
-            cut = [truncated(prompt, body) for prompt in prompts]
+            cut = [self._truncated(prompt, body) for prompt in prompts]
             for prompt in cut:
                 self.check_prompt_ids(prompt, field)
             return cut
@@ -254,6 +254,15 @@ class Prompting:
             raise invalid(f"'{field}' must not be empty.", field)
         return prompts
 
+    def _truncated(self, prompt: list[int], body: Sampled | Embedded) -> list[int]:
+        """Returns the last tokens of a prompt, as many as the body asks for or, for -1, as fit beside the answer."""
+        num = body.truncate_prompt_tokens
+        if num is None:
+            return prompt
+        if num < 0:
+            num = max(1, self._context_length - (body.num_output if isinstance(body, Sampled) else 1))
+        return prompt[-num:]
+
     def check_prompt_ids(self, prompt: Sequence[int], field: str = "prompt") -> None:
         if not prompt:
             raise invalid(f"'{field}' must not have an empty list of tokens.", field)
@@ -265,11 +274,6 @@ class Prompting:
         """Refuses a text that is too long whatever its tokens are, before it is tokenised."""
         if num_chars > self._context_length * self._limits.max_bytes_per_token:
             raise context_exceeded(self._context_length, f"{num_chars} characters", field)
-
-
-def truncated(prompt: list[int], body: Sampled | Embedded) -> list[int]:
-    """Returns the last tokens of a prompt, as many as the body asks for."""
-    return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:

@@ -14,7 +14,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gateway.http.errors import invalid
-from gateway.wire.schemas import ServiceTier
+from gateway.wire.schemas import ServiceTier, Truncation
 from gateway.wire.streams import Delta, Generation
 from gateway.wire.strict import STRICT, Many, StrictBody
 
@@ -25,7 +25,7 @@ class Embedded(StrictBody):
     model: Annotated[str, Field(min_length=1)]
     user: str | None = None
     service_tier: ServiceTier | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
 
 
 class EmbeddingsBody(Embedded):

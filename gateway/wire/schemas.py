@@ -15,6 +15,8 @@ from gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupp
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 
 _INT64 = 2**63
+Truncation = Annotated[int, Field(ge=1, lt=_INT64)] | Literal[-1]
+"""The number of tokens to keep of the end of a prompt; -1 keeps those that the context has room for."""
 Schema = dict[str, object] | bool
 """A JSON Schema."""
 
@@ -127,7 +129,7 @@ class Sampled(StrictBody):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Literal[0] | None = None
 
@@ -143,6 +145,11 @@ class Sampled(StrictBody):
     def num_generated(self) -> int:
         """The number of choices that are made of each prompt; those that are not among the best are not shown."""
         return self.best_of or self.n or 1
+
+    @property
+    def num_output(self) -> int:
+        """The tokens of an answer that the context has to have room for."""
+        return self.max_tokens or 1
 
 
 # There may be thousands of them: each is a plain dict.
@@ -316,6 +323,10 @@ class ChatBody(Chat, Sampled):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: Literal[False] | None = None
+
+    @property
+    def num_output(self) -> int:
+        return self.max_tokens or self.max_completion_tokens or 1
 
 
 class CompletionBody(Sampled):

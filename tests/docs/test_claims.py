@@ -11,6 +11,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,7 @@ def num_parameters(weights: Path) -> int:
 
 
 DESCRIPTIONS = {family.describe for family in FAMILIES.values()}
+_TOLD = Fraction(ratios.TOLD).limit_denominator(10)
 CLAIMS: dict[str, list[str]] = {
     "README.md": [
         f"| interactive | `priority` {of_lane(Lane.INTERACTIVE, weight=False)}",
@@ -146,7 +148,7 @@ CLAIMS: dict[str, list[str]] = {
         f"in the prefix cache {shares.COST_HIT}, an output token {shares.COST_OUTPUT:,}",
         f"ahead of the next less urgent one by {waiting.LEAD_TOKENS:,} prompt tokens",
         f"Those within {queue.LOCALITY_TOKENS:,} prompt tokens",
-        f"what {10 * ratios.TOLD:g} in 10 first tokens come before",
+        f"what {_TOLD.numerator} in {_TOLD.denominator} first tokens come before",
         f"the promise is what {10 * ratios.LATE:g} in 10 do",
         f"the last {ratios._KEPT} requests of the tenant, or while it has fewer than {ratios._ENOUGH}, of its lane",
         f"from the last {lengths._KEPT} of the tenant",

@@ -2,6 +2,8 @@
 
 pip install 'penstock[harnesses]'
 pytest tests/gateway/test_harnesses.py
+
+vLLM pins many of its requirements, so `pip install --no-deps vllm` goes into an environment of its own.
 """
 
 from __future__ import annotations
@@ -96,6 +98,32 @@ def test_guidellm_measures_what_it_made_up(live_server: str, form: str, tmp_path
     (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (4, 0)
+
+
+VLLM_FORMS = {
+    "openai-chat": "/v1/chat/completions",
+    "openai": "/v1/completions",
+    "openai-embeddings": "/v1/embeddings",
+}
+
+
+@needs("vllm")
+@pytest.mark.parametrize("backend", VLLM_FORMS)
+def test_vllms_bench_finds_every_token(live_server: str, backend: str, tmp_path: Path) -> None:
+    run(
+        *("vllm.entrypoints.cli.main", "bench", "serve", "--backend", backend, "--base-url", live_server),
+        *("--endpoint", VLLM_FORMS[backend], "--model", MODEL, "--tokenizer", str(DEMO_MODEL)),
+        *("--dataset-name", "random", "--random-input-len", "40", "--random-output-len", "16"),
+        *("--num-prompts", "4", *([] if backend == "openai-embeddings" else ["--ignore-eos"])),
+        *("--save-result", "--save-detailed"),
+        *("--result-dir", str(tmp_path), "--result-filename", "report.json"),
+        folder=tmp_path,
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["completed"], report["errors"]) == (4, [""] * 4)
+    assert report["total_input_tokens"] >= 4 * 40
+    if backend != "openai-embeddings":
+        assert report["total_output_tokens"] == 4 * 16
 
 
 @needs("litellm")

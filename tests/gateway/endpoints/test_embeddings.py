@@ -83,6 +83,18 @@ async def test_a_prompt_of_token_ids_is_one_text() -> None:
     assert request.prompt_token_ids == (5, 6, 7)
 
 
+async def test_of_a_text_that_is_too_long_the_end_is_kept() -> None:
+    """Programs of vLLM's ask for that by -1."""
+    gateway = gateway_of()
+    async with connected(gateway) as api:
+        fields = {"truncate_prompt_tokens": -1}
+        asking = asyncio.ensure_future(api.embeddings.create(model=MODEL, input=[7] * 600, extra_body=fields))
+        request = await gateway.taken()
+        bring(gateway, request, 1.0, 0.0, 0.0, 0.0)
+        await asking
+    assert len(request.prompt_token_ids) == 511
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "status"),
     [

@@ -70,6 +70,7 @@ def spelt(request: Request) -> str:
         (completion_body("Hi there", truncate_prompt_tokens=5), "there"),
         (completion_body(TOKENIZER.encode("Hi there"), truncate_prompt_tokens=3), "ere"),
         (completion_body(TOKENIZER.encode("Hi there") * 100, truncate_prompt_tokens=2), "re"),
+        (completion_body("Hi there", truncate_prompt_tokens=-1), "<|bos|>Hi there"),
         (chat_body("Hi"), "<|bos|><|user|>Hi<|end|><|assistant|>"),
         (chat_body("Hi", add_generation_prompt=False), "<|bos|><|user|>Hi<|end|>"),
         (chat_body("Hi", truncate_prompt_tokens=2), "<|end|><|assistant|>"),
@@ -77,6 +78,21 @@ def spelt(request: Request) -> str:
 )  # fmt: skip
 async def test_what_becomes_of_the_prompt(body: dict[str, Any], prompt: str) -> None:
     assert spelt(await requested(body)) == prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "num_kept"),
+    [
+        (completion_body([7] * 600), 511),
+        (completion_body([7] * 600, max_tokens=20), 492),
+        (chat_body("Hi" * 300), 511),
+        (chat_body("Hi" * 300, max_tokens=20), 492),
+        (chat_body("Hi" * 300, max_completion_tokens=30), 482),
+    ],
+)
+async def test_of_a_prompt_that_is_too_long_the_end_is_kept(body: dict[str, Any], num_kept: int) -> None:
+    request = await requested({**body, "truncate_prompt_tokens": -1})
+    assert len(request.prompt_token_ids) == num_kept
 
 
 @pytest.mark.parametrize("said", ["Once upon", "  Once upon ", "<|end|>"])

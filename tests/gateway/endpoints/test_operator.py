@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.planning.request import FinishReason
+from engine.planning.request import DraftCount, FinishReason
 from gateway.access.keys import OPEN_TENANT, Access, digest_of
 from gateway.app import create_app
 from gateway.http.errors import ApiError
@@ -240,6 +240,20 @@ async def test_vllms_names_say_the_same() -> None:
     for part, seconds in (("queue", 0.01), ("prefill", 0.02), ("decode", 0.04), ("inference", 0.06)):
         name = f"vllm:request_{part}_time_seconds_sum engine=0 lane=standard model_name={MODEL}"
         assert found[name] == pytest.approx(seconds)
+
+
+async def test_vllms_names_tell_of_speculation() -> None:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), metrics_compat="vllm"))
+    drafts = {"draft": DraftCount([5, 4], [3, 1]), "lookup": DraftCount([2], [1])}
+    label = f"engine=0 model_name={MODEL}"
+    async with client(gateway.app) as http:
+        assert samples((await http.get("/metrics")).text)[f"vllm:spec_decode_num_drafts_total {label}"] == 0
+        gateway.service.deliver(step_report(drafts=drafts))
+        found = samples((await http.get("/metrics")).text)
+    for name, count in (("drafts", 7), ("draft_tokens", 11), ("accepted_tokens", 5)):
+        assert found[f"vllm:spec_decode_num_{name}_total {label}"] == count
+    by_place = f"vllm:spec_decode_num_accepted_tokens_per_pos_total {label} position="
+    assert [found[f"{by_place}{place}"] for place in (0, 1)] == [4, 1]
 
 
 async def test_two_apps_share_no_metric() -> None:
