@@ -20,7 +20,6 @@ from functools import partial
 
 from engine.launching import launch_fitting
 from engine.planning.block_map import BlockMap, block_map
-from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
 from engine.planning.drafting import Drafting
 from engine.planning.grammars import ForcedTokens, Grammars
@@ -28,6 +27,7 @@ from engine.planning.lookup import Lookup
 from engine.planning.prefix_events import PrefixLog
 from engine.planning.request import DraftCount, Output
 from engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
+from engine.planning.setup import fit_limits, make_tables
 from engine.planning.step import (
     DeviceError,
     OutOfMemory,
@@ -191,14 +191,15 @@ class Engine:
         tables = scheduler.tables
         return block_map(tables.pool.ref_counts, tables.findable)
 
-    def find_cached(self, hashes: Sequence[bytes]) -> tuple[int, int]:
+    def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int] = ()) -> tuple[int, int]:
         """Guesses from outside the step thread how many tokens of a prompt are cached, and how many of these in use.
 
         Args:
             hashes: those of the prompt's blocks.
+            token_ids: the prompt; without it, nothing is found where layers have a state.
         """
         scheduler = self._scheduler
-        return scheduler.tables.find_cached(hashes) if scheduler else (0, 0)
+        return scheduler.tables.find_cached(hashes, token_ids) if scheduler else (0, 0)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -229,19 +230,8 @@ class Engine:
         self._become(EngineState.STOPPED)
 
     def _new_scheduler(self) -> Scheduler:
-        tables = BlockTables(
-            self._facts.num_blocks,
-            self._facts.block_size,
-            prefix_cache=self._prefix_cache,
-            windows=self._facts.windows,
-            log=self._prefix_log,
-        )
-        limits = replace(
-            self._limits,
-            max_batch_tokens=min(self._limits.max_batch_tokens, self._facts.max_batch_tokens),
-            max_model_len=min(self._limits.max_model_len, self._facts.max_model_len),
-            max_scored=self._facts.max_scored,
-        )
+        tables = make_tables(self._facts, prefix_cache=self._prefix_cache, log=self._prefix_log)
+        limits = fit_limits(self._limits, self._facts, tables)
         return Scheduler(self._queue, tables, self._sink, limits, self._new_drafting())
 
     def _new_drafting(self) -> Drafting | None:
@@ -376,7 +366,7 @@ class Engine:
             num_attended=plan.num_attended,
             duration_s=duration_s,
             num_running=len(scheduler.running),
-            max_num_seqs=self._limits.max_num_seqs,
+            max_num_seqs=scheduler.limits.max_num_seqs,
             max_batch_tokens=scheduler.most_tokens,
             num_free_tokens=scheduler.tables.num_free_tokens,
             num_kv_tokens=scheduler.tables.num_kv_tokens,

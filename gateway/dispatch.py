@@ -43,7 +43,7 @@ class Engine(Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
-    def find_cached(self, hashes: Sequence[bytes]) -> tuple[int, int]: ...
+    def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int]) -> tuple[int, int]: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -185,7 +185,9 @@ class Dispatch:
 
     def _put(self, request: Request) -> Forecast | None:
         lane = Lane(request.lane)
-        cached = (0, 0) if request.reads_prompt else self._engine.find_cached(request.block_hashes)
+        cached = (0, 0)
+        if not request.reads_prompt:
+            cached = self._engine.find_cached(request.block_hashes, request.prompt_token_ids)
         forecast = self._queue.put(request, self._clock(), *cached)
         if forecast is not None and isfinite(forecast.allowed_s):
             self._metrics.note_forecast(lane, forecast.late_s, forecast.allowed_s)

@@ -26,7 +26,8 @@ from itertools import chain
 from engine.planning.blocks import BlockPool
 from engine.planning.prefix_events import Dropped, Found, PrefixLog
 from engine.planning.prefix_index import PrefixIndex, extend_hashes
-from engine.planning.request import Sequence
+from engine.planning.request import NO_LIMIT, Sequence
+from engine.planning.step import Plan
 from engine.planning.windows import Windows
 
 
@@ -103,7 +104,14 @@ class BlockTables:
                 self._returning.append((self._num_steps, [source]))
         return self._num_steps
 
-    def end_step(self, number: int) -> None:
+    def assign(self, plan: Plan) -> None:
+        """Prepares a plan whose number was made by `begin_step`: there is nothing to prepare."""
+
+    def take_back(self, plan: Plan) -> list[Sequence]:  # noqa: ARG002
+        """Takes back what `assign` did to a plan that may have begun; returns the sequences that have lost by it."""
+        return []
+
+    def end_step(self, number: int, *, has_failed: bool = False) -> None:  # noqa: ARG002
         """Ends a step that came back, or that will never run."""
         if number in self._in_flight:
             self._in_flight.remove(number)
@@ -116,6 +124,11 @@ class BlockTables:
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that can be computed: NO_LIMIT if every table has a window."""
         return self.windows.most_tokens(self.pool.num_blocks - 1, self.max_chunk)
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that may run at a time, as far as it depends on what they hold beside blocks."""
+        return NO_LIMIT
 
     @property
     def num_kv_tokens(self) -> int:
@@ -142,10 +155,13 @@ class BlockTables:
         self._extend_hashes(sequence, num_full)
         return self.index.match(sequence.block_hashes[:num_full], self._num_seen)
 
-    def find_cached(self, hashes: TokenIds[bytes]) -> tuple[int, int]:
+    def find_cached(self, hashes: TokenIds[bytes], token_ids: TokenIds[int] = ()) -> tuple[int, int]:  # noqa: ARG002
         """Returns how many first tokens of a prompt are cached, without regard to windows, and how many are in use.
 
         It reads single entries only, so that another thread may call it.
+
+        Args:
+            hashes: those of the prompt's full blocks.
         """
         if not self.prefix_cache:
             return 0, 0
@@ -232,13 +248,20 @@ class BlockTables:
         behind = [table[i] for i in self._behind_windows(sequence, sequence.num_computed)]
         return num_needed <= self.pool.num_free + self.num_returning + self._num_alone(behind)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets the child share what the parent has of its tokens, but for the last one, whose logits it needs."""
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Lets the child share what the parent has of its tokens, but for the last one, whose logits it needs.
+
+        Returns:
+            False if the parent has given everything back.
+        """
+        if not parent.block_table:
+            return False
         num_shared = self._continue(parent, child)
         child.block_table = parent.block_table[: self.blocks_for(num_shared + 1) * self.num_tables]
         child.block_hashes = parent.block_hashes[: num_shared // self.block_size]
         for block in filter(None, child.block_table):
             self.pool.hold(block)
+        return True
 
     def hand_over(self, parent: Sequence, heir: Sequence) -> None:
         """Gives the heir what a fork would share; the parent, which is done, keeps nothing."""
@@ -262,11 +285,16 @@ class BlockTables:
         self._extend_hashes(sequence, last)
         for i in range(first, last):
             self.index.end(hashes[i], sequence)
-            for number, block in enumerate(table[i * self.num_tables : (i + 1) * self.num_tables]):
-                if self.index.add(hashes[i], block, number):
-                    self.findable[block] = 1
-                    if self.log is not None and not number:
-                        self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
+            self._note_full(sequence, i, table[i * self.num_tables : (i + 1) * self.num_tables])
+
+    def _note_full(self, sequence: Sequence, i: int, blocks: list[int]) -> None:
+        """Lets the i-th block of a sequence be found, in each of its tables."""
+        hashes = sequence.block_hashes
+        for number, block in enumerate(blocks):
+            if self.index.add(hashes[i], block, number):
+                self.findable[block] = 1
+                if self.log is not None and not number:
+                    self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
     def release(self, sequence: Sequence) -> None:
         """Gives all blocks of a sequence back; it is safe to call it again.
@@ -345,7 +373,7 @@ class BlockTables:
     def _release_now(self, blocks: list[int]) -> None:
         self.pool.release(reversed(blocks))
         for block in blocks:
-            if not self.index.knows_block(block):
+            if not self.findable[block]:
                 self.pool.forget(block)
 
     def _drop(self, block: int) -> None:

@@ -9,13 +9,11 @@ from engine.planning.step import Chunk, Plan
 
 
 def withdraw(plan: Plan, sequence: Sequence) -> int:
-    """Takes a sequence out of a plan, with the block copies made for it; returns how many tokens it had there.
-
-    Its `num_computed` still counts them.
-    """
+    """Takes a sequence out of a plan, with the block copies made for it; returns how many tokens it had there."""
     num_tokens = 0
     for chunk in [c for c in plan.chunks if c.sequence is sequence]:
         plan.chunks.remove(chunk)
+        sequence.num_computed = chunk.start
         sequence.num_pending -= chunk.samples
         num_tokens += chunk.num_tokens
     plan.num_tokens -= num_tokens

@@ -128,6 +128,10 @@ class PrefixIndex:
     def knows_block(self, block: int) -> bool:
         return block in self._hash_of
 
+    def hash_of(self, block: int) -> bytes | None:
+        """Returns the hash that finds this block, if one does."""
+        return self._hash_of.get(block)
+
     def block_of(self, block_hash_: bytes) -> int | None:
         """Returns the first table's block of this hash, if there is one."""
         return self._block_of[0].get(block_hash_)
@@ -151,6 +155,11 @@ class PrefixIndex:
         """Says whether somebody who is at least as urgent as `lane` computes the block of this hash."""
         pending = self._pending.get(block_hash_)
         return pending is not None and pending[1] <= lane
+
+    def owner_of(self, block_hash_: bytes) -> object | None:
+        """Returns who computes the block of this hash, if somebody does."""
+        pending = self._pending.get(block_hash_)
+        return None if pending is None else pending[0]
 
     @property
     def num_pending(self) -> int:

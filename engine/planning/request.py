@@ -13,6 +13,7 @@ from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
 from engine.planning.grammar import Grammar, Guide
+from engine.planning.states import SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +352,8 @@ class Sequence:
     """By block of tokens, the KV blocks of its tables, one after another; see block_tables.py. The list is empty while
     the sequence does not run."""
     block_hashes: list[bytes] = field(init=False, default_factory=list)
+    state: SequenceState | None = field(init=False, default=None)
+    """The slots of its states while it runs; None where the model has none."""
     awaited_hash: bytes = field(init=False, default=b"")
     """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
     text: object = field(init=False, default=None)

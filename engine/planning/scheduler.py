@@ -98,21 +98,26 @@ class Scheduler(StepResults):
             self.drafting.extend(plan, tables=self.tables, num_tokens=self.most_tokens)
         if plan.chunks:
             plan.number = self.tables.begin_step(plan.copies)
+            self.tables.assign(plan)
         return plan
 
     def shrink(self, plan: Plan) -> bool:
         """Halves a step that was just planned and that the device had no room for.
 
         Chunks of many tokens are cut first, then decodes, the least urgent ones first. A later step computes what is
-        left out; nothing is computed again. Steps to come are as small, until many of them have come back.
+        left out; nothing is computed again but for sequences with a state, which the step may have changed. Steps to
+        come are as small, until many of them have come back.
 
         Returns:
             False, and nothing has changed, if the step has one token. Of a step of beams, nothing may be left.
         """
-        num_over = plan.num_tokens // 2
-        if not num_over:
+        num_left = plan.num_tokens - plan.num_tokens // 2
+        if num_left == plan.num_tokens:
             return False
-        num_over -= drop_drafts(plan)
+        for sequence in self.tables.take_back(plan):
+            self._preempt_planned(plan, sequence)
+        drop_drafts(plan)
+        num_over = plan.num_tokens - num_left
         order = sorted(plan.chunks, key=lambda chunk: (chunk.num_tokens > 1, _urgency(chunk.sequence)))
         while num_over > 0 and order:
             chunk = order.pop()
@@ -125,6 +130,9 @@ class Scheduler(StepResults):
             else:
                 self._leave_out(plan, chunk)
         self._step_limit.shrink(max(1, plan.num_tokens))
+        self.tables.assign(plan)
+        if not plan.chunks:
+            self._preempt_torn(plan)
         return True
 
     # Planning running sequences
@@ -222,7 +230,6 @@ class Scheduler(StepResults):
         awaits_copies = any(target in sequence.block_table for _, target in plan.copies)
         for leaving in sequence.together if awaits_copies else [sequence]:
             withdraw(plan, leaving)
-        sequence.num_computed = chunk.start
         if awaits_copies:
             self.preempt(sequence)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from engine.planning.prefix_events import PrefixEvent
 from engine.planning.request import NO_LIMIT, DraftCount, Output, Pooling, Request, Sequence, TokenLogprobs
+from engine.planning.states import ChunkState
 
 
 def num_attended(start: int, end: int) -> int:
@@ -38,6 +39,8 @@ class Chunk:
     """The name of the proposer of the drafts."""
     num_accepted: int = 0
     """Drafts that were right, once the step has come back."""
+    state: ChunkState | None = None
+    """The slots of its sequence's states; None where the model has none."""
 
     @property
     def is_open(self) -> bool:
@@ -242,6 +245,10 @@ class RunnerFacts:
     """Tokens of prompts that a step scores at most while other sequences run."""
     has_draft_model: bool = False
     """Whether there is a model that makes drafts."""
+    num_states: int = 0
+    """State slots, slot 0 included; 0 if no layer has a state."""
+    num_pending: int = 0
+    """The pending rows that a state slot has room for."""
     has_experts: bool = False
     """Whether tokens choose among experts, so that each token more of a step adds less time."""
 

@@ -119,8 +119,18 @@ class StepResults(SequenceStore):
 
     def fail_step(self, plan: Plan, error: str, now: float) -> list[Output]:
         """Ends the sequences of a step that brought no result; called in place of `commit`."""
-        self.tables.end_step(plan.number)
-        return self.fail([chunk.sequence for chunk in plan.chunks], error, now)
+        self.tables.end_step(plan.number, has_failed=True)
+        outputs = self.fail([chunk.sequence for chunk in plan.chunks], error, now)
+        self._preempt_torn(plan)
+        return outputs
+
+    def _preempt_torn(self, plan: Plan) -> None:
+        """Preempts the sequences for which a step was to copy blocks, and never did; it may have had nothing else of
+        them."""
+        targets = {target for _, target in plan.copies}
+        for sequence in self.running[:] if targets else ():
+            if sequence in self.running and not targets.isdisjoint(sequence.block_table):
+                self.preempt(sequence)
 
     def _apply(self, chunk: Chunk, sampled: Sampled, now: float) -> list[Output]:
         """Appends the tokens that a step brought for a sequence, and ends the sequence where its text ends.
@@ -200,8 +210,9 @@ class StepResults(SequenceStore):
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         """Starts another choice of a request, which shares blocks with its parent; without a seat, it waits."""
         child = self._choice_after(parent, index)
-        if self._has_seat() and parent.block_table:  # else it gave way while this step was in flight
-            self.tables.fork(parent, child)
+        if self._has_seat() and self.tables.fork(
+            parent, child
+        ):  # else it gave way while this step was in flight
             self.running.append(child)
         else:
             self._enqueue_waiting(child)

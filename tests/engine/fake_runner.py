@@ -18,6 +18,7 @@ from engine.planning.drafting import Drafting, Proposer
 from engine.planning.guesses import Guess
 from engine.planning.pace import Pace
 from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from engine.planning.states import ChunkState
 from engine.planning.step import (
     Chunk,
     OutOfMemory,
@@ -27,6 +28,7 @@ from engine.planning.step import (
     StepInFlight,
     StepResult,
 )
+from tests.engine.fake_states import FakeRows, FakeStates
 
 VOCABULARY = 50
 
@@ -86,6 +88,7 @@ class FakeRunner:
         """Choices whose logits are not finite."""
         self.closed = False
         self.drafter: FakeDraftModel | None = None
+        self.states: FakeStates | None = None
         self._blocks: list[list[tuple[int, int, int] | None]] = [
             [None] * block_size for _ in range(num_blocks)
         ]
@@ -96,6 +99,8 @@ class FakeRunner:
             block_size=self.block_size,
             max_batch_tokens=self.max_batch_tokens,
             num_ahead=self.num_ahead,
+            num_states=len(self.states.states) if self.states else 0,
+            num_pending=self.states.num_pending if self.states else 0,
         )
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
@@ -123,6 +128,9 @@ class FakeRunner:
             plan.copies = []
             for chunk in plan.chunks:
                 self._write(chunk)
+            self._run_states(
+                [self._rows(chunk) for chunk in plan.chunks], breaks_off=not self._has_room(plan)
+            )
         self._refuse_if_too_large(plan)
         return StepResult([self._sample(chunk) for chunk in plan.chunks if chunk.samples])
 
@@ -138,6 +146,33 @@ class FakeRunner:
         before = [list(self._blocks[source]) for source, _ in copies]
         for (_, target), content in zip(copies, before, strict=True):
             self._blocks[target] = content
+
+    def _rows(self, chunk: Chunk) -> tuple[ChunkState | None, int, int, int, ListLike[int]]:
+        """The slots of a chunk, where it begins and ends, its drafts, and the blocks that it has written."""
+        end = chunk.start + chunk.num_tokens
+        return chunk.state, chunk.start, end, len(chunk.drafts), chunk.sequence.block_table
+
+    def _run_states(
+        self, chunks: list[tuple[ChunkState | None, int, int, int, ListLike[int]]], *, breaks_off: bool
+    ) -> None:
+        """Brings the states of chunks on by the tokens that were written; they follow from all those before."""
+        if self.states is None:
+            assert not any(chunk[0] for chunk in chunks)
+            return
+        step = []
+        for told, start, end, num_drafts, table in chunks:
+            assert told is not None
+            rows = [self._read(table, 0, position) for position in range(start, end)]
+            step.append(FakeRows(told, rows, num_drafts))
+        if breaks_off:
+            self.states.break_off(step)
+            return
+        for before, (_, start, _, _, table) in zip(self.states.run(step), chunks, strict=True):
+            assert len(before) == start, f"the state of {len(before)} tokens is read at {start}"
+            for number, window in enumerate(self.windows):
+                first = self.visible(start + 1, window).start
+                seen = [self._read(table, number, position) for position in range(first, start)]
+                assert before[first:] == seen, f"the state is of {before}, {seen} are seen"
 
     def _write(self, chunk: Chunk) -> None:
         sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *chunk.drafts]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.request import Sequence
+from engine.planning.states import ChunkState
 from engine.planning.step import Chunk, Plan, Sampled, StepResult
 from tests.engine.fake_runner import FakeRunner, next_token
 
@@ -29,6 +30,7 @@ class QueuedChunk:
     token_ids: tuple[int | None, ...]
     """None where only the device knows it."""
     table: tuple[int, ...]
+    state: ChunkState | None
 
     @classmethod
     def of(cls, chunk: Chunk, block_size: int, num_tables: int) -> QueuedChunk:
@@ -41,7 +43,12 @@ class QueuedChunk:
             drafts=tuple(chunk.drafts),
             token_ids=tuple(known[i] if i < len(known) else None for i in range(chunk.start, end)),
             table=tuple(chunk.sequence.block_table[: -(-end // block_size) * num_tables]),
+            state=None if chunk.state is None else replace(chunk.state, saves=list(chunk.state.saves)),
         )
+
+    @property
+    def rows(self) -> tuple[ChunkState | None, int, int, int, tuple[int, ...]]:
+        return self.state, self.start, self.end, len(self.drafts), self.table
 
 
 class QueuedStep:
@@ -125,6 +132,7 @@ class QueuedRunner(FakeRunner):
         self._copy(step.copies)
         for chunk in step.chunks:
             self._put(chunk)
+        self._run_states([chunk.rows for chunk in step.chunks], breaks_off=True)
 
     def _run_some(self) -> None:
         for step in self.in_flight:
@@ -139,6 +147,7 @@ class QueuedRunner(FakeRunner):
         self._copy(step.copies)
         for chunk in step.chunks:
             self._put(chunk)
+        self._run_states([chunk.rows for chunk in step.chunks], breaks_off=False)
         step.result = StepResult([self._draw(chunk) for chunk in step.chunks if chunk.samples])
 
     def _put(self, chunk: QueuedChunk) -> None:

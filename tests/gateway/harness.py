@@ -90,7 +90,7 @@ class FakeEngine:
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
-    def find_cached(self, hashes: Sequence[bytes]) -> tuple[int, int]:  # noqa: ARG002
+    def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002
         return 0, 0
 
     def stats(self) -> EngineStats:

@@ -71,7 +71,7 @@ class PrefixLocator:
         store: Durable | None,
         replica: str,
         block_size: int,
-        find_cached: Callable[[Sequence[bytes]], tuple[int, int]],
+        find_cached: Callable[[Sequence[bytes], Sequence[int]], tuple[int, int]],
     ) -> None:
         """`find_cached` is the engine's: about itself it knows better than the store."""
         self._store = store
@@ -89,7 +89,7 @@ class PrefixLocator:
         )
         held = await self._held_elsewhere(hashes)
         cached = {replica: count * self._block_size for replica, count in held.items()}
-        cached[self._replica] = self._find_cached(hashes)[0]
+        cached[self._replica] = self._find_cached(hashes, token_ids)[0]
         best_first = sorted(cached, key=lambda name: (-cached[name], name != self._replica, name))
         return {
             "object": "prefix.location",

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 from threading import Lock
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.launching import launch_fitting
-from engine.planning.block_tables import BlockTables
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.setup import make_tables
 from engine.planning.step import OutOfMemory, Plan, StepInFlight
 from priority.queue import LaneQueue
 from tests.engine.fake_runner import (
@@ -31,6 +33,7 @@ from tests.engine.fake_runner import (
     expected_output,
     make_request,
 )
+from tests.engine.fake_states import FakeStates
 from tests.engine.queued_runner import QueuedRunner
 from tests.few import examples
 
@@ -45,9 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
         prefix_cache=st.booleans(),
-        windows=st.sampled_from(
-            [(0,), (0,), (1,), (3,), (4,), (5,), (8,), (11,), (20,), (0, 5), (0, 3, 3), (9, 4), (0, 0)]
-        ),
+        windows=st.sampled_from(WINDOWS),
         is_queued=st.booleans(),
         max_drafts=st.sampled_from([0, 1, 3, 8]),
         proposers=st.sampled_from(["lookup", "draft", "both"]),
@@ -67,31 +68,64 @@ class SchedulerMachine(RuleBasedStateMachine):
         accuracy: float,
         pace: random.Random,
     ) -> None:
+        self.set_up(num_blocks, windows, prefix_cache=prefix_cache, is_queued=is_queued, pace=pace)
+        self.schedule(budget, max_num_seqs, max_drafts, proposers, accuracy)
+
+    def set_up(
+        self,
+        num_blocks: int,
+        windows: tuple[int, ...],
+        *,
+        prefix_cache: bool,
+        is_queued: bool,
+        pace: random.Random,
+        states: FakeStates | None = None,
+    ) -> None:
+        """An empty engine."""
         self.queue = LaneQueue(Lock())
         self.windows = windows
-        self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache, windows=windows)
         self.runner: FakeRunner = FakeRunner(num_blocks, BLOCK_SIZE, windows)
         if is_queued:
-            self.runner = late = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, windows)
-            late.watch(self.tables)
+            self.runner = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, windows)
+        self.runner.states = states
+        facts = replace(self.runner.load(), windows=windows)
+        self.tables = make_tables(facts, prefix_cache=prefix_cache, log=None)
+        if isinstance(self.runner, QueuedRunner):
+            self.runner.watch(self.tables)
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
-        self.budget = budget
-        limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
+        self.pace = pace
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ended: dict[tuple[str, int], FinishReason] = {}
+        self.now = 0.0
+
+    def schedule(
+        self,
+        budget: int,
+        max_num_seqs: int,
+        max_drafts: int,
+        proposers: str,
+        accuracy: float,
+        max_model_len: int = 28,
+    ) -> None:
+        """Its scheduler."""
+        self.budget, windows, pace = budget, self.windows, self.pace
+        limits = SchedulerLimits(
+            max_batch_tokens=budget,
+            max_num_seqs=min(max_num_seqs, self.tables.max_running),
+            max_model_len=max_model_len,
+        )
         lookup = None
         if proposers != "draft" or windows[0]:  # then blocks are given back that a draft would read
             lookup = FakeProposer(pace, accuracy, self.runner.window)
         if proposers != "lookup" and not windows[0]:
+            num_blocks = self.runner.num_blocks
             self.runner.drafter = FakeDraftModel(num_blocks, BLOCK_SIZE, pace, accuracy, len(windows))
         has_model = self.runner.drafter is not None
         self.drafting = (
             UnpricedDrafting(lookup, max_drafts, pace, has_model=has_model) if max_drafts else None
         )
         self.scheduler = Scheduler(self.queue, self.tables, FakeSink(), limits, self.drafting)
-        self.pace = pace
-        self.requests: dict[str, Request] = {}
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.ended: dict[tuple[str, int], FinishReason] = {}
-        self.now = 0.0
 
     def receive(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -112,12 +146,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"other"]),
     )
     def submit(self, stem: int, length: int, max_tokens: int, n: int, lane: int, salt: bytes) -> None:
-        name = f"r{len(self.requests)}"
         prompt = [(stem * 7 + i) % 11 for i in range(min(length, self.scheduler.max_len - 1))]
-        request = make_request(
-            name, prompt, max_tokens=max_tokens, n=n, lane=lane, salt=salt, seed=length, arrival_s=self.now
-        )
-        self.requests[name] = request
+        self.put(prompt, max_tokens=max_tokens, n=n, lane=lane, salt=salt, seed=length)
+
+    def put(self, prompt: list[int], **options: Any) -> None:
+        name = f"r{len(self.requests)}"
+        self.requests[name] = request = make_request(name, prompt, arrival_s=self.now, **options)
         self.queue.put(request, self.now)
 
     @rule(steps=st.integers(1, 4))
@@ -239,9 +273,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check()
             self.room_is_bounded_by_the_window()
-            tables = self.tables
-            assert [*tables.findable] == [*map(tables.index.knows_block, range(tables.pool.num_blocks))]
+            assert [*self.tables.findable] == [*map(self.is_findable, range(self.tables.pool.num_blocks))]
             assert len(self.scheduler.running) <= self.scheduler.limits.max_num_seqs
+
+    def is_findable(self, block: int) -> bool:
+        return self.tables.index.knows_block(block)
 
     def room_is_bounded_by_the_window(self) -> None:
         for sequence in self.scheduler.running:

@@ -1,0 +1,110 @@
+"""The data of layers with a state: what a sequence, a chunk and a snapshot know of the slots that hold states.
+
+A layer with a state (a delta net, a state space, a short convolution) keeps, in place of keys and values for every
+token, one state of fixed size. All of a sequence's states are in one *slot*. A slot also has *pending rows*: the inputs
+of some tokens behind its state, from which the state can be brought on to any of these tokens without a pass through
+the model. They belong to drafts that may turn out wrong, or let a snapshot be found at any of several tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Save(NamedTuple):
+    """A snapshot that a step takes of a state on its way through a chunk."""
+
+    rows: int
+    """It is taken after so many rows of the chunk."""
+    slot: int
+    num_pending: int
+    """The rows behind them that become the slot's pending rows."""
+
+
+@dataclass(slots=True)
+class ChunkState:
+    """The slots that a chunk reads the state of its sequence from, and leaves it in.
+
+    The state after all rows that are no drafts is written to `target`; drafts become its pending rows. No slot that a
+    step writes is read by another sequence of the step.
+    """
+
+    source: int
+    """0 stands for the state of no tokens, which is all zeros."""
+    target: int
+    replayed: int
+    """The pending rows of `source` that come before the chunk."""
+    saves: ListLike[Save] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """A state that can be found by the tokens that it follows from: by the chain of hashes, and those after it."""
+
+    slot: int
+    base: int
+    """The tokens that the state follows from."""
+    key: bytes
+    """The hash of the last full block of these tokens, or the start of the chain if there is none."""
+    tail: list[int]
+    """The tokens after that block, up to the last pending row."""
+    blocks: list[int]
+    """The entries of block tables that hold the keys and values of the tail."""
+    end: int
+    """The tokens that it follows from with all pending rows: it is found at each token from `base` on."""
+    parent: Snapshot | None = None
+    """One before it in its chain, which may be gone."""
+    used: int = 0
+    """When it was found or made last, in requests started since."""
+    is_gone: bool = False
+
+    def reach(self, tail: ListLike[int]) -> int:
+        """The tokens at which it is found by a prompt that has these tokens, or fewer, after the same block; 0 if at
+        none."""
+        own = self.tail
+        if tail == own:
+            return self.end
+        common = next((i for i, (a, b) in enumerate(zip(tail, own, strict=False)) if a != b), len(tail))
+        found = self.end - len(own) + common
+        return found if found >= self.base else 0
+
+    @property
+    def gain(self) -> int:
+        """The tokens that have to be computed again if it is gone."""
+        while self.parent is not None and self.parent.is_gone:
+            self.parent = self.parent.parent
+        return self.end - (0 if self.parent is None else self.parent.end)
+
+    def covers(self, other: Snapshot) -> bool:
+        """Whether it is found wherever the other is, of those that have its key."""
+        is_longer = self.base <= other.base and self.end >= other.end
+        return is_longer and self.tail[: len(other.tail)] == other.tail
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """The slots of a running sequence; they hold what is said here once the steps launched so far are done."""
+
+    slot: int = 0
+    """The slot with the state of the first `at` tokens; others may share it. Pending rows follow up to
+    `num_computed`."""
+    at: int = 0
+    next: int = 0
+    """The slot that the next step writes in place of `slot`, if it may not write that; else 0."""
+    started_at: int = 0
+    """The tokens that the sequence had found, or shared, when it began to run."""
+    fork: tuple[int, int] | None = None
+    """A slot with the state one token before the prompt's end, from which other choices fork, and the tokens of that
+    state without pending rows."""
+    junctions: list[int] = field(default_factory=list)
+    """Tokens after which snapshots are to be taken: others leave its chain there."""
+    promised: list[Snapshot] = field(default_factory=list)
+    """The snapshots that steps in flight take."""
+    last: Snapshot | None = None
+    """The deepest snapshot in its chain."""
+    is_torn: bool = False
+    """Whether blocks of it are to be copied by a step that has not come back."""
+    is_lost: bool = False
+    """Whether nobody knows what its slot holds."""
