@@ -16,7 +16,9 @@ from engine.planning.step import ExpertLoad, ExpertUse
 from engine.spec import Experts, Router
 
 _EVERY = 8
-"""The load is made up in one of so many steps."""
+"""Of passes over plain torch, one in so many is counted."""
+_READ_EVERY = 64
+"""What a native decoder counts is made up to a load in one of so many steps."""
 _FADING = 0.98
 
 
@@ -96,7 +98,7 @@ class DecodedExperts:
             return None
         self._num_steps += 1
         load = None
-        if self._spread is not None and self._num_steps % _EVERY == 0:
+        if self._spread is not None and self._num_steps % _READ_EVERY == 0:
             load = self._spread.add(self._decoder.take_rows_of_experts())
         return ExpertUse(num_touched, num_layers, load)
 

@@ -97,8 +97,8 @@ const CHARTS = [
     most: 1,
   },
   {
-    title: "Experts read",
-    series: [{ label: "a layer and step, of ten seconds", color: "deep" }],
+    title: "Experts read by a layer",
+    series: [{ label: "in a step, of ten seconds", color: "deep" }],
     values: ratio("experts_touched", "expert_layers"),
     least: 8,
     isOptional: true,

@@ -131,9 +131,9 @@ def test_the_window_shows_what_the_engine_does(page: Page, server: ScriptedServe
 
 def test_experts_are_shown_of_a_model_that_has_some(page: Page, server: ScriptedServer) -> None:
     window = open_window(page, server)
-    expect(chart(window, "Experts read")).to_be_hidden()
+    expect(chart(window, "Experts read by a layer")).to_be_hidden()
     server.told += [steps_event(1000.0, experts_touched=84, expert_layers=2)]
-    expect(chart(window, "Experts read").locator(".values")).to_have_text("42")
+    expect(chart(window, "Experts read by a layer").locator(".values")).to_have_text("42")
 
 
 def test_every_chart_can_be_read_without_seeing_it(page: Page, server: ScriptedServer) -> None:

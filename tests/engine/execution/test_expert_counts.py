@@ -111,7 +111,7 @@ def test_a_run_over_plain_torch_tells_some_of_its_passes(
 def test_a_native_run_tells_each_step_and_the_load_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_counts, "_EVERY", 4)
+    monkeypatch.setattr(expert_counts, "_READ_EVERY", 4)
     driver, taken = of_a_run(tmp_path, DecodedExperts, monkeypatch)
     num_layers, num_later = taken[0].num_layers, MAX_TOKENS - 1
     assert num_layers == sum(
