@@ -26,6 +26,7 @@ from gateway.service import ServiceOptions
 from gateway.sessions.owners import tag_in, tag_of
 from gateway.wire.prompts import Prompts
 from priority.lanes import Lane, Tenant
+from priority.refusal import Refusal
 from priority.routing.router import RouteQuery, Router
 from priority.routing.state import parse_change, parse_snapshot
 from tests.cluster.scripted_replicas import PATIENCE_S, serving
@@ -375,6 +376,30 @@ async def test_who_asks_where_is_asked_for_a_key_and_refused_like_a_request() ->
         assert "retry-after" in refused.headers
         found.switch.draining = True
         assert (await found.http.get("/choose/v1/models")).json()["error"]["code"] == "server_shutting_down"
+
+
+async def test_what_a_router_refuses_is_refused_for_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(make_gateway("a")) as found:
+        for reason in ("promise_out_of_reach", "no_replica"):
+            monkeypatch.setattr(Router, "choose", lambda *_, why=reason: Refusal(why, "too late", 2.5))
+            refused = await found.http.post(CHAT, json=chat_body())
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, reason)
+            assert ("too late" in refused.text) == (reason == "promise_out_of_reach")
+
+
+async def test_a_switch_is_drained_when_the_last_reply_is_over() -> None:
+    async with cluster(make_gateway("a")) as found:
+        await found.switch.drained(PATIENCE_S)
+        asking = asyncio.create_task(found.http.post(CHAT, json=chat_body()))
+        request = await found.gateways["a"].taken()
+        await found.switch.drained(0)
+        draining = asyncio.create_task(found.switch.drained(100 * PATIENCE_S))
+        await asyncio.sleep(0)
+        assert not draining.done()
+        found.gateways["a"].answer(request, "x")
+        assert (await asking).status_code == 200
+        async with asyncio.timeout(PATIENCE_S):
+            await draining
 
 
 async def test_a_tenant_that_asks_where_again_and_again_has_only_its_last_places() -> None:

@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.access.keys import digest_of
+from gateway.http.connections import WRITE
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
 from priority.lanes import Tenant
@@ -31,6 +33,20 @@ def said(stream: bytes) -> str:
     *chunks, done = (event.data for event in read_events(stream))
     assert done == "[DONE]"
     return "".join(json.loads(chunk)["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+async def test_an_empty_piece_ends_no_body() -> None:
+    """A chunk of no bytes would be the last one."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for piece in (b"", b"some", b"", b"thing"):
+            scope["extensions"][WRITE](piece)
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(app) as url, connect(url) as connection:
+        connection.send(get("/"))
+        assert (await connection.answer()).body == b"something"
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:

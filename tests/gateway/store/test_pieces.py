@@ -50,6 +50,11 @@ async def test_a_sequence_comes_back_whole(num_pieces: int, rest: bytes) -> None
     assert store.num_asked == len(pieces.levels) + 1 <= 4
 
 
+def test_a_piece_is_full_with_so_many_bytes() -> None:
+    pieces, made = cut([b"x" * PIECE_BYTES, b"y"])
+    assert (list(made.values()), pieces.rest) == ([b"x" * PIECE_BYTES], b"y")
+
+
 @given(st.lists(st.binary(max_size=3000), max_size=60), st.integers(0, 60))
 def test_what_begins_alike_shares_all_pieces_of_it_and_a_record_is_small(
     items: list[bytes], length: int

@@ -166,6 +166,18 @@ async def test_a_process_goes_on_with_what_another_left() -> None:
     assert not await store.list("batch_unfinished", "", 9)
 
 
+async def test_a_batch_of_no_requests_fails_and_is_done_with() -> None:
+    store = MemoryStore()
+    process = Process(store, right)
+    file = await process.files.add(TENANT, "in", "batch", b"not JSON")
+    batch_id = await started(process, input_file_id=file.id)
+    while process.batches._tasks:
+        await asyncio.sleep(0.001)
+    assert (await ended(store, batch_id)).status == "failed"
+    assert not process.asked
+    assert not await store.list("batch_unfinished", "", 9)
+
+
 async def test_a_batch_that_ends_every_process_fails_and_keeps_what_it_has() -> None:
     store = MemoryStore()
     batch_ids, asked = list[str](), Counter[str]()
