@@ -12,6 +12,7 @@ from engine.errors import CheckpointError
 T = TypeVar("T")
 Choice = TypeVar("Choice", str, int)
 _LARGEST = 1e300
+_INFINITY = {"__float__": "Infinity"}
 _LARGEST_SIZE = (1 << 31) - 1  # kernels keep sizes in 32 bits, with a sign
 
 
@@ -189,6 +190,22 @@ class Fields:
             if not (is_number and abs(item) <= _LARGEST):
                 raise self._fault(name, "a list of numbers")
         return value
+
+    def bounds(self, name: str) -> tuple[float, float] | None:
+        """The entry as a least and a largest number, of which the latter may be infinite; None if it is missing.
+
+        JSON has no such number: transformers writes {"__float__": "Infinity"}.
+        """
+        if not self.has(name):
+            return None
+        found = self._values[name]
+        items = (
+            [float("inf") if item == _INFINITY else item for item in found] if isinstance(found, list) else []
+        )
+        are_numbers = all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in items)
+        if len(items) != 2 or not are_numbers or not 0 <= items[0] <= items[1]:
+            raise self._fault(name, "a list of two numbers, at least 0, in their order")
+        return float(items[0]), float(items[1])
 
     def nested(self, name: str) -> Fields:
         """The entry as an object; a missing one is empty."""

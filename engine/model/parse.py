@@ -8,10 +8,11 @@ from pathlib import Path
 from engine.config import QUANT_METHODS, GenerationDefaults, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.families import FAMILIES, NOT_YET
+from engine.model.families import FAMILIES, NOT_YET, WITH_STATES
 from engine.model.families.common import CHUNKED, FULL, MAX_POSITIONS, SLIDING
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_FAMILIES = FAMILIES | WITH_STATES
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -62,15 +63,14 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
         CheckpointError: naming what is missing, malformed or not supported.
     """
     architecture = architecture or _architecture(fields)
-    family = FAMILIES[architecture]
+    family = _FAMILIES[architecture]
     if fields.has("text_config"):
         fields = fields.flattened("text_config")
     fields = fields.with_defaults(family.defaults)
     spec = family.describe(fields)
     chunked = [CHUNKED] if any(own.is_chunked for own in spec.attentions.values()) else []
-    fields.strings(
-        "layer_types", FULL, SLIDING, *chunked, "attention"
-    )  # whether or not the family reads them
+    if not spec.states:  # those families know kinds of their own; others may not have read the entry
+        fields.strings("layer_types", FULL, SLIDING, *chunked, "attention")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
@@ -86,7 +86,7 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
 def _architecture(fields: Fields) -> str:
     named = fields.strings("architectures")
     for name in named:
-        if name in FAMILIES:
+        if name in _FAMILIES:
             return name
     for name in named:
         if name in NOT_YET:

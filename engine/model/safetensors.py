@@ -37,7 +37,12 @@ DTYPES = {
 """The types that tensors may have, by their names in a safetensors header."""
 
 _MODEL, _NESTED = "model.", "language_model."
-_PREFIXES = ("model.language_model.", "language_model.model.", "")
+_BACKBONE = "backbone."
+_PREFIXES = ("model.language_model.", "language_model.model.", "", _BACKBONE)
+_EMBEDDINGS = {f"{_MODEL}embeddings.weight": f"{_MODEL}embed_tokens.weight"}
+"""Names of Mamba-2 and Nemotron."""
+_OUTSIDE = ("embed_tokens", "norm", "norm_f")
+"""Tensors by which a prefix is known."""
 """What stands before the names of a text model's tensors where that is not "model."."""
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -115,20 +120,25 @@ class TensorFiles:
 def renamed(files: TensorFiles) -> TensorFiles:
     """The files with the names of a model that is nothing but text, and has an output head."""
     prefix = next(
-        (p for p in _PREFIXES if {f"{p}embed_tokens.weight", f"{p}norm.weight"} & files.entries.keys()), None
+        (p for p in _PREFIXES if {f"{p}{name}.weight" for name in _OUTSIDE} & files.entries.keys()), None
     )
     if prefix is None:
         return files
     own_names = {_renamed(own_name, prefix): own_name for own_name in files.entries}
     entries = {name: files.entries[own_name] for name, own_name in own_names.items()}
-    return TensorFiles(
-        files.path, entries, lambda name: own_names.get(name) or prefix + name.removeprefix(_MODEL)
-    )
+    return TensorFiles(files.path, entries, lambda name: own_names.get(name) or _missing_name(name, prefix))
+
+
+def _missing_name(name: str, prefix: str) -> str:
+    """What a tensor would be called that the files do not have."""
+    known = {name: own_name for own_name, name in _EMBEDDINGS.items()} if prefix == _BACKBONE else {}
+    return prefix + known.get(name, name).removeprefix(_MODEL)
 
 
 def _renamed(own_name: str, prefix: str) -> str:
     if own_name.startswith(prefix):
-        return _MODEL + own_name.removeprefix(prefix)
+        name = _MODEL + own_name.removeprefix(prefix)
+        return _EMBEDDINGS.get(name, name)
     return own_name.removeprefix(_NESTED)
 
 

@@ -79,7 +79,7 @@ def _mixer_part(mixer: Mixer | None, num_ranks: int) -> Mixer | None:
         num_keys = _share(mixer.num_key_heads, num_ranks, "key heads of a gated delta net")
         return replace(mixer, num_key_heads=num_keys, num_value_heads=mixer.num_value_heads // num_ranks)
     if isinstance(mixer, Mamba2):
-        num_groups = _share(mixer.num_groups, num_ranks, "groups of Mamba heads, each of which is normed,")
+        num_groups = _share(mixer.num_groups, num_ranks, "groups of Mamba heads")
         return replace(mixer, num_groups=num_groups, num_heads=mixer.num_heads // num_ranks)
     if isinstance(mixer, ShortConv):
         return replace(mixer, channels=_share(mixer.channels, num_ranks, "channels of a convolution"))

@@ -323,6 +323,14 @@ SIZE_FIELDS = {
     "w1": "intermediate_size, hidden_size",
     "w2": "hidden_size, intermediate_size",
     "w3": "intermediate_size, hidden_size",
+    **dict.fromkeys(
+        ("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj_a", "in_proj_b", "in_proj_ba"),
+        "heads and head sizes of the layers with a state, hidden_size",
+    ),
+    "out_proj": "hidden_size, heads and head sizes",
+    "conv1d": "the channels of a convolution, its kernel",
+    "conv": "hidden_size, conv_L_cache",
+    **dict.fromkeys(("linear_attn", "mamba", "mixer"), "the heads of a layer with a state"),
 }
 """The entries of config.json that the shape of a tensor follows from."""
 

@@ -86,7 +86,7 @@ class Tiny:
             for name, numbers in chain(model.named_parameters(), model.named_buffers()):
                 if name.endswith("layer_scalar"):
                     numbers.uniform_(0.5, 1.5)
-                if name.endswith("e_score_correction_bias"):
+                if name.endswith(("e_score_correction_bias", "expert_bias")):
                     numbers.uniform_(-0.1, 0.1)
         model.save_pretrained(folder)
         return folder
@@ -336,6 +336,89 @@ SPARSE: dict[str, Tiny] = {
 }
 """Those with experts, which fewer kernels and formats know."""
 
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+_QWEN_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 2}
+
+STATES: dict[str, Tiny] = {
+    "Qwen 3.5": Tiny("Qwen3_5TextConfig", _DELTA),
+    "Qwen 3.5 MoE": Tiny("Qwen3_5MoeTextConfig", {**_DELTA, **_QWEN_EXPERTS}),
+    "Qwen 3 Next": Tiny("Qwen3NextConfig", {**_DELTA, **_QWEN_EXPERTS, "mlp_only_layers": [1]}),
+    "LFM2": Tiny("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}),
+    "LFM2 MoE": Tiny(
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "conv_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "Granite 4 H": Tiny(
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE,
+            **_MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 112,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "position_embedding_type": "nope",
+        },
+    ),
+    "Granite 4 H MoE": Tiny(
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE,
+            **_MAMBA,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 64,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "position_embedding_type": "rope",
+        },
+    ),
+    "Nemotron 3": Tiny(
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "head_dim": 24,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "Mamba 2": Tiny(
+        "Mamba2Config",
+        {"num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "time_step_limit": [0.1, 2.0]},
+    ),
+}
+"""Those with layers that have a state."""
+
 INSIDE: dict[str, tuple[str, str]] = {
     "Gemma3ForConditionalGeneration": ("Gemma 3", "model.language_model."),
     "Gemma4ForConditionalGeneration": ("Gemma 4 E", "model.language_model."),
@@ -347,10 +430,16 @@ INSIDE: dict[str, tuple[str, str]] = {
 }
 """Models beside an image tower: the text model, and what stands before the names of its tensors."""
 
+STATES_INSIDE = {
+    "Qwen3_5ForConditionalGeneration": "Qwen 3.5",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen 3.5 MoE",
+}
+"""Those of STATES, whose tensors are named as those of Qwen 3 VL."""
+
 
 def put_inside(text: Path, folder: Path, architecture: str) -> Path:
     """Writes a text model as the part of a larger one that it is."""
-    prefix = INSIDE[architecture][1]
+    prefix = "model.language_model." if architecture in STATES_INSIDE else INSIDE[architecture][1]
     config = json.loads((text / "config.json").read_text(encoding="utf-8"))
     whole = {"architectures": [architecture], "model_type": "whole", "text_config": config}
     folder.mkdir()

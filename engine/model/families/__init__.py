@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from engine.fields import Fields
 from engine.model.families import (
     cohere,
+    delta,
     experts,
     fused,
     gemma,
     gemma4,
     gpt_oss,
     granite,
+    lfm2,
     llama,
     llama4,
+    mamba,
     olmo,
     shared,
 )
@@ -86,13 +89,25 @@ FAMILIES = {
 }
 """By the name in a config.json's `architectures`."""
 
-_EXPERTS, _STATES, _LATENT = "mixtures of experts", "layers with a state of fixed size", "latent attention"
+WITH_STATES = {
+    "Qwen3_5ForCausalLM": Family("Qwen 3.5, 3.6, 3.8, dense", delta.qwen3_5),
+    "Qwen3_5ForConditionalGeneration": Family("Qwen 3.5, 3.6, 3.8, dense, text", delta.qwen3_5),
+    "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 35B-A3B, 122B-A10B", delta.qwen3_5_moe, delta.MOE),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        "Qwen 3.5 35B-A3B, 122B-A10B, text", delta.qwen3_5_moe, delta.MOE
+    ),
+    "Qwen3NextForCausalLM": Family("Qwen 3 Next 80B-A3B, Coder Next", delta.qwen3_next),
+    "Lfm2ForCausalLM": Family("LFM2, LFM2.5", lfm2.lfm2, lfm2.LFM2),
+    "Lfm2MoeForCausalLM": Family("LFM2 8B-A1B", lfm2.lfm2_moe, lfm2.LFM2),
+    "NemotronHForCausalLM": Family("Nemotron H, Nemotron 3 Nano", mamba.nemotron_h, mamba.NEMOTRON),
+    "Mamba2ForCausalLM": Family("Mamba 2, Mamba Codestral", mamba.mamba2, mamba.MAMBA2),
+}
+"""Those whose layers have a state: they are read, and `checkpoint.read_config` refuses to serve them."""
+
+_EXPERTS, _LATENT = "mixtures of experts", "latent attention"
 
 NOT_YET = {
     "Qwen3VLMoeForConditionalGeneration": _EXPERTS,
-    "Qwen3NextForCausalLM": _STATES,
-    "Qwen3_5ForConditionalGeneration": _STATES,
-    "Qwen3_5MoeForConditionalGeneration": _STATES,
     "Gemma3nForConditionalGeneration": "its kind of layers",
     "Glm4MoeLiteForCausalLM": _LATENT,
     "DeepseekV2ForCausalLM": _LATENT,
@@ -100,9 +115,5 @@ NOT_YET = {
     "KimiK2ForCausalLM": _LATENT,
     "Mistral4ForCausalLM": _LATENT,
     "Olmo3MoeForCausalLM": _EXPERTS,
-    "Lfm2ForCausalLM": _STATES,
-    "Lfm2MoeForCausalLM": _STATES,
-    "NemotronHForCausalLM": _STATES,
-    "Mamba2ForCausalLM": _STATES,
 }
 """Families that people ask for, and what of them is not served yet."""

@@ -17,6 +17,11 @@ MAX_POSITIONS = 1 << 24
 """More than any model has: no tensor backs this number, and the tables of the rotary embedding have a row for each."""
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR, CONV = "linear_attention", "conv"
+OLD_KINDS = {"attention": FULL, "mamba": LINEAR}
+"""What transformers 4 calls layers of models that have both kinds."""
+MAX_KERNEL = 64
+"""More rows than a convolution of any model reads."""
 FUSED_QKV, FUSED_GATE_UP = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
 FINAL_NORM = "model.norm"
 
@@ -169,11 +174,17 @@ def layer_types(
     Raises:
         CheckpointError: it says something else, or not of each layer.
     """
-    kinds = fields.strings("layer_types", FULL, other)
+    kinds = hybrid_kinds(fields, "layer_types", FULL, other)
     kinds = kinds or [FULL if is_full(i) else other for i in range(num_layers)]
     if len(kinds) < num_layers:
         raise fields.error(f"layer_types has {len(kinds)} entries for {num_layers} layers")
     return kinds[:num_layers]
+
+
+def hybrid_kinds(fields: Fields, name: str, *allowed: str) -> list[str]:
+    """The kinds of layers that an entry lists, old names among them where all of them mean something."""
+    old = OLD_KINDS if {*OLD_KINDS.values()} <= {*allowed} else {}
+    return [old.get(kind, kind) for kind in fields.strings(name, *allowed, *old)]
 
 
 def rotating(fields: Fields, num_layers: int) -> list[bool]:

@@ -35,16 +35,21 @@ def qwen2_moe(fields: Fields) -> ModelSpec:
 
 
 def _qwen(fields: Fields, sizes: Sizes, attention: Attention, experts: Experts) -> ModelSpec:
-    """Layers of `mlp_only_layers` are dense, and those whose number is not a multiple of `decoder_sparse_step`."""
-    dense_layers, every = fields.integers("mlp_only_layers"), fields.size("decoder_sparse_step", 1)
     sparse, dense = sizes.layer(attention, experts), sizes.layer(attention)
     layers = [
-        (sparse if number not in dense_layers and (number + 1) % every == 0 else dense).with_attention(
-            window=window
-        )
+        (sparse if is_sparse(fields, number) else dense).with_attention(window=window)
         for number, window in enumerate(upper_windows(fields, sizes))
     ]
     return sizes.model(layers, [read_rope(fields, sizes)], fields)
+
+
+def is_sparse(fields: Fields, number: int) -> bool:
+    """Whether Qwen's layer of that number has experts.
+
+    Layers of `mlp_only_layers` are dense, and those whose number is not a multiple of `decoder_sparse_step`.
+    """
+    dense_layers, every = fields.integers("mlp_only_layers"), fields.size("decoder_sparse_step", 1)
+    return number not in dense_layers and (number + 1) % every == 0
 
 
 def mixtral(fields: Fields) -> ModelSpec:
@@ -137,18 +142,11 @@ def _in_groups(fields: Fields, router: Router) -> Router:
     return replace(router, num_groups=num_groups, top_groups=top_groups, group_best=2)
 
 
-def _mixtral_stacks() -> tuple[Stack, ...]:
+def numbered_experts(prefix: str) -> dict[str, Any]:
+    """Mixtral's names of experts, whose gates are w1 and ups w3."""
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    return tuple(
-        Stack(stack.name, tuple(names[map] for map in stack.maps))
-        for stack in default_stacks("block_sparse_moe.experts")
-    )
+    stacks = (Stack(stack.name, tuple(names[map] for map in stack.maps)) for stack in default_stacks(prefix))
+    return {"prefix": prefix, "gate_up": ("w1", "w3"), "down": "w2", "stacks": tuple(stacks)}
 
 
-_MIXTRAL: dict[str, Any] = {
-    "prefix": "block_sparse_moe.experts",
-    "gate_up": ("w1", "w3"),
-    "down": "w2",
-    "stacks": _mixtral_stacks(),
-}
-"""Mixtral's names of experts."""
+_MIXTRAL = numbered_experts("block_sparse_moe.experts")

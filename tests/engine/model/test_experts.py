@@ -20,10 +20,9 @@ from engine.fields import Fields
 from engine.kernels import select
 from engine.kernels.cpu import native
 from engine.kernels.ops import reference_kernels
-from engine.model.checkpoint import read_config
 from engine.model.drafts import DraftSource
 from engine.model.files import open_files
-from engine.model.parse import parse_config
+from engine.model.parse import parse_config, read_config
 from engine.model.stacks import unstacked
 from engine.model.tensors import check_tensors
 from engine.model.transformer import Decoder

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import LoadOptions
 from engine.model import quantizing
-from engine.model.checkpoint import read_config
 from engine.model.files import open_files
+from engine.model.parse import read_config
 from engine.model.quantizing import Scheme, layer_bytes, left_out, quantize
 from engine.model.tensors import layer_specs, make_recipe
 from tests.engine.families import SPARSE
