@@ -85,9 +85,9 @@ class Workspace:
         """The tiling of decode, in a step where no sequence has more queries than `max_query_len`."""
         return tilings.decode_tiling(self._head, min(max_query_len, self.max_decode_queries), self._chip)
 
-    def prefill_tiling(self, num_tokens: int) -> Tiling:
-        """The tiling of prefill, in a step of `num_tokens`."""
-        return tilings.prefill_tiling(self._head, num_tokens, self._chip)
+    def prefill_tiling(self, num_tokens: int, *, is_windowed: bool = False) -> Tiling:
+        """The tiling of prefill, in a step of `num_tokens`, for layers with or without a window."""
+        return tilings.prefill_tiling(self._head, num_tokens, self._chip, is_windowed=is_windowed)
 
 
 class TritonAttention:
@@ -107,7 +107,6 @@ class TritonAttention:
         max_query_len = self._num_tokens if batch.max_query_len is None else batch.max_query_len
         self._batch, self._workspace = batch, workspace
         self._decode = workspace.decode_tiling(max_query_len)
-        self._prefill = workspace.prefill_tiling(self._num_tokens)
         self._max_decode_queries = self._decode.block_m // workspace.group
         self._has_prefill = max_query_len > self._max_decode_queries
         self._num_items = workspace.num_items(self._num_sequences)
@@ -156,7 +155,7 @@ class TritonAttention:
             "BLOCK_SIZE": self._block_size,
             "BLOCK_STRIDE": layer_kv.stride(1),
             "WINDOWED": window != 0,
-            "CHUNKED": window < 0,
+            "CHUNK": max(0, -window),
         }
         decode_attention_kernel[(self._num_items, workspace.shape.num_kv_heads)](
             *arguments,
@@ -171,10 +170,11 @@ class TritonAttention:
         self._launch_reduction(attended, window)
         if self._has_prefill:
             # Each sequence fills its tiles but one: rounding down and one more for each are always enough.
-            block_queries = self._prefill.block_m // workspace.group
+            tiling = workspace.prefill_tiling(self._num_tokens, is_windowed=window != 0)
+            block_queries = tiling.block_m // workspace.group
             num_blocks = self._num_tokens // block_queries + self._num_sequences
             prefill_attention_kernel[(num_blocks, workspace.shape.num_kv_heads)](
-                *arguments, self._num_sequences, window, **constants, **self._prefill.options
+                *arguments, self._num_sequences, window, **constants, **tiling.options
             )
         return attended
 

@@ -43,7 +43,7 @@ def decode_attention_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
-    CHUNKED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:
     """Attends the queries of one decoding sequence to one segment of its context, for one key-value head.
 
@@ -95,7 +95,7 @@ def decode_attention_kernel(
         BLOCK_D,
         TILE,
         WINDOWED,
-        CHUNKED,
+        CHUNK,
         True,
     )
     summed = _unfolded(summed, layer_kv)
@@ -137,7 +137,7 @@ def prefill_attention_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
-    CHUNKED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:
     """Attends one tile of queries of a sequence with more than MAX_DECODE_QUERIES to all that they see.
 
@@ -194,7 +194,7 @@ def prefill_attention_kernel(
                 BLOCK_D,
                 TILE,
                 WINDOWED,
-                CHUNKED,
+                CHUNK,
                 masked == 1,
             )
     summed = _unfolded(summed, layer_kv)
@@ -230,7 +230,7 @@ def _fold_tiles(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
-    CHUNKED: tl.constexpr,
+    CHUNK: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Adds the tiles from `first_tile` up to `end_tile` to a running softmax (Milakov and Gimelshein, 2018).
@@ -249,8 +249,8 @@ def _fold_tiles(
     for tile in range(first_tile, end_tile):
         tokens = tile * TILE + tl.arange(0, TILE)
         exists = tokens < end
-        if CHUNKED:
-            exists &= tokens >= first_position // -window * -window
+        if CHUNK:
+            exists &= tokens >= first_position // CHUNK * CHUNK
         elif WINDOWED:
             exists &= tokens > first_position - window
         if MASKED:
@@ -283,8 +283,8 @@ def _fold_tiles(
             scores = 1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 * SCALE / SOFTCAP)))
         if MASKED:
             visible = tokens[None, :] <= positions[:, None]
-            if CHUNKED:
-                visible &= tokens[None, :] >= (positions // -window * -window)[:, None]
+            if CHUNK:
+                visible &= tokens[None, :] >= (positions // CHUNK * CHUNK)[:, None]
             elif WINDOWED:
                 visible &= tokens[None, :] > positions[:, None] - window
             scores = tl.where(visible, scores, -float("inf"))

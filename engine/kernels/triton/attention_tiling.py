@@ -135,11 +135,11 @@ def _decode_tiling(rows: int, tile: int) -> Tiling:
     return Tiling(block_m=rows, tile=tile, num_warps=4 if rows <= 32 else 8)
 
 
-def prefill_tiling(head: KVHead, num_tokens: int, chip: Chip) -> Tiling:
-    """The tiling for sequences of more queries, in a step of `num_tokens`."""
+def prefill_tiling(head: KVHead, num_tokens: int, chip: Chip, *, is_windowed: bool = False) -> Tiling:
+    """The tiling for sequences of more queries, in a step of `num_tokens`, for layers with or without a window."""
     wide = head.row_bytes > 256  # twice the registers for each row
     rows = PREFILL_ROWS if num_tokens >= PREFILL_TOKENS and not wide else PREFILL_ROWS // 2
-    tile = _prefill_tile(head, rows, chip.tensor_cores)
+    tile = _prefill_tile(head, rows, chip.tensor_cores, is_windowed=is_windowed)
     rows = max(rows, head.min_rows)
     fitted = _fitting_tile(head, rows, tile, chip.tensor_cores, chip.shared_bytes)
     if fitted is None:
@@ -147,10 +147,12 @@ def prefill_tiling(head: KVHead, num_tokens: int, chip: Chip) -> Tiling:
     return Tiling(block_m=rows, tile=fitted, num_warps=max(4, rows // (8 if wide else 16)))
 
 
-def _prefill_tile(head: KVHead, rows: int, cores: TensorCores) -> int:
+def _prefill_tile(head: KVHead, rows: int, cores: TensorCores, *, is_windowed: bool) -> int:
     # 64 x 64 products by wgmma read as much shared memory as they can while they multiply; 64 x 128 leave some of it.
-    # Compiled for tensor memory, a tile of 128 no longer fits the registers.
-    if cores is TensorCores.WGMMA and rows == PREFILL_ROWS and not head.is_quantized:
+    # Compiled for tensor memory, a tile of 128 no longer fits the registers; nor, of wide heads, beside what a window
+    # or a group that is no power of two takes of them.
+    has_room = head.row_bytes < 256 or not (is_windowed or head.group & (head.group - 1))
+    if cores is TensorCores.WGMMA and rows == PREFILL_ROWS and not head.is_quantized and has_room:
         return min(128, max(MIN_TILE, 2 * TILE_BYTES // head.row_bytes))
     return min(32 if cores is TensorCores.MMA_SYNC else 64, max(MIN_TILE, TILE_BYTES // head.row_bytes))
 

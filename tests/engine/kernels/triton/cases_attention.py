@@ -43,7 +43,7 @@ def _cases(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     windowed: bool = False,
-    chunked: bool = False,
+    chunk: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
     max_query_len: int = 1,
@@ -60,7 +60,8 @@ def _cases(
         chip=chip(architecture),
         is_quantized=kv_dtype is not None,
     )
-    decode, prefill = workspace.decode_tiling(max_query_len), workspace.prefill_tiling(num_tokens)
+    decode = workspace.decode_tiling(max_query_len)
+    prefill = workspace.prefill_tiling(num_tokens, is_windowed=windowed or chunk > 0)
     heads = {
         "GROUP": group,
         "MAX_DECODE_QUERIES": decode.block_m // group,
@@ -73,8 +74,8 @@ def _cases(
         "SOFTCAP": softcap,
         "BLOCK_SIZE": 16,
         "BLOCK_STRIDE": shape.stored_elements(kv_dtype or dtype),
-        "WINDOWED": windowed or chunked,
-        "CHUNKED": chunked,
+        "WINDOWED": windowed or chunk > 0,
+        "CHUNK": chunk,
     }
     arguments = dict.fromkeys(_LENGTHS, "*i32")
     arguments |= dict.fromkeys(("attended", "queries"), f"*{_TYPES[dtype]}")
@@ -183,9 +184,10 @@ _SINKS = {
     for windowed, architecture in ((False, _A100), (True, _HOPPER), (False, _BLACKWELL))
 }
 _CHUNKED = {
-    architecture: _cases(f"llama4-{architecture}", architecture, group=5, chunked=True)
+    architecture: _cases(f"llama4-{architecture}", architecture, group=5, chunk=8192)
     for architecture in (_A100, _HOPPER, _BLACKWELL)
 }
+_FIFTHS = _cases("fifths-hopper", _HOPPER, group=5)
 _CAPPED = {
     architecture: _cases(f"capped-{architecture}", architecture, group=2, softcap=50.0)
     for architecture in (_A100, _HOPPER, _BLACKWELL)
@@ -237,6 +239,7 @@ CASES = [
         for kind in ("decode", "prefill")
     ),
     _PHI["prefill"],
+    _FIFTHS["prefill"],
     _SMALL["decode"],
     *(cases["decode"] for cases in _DRAFTS.values()),
     *(cases["decode"] for cases in _WIDE.values()),

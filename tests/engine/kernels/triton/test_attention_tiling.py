@@ -87,6 +87,8 @@ def test_a_tile_is_as_large_as_the_card_allows() -> None:
     assert [decode_tiling(llama, 1, chip).tile for chip in (hopper, ada)] == [64, 32]
     assert [prefill_tiling(llama, 8192, chip).tile for chip in (hopper, blackwell, ada)] == [128, 64, 32]
     assert prefill_tiling(replace(llama, is_quantized=True), 8192, hopper).tile == 64
+    assert prefill_tiling(llama, 8192, hopper, is_windowed=True).tile == 64
+    assert prefill_tiling(replace(llama, group=5), 8192, hopper).tile == 64
     assert [prefill_tiling(gemma, 8192, chip).tile for chip in (hopper, ada)] == [32, 16]
 
 
