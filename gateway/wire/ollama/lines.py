@@ -80,7 +80,7 @@ class LineWriter:
 
     def _told(self, delta: Delta) -> bytes:
         """Returns the line of what is new, with the log probabilities of its tokens."""
-        pieces = list(self._parser.feed(delta.text))
+        pieces = self._parser.feed(delta.text)
         shown = [piece for piece in pieces if isinstance(piece, TextDelta | ReasoningDelta)]
         answer = Answer()
         answer.add(shown)
