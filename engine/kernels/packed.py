@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
@@ -19,6 +20,8 @@ UNIT = 32
 _HALF = UNIT // 2
 _PLACES = [DOUBLED.index(integer) if integer in DOUBLED else 0 for integer in (*range(128), *range(-128, 0))]
 """Of integers of 8 bits, by their bits, in the table of floats of 4 bits."""
+NARROW = (torch.float16, torch.bfloat16)
+"""Types of scales and offsets."""
 OUTPUTS_AT_A_TIME = 2048
 """So many rows of weights are unpacked at a time by torch, which makes several copies of them in float32."""
 
@@ -172,7 +175,8 @@ def pack(tensors: NamedTensors, format: Integers | Float8, device: torch.device)
     return PackedWeight(
         code=code,
         codes=padded(weight) if code.bits == 8 else pack_nibbles(_nibbles(weight, code)),
-        scale=narrowest(scale).T.contiguous(),
+        # Scales of floats of 4 bits multiply weights in the type of x, which is bfloat16 where such weights come from.
+        scale=narrowest(scale, NARROW[::-1] if code is Code.FLOAT4 else NARROW).T.contiguous(),
         zero=None if zero is None else zero.T.contiguous(),
         offset=None if zero is not None or offset is None else narrowest(offset).T.contiguous(),
         in_features=weight.shape[1],
@@ -207,9 +211,9 @@ def _zeros(scale: Tensor, offset: Tensor) -> Tensor | None:
     return zero.to(torch.int8) if bool(is_exact.all()) else None
 
 
-def narrowest(floats: Tensor) -> Tensor:
-    """Floats in the narrowest type that holds them all without rounding."""
-    narrow = (floats.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+def narrowest(floats: Tensor, narrow_dtypes: Sequence[torch.dtype] = NARROW) -> Tensor:
+    """Floats in the first of the narrow types that holds them all without rounding, or as they are."""
+    narrow = (floats.to(dtype) for dtype in narrow_dtypes)
     return next((each for each in narrow if torch.equal(each.float(), floats)), floats)
 
 

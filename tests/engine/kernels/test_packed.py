@@ -93,6 +93,14 @@ def test_scales_have_the_narrowest_type_that_holds_them() -> None:
         assert pack(tensors, format, CPU).scale.dtype == dtype
 
 
+def test_scales_of_floats_of_4_bits_have_the_type_that_multiplies_them() -> None:
+    """Powers of two, for which float16 would do, too."""
+    tensors = integers(MXFP4, 5, 64) | {"scale": torch.full((5, 2), 0.25)}
+    assert pack(tensors, MXFP4, CPU).scale.dtype == torch.bfloat16
+    tensors["scale"][0] = 1 + 2**-9
+    assert pack(tensors, MXFP4, CPU).scale.dtype == torch.float16
+
+
 @pytest.mark.parametrize(
     "format", [Integers(8, 64), Integers(4, 64), Integers(4, 64, has_offset=True), MXFP4, Float8()]
 )
