@@ -20,8 +20,11 @@ ROWS_AT_A_TIME = 16
 class ExpertLinear(Protocol):
     """Linear maps of one shape and format, one for each expert that this process has: E of them."""
 
-    num_experts: int
-    out_features: int
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
 
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
         """

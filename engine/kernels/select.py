@@ -12,19 +12,21 @@ from torch import Tensor
 from engine.config import LoadOptions, ModelConfig
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
-from engine.kernels.experts import ExpertLinear, ListedExperts
+from engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts
 from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear, LinearPacker
 from engine.kernels.ops import Kernels, Say, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import SequenceTable, StepTokens
-from engine.quant.formats import Format, NamedTensors
+from engine.quant.formats import DENSE, Format, NamedTensors
 from engine.sampling.tables import Filters, SamplingTables
 from engine.spec import Attention, Experts
 
 PREFILLED = 160
 """Tokens of a prompt that is attended on trial: more than a decode kernel ever has of one sequence."""
+ROWS_OF_EXPERTS = (1, 2, 40, 140)
+"""Rows that four experts are tried with: a single one, and some of every number that has tiles of its own."""
 
 Trial = Callable[[], object]
 """Runs one operation on a few numbers."""
@@ -103,7 +105,8 @@ def triton_kernels(
         ImportError: there is no triton here.
     """
     # Not above: the package is there without triton, too.
-    from engine.kernels.triton import activation, attention, inputs, norms, rotary, sampling
+    from engine.kernels.triton import activation, attention, experts, inputs, norms, rotary, routing, sampling
+    from engine.kernels.triton.tiles import Card
 
     workspaces = {
         shape: attention.Workspace(
@@ -130,11 +133,13 @@ def triton_kernels(
         linear=_triton_linear(device, dtype, say),
         packs=PACKED,
         glu=activation.glu,
+        route=routing.route,
+        run_experts=experts.TritonExperts(Card.of(device)),
+        expert_linear=_triton_experts(device, dtype, say),
         attention=lambda batch, shape: attention.TritonAttention(batch, shape, workspaces[shape]),
         gather=inputs.gather,
         choose=sampling.TritonChoose(limits.max_rows, model.vocab_size, device),
-        is_static=not model.spec.states
-        and not any(isinstance(layer.feed_forward, Experts) for layer in model.layers),
+        is_static=not model.spec.states,
     )
 
 
@@ -147,6 +152,22 @@ def _by_shape(model: ModelConfig, limits: LoadOptions) -> dict[KVShape, dict[int
     return found
 
 
+class _Kinds:
+    """Kinds of weights, and whether the Triton product of each runs here: the first weight of a kind is tried."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._runs: dict[Hashable, bool] = {}
+
+    def runs(self, kind: Hashable, trial: Trial, what: str, instead: str) -> bool:
+        if kind not in self._runs:
+            error = _failure(trial)
+            if error is not None:
+                self._say(f"the Triton product {what} does not run here ({_reason(error)}); {instead}")
+            self._runs[kind] = error is None
+        return self._runs[kind]
+
+
 def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> LinearPacker:
     """Packs linear maps: quantized weights for Triton, or for torch where Triton's product of their kind fails.
 
@@ -157,31 +178,53 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
 
     dense = reference_kernels(device, dtype, dtype).linear
     choose = packed_linear.PackedLinears(Card.of(device), packed_linear.multiplies_float8(device, dtype))
-    runs: dict[Hashable, bool] = {}
-
-    def tried(chosen: packed_linear.TritonLinear) -> bool:
-        def trial() -> None:
-            for rows in (1, *(most + 1 for most in ROW_CLASSES)):
-                chosen(torch.zeros(rows, chosen.weight.in_features, device=device, dtype=dtype))
-
-        error = _failure(trial)
-        if error is not None:
-            say(
-                f"the Triton product with {chosen.weight.code.value} does not run here ({_reason(error)}); "
-                "plain torch serves instead, many times slower"
-            )
-        return error is None
+    kinds = _Kinds(say)
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
         if not isinstance(format, PACKED):
             return dense(tensors, format, bias, gated=gated)
         moved = None if bias is None else bias.to(device, dtype)
         chosen = choose(pack(tensors, format, device), moved)
-        if chosen.kind not in runs:
-            runs[chosen.kind] = tried(chosen)
-        return chosen if runs[chosen.kind] else UnpackedLinear(chosen.weight, moved)
+
+        def trial() -> None:
+            for rows in (1, *(most + 1 for most in ROW_CLASSES)):
+                chosen(torch.zeros(rows, chosen.weight.in_features, device=device, dtype=dtype))
+
+        what, instead = f"with {chosen.weight.code.value}", "plain torch serves instead, many times slower"
+        runs = kinds.runs(chosen.kind, trial, what, instead)
+        return chosen if runs else UnpackedLinear(chosen.weight, moved)
 
     return linear
+
+
+def _triton_experts(device: torch.device, dtype: torch.dtype, say: Say) -> ExpertPacker:
+    """Packs experts for Triton; those whose product fails are unpacked to the type of activations.
+
+    The first experts of each kind are tried in every class of rows.
+    """
+    from engine.kernels.triton.expert_weights import pack_experts
+    from engine.kernels.triton.experts import TritonExperts
+    from engine.kernels.triton.tiles import Card
+
+    run, kinds = TritonExperts(Card.of(device)), _Kinds(say)
+    instead = f"their weights take the memory of {str(dtype).removeprefix('torch.')} instead"
+
+    def expert_linear(
+        experts: Iterable[tuple[NamedTensors, Tensor | None]],
+        format: Format,
+        num_experts: int,
+        out_features: int,
+        *,
+        gated: bool = False,
+    ) -> ExpertLinear:
+        chosen = pack_experts(experts, format, num_experts, out_features, device, dtype, gated=gated)
+        if chosen.code is None:  # in 16 bits they run, as the trials showed
+            return chosen
+        what = f"of experts in {chosen.code.value}"
+        runs = kinds.runs(chosen.kind, lambda: run.try_out(chosen, dtype), what, instead)
+        return chosen if runs else chosen.unpacked(dtype)
+
+    return expert_linear
 
 
 def _with_triton(
@@ -216,8 +259,8 @@ def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], sa
     if "attention" in failed:
         # Plain attention reads whole block tables, of which Triton's gather sets what is used.
         failed["gather"] = plain.gather
-    # The plain forms of these two look at the batch on the host.
-    is_static = kernels.is_static and not failed.keys() & {"attention", "rotate_and_write"}
+    # The plain forms of these look at the batch on the host.
+    is_static = kernels.is_static and not failed.keys() & {"attention", "rotate_and_write", "run_experts"}
     if kernels.is_static and not is_static:
         say("so steps run without CUDA graphs")
     return replace(kernels, is_static=is_static, **failed)  # type: ignore[arg-type]
@@ -259,7 +302,7 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
                 sinks = torch.ones(own.num_heads, device=device) if own.sinks else None
                 attend(queries, kv.layer(number), own.reach, None, 0.0, None, sinks)
 
-    return {
+    return _trials_of_experts(kernels, model) | {
         "rms_norm": lambda: kernels.rms_norm(row, norm, 1e-6),
         "add_rms_norm": lambda: kernels.add_rms_norm(row, row, norm, 1e-6),
         "layer_norm": lambda: kernels.layer_norm(row, norm, 1e-6),
@@ -270,6 +313,31 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
         "gather": lambda: kernels.gather(table, step),
         "choose": lambda: kernels.choose(logits, tables, slots, slots, Filters(), None),
     }
+
+
+def _trials_of_experts(kernels: Kernels, model: ModelConfig) -> dict[str, Trial]:
+    """A trial of routing, and one of experts with weights in the type of activations, if the model has experts."""
+    parts = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, Experts)]
+    device, dtype, count, size = kernels.device, kernels.activation_dtype, 4, 32
+
+    def packed(num_rows: int, *, gated: bool = False) -> ExpertLinear:
+        experts = (({"weight": torch.zeros(num_rows, size)}, None) for _ in range(count))
+        return kernels.pack_experts(experts, DENSE, count, num_rows, gated=gated)
+
+    def route() -> None:
+        for router in dict.fromkeys(part.router for part in parts):
+            kernels.route(torch.zeros(2, router.num_experts, device=device, dtype=dtype), router, None, None)
+
+    def run_experts() -> None:
+        down = packed(size)
+        for activation in dict.fromkeys(part.activation for part in parts):
+            gate_up = packed(size * (1 + activation.is_gated), gated=activation.is_gated)
+            for rows in ROWS_OF_EXPERTS:
+                ids = torch.zeros(rows, 1, device=device, dtype=torch.int32)
+                x, weights = torch.zeros(rows, size, device=device, dtype=dtype), ids.float()
+                kernels.run_experts(x, ids, weights, gate_up, down, activation)
+
+    return {"route": route, "run_experts": run_experts} if parts else {}
 
 
 def _failure(trial: Trial) -> Exception | None:

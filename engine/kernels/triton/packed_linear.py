@@ -49,7 +49,7 @@ class TritonLinear:
         """Maps of one kind run the same kernels."""
         weight = self.weight
         tensors = weight.zero is None, weight.offset is None
-        return type(self), weight.code, _scales(weight), _group_size(weight), tensors
+        return type(self), weight.code, scales_of(weight), group_size_of(weight), tensors
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = permuted(x.reshape(-1, self.weight.in_features), self.weight).contiguous()
@@ -170,7 +170,7 @@ def multiply(
     out = x.new_empty((num_rows, num_outputs), dtype=dtype)
     if not num_rows:
         return out
-    scales = _scales(weight)
+    scales = scales_of(weight)
     most_rows = next((most for most in ROW_CLASSES if num_rows <= most), ROW_CLASSES[-1])
     tiling = card.tiling(weight.code, x.dtype, most_rows)
     step = step_inputs(weight, tiling, in_groups=scales == "groups")
@@ -199,7 +199,7 @@ def multiply(
         weight.codes.stride(0),
         CODE=weight.code.value,
         SCALES=scales,
-        GROUP_SIZE=_group_size(weight),
+        GROUP_SIZE=group_size_of(weight),
         BLOCK_K=step,
         IS_PART=parts > 1,
         **tiling.options,
@@ -236,7 +236,7 @@ def unpack(weight: PackedWeight, start: int, end: int, dtype: torch.dtype) -> Te
         weight.in_features,
         weight.codes.stride(0),
         CODE=weight.code.value,
-        GROUP_SIZE=_group_size(weight),
+        GROUP_SIZE=group_size_of(weight),
         BLOCK_K=UNPACK_BLOCK,
         num_warps=4,
         enable_fp_fusion=False,
@@ -267,7 +267,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return numbers.view(dtype), row_scale
 
 
-def _scales(weight: PackedWeight) -> str:
+def scales_of(weight: PackedWeight) -> str:
     """What scales are multiplied with: see `packed_linear_kernel`."""
     if weight.is_per_row:
         return "rows"
@@ -277,5 +277,5 @@ def _scales(weight: PackedWeight) -> str:
     return "groups" if in_groups else "weights"
 
 
-def _group_size(weight: PackedWeight) -> int:
+def group_size_of(weight: PackedWeight) -> int:
     return ONE_GROUP if weight.scale.shape[0] == 1 else weight.group_size

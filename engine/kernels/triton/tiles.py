@@ -18,7 +18,8 @@ from engine.kernels.packed import UNIT, Code, PackedWeight
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
 
 FILE = Path(__file__).with_suffix(".json")
-"""{device name or "sm_<capability>": {class of code: {most rows of a class: fields of ProductTiling}}}"""
+"""{device name or "sm_<capability>": {class of code: {most rows of a class: fields of ProductTiling}}}; see
+`tiling_key` and `expert_key`"""
 ROW_CLASSES = (16, 64, 255)
 """The most rows of each class. More are multiplied with unpacked weights, or with integers as the last class is."""
 MIN_STEPS = 4
@@ -73,15 +74,36 @@ class Card:
             dtype: the type of x: int8 is multiplied as it is.
             most_rows: one of ROW_CLASSES.
         """
+        known = self.known(tiling_key(code, dtype), most_rows)
+        return known or by_rule(code, dtype, most_rows, self.chip)
+
+    def expert_tiling(self, code: Code | None, dtype: torch.dtype, most_rows: int) -> ProductTiling:
+        """The tiling of experts for a class of rows, see `expert_rows`; a code of None is weights in the type of x."""
+        known = self.known(expert_key(code, dtype), most_rows)
+        return known or expert_rule(code, dtype, most_rows, self.chip)
+
+    def known(self, key: str, most_rows: int) -> ProductTiling | None:
+        """The tiling that the file has for a class of code and of rows."""
         table = _table()
         known = table.get(self.name) or table.get(self.capability) or {}
-        fields = known.get(tiling_key(code, dtype), {}).get(str(most_rows))
-        return ProductTiling(**fields) if fields else by_rule(code, dtype, most_rows, self.chip)
+        fields = known.get(key, {}).get(str(most_rows))
+        return ProductTiling(**fields) if fields else None
 
 
 def tiling_key(code: Code, dtype: torch.dtype) -> str:
     """The class of code in the file: "int4 x bfloat16", say."""
     return f"{code.value} x {str(dtype).removeprefix('torch.')}"
+
+
+def expert_key(code: Code | None, dtype: torch.dtype) -> str:
+    """The class of experts' code in the file: "experts, int4 x bfloat16", or "experts, bfloat16"."""
+    return f"experts, {str(dtype).removeprefix('torch.') if code is None else tiling_key(code, dtype)}"
+
+
+def expert_rows(num_pairs: int, num_experts: int) -> int:
+    """The class of a step with so many pairs of a row and one of its experts, by twice the rows of an expert."""
+    rows = -(-2 * num_pairs // num_experts)
+    return next((most for most in ROW_CLASSES if rows <= most), ROW_CLASSES[-1])
 
 
 def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> ProductTiling:
@@ -106,30 +128,61 @@ def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> Produ
         num_stages=5 if few else 4,
         programs_per_sm=3 if few else 1,
     )
-    room = chip.decode_bytes if few else chip.shared_bytes
+    return _fitting(tiling, code, dtype, most_rows, chip)
+
+
+def expert_rule(code: Code | None, dtype: torch.dtype, most_rows: int, chip: Chip) -> ProductTiling:
+    """The tiling of `by_rule`, but that a step has as many inputs in every class.
+
+    So the sums of a row are added in one order, however many rows its experts have. Where operands pass through
+    registers, those of long steps leave room for fewer sums.
+    """
+    rule = by_rule(code or Code.INT8, dtype, most_rows, chip)
+    is_long = code is not None and code.bits == 4 and dtype != torch.float32
+    if is_long and chip.tensor_cores is TensorCores.MMA_SYNC:
+        rule = replace(rule, block_m=min(rule.block_m, 64), block_n=64, num_warps=4)
+    tiling = replace(
+        rule,
+        block_k=32 if dtype == torch.float32 else 128 if is_long else 64,
+        num_stages=5 if most_rows == ROW_CLASSES[0] else 4,
+    )
+    return _fitting(tiling, code, dtype, most_rows, chip)
+
+
+def _fitting(
+    tiling: ProductTiling, code: Code | None, dtype: torch.dtype, most_rows: int, chip: Chip
+) -> ProductTiling:
+    """The tiling with as many stages as there is room for."""
+    room = chip.decode_bytes if most_rows == ROW_CLASSES[0] else chip.shared_bytes
     while shared_bytes(tiling, code, dtype, chip.tensor_cores) > room and tiling.num_stages > 2:
         tiling = replace(tiling, num_stages=tiling.num_stages - 1)
     return tiling
 
 
-def shared_bytes(tiling: ProductTiling, code: Code, dtype: torch.dtype, cores: TensorCores) -> int:
+def shared_bytes(tiling: ProductTiling, code: Code | None, dtype: torch.dtype, cores: TensorCores) -> int:
     """The most shared memory of the product, as Triton compiles it for these tensor cores.
 
     It holds the loads of all stages, of which mma.sync needs one less, and unpacked weights of one step where they
     change hands on their way to the tensor cores. At the end it serves the sums on their way to memory.
     """
-    tiles = tiling.block_n * code.bits // 8 + tiling.block_m * dtype.itemsize
+    bits = 8 * dtype.itemsize if code is None else code.bits
+    tiles = tiling.block_n * bits // 8 + tiling.block_m * dtype.itemsize
     in_flight = tiling.num_stages - (cores is TensorCores.MMA_SYNC)
-    weights = tiling.block_n * dtype.itemsize * code.bits // 8
+    weights = 0 if code is None else tiling.block_n * dtype.itemsize * bits // 8
     loop_bytes = tiling.block_k * (in_flight * tiles + weights)
     return max(loop_bytes, 4 * tiling.block_m * tiling.block_n) + 1024
 
 
 def step_inputs(weight: PackedWeight, tiling: ProductTiling, *, in_groups: bool) -> int:
     """The inputs of a step: a power of 2 that divides all inputs with their padding, and a group if that is wanted."""
+    group_size = weight.group_size if in_groups and weight.scale.shape[0] > 1 else 0
+    return step_size(weight.padded_features, tiling, group_size)
+
+
+def step_size(padded_features: int, tiling: ProductTiling, group_size: int = 0) -> int:
+    """The inputs of a step: a power of 2 that divides both sizes."""
     size = tiling.block_k
-    num_inputs = weight.padded_features
-    while num_inputs % size or (in_groups and weight.scale.shape[0] > 1 and weight.group_size % size):
+    while padded_features % size or group_size % size:
         size //= 2
     assert size >= UNIT
     return size

@@ -26,14 +26,26 @@ from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.parse import parse_config
 from engine.model.tensors import make_recipe
 from engine.quant.float8 import Float8
+from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
 from engine.quant.quantization import Quantization
+from engine.spec import Experts, Router
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_config
 from tests.engine.configs import with_attention
 
 CONFIG = parse_config(Fields("config.json", make_config("llama")))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def with_experts(config: ModelConfig) -> ModelConfig:
+    router = Router(num_experts=8, top_k=2)
+    part = Experts(hidden_size=config.hidden_size, inner_size=32, router=router)
+    layers = tuple(replace(layer, feed_forward=part) for layer in config.layers)
+    return replace(config, spec=replace(config.spec, layers=layers))
+
+
+SPARSE = with_experts(CONFIG)
 
 
 def choose(
@@ -93,18 +105,21 @@ def test_plain_torch_on_a_cpu_is_float32() -> None:
     assert kernels.embedding_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.float32
 
 
-def choose_on_a_gpu() -> tuple[Kernels, list[str]]:
+def choose_on_a_gpu(config: ModelConfig = CONFIG) -> tuple[Kernels, list[str]]:
     said: list[str] = []
-    return select(CONFIG, CUDA, torch.bfloat16, LoadOptions(), said.append), said
+    return select(config, CUDA, torch.bfloat16, LoadOptions(), said.append), said
 
 
 class OnGpu:
     """Triton's table is made on the CPU, and tried by the test's own trials, by name."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, trial: Callable[[str], None] = lambda _: None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        trial: Callable[[str], None] = lambda _: None,
+        config: ModelConfig = CONFIG,
     ) -> None:
-        make, names = triton_kernels, trials(reference_kernels(CPU, torch.float32), CONFIG, LoadOptions())
+        make, names = triton_kernels, trials(reference_kernels(CPU, torch.float32), config, LoadOptions())
 
         def elsewhere(config: ModelConfig, device: torch.device, *rest: Any) -> Kernels:
             return replace(make(config, CPU, *rest), device=device)
@@ -113,11 +128,14 @@ class OnGpu:
         monkeypatch.setattr(selecting, "trials", lambda *_: {name: partial(trial, name) for name in names})
 
 
-def test_a_gpu_gets_triton_in_the_dtype_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "experts"])
+def test_a_gpu_gets_triton_in_the_dtype_asked_for(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton", reason=skip_reasons.TRITON)
     tried: list[str] = []
-    OnGpu(monkeypatch, tried.append)
-    kernels, said = choose_on_a_gpu()
+    OnGpu(monkeypatch, tried.append, config)
+    kernels, said = choose_on_a_gpu(config)
     assert (kernels.name, kernels.device, said) == ("triton", CUDA, [])
     assert kernels.embedding_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
     assert kernels.is_static
@@ -125,7 +143,9 @@ def test_a_gpu_gets_triton_in_the_dtype_asked_for(monkeypatch: pytest.MonkeyPatc
     brought = {
         field.name for field in fields(Kernels) if getattr(kernels, field.name) != getattr(plain, field.name)
     }
-    assert brought - {"name", "is_static", "linear"} == set(tried), "every kernel that Triton brings is tried"
+    unasked = {"name", "is_static", "linear", "expert_linear"} | ({"route", "run_experts"} - set(tried))
+    assert brought - unasked == set(tried), "every kernel that Triton brings is tried"
+    assert ("route" in tried) == (config is SPARSE)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +174,14 @@ def test_a_gpu_without_triton_gets_plain_torch_and_says_so(
 
 @pytest.mark.parametrize(
     ("name", "is_static"),
-    [("rms_norm", True), ("attention", False), ("choose", True), ("rotate_and_write", False)],
+    [
+        ("rms_norm", True),
+        ("attention", False),
+        ("choose", True),
+        ("rotate_and_write", False),
+        ("route", True),
+        ("run_experts", False),
+    ],
 )
 def test_a_kernel_that_does_not_run_is_replaced_alone(
     name: str, is_static: bool, monkeypatch: pytest.MonkeyPatch
@@ -165,8 +192,8 @@ def test_a_kernel_that_does_not_run_is_replaced_alone(
         if tried == name:
             raise AssertionError("out of resource: shared memory")
 
-    OnGpu(monkeypatch, broken)
-    chosen, said = choose_on_a_gpu()
+    OnGpu(monkeypatch, broken, SPARSE)
+    chosen, said = choose_on_a_gpu(SPARSE)
     assert chosen.name == "triton"
     assert getattr(chosen, name) == getattr(reference_kernels(CPU, torch.float32), name)
     assert chosen.glu != reference_kernels(CPU, torch.float32).glu
@@ -226,12 +253,39 @@ def test_a_product_of_integers_that_does_not_run_is_torchs(monkeypatch: pytest.M
     ]
 
 
+def test_experts_whose_product_does_not_run_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that is told once for all of a kind: in 16 bits they run, as the trials showed."""
+    pytest.importorskip("triton", reason=skip_reasons.TRITON)
+    from engine.kernels.triton import experts
+    from engine.kernels.triton.expert_weights import PackedExperts
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no registers\nand more")
+
+    monkeypatch.setattr(experts, "multiply", fails)
+    said: list[str] = []
+    kernels = triton_kernels(SPARSE, CPU, torch.float32, LoadOptions(), said.append)
+    format = Integers(4, 32)
+    weight = torch.randint(-8, 8, (6, 64)).to(torch.int8)
+    tensors: NamedTensors = {"weight": weight, "scale": torch.rand(6, 2)}
+    for _ in range(2):
+        packed = kernels.pack_experts([(tensors, None)], format, 1, 6)
+        assert isinstance(packed, PackedExperts)
+        assert isinstance(packed.weight, Tensor)
+        assert torch.equal(packed.weight, format.unpack(tensors))
+    assert said == [
+        "the Triton product of experts in int4 does not run here (no registers); "
+        "their weights take the memory of float32 instead"
+    ]
+
+
 def test_plain_torch_on_a_gpu_keeps_quantized_weights_packed() -> None:
     assert reference_kernels(CUDA, torch.bfloat16).packs == PACKED
     assert reference_kernels(CPU, torch.float32).packs == (Integers,)
 
 
-def test_the_trials_run_every_operation_of_a_table() -> None:
+@pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "experts"])
+def test_the_trials_run_every_operation_of_a_table(config: ModelConfig) -> None:
     plain = reference_kernels(CPU, torch.float32)
     called: list[str] = []
 
@@ -244,10 +298,10 @@ def test_the_trials_run_every_operation_of_a_table() -> None:
 
         return call
 
-    names = list(trials(plain, CONFIG, LoadOptions()))
+    names = list(trials(plain, config, LoadOptions()))
     table = replace(plain, **{name: noting(name) for name in names})  # type: ignore[arg-type]
     said: list[str] = []
-    assert only_what_runs(table, plain, trials(table, CONFIG, LoadOptions()), said.append) == table
+    assert only_what_runs(table, plain, trials(table, config, LoadOptions()), said.append) == table
     assert said == []
     assert list(dict.fromkeys(called)) == names
 

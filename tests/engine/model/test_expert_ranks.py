@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.kernels.ops import reference_kernels
+from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.ranks import Ranks
 from engine.model.checkpoint import read_config
 from engine.model.files import open_files
@@ -22,6 +22,7 @@ from engine.model.parameters import FeedForward
 from engine.model.safetensors import TensorFiles
 from engine.model.split import split_config
 from engine.model.split_files import SplitFiles
+from engine.model.tensors import AS_IT_IS, Recipe
 from engine.model.weights import load_weights
 from engine.spec import Experts, Mlp, Norm
 from tests.engine.families import SPARSE
@@ -95,9 +96,11 @@ def with_shared(folder: Path, **norms: Norm) -> ModelConfig:
     return whole
 
 
-def part(config: ModelConfig, files: TensorFiles, ranks: Ranks | None) -> FeedForward:
-    kernels = replace(reference_kernels(torch.device("cpu"), torch.float32), ranks=ranks)
-    found = load_weights(config, files, kernels, lambda *_: None).layers[0].feed_forward
+def part(
+    config: ModelConfig, files: TensorFiles, kernels: Kernels, recipe: Recipe = AS_IT_IS, layer: int = 0
+) -> FeedForward:
+    """The feed-forward part of a layer."""
+    found = load_weights(config, files, kernels, lambda *_: None, recipe).layers[layer].feed_forward
     assert found is not None
     return found
 
@@ -109,7 +112,8 @@ def test_routed_and_shared_experts_are_summed_at_once(
     tmp_path: Path, size: int, has_norms: bool, expert_parallel: str
 ) -> None:
     config = with_shared(tmp_path, **(NORMS if has_norms else {}))
-    whole, meeting = part(config, open_files(tmp_path), None), Meeting(size)
+    kernels = reference_kernels(torch.device("cpu"), torch.float32)
+    whole, meeting = part(config, open_files(tmp_path), kernels), Meeting(size)
     x = torch.randn(19, HIDDEN, generator=torch.Generator().manual_seed(0))
 
     def run(rank: int) -> Tensor:
@@ -117,7 +121,8 @@ def test_routed_and_shared_experts_are_summed_at_once(
         own = split_config(config, size, rank, expert_parallel)
         assert isinstance(experts := own.layers[0].feed_forward, Experts)
         assert len(experts.own) == (8 // size if expert_parallel == "on" else 8)
-        made = part(own, SplitFiles(open_files(tmp_path), config, own, ranks), ranks)
+        files = SplitFiles(open_files(tmp_path), config, own, ranks)
+        made = part(own, files, replace(kernels, ranks=ranks))
         meeting.num_sums = 0
         return made(x)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,18 @@ from tests.engine.rounding_noise import largest
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 TOKEN_IDS = [7 * i % 390 + 3 for i in range(34)]
+UNLIKE = {"Qwen 2 MoE", "GLM-4.5", "gpt-oss", "Llama 4", "Gemma 4 MoE"}
+"""Of those with experts: a gate of shared experts, groups, biases and limits, weights on inputs, norms of its own."""
 
 
-@pytest.mark.parametrize("family", TINY | SPARSE)
+def families() -> Iterator[Any]:
+    """Every family; of those with experts `make test` has the ones that differ most."""
+    long = pytest.mark.long("families with experts by Triton's interpreter")
+    for family in TINY | SPARSE:
+        yield pytest.param(family, marks=[long] if family in SPARSE.keys() - UNLIKE else [])
+
+
+@pytest.mark.parametrize("family", list(families()))
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path, device: torch.device) -> None:
     path = (TINY | SPARSE)[family].make(tmp_path)
     config, dtype = read_config(path), torch.float32

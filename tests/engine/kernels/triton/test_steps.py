@@ -22,6 +22,7 @@ from engine.planning.request import Request
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import RepeatingDevice, StepDriver, ask
 from tests.engine.execution.test_verified_steps import AnswerProposer, Drafts
+from tests.engine.families import SPARSE
 
 NUM_SEQS, BUDGET = 2, 8
 CPU = torch.device("cpu")
@@ -108,6 +109,20 @@ def test_a_quantized_cache_says_what_plain_torch_reads_from_one(folder: Path, de
     )
     expected = driver(lambda: loaded(CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
     assert found.tokens() == expected.tokens()
+
+
+@pytest.mark.long("whole steps by Triton's interpreter")
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # rows of zeros, that pad
+def test_a_model_with_experts_says_what_plain_torch_says(tmp_path: Path, device: torch.device) -> None:
+    """Out of graphs, too."""
+    folder = SPARSE["Qwen 3 MoE"].make(tmp_path, num_hidden_layers=1)
+    graphs = RepeatingDevice()
+    found = driver(
+        lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS)), graphs
+    )
+    expected = driver(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
+    assert found.tokens() == expected.tokens()
+    assert len(set(graphs.replays)) > 3
 
 
 @pytest.mark.long("whole steps by Triton's interpreter")
