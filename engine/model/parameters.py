@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from engine.kernels.beside import beside
 from engine.kernels.experts import ExpertLinear
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
@@ -88,14 +90,15 @@ class ExpertsWeights:
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """[T, hidden] -> [T, hidden], with one reduction among ranks."""
-        made = self.routed(x)
         if self.shared is None:
-            return self._normed(self._summed(made), self.experts_out_norm)
-        shared = self.shared(self._normed(x, self.shared_norm))
+            return self._normed(self._summed(self.routed(x)), self.experts_out_norm)
+        made, (shared, gate) = beside(
+            x.device, partial(self.routed, x), partial(self._shared, self.shared, x)
+        )
         if self.experts_out_norm is None and self.shared_out_norm is None:
-            return self._summed(made + self._gated(shared, x))
+            return self._summed(made + _gated(shared, gate))
         made, shared = self._summed(torch.stack((made, shared)))
-        shared = self._gated(self._normed(shared, self.shared_out_norm), x)
+        shared = _gated(self._normed(shared, self.shared_out_norm), gate)
         return self._normed(made, self.experts_out_norm) + shared
 
     def routed(self, x: Tensor) -> Tensor:
@@ -113,14 +116,20 @@ class ExpertsWeights:
             weighs_inputs=router.weighs_inputs,
         )
 
-    def _gated(self, shared: Tensor, x: Tensor) -> Tensor:
-        return shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid()
+    def _shared(self, shared: MlpWeights, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What shared experts make, and the gate [T, 1] that multiplies it once it is normed."""
+        made = shared(self._normed(x, self.shared_norm))
+        return made, None if self.shared_gate is None else self.shared_gate(x).sigmoid()
 
     def _summed(self, x: Tensor) -> Tensor:
         return x if self.kernels.ranks is None else self.kernels.ranks.sum(x)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self.kernels.rms_norm(x, weight, self.eps)
+
+
+def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
+    return x if gate is None else x * gate
 
 
 @dataclass(slots=True, kw_only=True)

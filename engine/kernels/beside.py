@@ -1,0 +1,41 @@
+"""Work that a device does beside other work, where nothing but the order of launches keeps them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+_First = TypeVar("_First")
+_Second = TypeVar("_Second")
+
+
+def beside(
+    device: torch.device, first: Callable[[], _First], second: Callable[[], _Second]
+) -> tuple[_First, _Second]:
+    """Both results; in a CUDA graph that is being captured, the second runs on a stream of its own beside the first.
+
+    So run shared experts beside those that a router chooses. Their tiles could be in the same grouped launch only if
+    they had the width, the format and the ranks of the others, which they need not have; a second branch of the graph
+    asks nothing of them, and costs a replay nothing. Steps that are launched kernel by kernel have no use for it:
+    large ones fill the device with either, and to order streams takes the host as long as to launch a kernel.
+
+    The side stream waits for all that was asked before, every time, and is waited for: so memory that either stream
+    gives back is not taken again before the other has done with it.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return first(), second()
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        of_second = second()
+    of_first = first()
+    main.wait_stream(side)
+    return of_first, of_second
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
