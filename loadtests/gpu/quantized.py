@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.fields import Fields
 from engine.kernels.linear import DenseLinear, Linear
-from engine.kernels.packed import UNIT, Code, PackedWeight, UnpackedLinear
+from engine.kernels.packed import NARROW, UNIT, Code, PackedWeight, UnpackedLinear
 from engine.model.parse import parse_config
-from loadtests.gpu.figures import emit, emit_skip, say
+from loadtests.gpu.figures import emit, say
 from loadtests.gpu.sizes import KERNELS, KernelSizes, parse_arguments, serving
-from loadtests.gpu.timing import Ceilings, seconds
+from loadtests.gpu.timing import Ceilings, measure_each, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def random_weight(
     return PackedWeight(
         code=code,
         codes=codes.to(torch.int8 if code is Code.INT8 else torch.uint8),
-        scale=torch.full(groups, 0.01, device=device).half(),
+        scale=torch.full(groups, 0.01, device=device).to(NARROW[code is Code.FLOAT4]),
         zero=torch.full(groups, 8, dtype=torch.int8, device=device) if layout.zero else None,
         offset=torch.full(groups, -0.08, device=device).half() if layout.offset else None,
         in_features=in_features,
@@ -157,18 +157,8 @@ def main() -> int:
     say("quantized: ceilings")
     ceilings = Ceilings.measured(sizes.matmul, sizes.copied_bytes, dtype, device)
     bench = Bench(config, sizes, dtype, device, make_linear(dtype, device), ceilings)
-    status = 0
-    for layout in LAYOUTS:
-        say(f"quantized: {layout.name}")
-        try:
-            bench.measure(layout)
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:  # whatever a kernel does wrong, the others are measured
-            traceback.print_exc()
-            emit_skip(f"linear maps, {layout.name}", f"{type(error).__name__}: {error}")
-            status = 1
-    return status
+    measures = {layout.name: partial(bench.measure, layout) for layout in LAYOUTS}
+    return measure_each("quantized", "linear maps", measures)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from loadtests.gpu.figures import emit_skip, say
 
 _REPEATS = 7
 _BATCH_S = 0.02
@@ -85,3 +88,23 @@ class Ceilings:
         source = torch.zeros(copied_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         return cls(2 * source.nbytes / seconds(device, lambda: target.copy_(source)), flop_per_s)
+
+
+def measure_each(part: str, what: str, measures: Mapping[str, Callable[[], None]]) -> int:
+    """Takes the measures of a part by name; its exit status: 1 if one failed, of what is measured there.
+
+    Raises:
+        torch.AcceleratorError: the device serves this process no more.
+    """
+    status = 0
+    for name, measure in measures.items():
+        say(f"{part}: {name}")
+        try:
+            measure()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # whatever a kernel does wrong, the others are measured
+            traceback.print_exc()
+            emit_skip(f"{what}, {name}", f"{type(error).__name__}: {error}")
+            status = 1
+    return status

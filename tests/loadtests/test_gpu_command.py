@@ -43,8 +43,8 @@ def test_an_unknown_part_is_named() -> None:
     done = run("--only", "kernels,everything")
     assert done.returncode == 2
     assert (
-        "'everything' is none of environment, tests, kernels, llama-8b, qwen3-0.6b, quantized, drafts, llama-8b-int4, "
-        "llama-8b-fp8, llama-8b-ranks, kernel-tests" in done.stderr
+        "'everything' is none of environment, tests, kernels, llama-8b, qwen3-0.6b, quantized, experts, drafts, "
+        "llama-8b-int4, llama-8b-fp8, llama-8b-ranks, kernel-tests" in done.stderr
     )
 
 
@@ -62,6 +62,9 @@ def test_a_dry_run_goes_through_every_part_and_writes_no_report(tmp_path: Path) 
         "llama-8b: prefill of 128 tokens",
         "qwen3-0.6b: 8 requests of 32 in, 8 out",
         "linear maps, int4, groups of 128 with zeros, 4 rows",
+        "routing, 4 rows",
+        "experts, 16 bits, 4 rows",
+        "experts, mxfp4, 1 rows",
         "llama-8b-int4: TPOT, batch 1",
         "llama-8b: TPOT, batch 3, no drafts",
         "llama-8b: TPOT, batch 3, 4 drafts, 80% right",

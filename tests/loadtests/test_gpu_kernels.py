@@ -21,7 +21,7 @@ from engine.kernels.kv_cache import KVShape
 from engine.kernels.packed import Code, PackedWeight
 from engine.model.parse import parse_config
 from engine.planning.request import SamplingParams
-from loadtests.gpu import figures, kernels, quantized, sizes, timing
+from loadtests.gpu import experts, figures, kernels, quantized, sizes, timing
 from loadtests.gpu.parts import Outcome
 
 BYTES_PER_S, FLOP_PER_S = 1e12, 5e14
@@ -99,6 +99,16 @@ class FakeCard:
             "rotate_and_write", x.nbytes + len(x) * (4096 * 2 + 2 * num_stored * rest[4].dtype.itemsize)
         )
 
+    def route(self, logits: Tensor, *_: object) -> None:
+        self.read("route", 1e6 * len(logits))
+
+    def run_experts(self, x: Tensor, ids: Tensor, _: Tensor, *maps: Any) -> None:
+        """Reads the experts that are chosen, of 128."""
+        assert x.dtype == torch.bfloat16
+        assert ids.shape == (len(x), 8)
+        sizes = [each.nbytes if isinstance(each, Tensor) else each.num_bytes for each in maps[:2]]
+        self.read(sum(sizes), sum(sizes) * min(128, ids.numel()) / 128)
+
     def linear(self, weight: PackedWeight | Tensor, _: object = None) -> FakeLinear:
         if isinstance(weight, Tensor):
             return FakeLinear(self, weight.nbytes)
@@ -119,7 +129,7 @@ class FakeLinear:
 def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
     card = FakeCard()
     monkeypatch.setattr(sizes.Arguments, "device", META)
-    for module in (kernels, quantized):
+    for module in (kernels, quantized, experts):
         monkeypatch.setattr(module, "seconds", card.seconds)
     monkeypatch.setattr(timing.Ceilings, "measured", lambda *_: timing.Ceilings(BYTES_PER_S, FLOP_PER_S))
     monkeypatch.setattr(kernels, "select", card.select)
@@ -128,6 +138,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
     )
     monkeypatch.setattr(quantized, "make_linear", lambda *_: card.linear)
     monkeypatch.setattr(quantized, "DenseLinear", card.linear)
+    table = experts.Table(card.route, card.run_experts, lambda weight, *_: weight)  # type: ignore[arg-type]
+    monkeypatch.setattr(experts, "table", lambda _: table)
     return card
 
 
@@ -249,7 +261,39 @@ def test_linear_maps_of_every_format_are_measured(card: FakeCard, monkeypatch: p
     assert_same(measured(quantized, "quick", monkeypatch), expected_of_linear_maps([1, 64, 2048]))
 
 
-@pytest.mark.parametrize("part", [kernels, quantized])
+def expected_of_experts(all_rows: list[int]) -> Figures:
+    """A layer of Qwen3-30B-A3B has 128 experts of 4,718,592 weights; a group has a scale in 16 bits."""
+    num_weights = 3 * 2048 * 768
+    found: Figures = {f"routing, {rows:,} rows": (rows, "us", "8 of 128 experts") for rows in all_rows}
+    for name, num_bytes in (
+        ("16 bits", num_weights * 2),
+        ("int8, groups of 128", num_weights + num_weights // 128 * 2),
+        ("int4, groups of 128", num_weights // 2 + num_weights // 128 * 2),
+        ("int4, groups of 128 with zeros", num_weights // 2 + num_weights // 128 * 3),
+        ("fp8, blocks of 128", num_weights + num_weights // 128 * 2),
+        ("mxfp4", num_weights // 2 + num_weights // 32 * 2),
+    ):
+        for rows in all_rows:
+            num_chosen = min(128, 8 * rows)
+            time_s = num_chosen * num_bytes / BYTES_PER_S
+            how = (
+                f"of the weights of {num_chosen} experts, {time_s * 1e6:,.0f} us a layer, "
+                f"{2 * 8 * rows * num_weights / time_s / 1e12:.1f} TFLOP/s; a copy reaches 1,000 GB/s, "
+                "a large product 500 TFLOP/s"
+            )
+            found[f"experts, {name}, {rows:,} rows"] = 1000, "GB/s", how
+    return found
+
+
+def test_experts_of_every_format_are_measured(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(experts, "full", monkeypatch)
+    assert_same(found, expected_of_experts([1, 4, 16, 64, 256, 2048]))
+    in_16_bits = 128 * 3 * 2048 * 768 * 2
+    assert card.calls[in_16_bits] == 16 + 4 + 1 + 1 + 1 + 1, "all experts are read before one is read again"
+    assert_same(measured(experts, "quick", monkeypatch), expected_of_experts([1, 64, 2048]))
+
+
+@pytest.mark.parametrize("part", [kernels, quantized, experts])
 def test_a_dry_run_computes_all_of_it_at_tiny_sizes(
     part: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,8 +311,19 @@ def test_a_dry_run_computes_all_of_it_at_tiny_sizes(
     said = [
         line.rpartition("  ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("gpu: ")
     ]
-    names = ["ceilings", *(each.name for each in quantized.LAYOUTS)] if part is quantized else MEASURES
-    assert said == [f"{part.__name__.rpartition('.')[2]}: {name}" for name in names]
+    names = {
+        kernels: MEASURES,
+        quantized: ["ceilings", *(each.name for each in quantized.LAYOUTS)],
+        experts: ["ceilings", "routing", *(each.name for each in experts.LAYOUTS)],
+    }
+    assert said == [f"{part.__name__.rpartition('.')[2]}: {name}" for name in names[part]]
+    if part is experts:
+        layer = 8 * 3 * 128 * 128
+        assert found["routing, 1 rows"][0] == 1e6
+        assert [found[f"experts, 16 bits, {rows} rows"][0] for rows in (1, 4)] == pytest.approx(
+            [4 * layer * 2 / 8 / (1 / 4) / 1e9, 4 * layer / 1e9]
+        ), "steps of one row have four in a time"
+        return
     if part is quantized:
         assert {name.rpartition(", ")[2] for name in found} == {"1 rows", "4 rows"}
         num_weights = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256

@@ -21,15 +21,17 @@ import torch
 from engine.kernels.packed import Code
 from engine.kernels.triton import tiles
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from engine.kernels.triton.tiles import Card, ProductTiling, by_rule, shared_bytes
-from loadtests.gpu import tuning
+from engine.kernels.triton.tiles import Card, ProductTiling, by_rule, expert_rule, shared_bytes
+from loadtests.gpu import tiling_tasks, tuning
 from loadtests.gpu.command import NoDevice, tune
 from loadtests.gpu.packages import ROOT
-from loadtests.gpu.tuning import Task, candidates, search, write
+from loadtests.gpu.tiling_tasks import ExpertTask, LinearTask, Task, tasks
+from loadtests.gpu.tuning import candidates, search, write
 
-TASK = Task(Code.INT4, torch.bfloat16, 16, 128)
+TASK = LinearTask(Code.INT4, torch.bfloat16, 16, 128)
+EXPERTS = ExpertTask(Code.INT4, torch.bfloat16, 16, 128)
 CARD = Card(Chip(132, TensorCores.WGMMA, 227 << 10), "a card")
-RULE = by_rule(TASK.code, TASK.dtype, TASK.most_rows, CARD.chip)
+RULE = TASK.rule(CARD.chip)
 WEIGHTS: Any = [("gate_up", ["one row", "16 rows"]), ("down", ["one row", "16 rows"])]
 LONG = time.monotonic() + 3600
 
@@ -45,7 +47,8 @@ def test_a_dry_run_says_what_it_would_write_and_writes_nothing() -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "[1/3] uint4 x bfloat16, up to 16 rows: " in done.stderr
+    assert "[1/6] uint4 x bfloat16, up to 16 rows: " in done.stderr
+    assert "[6/6] experts, uint4 x bfloat16, up to 255 rows: " in done.stderr
     (entries,) = json.loads(done.stdout).values()
     for of_rows in entries.values():
         for tiling in of_rows.values():
@@ -85,6 +88,20 @@ def test_candidates_fit_the_card_and_are_as_many_kinds_as_there_is_time_for() ->
     assert {tiling.programs_per_sm for tiling in of_more} == {1, 2}
     for field in ("block_n", "block_k", "num_stages", "programs_per_sm"):
         assert len({getattr(tiling, field) for tiling in every[:20]}) > 1, field
+
+
+@pytest.mark.parametrize("code", [None, Code.INT4])
+def test_candidates_of_experts_have_the_steps_and_instructions_of_the_rule(code: Code | None) -> None:
+    """Sums of a row are added in one order, whatever its class."""
+    for rows in (16, 64, 255):
+        every = list(candidates(replace(EXPERTS, code=code, most_rows=rows), CARD))
+        rule = expert_rule(code, torch.bfloat16, rows, CARD.chip)
+        assert {(tiling.block_k, tiling.programs_per_sm) for tiling in every} == {
+            (rule.block_k, rule.programs_per_sm)
+        }
+        assert rule in every
+        assert {tiling.block_n for tiling in every} == {64, 128}
+        assert len(every) > 10
 
 
 def run(
@@ -127,7 +144,8 @@ def test_entries_are_added_to_those_of_others_and_are_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tiles.json"
-    first, second = some(2)
+    first, second, third = some(3)
+    write(path, CARD.name, {"experts, int4 x bfloat16": {"16": asdict(third)}})
     write(path, "another card", {"int4 x bfloat16": {"16": asdict(second)}})
     write(path, CARD.name, {"int4 x bfloat16": {"64": asdict(second)}})
     write(path, CARD.name, {"int4 x bfloat16": {"16": asdict(first)}})
@@ -139,6 +157,10 @@ def test_entries_are_added_to_those_of_others_and_are_read_back(
         assert CARD.tiling(Code.INT4, torch.bfloat16, 64) == second
         assert Card(CARD.chip, "another card").tiling(Code.INT4, torch.bfloat16, 16) == second
         assert CARD.tiling(Code.INT8, torch.int8, 16) == by_rule(Code.INT8, torch.int8, 16, CARD.chip)
+        assert CARD.expert_tiling(Code.INT4, torch.bfloat16, 16) == third
+        assert CARD.expert_tiling(None, torch.bfloat16, 16) == expert_rule(
+            None, torch.bfloat16, 16, CARD.chip
+        )
     finally:
         tiles._table.cache_clear()
     assert {field.name for field in fields(ProductTiling)} == set(asdict(first))
@@ -152,18 +174,26 @@ def test_every_class_of_code_is_tuned_the_fewest_rows_first() -> None:
         (Code.UINT4, torch.bfloat16, 128, True),
         (Code.INT8, torch.bfloat16, 128, False),
     ]
-    assert tuning._tasks() == [
-        Task(code, dtype, rows, group_size, zero)
-        for rows in (16, 64, 255)
-        for code, dtype, group_size, zero in kinds
-    ]
+    of_experts = [
+        (Code.INT4, 128), (None, None), (Code.FLOAT8, 128), (Code.FLOAT4, 32), (Code.UINT4, 128), (Code.INT8, 128)
+    ]  # fmt: skip
+    expected: list[Task] = []
+    for rows in (16, 64, 255):
+        expected += [
+            LinearTask(code, dtype, rows, group_size, zero) for code, dtype, group_size, zero in kinds
+        ]
+        expected += [ExpertTask(code, torch.bfloat16, rows, group_size) for code, group_size in of_experts]
+    assert tasks() == expected
     assert [replace(TASK, most_rows=rows).rows for rows in (16, 64, 255)] == [(1, 16), (64,), (255,)]
+    for rows in (16, 64, 255):
+        for measured in replace(EXPERTS, most_rows=rows).rows:
+            assert tiles.expert_rows(8 * measured, 128) == rows
 
 
 def test_weights_are_the_maps_of_a_layer_the_largest_first() -> None:
     """So many of each that 256 MiB are read in turn."""
     device = torch.device("meta")
-    maps = tuning._weights(TASK, device, is_dry=False)
+    maps = TASK.weights(device, is_dry=False)
     sizes = [(28_672, 4096), (6144, 4096), (4096, 14_336), (4096, 4096)]
     assert [(copies[0].out_features, copies[0].in_features) for copies, _ in maps] == sizes
     assert [len(copies) for copies, _ in maps] == [
@@ -171,7 +201,7 @@ def test_weights_are_the_maps_of_a_layer_the_largest_first() -> None:
     ]
     assert [[x.shape for x in inputs] for _, inputs in maps] == [[(1, n), (16, n)] for _, n in sizes]
     assert all(x.dtype == torch.bfloat16 for _, inputs in maps for x in inputs)
-    dry = tuning._weights(replace(TASK, dtype=torch.int8, most_rows=64), torch.device("cpu"), is_dry=True)
+    dry = replace(TASK, dtype=torch.int8, most_rows=64).weights(torch.device("cpu"), is_dry=True)
     assert [(len(copies), copies[0].out_features, copies[0].in_features) for copies, _ in dry] == [
         (1, outputs // 64, inputs // 32) for outputs, inputs in sizes
     ]
@@ -198,13 +228,12 @@ class FakeTimes:
 def test_the_best_is_printed_or_written(
     is_dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tasks = [each for each in tuning._tasks() if (each.code, each.most_rows) == (Code.INT4, 16)]
     (faster,) = some(1)
     times = FakeTimes(faster)
     path = tmp_path / "tiles.json"
     clock = iter([100.0] + [0.0] * 100_000)
-    monkeypatch.setattr(tuning, "_tasks", lambda: [*tasks, Task(Code.FLOAT8, torch.bfloat16, 64, None)])
-    monkeypatch.setattr(tuning, "_weights", lambda *_, **__: WEIGHTS)
+    monkeypatch.setattr(tuning, "tasks", lambda: [TASK, LinearTask(Code.FLOAT8, torch.bfloat16, 64, None)])
+    monkeypatch.setattr(LinearTask, "weights", lambda *_, **__: WEIGHTS)
     monkeypatch.setattr(tuning, "_by_torch", times)
     monkeypatch.setattr(tuning, "_on_card", lambda _: times)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.append(number))
@@ -236,8 +265,8 @@ def test_the_best_is_printed_or_written(
 def test_a_rule_that_is_the_best_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tuning, "_tasks", lambda: [TASK, replace(TASK, most_rows=64)])
-    monkeypatch.setattr(tuning, "_weights", lambda *_, **__: WEIGHTS)
+    monkeypatch.setattr(tuning, "tasks", lambda: [TASK, replace(TASK, most_rows=64)])
+    monkeypatch.setattr(LinearTask, "weights", lambda *_, **__: WEIGHTS)
     monkeypatch.setattr(tuning, "_by_torch", FakeTimes(None))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     options = argparse.Namespace(dry_run=True, only="", out=tmp_path / "tiles.json")
@@ -258,8 +287,6 @@ def test_a_rule_that_is_the_best_stays(
 def test_a_product_on_the_card_is_one_of_its_copies_by_that_tiling_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from engine.kernels.triton import packed_linear
-
     calls: list[tuple[Any, ...]] = []
 
     def timed(device: torch.device, run: Any) -> float:
@@ -267,7 +294,7 @@ def test_a_product_on_the_card_is_one_of_its_copies_by_that_tiling_alone(
         run()
         return 6.0
 
-    monkeypatch.setattr(packed_linear, "multiply", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(tiling_tasks, "multiply", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(tuning, "timed", timed)
     monkeypatch.setattr(Card, "of", lambda _: CARD)
     measure = tuning._on_card(torch.device("cpu"))
@@ -283,3 +310,30 @@ def test_a_product_on_the_card_is_one_of_its_copies_by_that_tiling_alone(
     assert calls[-1][2].tolist() == [1.0, 1.0]
     monkeypatch.setattr(tuning, "timed", None)
     assert measure(TASK, tiling, copies, torch.ones(2, 4)) == float("inf")
+
+
+def test_experts_on_the_card_are_run_by_that_tiling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts of a layer in turn, a few at a time."""
+    cards: list[Any] = []
+
+    class Experts:
+        def __init__(self, card: Card) -> None:
+            cards.append(card)
+
+        def __call__(self, *arguments: Any) -> None:
+            chosen.append(arguments[1].flatten().tolist())
+
+    def timed(_: torch.device, run: Any) -> float:
+        run()
+        return 6.0
+
+    chosen: list[list[int]] = []
+    monkeypatch.setattr(tiling_tasks, "TritonExperts", Experts)
+    monkeypatch.setattr(tuning, "timed", timed)
+    ((layer, (x,)),) = EXPERTS.weights(torch.device("cpu"), is_dry=True)
+    assert x.shape == (1, layer.spec.hidden_size)
+    (tiling,) = some(1)
+    assert tuning._on_card(torch.device("cpu"))(EXPERTS, tiling, layer, x) == 6.0 / 4
+    assert cards[0].expert_tiling(None, torch.float32, 64) == tiling
+    assert [len(ids) for ids in chosen] == [2] * 4
+    assert sorted(expert for ids in chosen for expert in ids) == list(range(8))
