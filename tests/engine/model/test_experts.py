@@ -285,6 +285,24 @@ def test_published_checkpoints_may_say_it_otherwise(tmp_path: Path) -> None:
     assert parse_config(Fields("config.json", {**entries, **layers, **nothing})) == read_config(hunyuan)
 
 
+@pytest.mark.parametrize(
+    ("family", "left_out", "published"),
+    [
+        ("gpt-oss", (), {}),
+        ("Llama 4", ("layer_types",), {"no_rope_layers": [], "attn_temperature_tuning": 4}),
+    ],
+)
+def test_older_configs_say_the_same(
+    family: str, left_out: tuple[str, ...], published: dict[str, Any], tmp_path: Path
+) -> None:
+    path = SPARSE[family].make(tmp_path)
+    entries: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    rope = entries.pop("rope_parameters")
+    old = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, **published}
+    others = {name: entry for name, entry in entries.items() if name not in left_out}
+    assert parse_config(Fields("config.json", {**others, **old})) == read_config(path)
+
+
 def test_the_names_of_published_checkpoints_are_read(tmp_path: Path) -> None:
     """They call the number of experts `num_experts`, which transformers 5 writes as `num_local_experts`."""
     path = SPARSE["Qwen 3 MoE"].make(tmp_path)

@@ -88,6 +88,9 @@ def test_logits_are_those_of_transformers(family: str, type: str, tmp_path: Path
     found = in_chunks(load(path))
     if type == "F32":
         check_logits(found, expected)
+    assert [(own.reach, own.temperature) for own in read_config(path).attentions] == [
+        (own.reach, own.temperature) for own in read_config(folder).attentions
+    ]
     for own, wanted in zip(loaded(path), loaded(folder), strict=True):
         assert [None if part is None else part.tolist() for part in own] == [
             None if part is None else part.tolist() for part in wanted
