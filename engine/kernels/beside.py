@@ -19,15 +19,18 @@ def beside(
 
     So run shared experts beside those that a router chooses. Their tiles could be in the same grouped launch only if
     they had the width, the format and the ranks of the others, which they need not have; a second branch of the graph
-    asks nothing of them, and costs a replay nothing. Steps that are launched kernel by kernel have no use for it:
-    large ones fill the device with either, and to order streams takes the host as long as to launch a kernel.
+    asks nothing of them, and a replay launches it with the rest. Steps that are launched kernel by kernel have no use
+    for it: large ones fill the device with either, and to order streams takes the host as long as to launch a kernel.
 
     The side stream waits for all that was asked before, every time, and is waited for: so memory that either stream
     gives back is not taken again before the other has done with it.
     """
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
         return first(), second()
-    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side = _side_stream(device)  # made in the step that runs before it is captured
+    if not torch.cuda.is_current_stream_capturing():
+        return first(), second()
+    main = torch.cuda.current_stream(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         of_second = second()
