@@ -80,15 +80,17 @@ class Fields:
             raise self._fault(name, f"between 1 and {most}")
         return value
 
-    def layer_sizes(self, name: str, num_layers: int, default: int | None = None) -> list[int]:
-        """A size of each layer, which the file has for all of them together, or one by one."""
+    def layer_sizes(
+        self, name: str, num_layers: int, default: int | None = None, *, least: int = 1
+    ) -> list[int]:
+        """A size of each layer, at least `least`, which the file has for all of them together, or one by one."""
         is_list = isinstance(self._values.get(name), list)
-        found = self.integers(name) if is_list else (self.size(name, default),)
+        found = self.integers(name) if is_list else (self.integer(name, default),)
         if len(found) not in (1, num_layers):
             raise self.error(f"{name} has {len(found)} entries for {num_layers} layers")
         for size in found:
-            if not 1 <= size <= _LARGEST_SIZE:
-                raise self.error(f"{name} must be between 1 and {_LARGEST_SIZE}, not {size}")
+            if not least <= size <= _LARGEST_SIZE:
+                raise self.error(f"{name} must be between {least} and {_LARGEST_SIZE}, not {size}")
         return [*found] * (num_layers // len(found))
 
     def within(self, name: str, least: float, most: float) -> float | None:

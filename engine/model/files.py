@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
-from engine.model.gguf.container import is_gguf, read_header
+from engine.model.gguf.container import GgufTensor, is_gguf, read_header
 from engine.model.gguf.kinds import Kind
 from engine.model.gguf.names import Names
 from engine.model.safetensors import TensorEntry, TensorFiles, renamed
@@ -26,9 +27,14 @@ def _open_gguf(path: Path) -> TensorFiles:
     own_names = {name: tensor for tensor in header.tensors if (name := names.engine_name(tensor)) is not None}
     found = {name: header.tensors[own_name] for name, own_name in own_names.items()}
     entries = {
-        name: TensorEntry(tensor.file, tensor.type.name, tensor.shape, tensor.start, tensor.num_bytes)
+        name: TensorEntry(tensor.file, tensor.type.name, _shape(name, tensor), tensor.start, tensor.num_bytes)
         for name, tensor in found.items()
     }
     return TensorFiles(
         path, entries, lambda name: own_names.get(name) or names.ggml_name(name), config="the metadata"
     )
+
+
+def _shape(name: str, tensor: GgufTensor) -> tuple[int, ...]:
+    """The shape of a tensor; a norm that lies by groups of heads is one row."""
+    return (prod(tensor.shape),) if name.endswith("norm.weight") else tensor.shape

@@ -160,8 +160,8 @@ def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     arrays: dict[str, Array] = {}
-    parts = _parts(load_file(folder / "model.safetensors"), has_experts=has_experts)
-    for name, tensor in _rows_first(_stacked(parts), config).items():
+    parts = fused_parts_apart(load_file(folder / "model.safetensors"), has_experts=has_experts)
+    for name, tensor in _rows_first(stacked_experts(parts), config).items():
         found = _own_name(name, names)
         arrays[found] = _converted(name, tensor, config, kind).numpy()
     rope = config["rope_parameters"]
@@ -195,7 +195,7 @@ def _own_name(name: str, names: gguf.TensorNameMap) -> str:
     return str(found)
 
 
-def _parts(tensors: dict[str, Tensor], *, has_experts: bool) -> dict[str, Tensor]:
+def fused_parts_apart(tensors: dict[str, Tensor], *, has_experts: bool) -> dict[str, Tensor]:
     """Granite's fused maps of gates and ups are taken apart, and other families' names stand for its own."""
     shared = "mlp.shared_experts" if has_experts else "mlp"
     modules = {"shared_mlp": shared, "block_sparse_moe": "mlp.experts"}
@@ -215,7 +215,7 @@ def _parts(tensors: dict[str, Tensor], *, has_experts: bool) -> dict[str, Tensor
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<map>.+)")
 
 
-def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all experts of a layer in one."""
     stacks: dict[str, list[Tensor]] = {}
     for name in sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)]):

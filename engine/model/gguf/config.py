@@ -14,11 +14,12 @@ from pathlib import Path
 from engine.config import GenerationDefaults, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.families.common import FULL, MAX_LAYERS, MAX_POSITIONS, SLIDING
+from engine.model.families.common import FINAL_NORM, FULL, MAX_LAYERS, MAX_POSITIONS, SLIDING
 from engine.model.gguf.container import SUPPORTED, GgufTensor, Header, read_bytes, read_header
 from engine.model.gguf.experts import expert_entries, stacked_maps, stored_feed_forward
 from engine.model.gguf.kinds import Kind
 from engine.model.gguf.names import Names
+from engine.model.gguf.states import state_entries, stored_state
 from engine.model.parse import parse_config
 from engine.spec import Attention, Layer, Mixer, ModelSpec
 
@@ -127,18 +128,20 @@ def _entries(header: Header, kind: Kind) -> dict[str, object]:
     """The entries of the config.json that the model was converted from."""
     fields, name = header.fields, header.fields.text("general.architecture")
     _refuse_the_unsupported(fields, name, kind)
-    hidden, heads = fields.size(f"{name}.embedding_length"), fields.size(f"{name}.attention.head_count")
-    depth = _depth(fields, name)
+    depth, states = _depth(fields, name), {}
+    if kind.has_states:
+        states = state_entries(header, name, depth)
+    hidden, heads = fields.size(f"{name}.embedding_length"), _heads(fields, name, kind)
     head_dim = fields.size(f"{name}.attention.key_length", max(1, hidden // heads))
     windowed_dim = fields.size(f"{name}.attention.key_length_swa", head_dim)
-    inner = fields.layer_sizes(f"{name}.feed_forward_length", depth)
+    inner = _inner_sizes(fields, name, kind, depth)
     window = max(0, fields.integer(f"{name}.attention.sliding_window", kind.window))
     kinds = _layer_types(header, name, depth) if window else [FULL] * depth
     eps, eps_entry = kind.eps
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        **_kv_heads(header, name, heads, kinds or [FULL] * depth),
+        **_kv_heads(header, name, kind, heads, kinds or [FULL] * depth),
         "head_dim": windowed_dim,
         "global_head_dim": head_dim,
         "num_hidden_layers": depth,
@@ -154,6 +157,7 @@ def _entries(header: Header, kind: Kind) -> dict[str, object]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **_rope(header, name, kind, head_dim, windowed_dim),
         **kind.entries,
+        **states,
         **expert_entries(header, name, kind, depth),
         **_numbers(fields, name, {entry: key for key, entry in kind.keys.items()}),
     }
@@ -165,9 +169,24 @@ def _depth(fields: Fields, name: str) -> int:
     return count - int(fields.within(f"{name}.nextn_predict_layers", 0, count - 1) or 0)
 
 
-def _kv_heads(header: Header, name: str, heads: int, kinds: list[str]) -> dict[str, object]:
+def _heads(fields: Fields, name: str, kind: Kind) -> int:
+    """The query heads of layers with attention; files may have 0 where there are none, or a number for each layer."""
+    key = f"{name}.attention.head_count"
+    return max([*fields.integers(key), 1]) if kind.has_states else fields.size(key)
+
+
+def _inner_sizes(fields: Fields, name: str, kind: Kind, depth: int) -> list[int]:
+    """The widths of feed-forward parts; 0 stands for a layer without one."""
+    sizes = fields.layer_sizes(f"{name}.feed_forward_length", depth, least=0 if kind.has_states else 1)
+    return [size for size in sizes if size] or [1]
+
+
+def _kv_heads(header: Header, name: str, kind: Kind, heads: int, kinds: list[str]) -> dict[str, object]:
     """The heads of keys and values of layers with a window, and of those without one, whose keys may be values, too."""
-    counts = header.fields.layer_sizes(f"{name}.attention.head_count_kv", len(kinds), heads)
+    least = 0 if kind.has_states else 1
+    counts = header.fields.layer_sizes(f"{name}.attention.head_count_kv", len(kinds), heads, least=least)
+    if kind.has_states:
+        counts = [max(counts) or heads] * len(kinds)
     of_kinds = dict(zip(reversed(kinds), reversed(counts), strict=True))
     full = kinds.index(FULL) if FULL in kinds else 0
     return {
@@ -259,7 +278,12 @@ def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
         )
         for number, layer in enumerate(spec.layers)
     )
-    return replace(spec, ropes=ropes, layers=tuple(layers), final_norm=replace(spec.final_norm, offset=0.0))
+    return replace(
+        spec,
+        ropes=ropes,
+        layers=tuple(layers),
+        final_norm=replace(spec.final_norm, offset=0.0, name=FINAL_NORM),
+    )
 
 
 def _without_offsets(layer: Layer) -> Layer:
@@ -268,8 +292,10 @@ def _without_offsets(layer: Layer) -> Layer:
 
 
 def _stored_mixer(mixer: Mixer | None, layer: int, header: Header, kind: Kind) -> Mixer | None:
+    if mixer is None:
+        return None
     if not isinstance(mixer, Attention):
-        return mixer
+        return stored_state(mixer, layer, header, header.fields.text("general.architecture"))
     norms = {name: replace(norm, offset=0.0) for name, norm in mixer.norms().items()}
     return replace(
         mixer,

@@ -48,7 +48,11 @@ _ENTRIES = {
     "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_count": ("n_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
-    "expert_shared_feed_forward_length": ("shared_intermediate_size", "shared_expert_intermediate_size"),
+    "expert_shared_feed_forward_length": (
+        "shared_intermediate_size",
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
     "expert_weights_scale": ("routed_scaling_factor",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
@@ -95,6 +99,7 @@ def _layers(header: Header, depth: int) -> dict[str, object]:
         "mlp_only_layers": [layer for layer in range(depth) if layer not in sparse],
         "moe_layers": sparse,
         "first_k_dense_replace": first,
+        "num_dense_layers": first,
         "moe_layer_start_index": first,
     }
 
@@ -108,11 +113,13 @@ def stored_feed_forward(own: Mlp | Experts | None, layer: int, header: Header) -
     if own is None:
         return None
     if isinstance(own, Mlp):
-        return replace(own, has_bias=has("ffn_gate.bias"))
+        if own.gate_up == ("shared_mlp.input_linear",) and has("ffn_gate.weight"):  # Granite's
+            own = replace(own, gate_up=_dense(_PROJECTIONS[0:2]), down=_dense(_PROJECTIONS[2:])[0])
+        return replace(own, has_bias=has("ffn_gate.bias" if own.is_gated else "ffn_up.bias"))
     shared = own.shared
     if shared is not None and has("ffn_down_shexp.weight"):
-        gate, up, down = (f"{_SHARED}.{name}" for name in _PROJECTIONS)
-        shared = replace(shared, gate_up=(gate, up), down=down, has_bias=has("ffn_down_shexp.bias"))
+        *gate_up, down = (f"{_SHARED}.{name}" for name in _PROJECTIONS[0 if shared.is_gated else 1 :])
+        shared = replace(shared, gate_up=tuple(gate_up), down=down, has_bias=has("ffn_down_shexp.bias"))
     return replace(
         own,
         router=_stored_router(own.router, has_bias=has("ffn_gate_inp.bias")),
@@ -124,6 +131,10 @@ def stored_feed_forward(own: Mlp | Experts | None, layer: int, header: Header) -
         shared=shared,
         shared_gate=_SHARED_GATE if own.shared_gate else "",
     )
+
+
+def _dense(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"mlp.{name}" for name in names)
 
 
 def _stored_router(router: Router, *, has_bias: bool) -> Router:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.fields import Fields
-from engine.model.families import FAMILIES
+from engine.model.families import FAMILIES, WITH_STATES
+from engine.model.gguf import states
 
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -26,6 +27,31 @@ _GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+
+
+_QWEN_NEXTN = {"nextn_predict_layers": "mtp_num_hidden_layers"}
+_LFM2 = {
+    **states.SHORT_CONV,
+    "token_embd_norm": "model.norm",
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_LFM2_EPS = ("attention.layer_norm_rms_epsilon", "norm_eps")
+_NEMOTRON = {
+    **states.mamba_names("mixer"),
+    "attn_norm": "norm",
+    **{f"attn_{name}": f"mixer.{name}_proj" for name in "qkv"},
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+}
+_NEMOTRON_EPS = ("attention.layer_norm_rms_epsilon", "layer_norm_epsilon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +81,8 @@ class Kind:
     rotates_in_part: bool = False
     rope: Mapping[str, object] = field(default_factory=dict)
     """Entries of `rope_parameters` that no key stands for."""
+    has_states: bool = False
+    """Whether layers may have a state: layers without attention or a feed-forward part count 0 of what is in it."""
     wide_depth: int = 0
     """Gemma's model with so many layers scales scores by hidden_size / heads, and all others by the size of a head."""
 
@@ -190,8 +218,62 @@ ROWS = {
         gating=2,
         rotates_in_part=True,
     ),
+    "qwen35": Kind(
+        architecture="Qwen3_5ForCausalLM",
+        keys=_QWEN_NEXTN,
+        names=states.DELTA,
+        rotates_in_part=True,
+        has_states=True,
+    ),
+    "qwen35moe": Kind(
+        architecture="Qwen3_5MoeForCausalLM",
+        sparse="Qwen3_5MoeForCausalLM",
+        keys=_QWEN_NEXTN,
+        names=states.DELTA,
+        rotates_in_part=True,
+        has_states=True,
+    ),
+    "qwen3next": Kind(
+        architecture="Qwen3NextForCausalLM",
+        sparse="Qwen3NextForCausalLM",
+        keys=_QWEN_NEXTN,
+        names=states.DELTA,
+        rotates_in_part=True,
+        has_states=True,
+    ),
+    "lfm2": Kind(architecture="Lfm2ForCausalLM", names=_LFM2, eps=_LFM2_EPS, has_states=True),
+    "lfm2moe": Kind(
+        architecture="Lfm2MoeForCausalLM",
+        sparse="Lfm2MoeForCausalLM",
+        gating=2,
+        names=_LFM2,
+        eps=_LFM2_EPS,
+        has_states=True,
+    ),
+    "granitehybrid": Kind(
+        architecture="GraniteMoeHybridForCausalLM",
+        sparse="GraniteMoeHybridForCausalLM",
+        keys=_GRANITE,
+        entries={"num_local_experts": 0},
+        names=states.mamba_names("mamba"),
+        is_interleaved=True,
+        has_states=True,
+    ),
+    "nemotron_h": Kind(
+        architecture="NemotronHForCausalLM", names=_NEMOTRON, eps=_NEMOTRON_EPS, has_states=True
+    ),
+    "nemotron_h_moe": Kind(
+        architecture="NemotronHForCausalLM",
+        sparse="NemotronHForCausalLM",
+        gating=2,
+        keys={"nextn_predict_layers": "num_nextn_predict_layers", "moe_latent_size": "moe_latent_size"},
+        names=_NEMOTRON,
+        eps=_NEMOTRON_EPS,
+        has_states=True,
+    ),
+    "mamba2": Kind(architecture="Mamba2ForCausalLM", names=_NEMOTRON, eps=_NEMOTRON_EPS, has_states=True),
 }
 """By `general.architecture`. Mistral's older models are of the kind llama, and OLMo 3 is of olmo2."""
 
-KINDS = {name: kind for name, kind in ROWS.items() if kind.architecture in FAMILIES}
+KINDS = {name: kind for name, kind in ROWS.items() if kind.architecture in FAMILIES | WITH_STATES}
 """The rows whose families are served."""

@@ -10,6 +10,7 @@ from engine.quant.storages.names import stack_of
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.norm",  # LFM2's
     "output_norm": "model.norm",
     "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -38,7 +39,8 @@ _TENSORS = {
     **experts.TENSORS,
 }
 """Tensors of a layer that transformers has no module for."""
-_GGML_TENSORS = {name: ggml for ggml, name in _TENSORS.items()}
+_BARE = ("ssm_a", "ssm_d", "ssm_dt.bias")
+"""Names of kinds that are whole ones: nothing follows them."""
 
 _LAYER, _GGML_LAYER = re.compile(r"model\.layers\.(\d+)\."), re.compile(r"blk\.(0|[1-9]\d{0,5})\.")
 _MODULE = re.compile(r"(?P<module>.+)\.(?P<kind>weight|bias)")
@@ -49,6 +51,8 @@ class Names:
 
     def __init__(self, kind: Kind) -> None:
         self._of_a_layer = {**_OF_A_LAYER, **kind.names}
+        self._tensors = _TENSORS | {ggml: name for ggml, name in kind.names.items() if ggml in _BARE}
+        self._ggml_tensors = {name: ggml for ggml, name in self._tensors.items()}
         common = {name: ggml for table in (_OUTSIDE, _OF_A_LAYER) for ggml, name in table.items()}
         self._ggml = {**common, **{name: ggml for ggml, name in kind.names.items()}}
 
@@ -56,8 +60,8 @@ class Names:
         """The engine's name of ggml's tensor; None if it is none of the decoder's."""
         layer, rest = _split(_GGML_LAYER, name)
         found = _MODULE.fullmatch(rest)
-        if layer is not None and rest in _TENSORS:
-            return f"model.layers.{layer}.{_TENSORS[rest]}"
+        if layer is not None and rest in self._tensors:
+            return f"model.layers.{layer}.{self._tensors[rest]}"
         if found is None:
             return None
         module = _OUTSIDE.get(found["module"]) if layer is None else self._module(found["module"])
@@ -77,8 +81,8 @@ class Names:
     def ggml_name(self, name: str) -> str:
         """ggml's name of the engine's tensor; of one of a single expert, that of the stack."""
         layer, rest = _split(_LAYER, stack_of(name))
-        if layer is not None and rest in _GGML_TENSORS:
-            return f"blk.{layer}.{_GGML_TENSORS[rest]}"
+        if layer is not None and rest in self._ggml_tensors:
+            return f"blk.{layer}.{self._ggml_tensors[rest]}"
         found = _MODULE.fullmatch(rest)
         if found is None or found["module"] not in self._ggml:
             return name

@@ -21,10 +21,12 @@ from engine.execution.loader import load_model
 from engine.execution.memory import weight_bytes
 from engine.fields import Fields
 from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.ops import reference_kernels
+from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.ranks import Ranks
 from engine.kernels.state_cache import StateCache, StateLayout
 from engine.model.files import open_files
+from engine.model.gguf import config as gguf
+from engine.model.gguf.container import is_gguf
 from engine.model.parse import parse_config, read_config
 from engine.model.quantizing import Scheme
 from engine.model.split import split_config
@@ -44,7 +46,7 @@ from tests.engine.test_family_runs import greedy
 CPU = torch.device("cpu")
 TOKEN_IDS = [7 * i % 390 + 3 for i in range(90)]
 NUM_PENDING = 4
-OPTIONS = LoadOptions(device="cpu")
+OPTIONS, KERNELS = LoadOptions(device="cpu"), reference_kernels(CPU, torch.float32)
 EVEN = dict.fromkeys(
     (
         "intermediate_size",
@@ -61,9 +63,15 @@ EVEN = dict.fromkeys(
 class Run:
     """A model, and some sequences with a slot each; sequence s has the s-th dozen of KV blocks."""
 
-    def __init__(self, folder: Path, options: LoadOptions = OPTIONS, ranks: Thread | None = None) -> None:
-        config = read_config(folder)
-        files, kernels = unstacked(open_files(folder), config), reference_kernels(CPU, torch.float32)
+    def __init__(
+        self,
+        folder: Path,
+        options: LoadOptions = OPTIONS,
+        ranks: Thread | None = None,
+        kernels: Kernels = KERNELS,
+    ) -> None:
+        config = gguf.read_config(folder) if is_gguf(folder) else read_config(folder)
+        files = unstacked(open_files(folder), config)
         if ranks is not None:
             part = split_config(config, ranks.size, ranks.rank)
             files = SplitFiles(files, config, part, cast("Ranks", ranks))
@@ -223,8 +231,7 @@ def test_all_linear_maps_but_the_gates_are_quantized_at_load(family: str, tmp_pa
 def test_the_plan_counts_every_number(family: str, tmp_path: Path) -> None:
     path = STATES[family].make(tmp_path)
     tensors = load_file(path / "model.safetensors").values()
-    kernels = reference_kernels(CPU, torch.float32)
-    assert weight_bytes(read_config(path), kernels) == sum(tensor.nbytes for tensor in tensors)
+    assert weight_bytes(read_config(path), KERNELS) == sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize(

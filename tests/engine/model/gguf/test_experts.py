@@ -214,15 +214,17 @@ def test_experts_where_none_are_known_are_refused(tmp_path: Path) -> None:
         read_config(path)
 
 
-def test_every_kind_with_experts_has_a_name_of_its_own_for_each_tensor() -> None:
+def test_every_kind_with_experts_or_states_has_a_name_of_its_own_for_each_tensor() -> None:
     """All that the `gguf` library calls a tensor of these kinds is known, but for what is no part of a decoder."""
-    unknown = ("rope_freqs", "attn_rot_embd", "nextn", "attn_sinks", "exp_probs_b")
+    unknown = ("rope_freqs", "attn_rot_embd", "nextn", "attn_sinks", "exp_probs_b", "ffn_latent", "dense_2")
+    ends = {"ssm_a": "", "ssm_d": "", "ssm_dt": ".bias"}
     for name, kind in ROWS.items():
         architecture = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
         names, seen = Names(kind), set()
         for tensor in gguf.MODEL_TENSORS[architecture]:
-            own = f"{gguf.TENSOR_NAMES[tensor].format(bid=3)}.weight"
-            if kind.sparse and not any(part in own for part in unknown):
+            bare = gguf.TENSOR_NAMES[tensor].format(bid=3)
+            own = bare + ends.get(bare.removeprefix("blk.3."), ".weight")
+            if (kind.sparse or kind.has_states) and not any(part in own for part in unknown):
                 found = names.engine_name(own)
                 assert found is not None, own
                 assert found not in seen
