@@ -93,7 +93,7 @@ class Kind:
         Raises:
             CheckpointError: it is not supported.
         """
-        return KINDS[fields.one_of("general.architecture", *KINDS)]
+        return _READ[fields.one_of("general.architecture", *_READ)]
 
 
 ROWS = {
@@ -275,5 +275,6 @@ ROWS = {
 }
 """By `general.architecture`. Mistral's older models are of the kind llama, and OLMo 3 is of olmo2."""
 
-KINDS = {name: kind for name, kind in ROWS.items() if kind.architecture in FAMILIES | WITH_STATES}
+KINDS = {name: kind for name, kind in ROWS.items() if kind.architecture in FAMILIES and not kind.has_states}
+_READ = {name: kind for name, kind in ROWS.items() if kind.architecture in FAMILIES | WITH_STATES}
 """The rows whose families are served."""
