@@ -1,0 +1,221 @@
+"""How fast the native decoder runs experts: one row, 16 rows and 512 rows, beside memory and dense products.
+
+python -m lab.bench.experts                     # layers of 30B-A3B in int4, int8 and bfloat16
+python -m lab.bench.experts --types int4 --layers 12
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from ctypes import c_void_p
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from app.bench.measures import measure_memory
+from app.bench.statistics import number, table
+from engine.fields import Fields
+from engine.kernels.batch import Batch
+from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeExperts, Team, load_library
+from engine.kernels.experts import ExpertLinear
+from engine.kernels.kv_cache import KVCache, KVLayout
+from engine.kernels.linear import Linear
+from engine.kernels.select import native_kernels
+from engine.model.parameters import ExpertsWeights, LayerWeights, Weights
+from engine.model.parse import parse_config
+from engine.model.transformer import make_decoder
+from engine.quant.formats import DENSE, Format, NamedTensors, Rounding
+from engine.quant.quantization import Quantization
+from engine.spec import Experts, LinearMap, expert_field
+from lab.bench.sparse_files import A3B_30B, SparseShape, sparse_config
+
+TYPES = ("int4", "int8", "bfloat16")
+ROWS = (1, 16, 512)
+PARTS = ("route", "prepare", "gate_up", "down", "combine")
+"""The kinds of phases that experts consist of, but for the norm of what they read."""
+_VOCABULARY = 1024
+_LAYERS_OF_8_BITS = 99
+"""Stands for a layer that `--quantize int4` keeps in 4 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """The experts of one step, on average of the layers."""
+
+    type: str
+    rows: int
+    parts_ms: dict[str, float]
+    touched: float
+    """Experts that some row had."""
+    gb_per_s: float
+    """The weights of those in the time of a layer."""
+    gflop_per_s: float
+    dense_gflop_per_s: float
+    """Of the products of a dense part with as many active weights."""
+
+
+class Model:
+    """Layers of random experts, which all have the same numbers, though each a copy of its own."""
+
+    def __init__(self, team: Team, type: str, shape: SparseShape) -> None:
+        self.team, self.type, self.shape = team, type, shape
+        self.config = parse_config(Fields("", sparse_config(replace(shape, vocabulary=_VOCABULARY))))
+        self.kernels = native_kernels(team, torch.bfloat16)
+        layers = [self._layer(number) for number in range(shape.num_layers)]
+        embedding = torch.randn(_VOCABULARY, shape.hidden).bfloat16()
+        weights = Weights(embedding, layers, torch.ones(shape.hidden), nn.Identity(), is_tied=False)
+        layout = KVLayout.of(self.config, BLOCK_SIZE)
+        kv = KVCache(layout, max(ROWS) // BLOCK_SIZE, torch.bfloat16, torch.device("cpu"))
+        decoder = make_decoder(self.config, weights, self.kernels, kv, max(ROWS))
+        assert isinstance(decoder, NativeDecoder)
+        self.decoder = decoder
+
+    def _layer(self, number: int) -> LayerWeights:
+        layer, shape = self.config.layers[number], self.shape
+        maps, norm, head_norm = layer.maps(), torch.ones(shape.hidden), torch.ones(shape.head_dim)
+        assert isinstance(layer.feed_forward, Experts)
+        experts = ExpertsWeights(
+            spec=layer.feed_forward,
+            kernels=self.kernels,
+            eps=1e-6,
+            router=self._linear(maps["router"]),
+            gate_up=self._experts(maps[expert_field(0, "gate_up")]),
+            down=self._experts(maps[expert_field(0, "down")]),
+        )
+        qkv, o = self._linear(maps["qkv"]), self._linear(maps["o"])
+        return LayerWeights(
+            qkv=qkv,
+            o=o,
+            feed_forward=experts,
+            input_norm=norm,
+            post_norm=norm,
+            q_norm=head_norm,
+            k_norm=head_norm,
+        )
+
+    def _experts(self, map: LinearMap) -> ExpertLinear:
+        tensors, format, rows = self._random(map)
+        count = self.shape.num_experts
+        each = ((tensors, None) for _ in range(count))
+        return self.kernels.pack_experts(each, format, count, rows, gated=map.is_gated)
+
+    def _linear(self, map: LinearMap) -> Linear:
+        tensors, format, _ = self._random(map)
+        return self.kernels.linear(tensors, format, None)
+
+    def _random(self, map: LinearMap) -> tuple[NamedTensors, Format, int]:
+        rows, columns = sum(part.count for part in map.rows), map.in_features
+        weight, kept = torch.randn(rows, columns) / columns**0.5, kept_in(self.type, columns)
+        if map.stays or isinstance(kept, torch.dtype):
+            return {"weight": weight.bfloat16()}, DENSE, rows
+        return kept.quantize(weight), kept, rows
+
+    @property
+    def expert_bytes(self) -> int:
+        own = self._first()
+        return own.gate_up[0].num_bytes + own.down[0].num_bytes
+
+    def _first(self) -> NativeExperts:
+        return next(op.experts for op in self.decoder.ops if op.experts is not None)
+
+    def dense_seconds(self, rows: int) -> float:
+        """The time of so many rows through the linear maps of `top_k` experts, all rows through each."""
+        count, own, total = self.shape.top_k, self._first(), 0.0
+        for linears in (own.gate_up, own.down):
+            handles = (c_void_p * count)(*[linear.handle for linear in linears[:count]])
+            call = self.team.library.call
+            total += call("penstock_measure_products", self.team.handle, handles, count, rows, 1) * count
+        return total
+
+    def steps(self, rows: int) -> Iterator[dict[str, float]]:
+        """Milliseconds of each part in steps of other tokens, one sequence each of them or one of all."""
+        generator = torch.Generator().manual_seed(rows)
+        while True:
+            batch = self._batch(torch.randint(_VOCABULARY, (rows,), generator=generator).int())
+            self.team.time(True)
+            self.decoder(batch)
+            times = self.team.times()
+            self.team.time(False)
+            yield {part: times[part].open_ns / 1e6 / self.shape.num_layers for part in PARTS}
+
+    def _batch(self, token_ids: Tensor) -> Batch:
+        rows = len(token_ids)
+        positions = torch.arange(rows, dtype=torch.int32)
+        blocks = torch.arange(-(-rows // BLOCK_SIZE), dtype=torch.int32)
+        starts, lens = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([rows], dtype=torch.int32)
+        return Batch(token_ids, positions, starts, lens, blocks[None], positions)
+
+
+def kept_in(type: str, in_features: int) -> torch.dtype | Rounding:
+    if type == "bfloat16":
+        return torch.bfloat16
+    return Quantization(type).layer_format(_LAYERS_OF_8_BITS, in_features)
+
+
+def measure(team: Team, type: str, shape: SparseShape, repeats: int) -> list[Figure]:
+    model = Model(team, type, shape)
+    return [_figure(model, rows, repeats) for rows in ROWS]
+
+
+def _figure(model: Model, rows: int, repeats: int) -> Figure:
+    """The best step for its experts, and the best dense products, in turns: other processes slow both."""
+    shape, steps, taken = model.shape, model.steps(rows), list[tuple[float, float, dict[str, float]]]()
+    next(steps)
+    dense_s = math.inf
+    for _ in range(repeats):
+        parts = next(steps)
+        taken.append((sum(parts.values()), model.decoder.num_experts_touched / shape.num_layers, parts))
+        dense_s = min(dense_s, model.dense_seconds(rows))
+    ms, experts, parts = min(taken, key=lambda step: step[0] / step[1])
+    flop = 2.0 * rows * shape.top_k * 3 * shape.hidden * shape.inner
+    return Figure(
+        type=model.type,
+        rows=rows,
+        parts_ms=parts,
+        touched=experts,
+        gb_per_s=experts * model.expert_bytes / ms / 1e6,
+        gflop_per_s=flop / ms / 1e6,
+        dense_gflop_per_s=flop / dense_s / 1e9,
+    )
+
+
+def print_figures(figures: list[Figure], memory_gb_per_s: float) -> None:
+    print(f"memory: {memory_gb_per_s:.1f} GB/s")
+    head = ["experts, rows", *(f"{part} ms" for part in PARTS), "ms a layer", "experts", "GB/s", "of memory"]
+    lines = [
+        [
+            f"{own.type}, {own.rows}",
+            *(number(ms) for ms in own.parts_ms.values()),
+            number(sum(own.parts_ms.values())),
+            number(own.touched),
+            number(own.gb_per_s),
+            f"{own.gb_per_s / memory_gb_per_s:.0%}",
+            number(own.gflop_per_s),
+            f"{own.gflop_per_s / own.dense_gflop_per_s:.0%}",
+        ]
+        for own in figures
+    ]
+    print(table([*head, "GFLOP/s", "of dense"], lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    team = load_library(print).start_team(options.threads)
+    shape = replace(A3B_30B, num_layers=options.layers)
+    memory = measure_memory(team)
+    found = [figure for type in options.types for figure in measure(team, type, shape, options.repeats)]
+    print_figures(found, memory)
+
+
+if __name__ == "__main__":
+    main()
