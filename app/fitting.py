@@ -271,7 +271,8 @@ def _experts(fitting: Fitting, cases: Mapping[str, Case]) -> Iterator[str]:
         return
     from app import read_rate
 
-    rate = read_rate.read_rate("cpu" if fitting.limits.card is None else "cuda")
+    device = "cpu" if fitting.limits.card is None else "cuda"
+    rate = read_rate.read_rate(device, has_native=fitting.has_native)
     yield ""
     yield (
         f"{routers[0].num_experts} experts in {len(routers)} of {fitting.config.num_layers} layers, of which a token "

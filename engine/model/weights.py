@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.ahead import in_order
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.heap import trim_heap
@@ -245,6 +247,7 @@ class Reader:
         self._files = files
         self._progress = progress
         self._done, self._total = 0, total
+        self._lock = Lock()
 
     def norm(self, norm: Norm, prefix: str = "", heads: HeadOrder | None = None) -> Tensor:
         """The weight of a norm: a copy of its own, on the device. One that is changed is float32.
@@ -275,12 +278,11 @@ class Reader:
         return self.read(name).flatten().to(self.kernels.device, torch.float32, copy=True)
 
     def linear(self, spec: LinearSpec) -> Linear:
-        return self.pack(spec, self.parts(spec), self._biases(spec))
+        return self.pack(spec, *self._given(spec))
 
     def experts(self, specs: Sequence[LinearSpec]) -> ExpertLinear:
         """The linear maps of the experts of a layer, read one after another. What ranks add is added to their sum."""
-        each = ((self.parts(spec), self._biases(spec)) for spec in specs)
-        first = specs[0]
+        first, each = specs[0], in_order(partial(self._given, spec) for spec in specs)
         return self.kernels.pack_experts(
             each, first.format, len(specs), first.out_features, gated=first.gated
         )
@@ -293,6 +295,9 @@ class Reader:
         if spec.gathers is not None:
             return chained(linear, partial(gathered, ranks=ranks, num_outputs=spec.gathers))
         return chained(linear, ranks.sum) if spec.sums else linear
+
+    def _given(self, spec: LinearSpec) -> tuple[NamedTensors, Tensor | None]:
+        return self.parts(spec), self._biases(spec)
 
     def single(self, spec: LinearSpec) -> NamedTensors:
         """The tensors of its only part, which may be the memory of the mapped file."""
@@ -341,6 +346,7 @@ class Reader:
 
     def read(self, name: str) -> Tensor:
         """A tensor of the files, whose bytes are counted."""
-        self._done += self._files.entries[name].num_bytes
-        self._progress(self._done, self._total)
-        return self._files.read(name)
+        with self._lock:  # experts are read in threads
+            self._done += self._files.entries[name].num_bytes
+            self._progress(self._done, self._total)
+            return self._files.read(name)

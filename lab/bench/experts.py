@@ -24,7 +24,7 @@ from engine.kernels.experts import ExpertLinear
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.linear import Linear
 from engine.kernels.select import native_kernels
-from engine.model.parameters import ExpertsWeights, LayerWeights, Weights
+from engine.model.parameters import AttentionWeights, ExpertsWeights, LayerWeights, Weights
 from engine.model.parse import parse_config
 from engine.model.transformer import make_decoder
 from engine.quant.formats import DENSE, Format, NamedTensors, Rounding
@@ -87,13 +87,10 @@ class Model:
         )
         qkv, o = self._linear(maps["qkv"]), self._linear(maps["o"])
         return LayerWeights(
-            qkv=qkv,
-            o=o,
+            mixer=AttentionWeights(qkv=qkv, o=o, q_norm=head_norm, k_norm=head_norm),
             feed_forward=experts,
             input_norm=norm,
             post_norm=norm,
-            q_norm=head_norm,
-            k_norm=head_norm,
         )
 
     def _experts(self, map: LinearMap) -> ExpertLinear:
@@ -166,8 +163,10 @@ def _figure(model: Model, rows: int, repeats: int) -> Figure:
     next(steps)
     dense_s = math.inf
     for _ in range(repeats):
+        model.decoder.take_experts_touched()
         parts = next(steps)
-        taken.append((sum(parts.values()), model.decoder.num_experts_touched / shape.num_layers, parts))
+        touched, layers = model.decoder.take_experts_touched()
+        taken.append((sum(parts.values()), touched / layers, parts))
         dense_s = min(dense_s, model.dense_seconds(rows))
     ms, experts, parts = min(taken, key=lambda step: step[0] / step[1])
     flop = 2.0 * rows * shape.top_k * 3 * shape.hidden * shape.inner

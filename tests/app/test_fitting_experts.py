@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine.config import LoadOptions, ModelConfig
 from engine.errors import NotEnoughMemory
 from engine.execution import loader, memory
 from engine.execution.memory import expert_bytes, weight_bytes
+from engine.kernels.cpu.native import NativeUnavailable, Team, load_library
 from engine.kernels.ops import reference_kernels
 from engine.model.parse import read_config
 from tests.engine.checkpoints import make_checkpoint
@@ -38,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Level.OK, "compiler", "c++"))
-    monkeypatch.setattr(read_rate, "read_rate", lambda _: 2e9)
+    monkeypatch.setattr(read_rate, "read_rate", lambda _, has_native: 2e9 if has_native else 0.0)
 
 
 def dense_bytes(config: ModelConfig) -> int:
@@ -115,4 +117,29 @@ def test_what_is_rounded_the_most_has_no_other_way(folder: Path, monkeypatch: py
 def test_the_read_rate_is_that_of_the_best_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_rate, "_CPU_BYTES", 1 << 12)
     times = iter((0.0, 0.5, 1.0, 1.25, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0))
-    assert measured_rate("cpu", lambda: next(times)) == (1 << 12) / 0.25
+    assert measured_rate("cpu", has_native=False, clock=lambda: next(times)) == (1 << 12) / 0.25
+
+
+def test_the_read_rate_of_native_kernels_is_what_they_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        load_library(lambda _: None)
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    teams = list[object]()
+
+    def measured(team: object) -> float:
+        teams.append(team)
+        return 3.0
+
+    monkeypatch.setattr(read_rate, "measure_memory", measured)
+    assert measured_rate("cpu", has_native=True) == 3e9
+    assert [type(team) for team in teams] == [Team]
+
+
+def test_without_native_kernels_the_read_rate_is_that_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(_: object) -> NoReturn:
+        raise NativeUnavailable("no compiler")
+
+    monkeypatch.setattr(read_rate, "_CPU_BYTES", 1 << 12)
+    monkeypatch.setattr(read_rate, "load_library", unavailable)
+    assert measured_rate("cpu", has_native=True) > 0

@@ -16,6 +16,9 @@ from engine.kernels.cpu.linear import PackedLinear
 from engine.kernels.experts import ExpertLinear, ListedExperts
 from engine.spec import EXPERT_ACTIVATIONS, SCORINGS, Activation, Experts, Router
 
+NORMS = ("router_norm", "experts_norm", "experts_out_norm", "shared_norm", "shared_out_norm")
+"""In the order that they have in Experts of program.h."""
+
 
 class RouterFields(ctypes.Structure):
     """A Router of routing.h."""
@@ -42,7 +45,7 @@ class ExpertsFields(ctypes.Structure):
         ("activation", ActivationFields),
         ("shared_activation", c_int32),
         *fields(c_void_p, "logits gate_up down shared_gate_up shared_down shared_gate"),
-        *fields(c_void_p, "router_norm norm out_norm shared_norm shared_out_norm"),
+        *fields(c_void_p, " ".join(NORMS)),
     ]
 
 
@@ -75,7 +78,7 @@ class NativeExperts:
         Raises:
             ValueError: a part has another shape than the description says.
         """
-        spec, hidden = self.spec, self.spec.hidden_size
+        spec = self.spec
         self._check()
         made = _fields(self.gate_up, self.down, spec.activation, spec.router.weighs_inputs, kept)
         made.router = _router(spec.router, self.choice_bias, self.expert_scale, kept)
@@ -84,11 +87,8 @@ class NativeExperts:
             made.shared_activation = EXPERT_ACTIVATIONS.index(spec.shared.activation)
             made.shared_gate_up, made.shared_down = self.shared_gate_up.handle, self.shared_down.handle
             made.shared_gate = None if self.shared_gate is None else self.shared_gate.handle
-        made.router_norm = _address(self.router_norm, hidden, kept)
-        made.norm = _address(self.experts_norm, hidden, kept)
-        made.out_norm = _address(self.experts_out_norm, hidden, kept)
-        made.shared_norm = _address(self.shared_norm, hidden, kept)
-        made.shared_out_norm = _address(self.shared_out_norm, hidden, kept)
+        for norm in NORMS:
+            setattr(made, norm, _address(getattr(self, norm), spec.hidden_size, kept))
         kept.append(self)
         return made
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <new>
 
 #if defined(__linux__)
@@ -13,9 +14,14 @@
 
 namespace penstock {
 
+// Frees memory, or lets go of what it is a part of.
 template <class T>
 struct Freed {
-    void operator()(T* p) const { std::free(p); }
+    std::shared_ptr<char> whole;
+
+    void operator()(T* p) const {
+        if (!whole) std::free(p);
+    }
 };
 
 template <class T>
@@ -52,5 +58,31 @@ Buffer<T> allocate_hot(size_t count) {
     if (bytes < kHugePage / 2) return allocate<T>(count);
     return allocate<T>((bytes + kHugePage - 1) / kHugePage * kHugePage / sizeof(T));
 }
+
+// Memory for what stays for long and is small beside a huge page: pieces share those, and a piece is freed with the last
+// of its neighbours.
+class SharedPages {
+   public:
+    template <class T>
+    Buffer<T> allocate(size_t count) {
+        const size_t bytes = (std::max<size_t>(count, 1) * sizeof(T) + 63) / 64 * 64;
+        if (bytes > kMostOfPiece) return penstock::allocate<T>(count);
+        std::lock_guard<std::mutex> turn(turn_);
+        if (!whole_ || used_ + bytes > kWhole) {
+            whole_.reset(penstock::allocate<char>(kWhole).release(), std::free);
+            used_ = 0;
+        }
+        char* piece = whole_.get() + used_;
+        used_ += bytes;
+        return Buffer<T>(reinterpret_cast<T*>(piece), Freed<T>{whole_});
+    }
+
+   private:
+    static constexpr size_t kWhole = size_t(64) << 20, kMostOfPiece = size_t(8) << 20;
+
+    std::mutex turn_;
+    std::shared_ptr<char> whole_;
+    size_t used_ = 0;
+};
 
 }  // namespace penstock

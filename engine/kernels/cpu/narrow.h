@@ -69,22 +69,6 @@ PENSTOCK_INLINE wide_bytes looked_up(const uint8_t* table, wide_bytes places) {
 #endif
 }
 
-template <Type kType>
-using TypeIs = std::integral_constant<Type, kType>;
-
-// Calls function with a constant, which is the type of integers of less than 8 bits.
-template <class Function>
-void with_bits(Type type, const Function& function) {
-    switch (type) {
-        case Type::int2: return function(TypeIs<Type::int2>());
-        case Type::int3: return function(TypeIs<Type::int3>());
-        case Type::int5: return function(TypeIs<Type::int5>());
-        case Type::int6: return function(TypeIs<Type::int6>());
-        case Type::int_places: return function(TypeIs<Type::int_places>());
-        default: return function(TypeIs<Type::int4>());
-    }
-}
-
 // Weights of a panel, `count` of them from k on, a byte each: what is in the bits plus `lowest`, or what the table has
 // in that place.
 template <Type kType>

@@ -52,6 +52,22 @@ constexpr int bits_of(Type type) {
 constexpr int low_bits_of(Type type) { return bits_of(type) == 8 ? 8 : bits_of(type) == 2 || bits_of(type) == 3 ? 2 : 4; }
 constexpr int planes_of(Type type) { return bits_of(type) - low_bits_of(type); }
 
+template <Type kType>
+using TypeIs = std::integral_constant<Type, kType>;
+
+// Calls function with a constant, which is the type of integers of less than 8 bits.
+template <class Function>
+void with_bits(Type type, const Function& function) {
+    switch (type) {
+        case Type::int2: return function(TypeIs<Type::int2>());
+        case Type::int3: return function(TypeIs<Type::int3>());
+        case Type::int5: return function(TypeIs<Type::int5>());
+        case Type::int6: return function(TypeIs<Type::int6>());
+        case Type::int_places: return function(TypeIs<Type::int_places>());
+        default: return function(TypeIs<Type::int4>());
+    }
+}
+
 inline bool is_integer(Type type) { return bits_of(type) > 0; }
 
 // Whether weights are decoded to floats before they are multiplied.
@@ -99,6 +115,7 @@ struct LinearSource {
     int32_t group;               // k per scale: k itself, or of integers a multiple of 16 that divides it, else of 8
     int32_t span;                // groups per unit
     int32_t is_exact;            // see form_for
+    int32_t alone;               // the caller packs it without the team, as others do others
     const void* weight;          // [rows][k]; a byte each: places, or integers, which see Linear::lowest
     FactorSource scales, offsets;
     const int32_t* permutation;  // [k]: weight i multiplies input permutation[i]; or null. Of integers only
@@ -277,40 +294,67 @@ struct Linear {
     }
 };
 
-// Calls put(panel, place, weight) for every weight of a panel, which is 0 before; `source` has words of the weights' size.
+constexpr size_t kWordsAtOnce = 64;  // of each row: what they become stays in the first-level cache for all rows of a panel
+
+// Calls put(panel, i, column, word) for every word of the rows of a panel, which is 0 before. A weight has `size` bytes in
+// the source, and the last word of a row maybe fewer weights than others.
 template <class Word, class Put>
-void pack_panel(const Linear& linear, const void* source, int p, const Put& put) {
+void pack_panel(const Linear& linear, const void* source, size_t size, int p, const Put& put) {
     char* out = linear.data.get() + p * linear.panel_bytes();
     std::memset(out, 0, linear.panel_bytes());
-    for (int c = 0; c < kPanel; c++) {
-        const int row = linear.source_row(p, c);
-        if (row < 0) continue;
-        const Word* in = static_cast<const Word*>(source) + static_cast<size_t>(row) * linear.k;
-        for (int i = 0; i < linear.k; i++) put(out, linear.place(i, c), in[i]);
-    }
+    const size_t bytes = linear.k * size, whole = bytes / sizeof(Word), left = bytes % sizeof(Word);
+    for (size_t from = 0; from < whole + (left > 0); from += kWordsAtOnce)
+        for (int c = 0; c < kPanel; c++) {
+            const int row = linear.source_row(p, c);
+            if (row < 0) continue;
+            const char* in = static_cast<const char*>(source) + row * bytes;
+            const size_t to = std::min(whole, from + kWordsAtOnce);
+            Word word{};
+            for (size_t i = from; i < to; i++) {
+                std::memcpy(&word, in + i * sizeof word, sizeof word);
+                put(out, i, c, word);
+            }
+            if (to - from == kWordsAtOnce || left == 0) continue;
+            word = {};
+            std::memcpy(&word, in + whole * sizeof word, left);
+            put(out, whole, c, word);
+        }
 }
 
+// Neighbours in k that lie side by side are one word.
 template <class Word>
-void pack_words(const Linear& linear, const void* source, int p) {
-    pack_panel<Word>(linear, source, p, [](char* out, size_t place, Word word) {
-        reinterpret_cast<Word*>(out)[place] = word;
+void pack_words(const Linear& linear, const void* source, size_t size, int p) {
+    pack_panel<Word>(linear, source, size, p, [](char* out, size_t i, int c, Word word) {
+        reinterpret_cast<Word*>(out)[i * kPanel + c] = word;
     });
 }
 
-// Places in a table, or integers of less than 8 bits.
-inline void pack_bits(const Linear& linear, const void* source, int p) {
-    const bool has_places = linear.type == Type::int_places;
-    const int lowest = is_integer(linear.type) ? linear.lowest() : 0;
-    uint8_t place_of[256] = {};  // in a table of integers, of each of them as a byte
-    for (int i = 0; has_places && i < 16; i++)
-        place_of[static_cast<uint8_t>(static_cast<int8_t>(linear.table[i]))] = static_cast<uint8_t>(i);
-    pack_panel<int8_t>(linear, source, p, [&](char* out, size_t place, int8_t number) {
-        const int code = has_places ? place_of[static_cast<uint8_t>(number)] : number - lowest;
-        const auto [byte, shift] = linear.low_bits_at(place);
-        out[byte] |= static_cast<char>((code & ((1 << linear.low_bits()) - 1)) << shift);
-        for (int plane = 0; plane < linear.planes(); plane++) {
-            const auto [at, bit] = linear.high_bit(place, plane);
-            out[at] |= static_cast<char>((code >> (linear.low_bits() + plane) & 1) << bit);
+// Places in a table of floats.
+inline void pack_places(const Linear& linear, const void* source, int p) {
+    pack_panel<uint8_t>(linear, source, 1, p, [&](char* out, size_t i, int c, uint8_t code) {
+        const auto [byte, shift] = linear.low_bits_at(linear.place(static_cast<int>(i), c));
+        out[byte] |= static_cast<char>(code << shift);
+    });
+}
+
+// Integers of less than 8 bits, four at a time, or their places in a table.
+template <Type kType>
+void pack_bits(const Linear& linear, const void* source, int p) {
+    constexpr int kLow = low_bits_of(kType), kParts = 8 / kLow;
+    constexpr uint32_t kEach = 0x01010101, kLowest = kEach * ((1 << kLow) - 1);
+    const uint32_t half = kType == Type::int_places || linear.offsets ? 0 : kEach << (bits_of(kType) - 1);
+    uint8_t place_of[256] = {};  // of each integer as a byte
+    if (kType == Type::int_places)
+        for (int i = 0; i < 16; i++) place_of[static_cast<uint8_t>(static_cast<int8_t>(linear.table[i]))] = static_cast<uint8_t>(i);
+    pack_panel<uint32_t>(linear, source, 1, p, [=, &linear, &place_of](char* out, size_t i, int c, uint32_t four) {
+        if (kType == Type::int_places)
+            for (int j = 0; j < 32; j += 8) four = (four & ~(255u << j)) | uint32_t(place_of[four >> j & 255]) << j;
+        const uint32_t codes = four ^ half;  // of a number from -half on, less that, in the low bits
+        reinterpret_cast<uint32_t*>(out)[i / kParts * kPanel + c] |= (codes & kLowest) << i % kParts * kLow;
+        char* high = out + linear.high_bits(static_cast<int>(i) * 4) + c / 2;
+        for (int plane = 0; plane < planes_of(kType); plane++, high += 8) {
+            const uint32_t bits = ((codes >> (kLow + plane) & kEach) * 0x01020408) >> 24 & 15;
+            *high |= static_cast<char>(bits << c % 2 * 4);
         }
     });
 }
@@ -327,10 +371,10 @@ void pack_numbers(const Linear& linear, const void* source, int runs, char* to) 
             }
 }
 
-inline RunNumbers pack_runs(const Linear& linear, const void* source, Type type, int runs) {
+inline RunNumbers pack_runs(SharedPages& pages, const Linear& linear, const void* source, Type type, int runs) {
     RunNumbers numbers{type, runs, {}};
     if (source == nullptr) return numbers;
-    numbers.data = allocate<char>(static_cast<size_t>(linear.panels) * runs * kPanel * numbers.size());
+    numbers.data = pages.allocate<char>(static_cast<size_t>(linear.panels) * runs * kPanel * numbers.size());
     const auto pack = numbers.size() == 1   ? pack_numbers<uint8_t>
                       : numbers.size() == 2 ? pack_numbers<uint16_t>
                                             : pack_numbers<uint32_t>;
@@ -338,10 +382,10 @@ inline RunNumbers pack_runs(const Linear& linear, const void* source, Type type,
     return numbers;
 }
 
-inline GroupNumbers pack_groups(const Linear& linear, const FactorSource& source, int span) {
+inline GroupNumbers pack_groups(SharedPages& pages, const Linear& linear, const FactorSource& source, int span) {
     const int groups = linear.groups();
-    return {pack_runs(linear, source.values, static_cast<Type>(source.type), groups),
-            pack_runs(linear, source.units, static_cast<Type>(source.unit_type), groups / span), span};
+    return {pack_runs(pages, linear, source.values, static_cast<Type>(source.type), groups),
+            pack_runs(pages, linear, source.units, static_cast<Type>(source.unit_type), groups / span), span};
 }
 
 // The padding of k that a product's steps need.
@@ -369,10 +413,11 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     auto linear = std::make_unique<Linear>(
         Linear{type, form, n, k, padded_depth(form, k, group), group, divide_up(k, group), gated, panels,
                {}, {}, {}, {}, {}, {}});
-    linear->data = allocate<char>(panels * linear->panel_bytes());
-    linear->bias = pack_runs(*linear, source.bias, Type::f32, 1);
-    linear->scales = pack_groups(*linear, source.scales, source.span);
-    linear->offsets = pack_groups(*linear, source.offsets, source.span);
+    SharedPages& pages = team.pages();
+    linear->data = pages.allocate<char>(panels * linear->panel_bytes());
+    linear->bias = pack_runs(pages, *linear, source.bias, Type::f32, 1);
+    linear->scales = pack_groups(pages, *linear, source.scales, source.span);
+    linear->offsets = pack_groups(pages, *linear, source.offsets, source.span);
     if (type == Type::e4m3)
         for (size_t i = 0; i < linear->scales.bytes(panels) / sizeof(float); i++)
             reinterpret_cast<float*>(linear->scales.values.data.get())[i] *= kNumberUnit;
@@ -384,16 +429,21 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
         linear->table = allocate<float>(16);
         std::copy(source.table, source.table + 16, linear->table.get());
     }
-    run_chunks(team, static_cast<uint32_t>(panels), [&](uint32_t p, int) {
+    const auto pack_one = [&](uint32_t p, int) {
         const int panel = static_cast<int>(p);
-        if (bits_of(type) % 8 || type == Type::places) return pack_bits(*linear, source.weight, panel);
-        switch (type) {
-            case Type::f32: return pack_words<uint32_t>(*linear, source.weight, panel);
-            case Type::int8:
-            case Type::e4m3: return pack_words<uint8_t>(*linear, source.weight, panel);
-            default: return pack_words<uint16_t>(*linear, source.weight, panel);
+        if (type == Type::places) return pack_places(*linear, source.weight, panel);
+        if (bits_of(type) % 8) return with_bits(type, [&](auto t) { pack_bits<t()>(*linear, source.weight, panel); });
+        const size_t size = is_integer(type) || is_coded(type) ? 1 : size_of(type);
+        switch (size * linear->together()) {
+            case 4: return pack_words<uint32_t>(*linear, source.weight, size, panel);
+            case 2: return pack_words<uint16_t>(*linear, source.weight, size, panel);
+            default: return pack_words<uint8_t>(*linear, source.weight, size, panel);
         }
-    });
+    };
+    if (source.alone)
+        for (int p = 0; p < panels; p++) pack_one(p, 0);
+    else
+        run_chunks(team, static_cast<uint32_t>(panels), pack_one);
     return linear;
 }
 

@@ -80,6 +80,9 @@ class Team {
     // Belongs to the chunk that this worker is running, and holds nothing once that chunk is done.
     float* scratch(int worker) const { return reinterpret_cast<float*>(scratch_[worker].get()); }
 
+    // Where its weights lie.
+    SharedPages& pages() { return pages_; }
+
     // False after a fork: the threads stayed behind. The child works alone, and must not destroy the team, whose
     // condition variable would wait for them.
     bool is_whole() const { return getpid() == owner_; }
@@ -228,6 +231,7 @@ class Team {
     const int size_;
     const pid_t owner_;
     std::vector<Buffer<char>> scratch_;
+    SharedPages pages_;
     std::mutex turn_;
 
     void* job_ = nullptr;
