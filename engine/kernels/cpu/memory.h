@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -14,14 +15,24 @@
 
 namespace penstock {
 
+// Memory that has parts, and is freed with the last of them.
+struct Whole {
+    char* start;
+    std::atomic<size_t> parts{1};
+
+    void let_go() {
+        if (parts.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        std::free(start);
+        delete this;
+    }
+};
+
 // Frees memory, or lets go of what it is a part of.
 template <class T>
 struct Freed {
-    std::shared_ptr<char> whole;
+    Whole* whole = nullptr;
 
-    void operator()(T* p) const {
-        if (!whole) std::free(p);
-    }
+    void operator()(T* p) const { whole ? whole->let_go() : std::free(p); }
 };
 
 template <class T>
@@ -63,17 +74,25 @@ Buffer<T> allocate_hot(size_t count) {
 // of its neighbours.
 class SharedPages {
    public:
+    SharedPages() = default;
+    SharedPages(const SharedPages&) = delete;
+    ~SharedPages() {
+        if (whole_) whole_->let_go();
+    }
+
     template <class T>
     Buffer<T> allocate(size_t count) {
         const size_t bytes = (std::max<size_t>(count, 1) * sizeof(T) + 63) / 64 * 64;
         if (bytes > kMostOfPiece) return penstock::allocate<T>(count);
         std::lock_guard<std::mutex> turn(turn_);
         if (!whole_ || used_ + bytes > kWhole) {
-            whole_.reset(penstock::allocate<char>(kWhole).release(), std::free);
+            if (whole_) whole_->let_go();
+            whole_ = new Whole{penstock::allocate<char>(kWhole).release()};
             used_ = 0;
         }
-        char* piece = whole_.get() + used_;
+        char* piece = whole_->start + used_;
         used_ += bytes;
+        whole_->parts.fetch_add(1, std::memory_order_relaxed);
         return Buffer<T>(reinterpret_cast<T*>(piece), Freed<T>{whole_});
     }
 
@@ -81,7 +100,7 @@ class SharedPages {
     static constexpr size_t kWhole = size_t(64) << 20, kMostOfPiece = size_t(8) << 20;
 
     std::mutex turn_;
-    std::shared_ptr<char> whole_;
+    Whole* whole_ = nullptr;
     size_t used_ = 0;
 };
 

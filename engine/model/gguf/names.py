@@ -6,7 +6,7 @@ import re
 
 from engine.model.gguf import experts
 from engine.model.gguf.kinds import Kind
-from engine.quant.storages.names import stack_of
+from engine.quant.stacks import stack_of
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",

@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.fields import Fields
 from engine.quant.formats import NamedTensors, by_rows
 from engine.quant.integers import Factors, Integers
+from engine.quant.stacks import stack_of
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.mxfp4 import DOUBLED, MXFP4, half_scales
-from engine.quant.storages.names import stack_of
 
 _QUARTERS = (0, 2, 4, 6)
 

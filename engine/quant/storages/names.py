@@ -12,15 +12,8 @@ from engine.quant.storage import PLAIN, Storage, Storages
 
 EMBEDDING, LM_HEAD, LAYERS = "model.embed_tokens", "lm_head", "model.layers."
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-
 IsMeant = Callable[[str], bool]
 """Whether a linear map, given by its full name, is among those that are meant."""
-
-
-def stack_of(name: str) -> str:
-    """The name of the stack that what belongs to one expert is a part of; of anything else, its own name."""
-    return _EXPERT.sub(".experts.", name)
 
 
 def all_but(storage: Storage, is_excluded: IsMeant) -> Storages:
