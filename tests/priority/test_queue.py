@@ -13,6 +13,7 @@ from engine.planning.request import Request
 from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue
 from priority.refusal import Refusal
+from priority.steptime import StepTimeModel
 from tests.priority.simulated_engine import ask, check_books, lines, permissive, serve, settle, take, take_all
 from tests.priority.simulated_engine import make_queue as make_permissive_queue
 
@@ -326,3 +327,13 @@ def test_a_token_of_a_long_prompt_fills_more_of_a_lane(num_prompt: int, num_wait
         queue.put(request, 0.0)
     with pytest.raises(Refusal, match="prompt tokens"):
         queue.put(requests[-1], 0.0)
+
+
+def test_the_time_of_a_step_is_the_models_once_it_is_known() -> None:
+    step = 100, 8, 4_000, 5_000
+    assert LaneQueue(Lock()).step_seconds(*step) == 0.0
+    model = StepTimeModel(
+        {"alpha_s": 0.01, "beta_s": 1e-4, "gamma_s": 1e-3, "delta_s": 1e-6, "epsilon_s": 1e-8}
+    )
+    queue = LaneQueue(Lock(), model=model)
+    assert queue.step_seconds(*step) == model.seconds(*step) > 0.01

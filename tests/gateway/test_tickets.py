@@ -1,0 +1,33 @@
+"""Tickets: which of a switch's reservations it is told of as let in."""
+
+from __future__ import annotations
+
+from contextvars import copy_context
+
+import pytest
+
+from gateway.http.correlation import CORRELATION, Correlation
+from gateway.tickets import Tickets
+
+LARGEST = 10**15 - 1
+
+
+@pytest.mark.parametrize(
+    ("ticket", "told"),
+    [
+        ("ab/7", [7]),
+        (f"ab/{LARGEST}", [LARGEST]),
+        (f"ab/{LARGEST + 1}", []),
+        ("ab/seven", []),
+        ("another/7", []),
+        ("", []),
+    ],
+)
+def test_a_switch_is_told_of_its_own_tickets_alone(ticket: str, told: list[int]) -> None:
+    tickets, context = Tickets(), copy_context()
+    context.run(CORRELATION.set, Correlation("r", "POST", "/", {}, ticket))
+    with tickets.listening("ab") as mine:
+        context.run(tickets.note_let_in)
+        assert mine == told
+    context.run(tickets.note_let_in)  # nobody listens any more
+    assert mine == told
