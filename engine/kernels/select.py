@@ -5,12 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.ahead import in_order
 from engine.config import LoadOptions, ModelConfig
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
@@ -56,18 +54,10 @@ def select(
 def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
     """C++ for the CPU; activations are float32, weights and KV are `dtype`, quantized weights are integers."""
 
-    def linear(
-        tensors: NamedTensors,
-        format: Format,
-        bias: Tensor | None,
-        *,
-        gated: bool = False,
-        alone: bool = False,
-    ) -> Linear:
-        if not isinstance(format, native.PACKED):
-            return native.PackedLinear(team, format.unpack(tensors), bias, dtype, gated, alone=alone)
-        is_exact = dtype == torch.float32
-        return native.PackedLinear.of(team, tensors, format, bias, gated, is_exact=is_exact, alone=alone)
+    def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
+        if isinstance(format, native.PACKED):
+            return native.PackedLinear.of(team, tensors, format, bias, gated, is_exact=dtype == torch.float32)
+        return native.PackedLinear(team, format.unpack(tensors), bias, dtype, gated)
 
     def pack_experts(
         experts: Iterable[tuple[NamedTensors, Tensor | None]],
@@ -77,8 +67,7 @@ def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
         *,
         gated: bool = False,
     ) -> ExpertLinear:
-        pack = partial(linear, format=format, gated=gated, alone=True)
-        packed = list(in_order(partial(pack, tensors, bias=bias) for tensors, bias in experts))
+        packed = [linear(tensors, format, bias, gated=gated) for tensors, bias in experts]
         assert len(packed) == num_experts
         return ListedExperts(packed, out_features // 2 if gated else out_features)
 

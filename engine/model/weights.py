@@ -281,7 +281,7 @@ class Reader:
         return self.pack(spec, *self._given(spec))
 
     def experts(self, specs: Sequence[LinearSpec]) -> ExpertLinear:
-        """The linear maps of the experts of a layer, read one after another. What ranks add is added to their sum."""
+        """The linear maps of the experts of a layer, read in threads. What ranks add is added to their sum."""
         first, each = specs[0], in_order(partial(self._given, spec) for spec in specs)
         return self.kernels.pack_experts(
             each, first.format, len(specs), first.out_features, gated=first.gated

@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "pack.h"
+#include "panels.h"
 
 namespace penstock {
 

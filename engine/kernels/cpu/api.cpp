@@ -4,6 +4,7 @@
 #include "inputs.h"
 #include "likely.h"
 #include "measure.h"
+#include "pack.h"
 #include "sample.h"
 
 using namespace penstock;

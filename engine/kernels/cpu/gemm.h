@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "pack.h"
+#include "panels.h"
 
 namespace penstock {
 

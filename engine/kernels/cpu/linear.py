@@ -39,7 +39,7 @@ class _Factors(ctypes.Structure):
 
 class _Source(ctypes.Structure):
     _fields_ = [
-        *fields(c_int32, "type rows k gated group span is_exact alone"),
+        *fields(c_int32, "type rows k gated group span is_exact"),
         ("weight", c_void_p),
         *fields(_Factors, "scales offsets"),
         *fields(c_void_p, "permutation bias table"),
@@ -88,21 +88,13 @@ class PackedLinear:
         weight: [rows, in]; it is rounded to `dtype`, float32, float16 or bfloat16.
         bias: [rows], or None.
         gated: the first half of the rows are gates and the second ups; the rows / 2 outputs are silu(gate) * up.
-        alone: the calling thread packs it without the team, as other threads pack others.
     """
 
     def __init__(
-        self,
-        team: Team,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        gated: bool = False,
-        *,
-        alone: bool = False,
+        self, team: Team, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, gated: bool = False
     ) -> None:
         tensors = {"weight": weight.detach().to("cpu", dtype)}
-        self._pack(team, _Layout(DTYPES[dtype], tensors, weight.shape[1]), bias, gated, alone=alone)
+        self._pack(team, _Layout(DTYPES[dtype], tensors, weight.shape[1]), bias, gated)
 
     @classmethod
     def of(
@@ -114,7 +106,6 @@ class PackedLinear:
         gated: bool = False,
         *,
         is_exact: bool = False,
-        alone: bool = False,
     ) -> PackedLinear:
         """The layer of a weight in one of PACKED, given as the tensors of its format.
 
@@ -127,7 +118,7 @@ class PackedLinear:
             CheckpointError: the kernels have no such groups of integers.
         """
         linear = cls.__new__(cls)
-        linear._pack(team, _layout(tensors, format), bias, gated, is_exact=is_exact, alone=alone)
+        linear._pack(team, _layout(tensors, format), bias, gated, is_exact)
         return linear
 
     def cap(self, scale: float, softcap: float) -> None:
@@ -168,14 +159,7 @@ class PackedLinear:
         return out
 
     def _pack(
-        self,
-        team: Team,
-        layout: _Layout,
-        bias: Tensor | None,
-        gated: bool,
-        *,
-        is_exact: bool = False,
-        alone: bool = False,
+        self, team: Team, layout: _Layout, bias: Tensor | None, gated: bool, is_exact: bool = False
     ) -> None:
         kept = {name: tensor.contiguous() for name, tensor in layout.tensors.items()}
         self.num_rows, self.in_features = kept["weight"].shape
@@ -197,7 +181,6 @@ class PackedLinear:
             group=layout.group_size,
             span=layout.span,
             is_exact=is_exact,
-            alone=alone,
             weight=kept["weight"].data_ptr(),
             scales=_Factors.of(kept.get("scale"), kept.get("scale_unit")),
             offsets=_Factors.of(kept.get("offset", kept.get("zero")), kept.get("offset_unit")),
