@@ -210,9 +210,8 @@ class StepResults(SequenceStore):
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         """Starts another choice of a request, which shares blocks with its parent; without a seat, it waits."""
         child = self._choice_after(parent, index)
-        if self._has_seat() and self.tables.fork(
-            parent, child
-        ):  # else it gave way while this step was in flight
+        # Nothing is left to share of a parent that gave way while this step was in flight.
+        if self._has_seat() and self.tables.fork(parent, child):
             self.running.append(child)
         else:
             self._enqueue_waiting(child)

@@ -275,7 +275,7 @@ def test_a_wheel_of_the_source_distribution_has_native_kernels_where_there_is_no
     for name, value in {"PATH": "/nowhere", "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("REPORTS", str(environment.reports))
-    for name in ("CXX", "PENSTOCK_KERNELS", "PENSTOCK_CPU_ISA"):
+    for name in ("CXX", "PENSTOCK_KERNELS", "PENSTOCK_CPU_ISA", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
     command = [str(environment.bin / "penstock")]
     doctor = subprocess.run([*command, "doctor", "--port", "0"], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ model; a row says what llama.cpp's converter calls by another name, leaves out, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.fields import Fields
 from engine.model.families import FAMILIES, WITH_STATES
@@ -95,6 +95,14 @@ class Kind:
         """
         return _READ[fields.one_of("general.architecture", *_READ)]
 
+
+_QWEN35 = Kind(
+    architecture="Qwen3_5ForCausalLM",
+    keys=_QWEN_NEXTN,
+    names=states.DELTA,
+    rotates_in_part=True,
+    has_states=True,
+)
 
 ROWS = {
     "llama": Kind(
@@ -218,29 +226,9 @@ ROWS = {
         gating=2,
         rotates_in_part=True,
     ),
-    "qwen35": Kind(
-        architecture="Qwen3_5ForCausalLM",
-        keys=_QWEN_NEXTN,
-        names=states.DELTA,
-        rotates_in_part=True,
-        has_states=True,
-    ),
-    "qwen35moe": Kind(
-        architecture="Qwen3_5MoeForCausalLM",
-        sparse="Qwen3_5MoeForCausalLM",
-        keys=_QWEN_NEXTN,
-        names=states.DELTA,
-        rotates_in_part=True,
-        has_states=True,
-    ),
-    "qwen3next": Kind(
-        architecture="Qwen3NextForCausalLM",
-        sparse="Qwen3NextForCausalLM",
-        keys=_QWEN_NEXTN,
-        names=states.DELTA,
-        rotates_in_part=True,
-        has_states=True,
-    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(_QWEN35, architecture="Qwen3_5MoeForCausalLM", sparse="Qwen3_5MoeForCausalLM"),
+    "qwen3next": replace(_QWEN35, architecture="Qwen3NextForCausalLM", sparse="Qwen3NextForCausalLM"),
     "lfm2": Kind(architecture="Lfm2ForCausalLM", names=_LFM2, eps=_LFM2_EPS, has_states=True),
     "lfm2moe": Kind(
         architecture="Lfm2MoeForCausalLM",

@@ -62,8 +62,7 @@ def driver(
     return StepDriver(runner, budget=BUDGET, num_blocks=12, drafting=drafting).run(*requests)
 
 
-def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.device) -> None:
-    """Prompts in chunks, short ends of prompts, decodes alone and together, out of graphs that do the work again."""
+def check_whole_step(folder: Path, device: torch.device) -> None:
     graphs = RepeatingDevice()
     found = driver(
         lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS)), graphs
@@ -71,6 +70,11 @@ def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.dev
     expected = driver(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
     assert found.tokens() == expected.tokens()
     assert len(set(graphs.replays)) > 3
+
+
+def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.device) -> None:
+    """Prompts in chunks, short ends of prompts, decodes alone and together, out of graphs that do the work again."""
+    check_whole_step(folder, device)
 
 
 def test_a_step_with_drafts_says_what_plain_torch_says_without(folder: Path, device: torch.device) -> None:
@@ -116,13 +120,7 @@ def test_a_quantized_cache_says_what_plain_torch_reads_from_one(folder: Path, de
 def test_a_model_with_experts_says_what_plain_torch_says(tmp_path: Path, device: torch.device) -> None:
     """Out of graphs, too."""
     folder = SPARSE["Qwen 3 MoE"].make(tmp_path, num_hidden_layers=1)
-    graphs = RepeatingDevice()
-    found = driver(
-        lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS)), graphs
-    )
-    expected = driver(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
-    assert found.tokens() == expected.tokens()
-    assert len(set(graphs.replays)) > 3
+    check_whole_step(folder, device)
 
 
 @pytest.mark.long("whole steps by Triton's interpreter")
