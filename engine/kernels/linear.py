@@ -92,11 +92,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         The integers as float32, and the scale [..., 1] of each row, which is its largest magnitude / 127.
     """
     largest = x.abs().amax(-1, keepdim=True)
-    factor = (
-        torch.full_like(largest, 127) / largest
-    )  # 127 / largest would be 127 * (1 / largest), rounded twice
+    most = torch.full_like(
+        largest, 127
+    )  # torch multiplies by the inverse of a plain number, which is rounded, too
+    factor = most / largest
     integers = (x * factor).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
-    return integers.masked_fill_(~(factor < torch.inf), 0.0), largest / 127
+    return integers.masked_fill_(~(factor < torch.inf), 0.0), largest / most
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

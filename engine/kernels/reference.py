@@ -128,7 +128,10 @@ def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
         token: its largest magnitude / that of the numbers, which is 127 in int8 and 448 in e4m3.
     """
     wide, largest = x.float(), LARGEST_NUMBER[dtype]
-    scale = wide.abs().amax(-1, keepdim=True) / largest
+    own = wide.abs().amax(-1, keepdim=True)
+    scale = own / torch.full_like(
+        own, largest
+    )  # by a plain number, CUDA's torch would multiply by its inverse
     numbers = (wide / scale).clamp_(-largest, largest).nan_to_num_(nan=0.0)
     return numbers.round_() if dtype == torch.int8 else numbers.to(dtype).float(), scale.squeeze(-1)
 

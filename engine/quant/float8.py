@@ -94,7 +94,10 @@ class Float8:
         blocks = torch.nn.functional.pad(weight.detach().float(), padding).view(
             shape[0], tall, shape[1], wide
         )
-        scale = blocks.abs().amax((1, 3), keepdim=True).clamp_(min=_SMALLEST) / LARGEST
+        largest = blocks.abs().amax((1, 3), keepdim=True).clamp_(min=_SMALLEST)
+        scale = largest / torch.full_like(
+            largest, LARGEST
+        )  # CUDA's torch would multiply by the inverse of a number
         numbers = (blocks / scale).clamp_(-LARGEST, LARGEST).flatten(2).flatten(0, 1)
         return {
             "weight": numbers[:out_features, :in_features].to(FLOAT8),

@@ -221,7 +221,7 @@ class Integers:
         assert self.factors is Factors.FLOAT32
         assert not self.is_permuted
         round_groups = _round_4_bits if self.bits == 4 else _round_8_bits
-        groups = weight.detach().float().numpy().reshape(weight.shape[0], -1, self.group_size)
+        groups = weight.detach().float().cpu().numpy().reshape(weight.shape[0], -1, self.group_size)
         rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
         starts = range(0, len(groups), rows_at_a_time)
         with ThreadPoolExecutor(num_cores()) as pool:

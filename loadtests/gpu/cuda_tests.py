@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from engine.cores import num_cores
 from loadtests.gpu.figures import emit, emit_skip
 from loadtests.gpu.packages import ROOT
 from loadtests.gpu.sizes import parse_arguments
 
-_PROCESSES = 4
-"""Most of the time goes into compiling kernels, on the host; one process has all tests of a file."""
+_MOST_PROCESSES = 14
+"""Most of the time goes into compiling kernels, on the host."""
 _MOST_TOLD = 20
 """Failed tests; the others are counted."""
 
@@ -75,7 +76,7 @@ def main() -> int:
     options = ["-q", "-W", "default", "-p", "no:cacheprovider", *_paths(folder, arguments.is_dry)]
     options += ["--ignore=tests/engine/kernels/triton/test_compiling.py"]  # needs no GPU, and takes its time
     if find_spec("xdist") is not None and not arguments.is_dry:
-        options += ["-n", str(_PROCESSES), "--dist", "loadfile"]
+        options += ["-n", str(min(_MOST_PROCESSES, num_cores())), "--dist", "worksteal"]
     tally = Tally(folder)
     with redirect_stdout(sys.stderr):
         return int(pytest.main(options, plugins=[tally]))

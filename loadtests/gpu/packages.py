@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = Path(__file__).parent / "wheels"
@@ -35,17 +36,33 @@ def prepare(target: Path, say: Callable[[str], None], wheels: Path = WHEELS) -> 
         PackagesMissing: something is still not there.
     """
     _extend_path(ROOT)
-    wanted = [wheel for wheel in sorted(wheels.glob("*.whl")) if not _is_installed(wheel)]
+    wanted = [wheel for wheel in sorted(wheels.glob("*.whl")) if not _is_installed(wheel.name.split("-")[0])]
     if wanted:
         say(f"unpacking {len(wanted)} wheels")
         _install(wanted, target)
         _extend_path(target)
+    if not _is_installed("penstock"):
+        describe_project(target)
+        _extend_path(target)
     check_packages(needed("bench"))
+
+
+def describe_project(target: Path) -> None:
+    """Lets servers of a checkout that is not installed know their version."""
+    name, version = (_project()[field] for field in ("name", "version"))
+    folder = target / f"{name}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def _project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project
 
 
 def needed(*extras: str) -> list[str]:
     """The requirements of Penstock with these extras as pyproject.toml has them, and those of the tests."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = _project()
     optional = (line for extra in extras for line in project["optional-dependencies"][extra])
     return [*project["dependencies"], *optional, *_TESTS]
 
@@ -105,10 +122,10 @@ def advice(missing: Sequence[str]) -> str:
     )
 
 
-def _is_installed(wheel: Path) -> bool:
-    """A wheel never takes the place of what the machine has."""
+def _is_installed(name: str) -> bool:
+    """What the machine has never gives way to a wheel."""
     try:
-        distribution(wheel.name.split("-")[0])
+        distribution(name)
     except PackageNotFoundError:
         return False
     return True

@@ -24,6 +24,8 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+SWIGLU_LIMIT = {"swiglu_limit": 1.5} if hasattr(transformers.GptOssConfig, "swiglu_limit") else {}
+"""Older releases of transformers compute with 7 whatever the config says."""
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -261,7 +263,7 @@ SPARSE: dict[str, Tiny] = {
             "sliding_window": 24,
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
-            "swiglu_limit": 1.5,
+            **SWIGLU_LIMIT,
             "rope_parameters": {**YARN, "truncate": False},
         },
     ),

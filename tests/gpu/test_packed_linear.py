@@ -95,7 +95,7 @@ def test_rows_in_e4m3_are_those_of_torch() -> None:
     largest = x.float().abs().amax(1)
     scaled = x.float() * (torch.full_like(largest, LARGEST) / largest)[:, None]
     assert torch.equal(numbers.float(), scaled.to(FLOAT8).float())
-    assert torch.equal(scale, largest / LARGEST)
+    assert torch.equal(scale, largest / torch.full_like(largest, LARGEST))
 
 
 def test_products_in_e4m3() -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,6 +55,12 @@ def test_a_wheel_does_not_take_the_place_of_what_is_here(
     write_wheel(tmp_path / "wheels", "numpy")
     prepare(tmp_path / "target", lambda _: None, tmp_path / "wheels")
     assert not (tmp_path / "target").exists()
+
+
+def test_a_checkout_that_is_not_installed_has_its_version(tmp_path: Path) -> None:
+    packages.describe_project(tmp_path)
+    (found,) = distributions(path=[str(tmp_path)])
+    assert (found.name, found.version) == ("penstock", version("penstock"))
 
 
 def test_a_broken_wheel_is_one_line(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.kernels.experts import ListedExperts
 from engine.kernels.packed import PACKED, UNIT, Code, PackedWeight, narrowest, pack, padded
-from engine.kernels.triton.packed_linear import ONE_GROUP, group_size_of, scales_of
+from engine.kernels.triton.packed_linear import ONE_GROUP, factor_types, group_size_of, scales_of
 from engine.kernels.triton.tiles import ProductTiling, step_inputs, step_size
 from engine.quant.formats import Format, NamedTensors
 
@@ -61,7 +61,7 @@ class PackedExperts:
         weight, missing = self.weight, (self.bias is None, self.permutation is None)
         if isinstance(weight, Tensor):
             return self.is_gated, missing
-        factors = weight.zero is None, weight.offset is None
+        factors = weight.zero is None, *factor_types(weight)
         return self.is_gated, missing, weight.code, scales_of(weight), group_size_of(weight), factors
 
     def layout(self, tiling: ProductTiling) -> dict[str, Any]:

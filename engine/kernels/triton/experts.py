@@ -24,6 +24,7 @@ from engine.kernels.triton.expert_kernels import (
     sum_choices_kernel,
 )
 from engine.kernels.triton.expert_weights import PackedExperts
+from engine.kernels.triton.packed_linear import in_stages
 from engine.kernels.triton.tiles import ROW_CLASSES, Card, ProductTiling, expert_rows
 from engine.spec import Activation
 
@@ -113,7 +114,9 @@ class TritonExperts:
             multiply(x, pairs, experts, tiling, activation)
 
     def tiling(self, experts: PackedExperts, dtype: torch.dtype, num_pairs: int) -> ProductTiling:
-        return self.card.expert_tiling(experts.code, dtype, expert_rows(num_pairs, experts.num_experts))
+        rows, weight = expert_rows(num_pairs, experts.num_experts), experts.weight
+        tiling = self.card.expert_tiling(experts.code, dtype, rows)
+        return tiling if isinstance(weight, Tensor) else in_stages(tiling, weight)
 
 
 def multiply(

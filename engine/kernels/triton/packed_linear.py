@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from engine.kernels.triton.packed_kernels import (
     quantize_rows_kernel,
     unpack_kernel,
 )
-from engine.kernels.triton.tiles import ROW_CLASSES, Card, num_parts, step_inputs
+from engine.kernels.triton.tiles import ROW_CLASSES, Card, ProductTiling, num_parts, step_inputs
 from engine.quant.float8 import FLOAT8, LARGEST
 
 MIN_UNPACKED_ROWS = ROW_CLASSES[-1] + 1
@@ -48,8 +48,8 @@ class TritonLinear:
     def kind(self) -> Hashable:
         """Maps of one kind run the same kernels."""
         weight = self.weight
-        tensors = weight.zero is None, weight.offset is None
-        return type(self), weight.code, scales_of(weight), group_size_of(weight), tensors
+        factors = weight.zero is None, *factor_types(weight)
+        return type(self), weight.code, scales_of(weight), group_size_of(weight), factors
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = permuted(x.reshape(-1, self.weight.in_features), self.weight).contiguous()
@@ -172,7 +172,7 @@ def multiply(
         return out
     scales = scales_of(weight)
     most_rows = next((most for most in ROW_CLASSES if num_rows <= most), ROW_CLASSES[-1])
-    tiling = card.tiling(weight.code, x.dtype, most_rows)
+    tiling = in_stages(card.tiling(weight.code, x.dtype, most_rows), weight)
     step = step_inputs(weight, tiling, in_groups=scales == "groups")
     num_steps = weight.padded_features // step
     parts, steps_per_part = num_parts(num_outputs, num_steps, tiling, card.chip)
@@ -275,6 +275,19 @@ def scales_of(weight: PackedWeight) -> str:
         return "units"  # few bits: the products with scales are exact, but for what float16 has no room for
     in_groups = weight.offset is None and (weight.group_size % UNIT == 0 or weight.scale.shape[0] == 1)
     return "groups" if in_groups else "weights"
+
+
+def in_stages(tiling: ProductTiling, weight: PackedWeight) -> ProductTiling:
+    """The tiling, with a single stage if every weight is multiplied or added to by a float32 of its own.
+
+    Triton would keep these of all stages in shared memory, which has no room for them.
+    """
+    is_wide = scales_of(weight) == "weights" and torch.float32 in factor_types(weight)
+    return replace(tiling, num_stages=1) if is_wide else tiling
+
+
+def factor_types(weight: PackedWeight) -> tuple[torch.dtype | None, ...]:
+    return weight.scale.dtype, None if weight.offset is None else weight.offset.dtype
 
 
 def group_size_of(weight: PackedWeight) -> int:

@@ -162,12 +162,12 @@ def _fitting(
 def shared_bytes(tiling: ProductTiling, code: Code | None, dtype: torch.dtype, cores: TensorCores) -> int:
     """The most shared memory of the product, as Triton compiles it for these tensor cores.
 
-    It holds the loads of all stages, of which mma.sync needs one less, and unpacked weights of one step where they
-    change hands on their way to the tensor cores. At the end it serves the sums on their way to memory.
+    It holds the loads of all stages, of which mma.sync needs one less if there are several, and unpacked weights of one
+    step where they change hands on their way to the tensor cores. At the end it serves the sums on their way to memory.
     """
     bits = 8 * dtype.itemsize if code is None else code.bits
     tiles = tiling.block_n * bits // 8 + tiling.block_m * dtype.itemsize
-    in_flight = tiling.num_stages - (cores is TensorCores.MMA_SYNC)
+    in_flight = max(1, tiling.num_stages - (cores is TensorCores.MMA_SYNC))
     weights = 0 if code is None else tiling.block_n * dtype.itemsize * bits // 8
     loop_bytes = tiling.block_k * (in_flight * tiles + weights)
     return max(loop_bytes, 4 * tiling.block_m * tiling.block_n) + 1024

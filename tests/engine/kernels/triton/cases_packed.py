@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +36,11 @@ def product(
     offset: bool = False,
     group_size: int = 128,
     is_part: bool = True,
+    factors: str = "*fp16",
 ) -> Case:
     tiling = card(architecture).tiling(code, dtype, most_rows)
+    if scales == "weights" and factors == "*fp32":
+        tiling = replace(tiling, num_stages=1)
     step = min(tiling.block_k, group_size) if scales == "groups" else tiling.block_k
     rounded = dtype == torch.int8
     of_part = "*i32" if rounded else "*fp32"
@@ -44,7 +48,7 @@ def product(
         "out": of_part if is_part else "*bf16",
         "x": f"*{TYPES[dtype]}",
         "codes": "*i8" if code is Code.INT8 else "*u8",
-        "scale": "*bf16" if scales == "units" else "*fp16",
+        "scale": "*bf16" if scales == "units" else factors,
         **dict.fromkeys(("num_rows", "num_steps", "steps_per_part", *SIZES), "i32"),
     }
     constants: dict[str, Any] = {"zero": None, "offset": None, "row_scale": None, "bias": None}
@@ -53,14 +57,15 @@ def product(
         arguments["zero"] = "*i8"
     if offset:
         constants.pop("offset")
-        arguments["offset"] = "*fp16"
+        arguments["offset"] = factors
     if rounded and not is_part:
         constants.pop("row_scale")
         arguments["row_scale"] = "*fp32"
     options = tiling.options
     warps, stages = options.pop("num_warps"), options.pop("num_stages")
     kind = [code.value, scales, TYPES[dtype], *(["whole"] if not is_part else [])]
-    kind += ["zeros"] * zero + ["offsets"] * offset + [f"groups of {group_size}"] * (scales != "rows")
+    kind += ["wide factors"] * (factors == "*fp32") + ["zeros"] * zero + ["offsets"] * offset
+    kind += [f"groups of {group_size}"] * (scales != "rows")
     return Case(
         name=f"packed_linear, {', '.join(kind)}, {most_rows} rows, for sm_{architecture}",
         kernel=packed_kernels.packed_linear_kernel,
@@ -101,6 +106,8 @@ def products() -> Iterator[Case]:
     yield product(80, many, Code.UINT4, "groups", torch.float32, zero=True)
     yield product(90, few, Code.INT4, "groups", torch.float16, group_size=32)
     yield product(90, some, Code.UINT4, "weights", offset=True, group_size=32)
+    for architecture in ARCHITECTURES:
+        yield product(architecture, some, Code.UINT4, "weights", offset=True, group_size=32, factors="*fp32")
     yield product(120, few, Code.INT8, "rows", torch.int8)
     yield product(120, many, Code.UINT4, "groups", zero=True)
 

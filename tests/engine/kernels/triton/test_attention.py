@@ -112,7 +112,8 @@ def test_small_weights_of_small_values_do_not_vanish(kv_dtype: torch.dtype, devi
     keys[0, :, 0], values[1:, :, 1] = 8.0, 1.0
     case.queries.zero_()
     case.queries[:, :, 0] = 15 * math.log(2) * 16**0.5 / 8
-    write_kv(case.layer_kv, keys, values, case._slots(case.batch.block_tables[0], torch.arange(128)))
+    slots = case._slots(case.batch.block_tables[0].cpu(), torch.arange(128))
+    write_kv(case.layer_kv, keys.to(device), values.to(device), slots.to(device))
     found = float(case.attend()[0, 1])
     assert found == pytest.approx(127 * 2**-15 / (1 + 127 * 2**-15), rel=0.004)
 

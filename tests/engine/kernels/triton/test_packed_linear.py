@@ -183,7 +183,7 @@ def test_rows_are_rounded_to_e4m3_as_torch_does(device: torch.device) -> None:
     scaled = (x * (torch.full_like(largest, LARGEST) / largest)[:, None]).nan_to_num(0)
     assert numbers.dtype == FLOAT8
     assert torch.equal(numbers.float(), scaled.to(FLOAT8).float())
-    assert torch.equal(scale, largest / LARGEST)
+    assert torch.equal(scale, largest / torch.full_like(largest, LARGEST))
 
 
 def test_the_kind_of_a_weight_chooses_its_product(card: Card, device: torch.device) -> None:

@@ -130,7 +130,8 @@ def test_same_tokens_as_plain_torch(device: torch.device, tile: int, num_example
         group = SequenceGroup([make_sequence(*row) for row in rows], device, tile)
         for step, slots in enumerate(([0, -1, 1], [1])):
             masks = None if share is None else random_masks(len(slots), VOCAB, share, seed + step)
-            found = group.step(make_logits(len(slots), seed + step, device), slots, masks=masks)
+            given = None if masks is None else masks.to(device)
+            found = group.step(make_logits(len(slots), seed + step, device), slots, masks=given)
             assert masks is None or all_allowed(torch.tensor(found), masks)
 
     check()
