@@ -89,6 +89,7 @@ class Kernels:
     kv_places: Callable[[Batch, int], Tensor]
     rotate_and_write: RotateAndWrite
     glu: Callable[[Tensor, str], Tensor]
+    activated: Callable[[Tensor, str], Tensor]
     route: Route
     run_experts: RunExperts
     gated_delta: RunGatedDelta
@@ -172,6 +173,7 @@ def reference_kernels(
         kv_places=reference.kv_places,
         rotate_and_write=reference.rotate_and_write,
         glu=reference.glu,
+        activated=reference.activated,
         route=experts.route,
         run_experts=experts.run_experts,
         gated_delta=recurrent.gated_delta,

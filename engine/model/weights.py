@@ -20,7 +20,6 @@ from engine.kernels.linear import Linear, chained
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import gathered
 from engine.kernels.recurrent import StateVectors
-from engine.kernels.reference import activated
 from engine.model.parameters import (
     AttentionWeights,
     ExpertsWeights,
@@ -196,7 +195,8 @@ def _feed_forward(
 
 def _mlp(own: Mlp, reader: Reader, specs: Mapping[str, LinearSpec], prefix: str = "") -> MlpWeights:
     gate_up, down = (reader.linear(specs[f"{prefix}{field}"]) for field in own.maps())
-    return MlpWeights(gate_up, down, reader.kernels.glu if own.is_gated else activated, own.activation)
+    kernels = reader.kernels
+    return MlpWeights(gate_up, down, kernels.glu if own.is_gated else kernels.activated, own.activation)
 
 
 def _experts(

@@ -142,6 +142,16 @@ def glu(size: Size, *, gelu: bool) -> Case:
     )
 
 
+def relu2(size: Size) -> Case:
+    pointer = f"*{size.dtype}"
+    return Case(
+        name=f"relu2, {size.name}",
+        kernel=activation.relu2_kernel,
+        arguments={"up": pointer, "out": pointer, "size": "i32"},
+        constexprs={"BLOCK": activation.BLOCK},
+    )
+
+
 SLOTS = Case(
     name="kv_places",
     kernel=rotary.kv_places_kernel,
@@ -192,4 +202,5 @@ CASES = [
     *(rotate_and_write(size, kv_dtype) for size in SIZES[:2] for kv_dtype in ("i8", "u8")),
     *(glu(size, gelu=False) for size in SIZES),
     *(glu(size, gelu=True) for size in SIZES[:2]),
+    *(relu2(size) for size in SIZES[1:4]),
 ]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels import reference
-from engine.kernels.triton.activation import BLOCK, glu
+from engine.kernels.triton.activation import BLOCK, activated, glu
 from tests.engine.kernels.random_inputs import check_silu_mul
 from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.few import examples
@@ -41,3 +41,15 @@ def test_closed_and_open_gates(device: torch.device) -> None:
 def test_other_dimensions_are_kept(device: torch.device) -> None:
     gate_up = torch.randn(2, 3, 10, device=device)
     check_silu_mul(glu, gate_up)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ups_alone_have_the_bits_of_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    """Those that are infinite once they are squared, and no numbers, too."""
+    generator = torch.Generator().manual_seed(0)
+    up = (300 * torch.randn(3, 2 * BLOCK + 7, generator=generator)).to(device, dtype)
+    up[0, :3] = torch.tensor([float("nan"), float("-inf"), float("inf")])
+    for rows in (up, up[:, 1:4], up[:0]):
+        expected = reference.activated(rows, "relu2")
+        assert torch.equal(activated(rows, "relu2").nan_to_num(-1.0), expected.nan_to_num(-1.0))
