@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,16 +18,21 @@ from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape
 from engine.kernels.linear import Linear, LinearPacker
 from engine.kernels.ops import Kernels, Say, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
+from engine.kernels.recurrent import StateVectors
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import SequenceTable, StepTokens
+from engine.kernels.state_cache import StateCache, StateLayout, StatePlace
 from engine.quant.formats import DENSE, Format, NamedTensors
 from engine.sampling.tables import Filters, SamplingTables
-from engine.spec import Attention, Experts
+from engine.spec import Attention, Experts, GatedDelta, Mamba2, ShortConv, StateMixer
 
 PREFILLED = 160
 """Tokens of a prompt that is attended on trial: more than a decode kernel ever has of one sequence."""
 ROWS_OF_EXPERTS = (1, 2, 40, 140)
 """Rows that four experts are tried with: a single one, and some of every number that has tiles of its own."""
+
+LOOKING = {"attention", "rotate_and_write", "run_experts", "gated_delta", "mamba2", "short_conv"}
+"""Operations whose plain forms look at the batch on the host."""
 
 Trial = Callable[[], object]
 """Runs one operation on a few numbers."""
@@ -105,7 +111,17 @@ def triton_kernels(
         ImportError: there is no triton here.
     """
     # Not above: the package is there without triton, too.
-    from engine.kernels.triton import activation, attention, experts, inputs, norms, rotary, routing, sampling
+    from engine.kernels.triton import (
+        activation,
+        attention,
+        experts,
+        inputs,
+        norms,
+        rotary,
+        routing,
+        sampling,
+        states,
+    )
     from engine.kernels.triton.tiles import Card
 
     workspaces = {
@@ -137,6 +153,9 @@ def triton_kernels(
         route=routing.route,
         run_experts=experts.TritonExperts(Card.of(device)),
         expert_linear=_triton_experts(device, dtype, say),
+        gated_delta=states.gated_delta,
+        mamba2=states.mamba2,
+        short_conv=states.short_conv,
         attention=lambda batch, shape: attention.TritonAttention(batch, shape, workspaces[shape]),
         gather=inputs.gather,
         choose=sampling.TritonChoose(limits.max_rows, model.vocab_size, device),
@@ -260,8 +279,7 @@ def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], sa
     if "attention" in failed:
         # Plain attention reads whole block tables, of which Triton's gather sets what is used.
         failed["gather"] = plain.gather
-    # The plain forms of these look at the batch on the host.
-    is_static = kernels.is_static and not failed.keys() & {"attention", "rotate_and_write", "run_experts"}
+    is_static = kernels.is_static and not failed.keys() & LOOKING
     if kernels.is_static and not is_static:
         say("so steps run without CUDA graphs")
     return replace(kernels, is_static=is_static, **failed)  # type: ignore[arg-type]
@@ -272,7 +290,8 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
     device, dtype = kernels.device, kernels.activation_dtype
     kv = KVCache(KVLayout.of(model, limits.block_size), 1, kernels.kv_dtype, device)
     shapes = _by_shape(model, limits)
-    row = torch.ones(2, 2 * max(shape.head_dim for shape in shapes), device=device, dtype=dtype)
+    size = max((shape.head_dim for shape in shapes), default=1)
+    row = torch.ones(2, 2 * size, device=device, dtype=dtype)
     norm = row[0]
     batch = blank_batch([2], [2], torch.zeros(1, 1, dtype=torch.int32)).to(device)
     mixed = [1, PREFILLED]  # a decode, and a prefill, which has a kernel of its own
@@ -303,18 +322,22 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
                 sinks = torch.ones(own.num_heads, device=device) if own.sinks else None
                 attend(queries, kv.layer(number), own.reach, None, 0.0, None, sinks)
 
-    return _trials_of_experts(kernels, model) | {
-        "rms_norm": lambda: kernels.rms_norm(row, norm, 1e-6),
-        "add_rms_norm": lambda: kernels.add_rms_norm(row, row, norm, 1e-6),
-        "layer_norm": lambda: kernels.layer_norm(row, norm, 1e-6),
-        "glu": lambda: [kernels.glu(row, activation) for activation in ("silu", "gelu_tanh")],
-        "activated": lambda: kernels.activated(row, "relu2"),
-        "kv_places": lambda: kernels.kv_places(batch, limits.block_size),
-        "rotate_and_write": rotate_and_write,
-        "attention": attention,
-        "gather": lambda: kernels.gather(table, step),
-        "choose": lambda: kernels.choose(logits, tables, slots, slots, Filters(), None),
-    }
+    return (
+        _trials_of_experts(kernels, model)
+        | _trials_of_states(kernels, model)
+        | {
+            "rms_norm": lambda: kernels.rms_norm(row, norm, 1e-6),
+            "add_rms_norm": lambda: kernels.add_rms_norm(row, row, norm, 1e-6),
+            "layer_norm": lambda: kernels.layer_norm(row, norm, 1e-6),
+            "glu": lambda: [kernels.glu(row, activation) for activation in ("silu", "gelu_tanh")],
+            "activated": lambda: kernels.activated(row, "relu2"),
+            "kv_places": lambda: kernels.kv_places(batch, limits.block_size),
+            "rotate_and_write": rotate_and_write,
+            "attention": attention,
+            "gather": lambda: kernels.gather(table, step),
+            "choose": lambda: kernels.choose(logits, tables, slots, slots, Filters(), None),
+        }
+    )
 
 
 def _trials_of_experts(kernels: Kernels, model: ModelConfig) -> dict[str, Trial]:
@@ -340,6 +363,34 @@ def _trials_of_experts(kernels: Kernels, model: ModelConfig) -> dict[str, Trial]
                 kernels.run_experts(x, ids, weights, gate_up, down, activation)
 
     return {"route": route, "run_experts": run_experts} if parts else {}
+
+
+def _trials_of_states(kernels: Kernels, model: ModelConfig) -> dict[str, Trial]:
+    """A trial of each kind of layer with a state that the model has: in place, after a replayed row, with a save."""
+    device, dtype = kernels.device, kernels.activation_dtype
+    slots, saves = (torch.tensor([each], dtype=torch.int32) for each in ((1, 1, 1, 1), (0, 1, 2, 0)))
+    step = blank_batch([2], [2], torch.zeros(1, 1, dtype=torch.int32))
+    batch = replace(step, state_slots=slots, state_saves=saves).to(device)
+
+    def run(mixer: StateMixer) -> Tensor:
+        place = StatePlace.at(0, mixer, 1)
+        cache = StateCache(StateLayout(places={0: place}, num_pending=1, slot_floats=place.end), 3, device)
+        tensors = {name: torch.zeros(vector.shape) for name, vector in mixer.vectors().items()}
+        tensors |= {name: torch.zeros(norm.size) for name, norm in mixer.norms().items()}
+        own = StateVectors(**{name: tensor.to(device) for name, tensor in tensors.items()})
+        rows, *gates = (
+            torch.zeros(2, sum(rows.count for rows in mixer.maps()[name].rows), device=device, dtype=dtype)
+            for name in ("into", "gates")
+            if name in mixer.maps()
+        )
+        if isinstance(mixer, GatedDelta):
+            return kernels.gated_delta(rows, gates[0], mixer, own, 1e-6, cache.layer(0), batch)
+        if isinstance(mixer, Mamba2):
+            return kernels.mamba2(rows, mixer, own, 1e-6, cache.layer(0), batch)
+        return kernels.short_conv(rows, mixer, own, cache.layer(0), batch)
+
+    names = {GatedDelta: "gated_delta", Mamba2: "mamba2", ShortConv: "short_conv"}
+    return {names[type(mixer)]: partial(run, mixer) for mixer in model.spec.states.values()}
 
 
 def _failure(trial: Trial) -> Exception | None:

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after adding to the residual stream, and LayerNorm; each program has one row."""
+"""RMSNorm, alone, after adding to the residual stream, or of heads with gates, and LayerNorm."""
 
 from __future__ import annotations
 
@@ -22,6 +22,63 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
     """Does what `reference.add_rms_norm` does, in one pass; both results are all that is allocated."""
     total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     return total, _normed(hidden, delta.contiguous(), total, weight, eps)
+
+
+PART_OF_ROW = 1024
+"""Numbers that a program of `gated_rms_norm` has at least, if a row has as many."""
+
+
+def gated_rms_norm(
+    made: Tensor,
+    weight: Tensor,
+    eps: float,
+    gates: Tensor,
+    size: int,
+    query_starts: Tensor,
+    *,
+    gates_first: bool,
+) -> Tensor:
+    """RMSNorm of each part of a row, and SiLU(gates) times that; its result is all that is allocated.
+
+    Args:
+        made: [T, n] float32
+        weight: [size], or [n] if gates come first.
+        gates: [T, n], whose rows may be parts of longer ones.
+        size: of a part.
+        query_starts: see `Batch`.
+        gates_first: whether what the gates let through is normed.
+
+    Returns:
+        [T, n] in the type of the gates; zeros for rows of no sequence.
+    """
+    num_rows, width = made.shape
+    out = torch.empty(num_rows, width, dtype=gates.dtype, device=made.device)
+    block, parts, warps = parts_of(width, size)
+    if num_rows:
+        gated_rms_norm_kernel[(num_rows, triton.cdiv(width // size, parts))](
+            made,
+            weight,
+            gates,
+            gates.stride(0),
+            query_starts,
+            query_starts.numel() - 1,
+            out,
+            eps,
+            GATES_FIRST=gates_first,
+            NUM_PARTS=width // size,
+            SIZE=size,
+            PARTS=parts,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return out
+
+
+def parts_of(width: int, size: int) -> tuple[int, int, int]:
+    """The numbers, the parts and the warps that a program of `gated_rms_norm` has."""
+    block = triton.next_power_of_2(size)
+    parts = max(1, min(triton.next_power_of_2(width // size), PART_OF_ROW // block))
+    return block, parts, 4 if parts * block <= PART_OF_ROW else num_warps(block)
 
 
 def num_warps(block: int) -> int:
@@ -87,3 +144,38 @@ def rms_norm_kernel(
         weights = weights.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
     tl.store(normed + places, (weights * (wide * scale).to(weights.dtype)).to(row.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def gated_rms_norm_kernel(
+    made: tl.tensor,
+    weight: tl.tensor,
+    gates: tl.tensor,
+    gate_stride: tl.tensor,
+    query_starts: tl.tensor,
+    num_sequences: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    GATES_FIRST: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.program_id(1) * PARTS + tl.arange(0, PARTS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    places = parts * SIZE + columns
+    inside = (parts < NUM_PARTS) & (columns < SIZE)
+    end = tl.where(row < tl.load(query_starts + num_sequences), SIZE, 0)
+    is_known = inside & (columns < end)
+    z = tl.load(gates + row * gate_stride + places, mask=is_known, other=0.0).to(tl.float32)
+    weights = tl.load(weight + (places if GATES_FIRST else columns), mask=inside, other=0.0)
+    x = tl.load(made + row * (NUM_PARTS * SIZE) + places, mask=is_known, other=0.0)
+    gate = z / (1.0 + tl.exp(-z))
+    if GATES_FIRST:
+        x *= gate
+    x *= tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None] * weights
+    if not GATES_FIRST:
+        x *= gate
+    tl.store(out + row * (NUM_PARTS * SIZE) + places, x.to(out.dtype.element_ty), mask=inside)

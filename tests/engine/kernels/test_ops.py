@@ -29,10 +29,10 @@ from engine.quant.float8 import Float8
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
 from engine.quant.quantization import Quantization
-from engine.spec import Experts, Router
+from engine.spec import Experts, GatedDelta, Mamba2, Router, ShortConv
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_config
-from tests.engine.configs import with_attention
+from tests.engine.configs import state_config, with_attention
 
 CONFIG = parse_config(Fields("config.json", make_config("llama")))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -46,6 +46,12 @@ def with_experts(config: ModelConfig) -> ModelConfig:
 
 
 SPARSE = with_experts(CONFIG)
+STATES = state_config(
+    CONFIG.layers[0].attention,
+    GatedDelta(hidden_size=8, num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4),
+    Mamba2(hidden_size=8, num_heads=2, head_dim=4, num_groups=1, state_size=4),
+    ShortConv(hidden_size=8, channels=8),
+)
 
 
 def choose(
@@ -128,7 +134,7 @@ class OnGpu:
         monkeypatch.setattr(selecting, "trials", lambda *_: {name: partial(trial, name) for name in names})
 
 
-@pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [CONFIG, SPARSE, STATES], ids=["dense", "experts", "states"])
 def test_a_gpu_gets_triton_in_the_dtype_asked_for(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,14 +144,15 @@ def test_a_gpu_gets_triton_in_the_dtype_asked_for(
     kernels, said = choose_on_a_gpu(config)
     assert (kernels.name, kernels.device, said) == ("triton", CUDA, [])
     assert kernels.embedding_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
-    assert kernels.is_static
+    assert kernels.is_static == (config is not STATES)
     plain = reference_kernels(CUDA, torch.bfloat16)
     brought = {
         field.name for field in fields(Kernels) if getattr(kernels, field.name) != getattr(plain, field.name)
     }
-    unasked = {"name", "is_static", "linear", "expert_linear"} | ({"route", "run_experts"} - set(tried))
+    of_some = {"route", "run_experts", "gated_delta", "mamba2", "short_conv"}
+    unasked = {"name", "is_static", "linear", "expert_linear"} | (of_some - set(tried))
     assert brought - unasked == set(tried), "every kernel that Triton brings is tried"
-    assert ("route" in tried) == (config is SPARSE)
+    assert ("route" in tried, "mamba2" in tried) == (config is SPARSE, config is STATES)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +291,7 @@ def test_plain_torch_on_a_gpu_keeps_quantized_weights_packed() -> None:
     assert reference_kernels(CPU, torch.float32).packs == (Integers,)
 
 
-@pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [CONFIG, SPARSE, STATES], ids=["dense", "experts", "states"])
 def test_the_trials_run_every_operation_of_a_table(config: ModelConfig) -> None:
     plain = reference_kernels(CPU, torch.float32)
     called: list[str] = []

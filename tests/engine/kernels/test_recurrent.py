@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,90 +13,10 @@ from torch import Tensor
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from engine.kernels import recurrent
-from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.recurrent import StateVectors
-from engine.kernels.state_cache import LayerStates, StateCache, StateLayout
-from engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
+from engine.kernels.state_cache import StateCache, StateLayout
+from engine.spec import Mamba2
 from tests.engine.configs import state_config
-
-CPU = torch.device("cpu")
-EPS = 1e-6
-DELTA = GatedDelta(hidden_size=8, num_key_heads=2, num_value_heads=6, key_dim=5, value_dim=7)
-MIXERS: dict[str, StateMixer] = {
-    "delta": DELTA,
-    "tiled delta": replace(DELTA, is_tiled=True),
-    "mamba": Mamba2(hidden_size=8, num_heads=6, head_dim=5, num_groups=2, state_size=7),
-    "conv": ShortConv(hidden_size=9, channels=9, has_bias=True),
-}
-NUM_PENDING = 3
-
-
-def vectors_of(spec: StateMixer, generator: torch.Generator) -> StateVectors:
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    found = {field: random(*vector.shape) for field, vector in spec.vectors().items()}
-    if "decay" in found:
-        found["decay"] = -found["decay"].exp()
-    return StateVectors(**found, **{field: random(norm.size) for field, norm in spec.norms().items()})
-
-
-@dataclass
-class Layer:
-    """A random layer, and random rows of some sequences."""
-
-    spec: StateMixer
-    own: StateVectors
-    rows: list[Tensor]
-    gates: list[Tensor]
-
-    @classmethod
-    def random(cls, spec: StateMixer, lengths: Sequence[int], seed: int = 0) -> Layer:
-        generator = torch.Generator().manual_seed(seed)
-        maps = spec.maps()
-        widths = [
-            sum(rows.count for rows in maps[name].rows) if name in maps else 0 for name in ("into", "gates")
-        ]
-        rows, gates = ([torch.randn(n, width, generator=generator) for n in lengths] for width in widths)
-        return cls(spec, vectors_of(spec, generator), rows, gates)
-
-    def cache(self, num_slots: int = 16) -> StateCache:
-        return StateCache(StateLayout.of(state_config(self.spec), NUM_PENDING), num_slots, CPU)
-
-    def run(self, batch: Batch, rows: Tensor, gates: Tensor, states: LayerStates | None) -> Tensor:
-        spec = self.spec
-        if isinstance(spec, GatedDelta):
-            return recurrent.gated_delta(rows, gates, spec, self.own, EPS, states, batch)
-        if isinstance(spec, Mamba2):
-            return recurrent.mamba2(rows, spec, self.own, EPS, states, batch)
-        return recurrent.short_conv(rows, spec, self.own, states, batch)
-
-    def whole(self, sequence: int) -> Tensor:
-        """What all rows of a sequence become, at once and alone."""
-        rows = self.rows[sequence]
-        return self.run(batch([len(rows)]), rows, self.gates[sequence], None)
-
-    def step(
-        self,
-        cache: StateCache,
-        parts: Sequence[tuple[int, int, int]],
-        slots: Sequence[Sequence[int]],
-        saves: Sequence[Sequence[int]] = (),
-    ) -> list[Tensor]:
-        """What some rows (sequence, first, end) become in one step."""
-        own = replace(
-            batch([end - first for _, first, end in parts]),
-            state_slots=torch.tensor(slots, dtype=torch.int32),
-            state_saves=torch.tensor(saves, dtype=torch.int32).view(-1, 4),
-        )
-        rows, gates = (torch.cat([of[s][a:b] for s, a, b in parts]) for of in (self.rows, self.gates))
-        made = self.run(own, rows, gates, cache.layer(0))
-        return list(torch.split(made, [end - first for _, first, end in parts]))
-
-
-def batch(counts: list[int]) -> Batch:
-    return blank_batch(counts, counts, torch.zeros(len(counts), 1, dtype=torch.int32))
+from tests.engine.kernels.state_layers import CPU, DELTA, EPS, MIXERS, NUM_PENDING, Layer, check_cuts
 
 
 def theirs(module: Any, layer: Layer, names: dict[str, str]) -> None:
@@ -204,7 +122,13 @@ def test_heads_of_values_read_the_key_heads_that_the_layout_says() -> None:
         step_bias=layer.own.step_bias[heads],
     )
     gates = torch.cat([gate[:, heads] for gate in layer.gates[0].chunk(2, dim=1)], dim=1)
-    tiled = Layer(MIXERS["tiled delta"], own, [torch.cat((qk, moved(v), moved(z)), dim=1)], [gates])
+    tiled = replace(
+        layer,
+        spec=MIXERS["tiled delta"],
+        own=own,
+        rows=[torch.cat((qk, moved(v), moved(z)), dim=1)],
+        gates=[gates],
+    )
     torch.testing.assert_close(tiled.whole(0), moved(layer.whole(0)))
 
 
@@ -212,38 +136,7 @@ def test_heads_of_values_read_the_key_heads_that_the_layout_says() -> None:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_rows_do_not_depend_on_cuts_batches_replays_forks_or_snapshots(name: str, seed: int) -> None:
-    """Three sequences take steps of some rows, of which the last may turn out wrong; snapshots go on like them."""
-    lengths, choose = [12, 7, 1], random.Random(seed)
-    layer = Layer.random(MIXERS[name], lengths)
-    expected = [layer.whole(sequence) for sequence in range(3)]
-    cache, free = layer.cache(100), list(range(1, 100))
-    at, slots, replayed = [0, 0, 0], [0, 0, 0], [0, 0, 0]
-    saved: dict[tuple[int, int], tuple[int, int]] = {}
-    while unfinished := [sequence for sequence in range(3) if at[sequence] < lengths[sequence]]:
-        parts, entries, saves = list[tuple[int, int, int]](), list[list[int]](), list[list[int]]()
-        for sequence in choose.sample(unfinished, choose.randint(1, len(unfinished))):
-            count = choose.randint(1, lengths[sequence] - at[sequence])
-            certain = count - choose.randint(0, min(NUM_PENDING, count - 1))
-            target = free.pop() if not slots[sequence] or choose.random() < 0.5 else slots[sequence]
-            if choose.random() < 0.5:
-                rows = choose.randint(0, certain)
-                kept = choose.randint(0, min(NUM_PENDING, certain - rows))
-                saves.append([len(parts), rows, free.pop(), kept])
-                for again in range(kept + 1):
-                    saved[sequence, at[sequence] + rows + again] = saves[-1][2], again
-            parts.append((sequence, at[sequence], at[sequence] + count))
-            entries.append([slots[sequence], target, replayed[sequence], certain])
-        made = layer.step(cache, parts, entries, saves)
-        for rows_made, (sequence, first, end), (_, target, _, certain) in zip(
-            made, parts, entries, strict=True
-        ):
-            assert torch.equal(rows_made, expected[sequence][first:end])
-            slots[sequence], replayed[sequence] = target, choose.randint(0, end - first - certain)
-            at[sequence] = first + certain + replayed[sequence]
-    for (sequence, first), (slot, again) in saved.items():
-        (rest,) = layer.step(cache, [(sequence, first, lengths[sequence])], [[slot, 0, again, 0]])
-        assert torch.equal(rest, expected[sequence][first:])
-    assert not cache.data[0].any(), "slot 0 is never written"
+    check_cuts(Layer.random(MIXERS[name], [12, 7, 1]), seed)
 
 
 def test_a_slot_has_the_states_of_all_layers_apart() -> None:

@@ -1,0 +1,238 @@
+"""Layers with a state, as `engine/kernels/recurrent.py` specifies them, a row of a sequence after another.
+
+Programs share a sequence by columns of its state, which do not depend on each other, so that few rows are fast and many
+are right. No shape depends on what only the device knows: graphs can hold a step, whatever its slots and its saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.batch import Batch
+from engine.kernels.recurrent import UNIT_EPS, StateVectors
+from engine.kernels.state_cache import LayerStates
+from engine.kernels.triton.norms import gated_rms_norm
+from engine.kernels.triton.state_kernels import keep_rows_kernel, short_conv_kernel, state_kernel
+from engine.spec import GatedDelta, Mamba2, ShortConv
+
+PART_OF_STATE = 2048
+"""Numbers of the state of a head that a program has, which is a warp: some columns, of 128 keys in most models."""
+CHANNELS = 128
+"""Numbers of a row that a program keeps."""
+CONVOLVED = 64
+"""Channels that a program of a short convolution has."""
+ROWS = 16
+"""Rows that are convolved at a time."""
+ROUNDS = 32
+"""Programs, at most, that share the rows of a sequence by turns."""
+SAVES = 32
+"""Saves that are looked through at a time."""
+
+
+def gated_delta(
+    rows: Tensor,
+    gates: Tensor,
+    spec: GatedDelta,
+    own: StateVectors,
+    eps: float,
+    states: LayerStates | None,
+    batch: Batch,
+) -> Tensor:
+    """Does what `recurrent.gated_delta` does; its result, and as much in float32, is all that is allocated."""
+    assert own.gated_norm is not None
+    rows = rows.contiguous()
+    made = _made(rows, gates.contiguous(), spec, own, states, batch)
+    z, size = rows[:, spec.history_channels :], spec.value_dim
+    return gated_rms_norm(made, own.gated_norm, eps, z, size, batch.query_starts, gates_first=False)
+
+
+def mamba2(
+    rows: Tensor, spec: Mamba2, own: StateVectors, eps: float, states: LayerStates | None, batch: Batch
+) -> Tensor:
+    """Does what `recurrent.mamba2` does; its result, and as much in float32, is all that is allocated."""
+    assert own.gated_norm is not None
+    rows, inner = rows.contiguous(), spec.inner_size
+    channels, gates = rows[:, inner:], rows[:, inner + spec.history_channels :]
+    made = _made(channels, gates, spec, own, states, batch)
+    z, size = rows[:, :inner], inner // spec.num_groups
+    return gated_rms_norm(made, own.gated_norm, eps, z, size, batch.query_starts, gates_first=True)
+
+
+def short_conv(
+    rows: Tensor, spec: ShortConv, own: StateVectors, states: LayerStates | None, batch: Batch
+) -> Tensor:
+    """Does what `recurrent.short_conv` does, in one launch; its result is all that is allocated."""
+    num_tokens, num_sequences = len(rows), batch.context_lens.numel()
+    made = torch.empty(num_tokens, spec.channels, dtype=rows.dtype, device=rows.device)
+    sizes = conv_sizes(spec)
+    longest = num_tokens if batch.max_query_len is None else batch.max_query_len
+    rounds = min(max(triton.cdiv(longest, sizes["ROWS"]), 1), ROUNDS)
+    kept = _Kept.of(states, batch)
+    short_conv_kernel[(triton.cdiv(spec.channels, sizes["BLOCK"]), num_sequences + 1, rounds)](
+        made,
+        rows.contiguous(),
+        own.conv,
+        own.conv_bias,
+        kept.history,
+        kept.pending,
+        kept.slot_stride,
+        batch.query_starts,
+        kept.slots,
+        kept.saves,
+        kept.num_saves,
+        num_tokens,
+        num_sequences,
+        CHANNELS=spec.channels,
+        KERNEL=spec.kernel,
+        **sizes,
+    )
+    return made
+
+
+def conv_sizes(spec: ShortConv) -> dict[str, int]:
+    """The tile of a short convolution: no less rows than its kernel reads of those before."""
+    taps = triton.next_power_of_2(spec.kernel)
+    return {
+        "TAPS": taps,
+        "ROWS": max(ROWS, taps),
+        "BLOCK": min(CONVOLVED, triton.next_power_of_2(spec.channels)),
+    }
+
+
+def _made(
+    channels: Tensor,
+    gates: Tensor,
+    spec: GatedDelta | Mamba2,
+    own: StateVectors,
+    states: LayerStates | None,
+    batch: Batch,
+) -> Tensor:
+    """What the heads make of all rows, before norms, [T, heads * values] float32; rows of no sequence are not set.
+
+    Args:
+        channels: [T, ...] that go through the convolution, and then others.
+        gates: [T, ...] those of each head, and then others.
+    """
+    num_heads, key_dim, value_dim = spec.state_shape
+    made = torch.empty(len(channels), num_heads * value_dim, dtype=torch.float32, device=channels.device)
+    block_keys = triton.next_power_of_2(key_dim)
+    block = min(max(PART_OF_STATE // block_keys, 1), triton.next_power_of_2(value_dim))
+    kept, num_sequences = _Kept.of(states, batch), batch.context_lens.numel()
+    taps = triton.next_power_of_2(spec.kernel)
+    sizes = {
+        "CHANNELS": spec.history_channels,
+        "ROW_FLOATS": spec.row_floats,
+        "KERNEL": spec.kernel,
+        "TAPS": taps,
+    }
+    numbers, constexprs = constants(spec)
+    state_kernel[(num_heads * triton.cdiv(value_dim, block), num_sequences)](
+        made,
+        channels,
+        channels.stride(0),
+        gates,
+        gates.stride(0),
+        own.conv,
+        own.conv_bias,
+        own.decay,
+        own.step_bias,
+        own.skip,
+        kept.state,
+        kept.history,
+        kept.pending,
+        kept.slot_stride,
+        batch.query_starts,
+        kept.slots,
+        kept.saves,
+        kept.num_saves,
+        **numbers,
+        **constexprs,
+        **sizes,
+        BLOCK_KEYS=block_keys,
+        BLOCK_VALUES=block,
+        SAVES=SAVES,
+        num_warps=1,
+    )
+    if kept.slots is not None:
+        keep_rows_kernel[(triton.cdiv(spec.row_floats, CHANNELS), num_sequences)](
+            channels,
+            channels.stride(0),
+            gates,
+            gates.stride(0),
+            kept.history,
+            kept.pending,
+            kept.slot_stride,
+            batch.query_starts,
+            kept.slots,
+            kept.saves,
+            kept.num_saves,
+            **sizes,
+            BLOCK=CHANNELS,
+        )
+    return made
+
+
+def constants(spec: GatedDelta | Mamba2) -> tuple[dict[str, float], dict[str, Any]]:
+    """The numbers of a layer that the kernel is given, and those that it is compiled for."""
+    if isinstance(spec, GatedDelta):
+        return {
+            "least_step": 0.0,
+            "most_step": 0.0,
+            "query_scale": spec.key_dim**-0.5,
+            "unit_eps": UNIT_EPS,
+        }, {
+            "IS_DELTA": True,
+            "NUM_HEADS": spec.num_value_heads,
+            "NUM_KEY_HEADS": spec.num_key_heads,
+            "IS_TILED": spec.is_tiled,
+            "KEY_DIM": spec.key_dim,
+            "VALUE_DIM": spec.value_dim,
+            "QUERIES": 0,
+            "KEYS": spec.key_size,
+            "VALUES": 2 * spec.key_size,
+        }
+    least_step, most_step = spec.step_limits
+    return {
+        "least_step": least_step,
+        "most_step": most_step,
+        "query_scale": 1.0,
+        "unit_eps": 0.0,
+    }, {
+        "IS_DELTA": False,
+        "NUM_HEADS": spec.num_heads,
+        "NUM_KEY_HEADS": spec.num_groups,
+        "IS_TILED": False,
+        "KEY_DIM": spec.state_size,
+        "VALUE_DIM": spec.head_dim,
+        "QUERIES": spec.history_channels - spec.conv_sizes[2],
+        "KEYS": spec.inner_size,
+        "VALUES": 0,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a step reads and writes of the slots of a layer; without slots, nothing."""
+
+    state: Tensor | None
+    history: Tensor | None
+    pending: Tensor | None
+    slot_stride: int
+    slots: Tensor | None
+    saves: Tensor
+    num_saves: int
+
+    @classmethod
+    def of(cls, states: LayerStates | None, batch: Batch) -> _Kept:
+        slots, saves = batch.state_slots, batch.state_saves
+        if states is None or slots is None:
+            return cls(None, None, None, 0, None, batch.query_starts, 0)
+        stride = states.history.stride(0)
+        if saves is None:
+            return cls(states.state, states.history, states.pending, stride, slots, slots, 0)
+        return cls(states.state, states.history, states.pending, stride, slots, saves, len(saves))

@@ -1,0 +1,160 @@
+"""The kernels of layers with a state, as published models launch them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from engine.kernels.triton import norms, state_kernels, states
+from engine.spec import GatedDelta, Mamba2, ShortConv
+from tests.engine.kernels.triton.compiling import Case
+
+DELTA = GatedDelta(hidden_size=5120, num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128)
+GRANITE = Mamba2(hidden_size=1536, num_heads=48, head_dim=64, num_groups=1, state_size=128)
+NEMOTRON = Mamba2(hidden_size=2688, num_heads=64, head_dim=64, num_groups=8, state_size=128)
+MIXERS: dict[str, GatedDelta | Mamba2] = {
+    "Qwen 3.5 27B": DELTA,
+    "Qwen 3.5 27B, tiled": replace(DELTA, is_tiled=True),
+    "Granite 4 H": GRANITE,
+    "Nemotron 3": NEMOTRON,
+    "odd": replace(
+        GRANITE, num_heads=9, head_dim=80, num_groups=3, state_size=96, kernel=3, has_conv_bias=False
+    ),
+}
+LFM2 = ShortConv(hidden_size=2048, channels=2048)
+
+
+def power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def sizes(spec: GatedDelta | Mamba2) -> dict[str, int]:
+    return {
+        "CHANNELS": spec.history_channels,
+        "ROW_FLOATS": spec.row_floats,
+        "KERNEL": spec.kernel,
+        "TAPS": power_of_2(spec.kernel),
+    }
+
+
+def kept(*, has_slots: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types of what a kernel knows of slots and saves, and constants."""
+    arguments = {"query_starts": "*i32", "saves": "*i32", "num_saves": "i32", "slot_stride": "i32"}
+    if not has_slots:
+        return arguments, dict.fromkeys(("state", "history", "pending", "slots"))
+    return arguments | dict.fromkeys(("state", "history", "pending"), "*fp32") | {"slots": "*i32"}, {}
+
+
+def step(name: str, dtype: str, *, has_slots: bool = True) -> Case:
+    spec = MIXERS[name]
+    arguments, constants = kept(has_slots=has_slots)
+    numbers, constexprs = states.constants(spec)
+    for field in ("conv_bias", "skip"):
+        if field in spec.vectors():
+            arguments[field] = "*fp32"
+        else:
+            constants[field] = None
+    _, keys, values = spec.state_shape
+    return Case(
+        name=f"state, {name}, {dtype}{'' if has_slots else ', without slots'}",
+        kernel=state_kernels.state_kernel,
+        arguments={
+            **dict.fromkeys(("made", "conv", "decay", "step_bias"), "*fp32"),
+            **dict.fromkeys(("rows", "gates"), f"*{dtype}"),
+            **dict.fromkeys(("row_stride", "gate_stride"), "i32"),
+            **dict.fromkeys(numbers, "fp32"),
+            **arguments,
+        },
+        constexprs={
+            **constexprs,
+            **sizes(spec),
+            **constants,
+            "BLOCK_KEYS": power_of_2(keys),
+            "BLOCK_VALUES": min(states.PART_OF_STATE // power_of_2(keys), power_of_2(values)),
+            "SAVES": states.SAVES,
+        },
+        aligned=("row_stride", "slot_stride"),
+        num_warps=1,
+    )
+
+
+def keep_rows(name: str, dtype: str) -> Case:
+    spec = MIXERS[name]
+    arguments, _ = kept(has_slots=True)
+    del arguments["state"]
+    return Case(
+        name=f"keep_rows, {name}, {dtype}",
+        kernel=state_kernels.keep_rows_kernel,
+        arguments={
+            **arguments,
+            **dict.fromkeys(("rows", "gates"), f"*{dtype}"),
+            **dict.fromkeys(("row_stride", "gate_stride"), "i32"),
+        },
+        constexprs={**sizes(spec), "BLOCK": states.CHANNELS},
+        aligned=("row_stride", "slot_stride"),
+    )
+
+
+def short_conv(spec: ShortConv, dtype: str, *, has_slots: bool = True) -> Case:
+    arguments, constants = kept(has_slots=has_slots)
+    for each in (arguments, constants):
+        each.pop("state", None)
+    if spec.has_bias:
+        arguments["conv_bias"] = "*fp32"
+    else:
+        constants["conv_bias"] = None
+    return Case(
+        name=f"short_conv, {spec.channels} by {spec.kernel}, {dtype}{'' if has_slots else ', without slots'}",
+        kernel=state_kernels.short_conv_kernel,
+        arguments={
+            **arguments,
+            **dict.fromkeys(("rows", "made"), f"*{dtype}"),
+            **dict.fromkeys(("num_tokens", "num_sequences"), "i32"),
+            "conv": "*fp32",
+        },
+        constexprs={
+            **constants,
+            "CHANNELS": spec.channels,
+            "KERNEL": spec.kernel,
+            **states.conv_sizes(spec),
+        },
+        aligned=("slot_stride",),
+    )
+
+
+def gated_norm(name: str, dtype: str) -> Case:
+    spec = MIXERS[name]
+    gates_first = isinstance(spec, Mamba2)
+    width = spec.inner_size if isinstance(spec, Mamba2) else spec.value_size
+    size = width // spec.num_groups if isinstance(spec, Mamba2) else spec.value_dim
+    block, parts, num_warps = norms.parts_of(width, size)
+    return Case(
+        name=f"gated_rms_norm, {name}, {dtype}",
+        kernel=norms.gated_rms_norm_kernel,
+        arguments={
+            **dict.fromkeys(("made", "weight"), "*fp32"),
+            **dict.fromkeys(("gates", "out"), f"*{dtype}"),
+            **dict.fromkeys(("gate_stride", "num_sequences"), "i32"),
+            "query_starts": "*i32",
+            "eps": "fp32",
+        },
+        constexprs={
+            "GATES_FIRST": gates_first,
+            "NUM_PARTS": width // size,
+            "SIZE": size,
+            "PARTS": parts,
+            "BLOCK": block,
+        },
+        aligned=("gate_stride",),
+        num_warps=num_warps,
+    )
+
+
+CASES = [
+    *(step(name, "bf16") for name in MIXERS),
+    *(step(name, "fp16", has_slots=False) for name in ("Qwen 3.5 27B", "Granite 4 H")),
+    *(keep_rows(name, "bf16") for name in ("Qwen 3.5 27B", "Nemotron 3", "odd")),
+    *(short_conv(LFM2, dtype) for dtype in ("bf16", "fp32")),
+    short_conv(replace(LFM2, channels=100, kernel=4, has_bias=True), "fp16", has_slots=False),
+    *(gated_norm(name, "bf16") for name in MIXERS),
+]
