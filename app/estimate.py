@@ -13,6 +13,7 @@ from engine.kernels.ops import reference_kernels
 from engine.kernels.select import check_native
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
 from engine.model.tensors import check_recipe, make_recipe
+from engine.planning.state_slots import most_running
 from engine.sizes import size_text
 
 
@@ -42,11 +43,20 @@ class Estimate:
         windows = self.plan.windows
         return self.plan.block * (windows.num_unbounded or windows.num_tables) / windows.block_size
 
+    @property
+    def most_running(self) -> int:
+        """The sequences that run at the same time at most, however short they are."""
+        return (
+            min(self.max_num_seqs, most_running(self.plan.num_states))
+            if self.plan.num_states
+            else self.max_num_seqs
+        )
+
     def num_streams(self, context: int) -> int:
         """The sequences of so many tokens that can run at the same time; 0 if the plan does not fit."""
         if not self.plan.fits:
             return 0
-        return min(self.max_num_seqs, (self.plan.num_blocks - 1) // self.plan.windows.num_held(context, 1))
+        return min(self.most_running, (self.plan.num_blocks - 1) // self.plan.windows.num_held(context, 1))
 
 
 def estimate(

@@ -207,7 +207,8 @@ def _head(subject: Subject, fitting: Fitting, options: LoadOptions) -> Iterator[
     yield f"device  cpu, {size_text(limits.available)} for the model"
     if options.kv_bytes is None and options.num_blocks is None:
         most = "" if limits.cap is None else f", at most {size_text(limits.cap)}"
-        yield f"        of what the weights leave, {limits.share:.0%} is for KV{most}; --kv-memory sets it"
+        what = "KV and states" if config.spec.states else "KV"
+        yield f"        of what the weights leave, {limits.share:.0%} is for {what}{most}; --kv-memory sets it"
     if not fitting.has_native:
         yield "        no C++ compiler for the native kernels: plain torch serves, in float32"
 
@@ -261,6 +262,19 @@ def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:
     most = options.max_num_seqs
     if any(case.sizes.num_streams(contexts[0]) == most for case in (*by_weights, *by_kv)):
         yield f"More than {most:,} streams never run at once: --max-num-seqs."
+    if shown.fits:
+        yield from _states(shown.sizes)
+
+
+def _states(sizes: Estimate) -> Iterator[str]:
+    """What layers with a state take beside KV, and what that means for the sequences that run at once."""
+    plan = sizes.plan
+    if plan.num_states:
+        slots = f"{size_text(plan.states)} hold {plan.num_states - 1:,} of them"
+        yield (
+            f"A sequence has {size_text(plan.state)} of states; {slots}, for at most {sizes.most_running:,} sequences "
+            "at once, and for prefixes that are found again."
+        )
 
 
 def _experts(fitting: Fitting, cases: Mapping[str, Case]) -> Iterator[str]:
@@ -324,12 +338,14 @@ def _fits(choice: Case, subject: Subject, asked: LoadOptions, flags: Mapping[str
 
 
 def _does_not_fit(smallest: Case, asked: LoadOptions) -> str:
-    plan, more = smallest.sizes.plan, _differences(smallest.options, asked)
+    sizes, more = smallest.sizes, _differences(smallest.options, asked)
+    plan = sizes.plan
     way = f", even with {_flags(more)}" if more else ""
+    states = f"states {size_text(plan.states)} for {sizes.most_running} sequences, " if plan.states else ""
     return (
         f"does not fit: needs {size_text(plan.needed)} of {size_text(plan.available)}{way}\n"
         f"  weights {size_text(plan.weights)}, KV {size_text(plan.kv)} for {plan.num_tokens:,} tokens, "
-        f"and {size_text(plan.needed - plan.weights - plan.kv)} for the largest step"
+        f"{states}and {size_text(plan.needed - plan.weights - plan.kv - plan.states)} for the largest step"
     )
 
 

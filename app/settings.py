@@ -215,7 +215,7 @@ class EngineSettings(CommonSettings):
     """KV blocks in the pool; without it, as many as --kv-memory holds."""
 
     kv_memory: ByteSize | None = Field(default=None, json_schema_extra={"metavar": "SIZE"})
-    """Memory for the KV cache, 2GiB say; without it, a share of what is free."""
+    """Memory for the KV cache, and for states where layers keep some, 2GiB say; without it, a share of what is free."""
 
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that may be in use once the KV cache is there, whoever uses it."""

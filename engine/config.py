@@ -144,8 +144,8 @@ class LoadOptions:
     num_blocks: int | None = None
     """The KV blocks of the pool, block 0 included; None stands for as many as `kv_bytes` holds."""
     kv_bytes: int | None = None
-    """The memory of the KV cache. None stands for a share of what the weights leave free, but no more than could ever
-    be used."""
+    """The memory of the KV cache, and of states where layers have some. None stands for a share of what the weights
+    leave free, but no more than could ever be used."""
     gpu_memory_utilization: float = 0.9
     """The share of a GPU's memory that may be in use once the KV cache is allocated, other processes included."""
     cuda_graphs: bool = True
@@ -166,6 +166,12 @@ class LoadOptions:
     def max_query_len(self) -> int:
         """The most tokens of a sequence in a step that verifies drafts."""
         return 1 + self.max_drafts
+
+    @property
+    def num_pending(self) -> int:
+        """The rows behind a state that its slot has room for: drafts, or the last tokens of a prompt, so that one which
+        leaves it there finds it, as a conversation's next turn does."""
+        return max(self.max_drafts, MAX_DRAFTS)
 
     @property
     def max_rows(self) -> int:

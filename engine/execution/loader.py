@@ -40,6 +40,7 @@ from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.ranks import Ranks
 from engine.kernels.select import check_native, native_kernels, select
 from engine.kernels.sequence_table import SequenceTable
+from engine.kernels.state_cache import StateCache, StateLayout
 from engine.model.checkpoint import read_config
 from engine.model.drafts import DraftSource, SharedTokens, check_draft
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
@@ -91,6 +92,8 @@ class LoadedModel:
     buffers: StepBuffers | None
     """None if no steps are captured."""
     memory: MemoryPlan
+    states: StateCache | None = None
+    """None if no layer has a state."""
     expert_counts: ExpertCounts | None = None
     features: Tensor | None = None
     """[blocks, block size, width], what it keeps of its tokens for a head: see `NativeOp.rows`."""
@@ -169,9 +172,14 @@ def load_model(
         )
         steps = partial(run_largest, config, weights, kernels, options, max_model_len)
         memory = plan(measured=measure_steps(device, limits.card, steps)).check()
-    memory = replace(memory, num_blocks=agreed(memory.num_blocks, ranks))
+    memory = replace(
+        memory, num_blocks=agreed(memory.num_blocks, ranks), num_states=agreed(memory.num_states, ranks)
+    )
     kv = KVCache(KVLayout.of(config, options.block_size), memory.num_blocks, kernels.kv_dtype, device)
-    decoder = make_decoder(config, weights, kernels, kv, max_model_len)
+    states = None
+    if memory.num_states:
+        states = StateCache(StateLayout.of(config, options.num_pending), memory.num_states, device)
+    decoder = make_decoder(config, weights, kernels, kv, max_model_len, states)
     if isinstance(decoder, NativeDecoder):
         expert_counts = counted_natively(decoder, config)
     model = LoadedModel(
@@ -187,6 +195,7 @@ def load_model(
         sampler=sampler,
         buffers=buffers,
         memory=memory,
+        states=states,
         expert_counts=expert_counts,
     )
     return model if companion is None else companion.attach(model, weights)
@@ -220,6 +229,7 @@ def _with_draft(
         decoder=decoder,
         lm_head=lm_head,
         kv=kv,
+        states=None,
         buffers=target.buffers if kernels.is_static else None,
         **more,
     )
@@ -396,7 +406,11 @@ def _most_tokens(memory: MemoryPlan) -> int:
     On a GPU the plan is made once more from measured sizes, and the cache may become larger than it is planned here.
     """
     on_card = memory.card is not None
-    num_blocks = max(memory.num_blocks, memory.available // memory.block) if on_card else memory.num_blocks
+    num_blocks = (
+        max(memory.num_blocks, memory.available // memory.block)
+        if on_card and memory.block
+        else memory.num_blocks
+    )
     return memory.windows.room(num_blocks, memory.chunk)
 
 

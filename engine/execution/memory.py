@@ -17,6 +17,7 @@ from engine.errors import CheckpointError, NotEnoughMemory
 from engine.free_memory import available_bytes
 from engine.kernels.kv_cache import KVLayout
 from engine.kernels.ops import Kernels
+from engine.kernels.state_cache import StateLayout
 from engine.model.tensors import (
     AS_IT_IS,
     LinearSpec,
@@ -38,6 +39,17 @@ from engine.spec import Experts, LayerEmbedding, Mixer, Router
 
 SMALLEST_CONTEXT = 1024
 """The fewest tokens of KV cache that a model is started with, if it has so many positions."""
+
+SMALLEST_STATES = 9
+"""The fewest state slots that a model with states is started with, slot 0 included: for six sequences that run, and two
+snapshots."""
+
+_STATES_PER_SEQUENCE = 4
+"""The slots for each sequence that may run: its own, and snapshots of prompts and of ends of turns."""
+_FEW_SEQUENCES = 8
+"""Where fewer may run, there are as many slots as for these: conversations take turns."""
+_UNPAID_BLOCKS = 1 << 16
+"""The KV blocks of a model without keys and values, whose blocks take no memory on the device."""
 
 SMALLER: Mapping[str | None, tuple[str, ...]] = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
 """By quantization, those of which weights take less."""
@@ -132,6 +144,10 @@ class MemoryPlan:
     block: int
     """A KV block, of the model and its draft together."""
     num_blocks: int
+    state: int = 0
+    """The states of one sequence, in all layers that have one."""
+    num_states: int = 0
+    """State slots, slot 0 included; 0 if no layer has a state."""
     windows: Windows
     """The block tables of every sequence."""
     chunk: int
@@ -145,6 +161,10 @@ class MemoryPlan:
         return self.block * self.num_blocks
 
     @property
+    def states(self) -> int:
+        return self.state * self.num_states
+
+    @property
     def num_tokens(self) -> int:
         """The tokens that the KV cache holds."""
         return self.windows.room(self.num_blocks - 1, self.chunk)
@@ -156,6 +176,11 @@ class MemoryPlan:
             ("weights", self.weights, ""),
             ("draft", self.draft, ""),
             ("KV cache", self.kv, f" ({self.num_tokens} tokens)"),
+            *(
+                [("states", self.states, f" ({self.num_states - 1} of {size_text(self.state)})")]
+                if self.num_states
+                else []
+            ),
             ("workspace", self.workspace, ""),
             ("tables", self.tables, ""),
             ("graphs", self.graphs, ""),
@@ -185,7 +210,7 @@ class MemoryPlan:
             hint: says what would fit, if it does not.
 
         Raises:
-            NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
+            NotEnoughMemory: weights, KV cache and states do not fit; the message has the numbers.
         """
         if not self.fits:
             raise NotEnoughMemory(f"not enough memory: {self.text}{hint()}")
@@ -204,7 +229,7 @@ def plan_memory(
     """Decides how much memory each part of a model gets; the plan may need more than there is.
 
     A pool that is smaller than the longest sequence is fine (the scheduler then allows shorter ones only), down to
-    `SMALLEST_CONTEXT` tokens.
+    `SMALLEST_CONTEXT` tokens. Where layers have a state, the memory for KV is shared with the slots of states.
 
     Args:
         measured: the bytes that the model took, once it is there; until then the sizes of its tensors serve.
@@ -216,7 +241,11 @@ def plan_memory(
     layout = KVLayout.of(config, options.block_size)
     windows = Windows(layout.windows, layout.block_size)
     block = layout.block_bytes(kernels.kv_dtype) + draft.block
+    state = StateLayout.of(config, options.num_pending).slot_bytes
     left = budget.available - weights - draft.weights - tables - workspace - graphs
+    limit = budget.kv_limit(left) if options.kv_bytes is None else options.kv_bytes
+    for_states = min(limit // 2, _most_states(options) * state)
+    num_blocks = options.num_blocks or _num_blocks(config, windows, options, block, limit - for_states)
     return MemoryPlan(
         weights=weights,
         draft=draft.weights,
@@ -224,7 +253,9 @@ def plan_memory(
         graphs=graphs,
         tables=tables,
         block=block,
-        num_blocks=options.num_blocks or _num_blocks(config, windows, options, block, budget.kv_limit(left)),
+        num_blocks=num_blocks,
+        state=state,
+        num_states=_num_states(options, state, limit - num_blocks * block),
         windows=windows,
         chunk=options.max_batch_tokens,
         available=budget.available,
@@ -320,16 +351,22 @@ def tensor_bytes(maps: Iterable[LinearSpec], num_loose: int, kernels: Kernels) -
     return total
 
 
-def _num_blocks(
-    config: ModelConfig, windows: Windows, options: LoadOptions, block: int, kv_limit: int
-) -> int:
+def _num_blocks(config: ModelConfig, windows: Windows, options: LoadOptions, block: int, limit: int) -> int:
     """The KV blocks that the limit holds: the smallest useful number at least, and no more than could be used."""
     max_model_len = options.max_model_len or config.max_position
     per_sequence = windows.num_tables * -(-max_model_len // options.block_size)
     smallest = 1 + windows.num_tables * -(-min(max_model_len, SMALLEST_CONTEXT) // options.block_size)
-    limit = kv_limit if options.kv_bytes is None else options.kv_bytes
     most = 1 + per_sequence * options.max_num_seqs
-    return max(smallest, min(limit // block, most) if block else most)
+    return max(smallest, min(limit // block if block else max(per_sequence + 1, _UNPAID_BLOCKS), most))
+
+
+def _num_states(options: LoadOptions, state: int, limit: int) -> int:
+    """The state slots that the limit holds: the fewest at least, and no more than could be used."""
+    return max(SMALLEST_STATES, min(limit // state, _most_states(options))) if state else 0
+
+
+def _most_states(options: LoadOptions) -> int:
+    return 1 + _STATES_PER_SEQUENCE * max(options.max_num_seqs, _FEW_SEQUENCES)
 
 
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:

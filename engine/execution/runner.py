@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.execution.buffers import StepBuffers
 from engine.execution.drafter import Drafter
+from engine.execution.facts import facts_of
 from engine.execution.graphs import (
     CudaDevice,
     Device,
@@ -34,10 +35,11 @@ from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loader import LoadedModel
 from engine.execution.prompt_rows import PromptFindings, PromptRows
 from engine.execution.seats import Placed, Seats, StepShape
+from engine.execution.state_slots import tell_slots
 from engine.execution.uploads import send_apart
 from engine.execution.verification import Verification
 from engine.model.weights import Progress
-from engine.planning.request import NO_LIMIT, Request, SamplingParams, Sequence
+from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.step import OPEN, Chunk, DeviceError, OutOfMemory, Plan, RunnerFacts, StepResult
 from engine.sampling.reference import logprobs_of
 from engine.sampling.tables import GRAPH_FILTERS, Filters
@@ -47,9 +49,6 @@ log = logging.getLogger("penstock.engine")
 
 _LARGEST_WARM_UP = 512
 """Tokens; larger steps have no kernels of their own."""
-_MOST_SCORED = 64
-"""Tokens of prompts that a step on a CPU scores while other sequences run: their logits take longer than their layers
-where the vocabulary is large and the model small."""
 
 
 class ModelRunner:
@@ -92,20 +91,7 @@ class ModelRunner:
             torch.set_num_threads(1)
         self._steps = Steps(model)
         self._steps.prepare(self._make_device(model), self._progress)
-        num_ahead = int(model.device.type != "cpu") if self._num_ahead is None else self._num_ahead
-        return RunnerFacts(
-            num_blocks=model.kv.num_blocks,
-            block_size=model.kv.block_size,
-            max_batch_tokens=model.options.max_batch_tokens,
-            num_ahead=num_ahead,
-            max_model_len=model.max_model_len,
-            windows=model.kv.layout.windows,
-            max_drafts=model.options.max_drafts,
-            max_rows=model.options.max_rows,
-            max_scored=_MOST_SCORED if model.device.type == "cpu" else NO_LIMIT,
-            has_draft_model=self._steps.drafter is not None,
-            has_experts=model.config.spec.chosen_share > 0,
-        )
+        return facts_of(model, self._num_ahead)
 
     def draft(self, plan: Plan) -> list[list[int]]:
         assert self.steps.drafter is not None
@@ -179,7 +165,7 @@ class Steps:
                 plan.copies = []
             found = None
             if captured is None:
-                logits, numbers, found = self._pass(placed, verification, prompts)
+                logits, numbers, found = self._pass(plan, placed, verification, prompts)
             else:
                 logits, numbers = self._replay(captured, placed, verification)
             return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, found)
@@ -220,7 +206,7 @@ class Steps:
             raise
 
     def _pass(
-        self, placed: Placed, verification: Verification | None, prompts: PromptRows | None
+        self, plan: Plan, placed: Placed, verification: Verification | None, prompts: PromptRows | None
     ) -> tuple[Tensor, Tensor, PromptFindings | None]:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
 
@@ -228,6 +214,8 @@ class Steps:
         """
         model = self.model
         inputs = model.kernels.gather(model.table, placed.tokens)
+        if model.states is not None:
+            tell_slots(inputs.batch, plan.chunks)
         if verification is not None:
             inputs.batch.sample_rows = verification.rows
         numbers = inputs.numbers if verification is None else verification.numbers

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config import GenerationDefaults, ModelConfig
-from engine.errors import CheckpointError
 from engine.model import parse
 from engine.model.gguf import config as gguf
 from engine.model.gguf.container import is_gguf
@@ -19,15 +18,7 @@ def read_config(path: Path) -> ModelConfig:
     Raises:
         CheckpointError: naming what is missing, malformed or not supported.
     """
-    config = gguf.read_config(path) if is_gguf(path) else parse.read_config(path)
-    _refuse_states(path, config)
-    return config
-
-
-def _refuse_states(path: Path, config: ModelConfig) -> None:
-    """Planning and kernels do not know states yet."""
-    if config.spec.states:
-        raise CheckpointError(f"{path}: layers with a state of fixed size are not served yet")
+    return gguf.read_config(path) if is_gguf(path) else parse.read_config(path)
 
 
 def read_generation_defaults(path: Path) -> GenerationDefaults:

@@ -41,6 +41,11 @@ def check_draft(target: ModelConfig, draft: ModelConfig, max_model_len: int) -> 
     Raises:
         CheckpointError: it cannot; the message says why.
     """
+    if draft.spec.states:
+        raise CheckpointError(
+            f"{draft.architecture} has layers with a state, and a draft model may have none: it goes back where its "
+            "drafts are wrong, and a state does not"
+        )
     if draft.max_position < max_model_len:
         raise CheckpointError(
             f"the draft model has {draft.max_position} positions, fewer than the {max_model_len} tokens that a "

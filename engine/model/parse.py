@@ -8,11 +8,10 @@ from pathlib import Path
 from engine.config import QUANT_METHODS, GenerationDefaults, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.families import FAMILIES, NOT_YET, WITH_STATES
+from engine.model.families import FAMILIES, NOT_YET
 from engine.model.families.common import CHUNKED, FULL, MAX_POSITIONS, SLIDING
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_FAMILIES = FAMILIES | WITH_STATES
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -63,7 +62,7 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
         CheckpointError: naming what is missing, malformed or not supported.
     """
     architecture = architecture or _architecture(fields)
-    family = _FAMILIES[architecture]
+    family = FAMILIES[architecture]
     if fields.has("text_config"):
         fields = fields.flattened("text_config")
     fields = fields.with_defaults(family.defaults)
@@ -86,7 +85,7 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
 def _architecture(fields: Fields) -> str:
     named = fields.strings("architectures")
     for name in named:
-        if name in _FAMILIES:
+        if name in FAMILIES:
             return name
     for name in named:
         if name in NOT_YET:

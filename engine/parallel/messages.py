@@ -10,11 +10,12 @@ from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 from engine.config import LoadOptions
 from engine.planning.request import Request, Sequence
+from engine.planning.states import ChunkState, Save
 from engine.planning.step import Chunk, Masks, Plan
 
 
@@ -33,9 +34,9 @@ class Launch:
     new: list[tuple[int, Request, int]]
     """Key, request and index of each sequence that no step had before, or not since it was forgotten."""
     words: bytes
-    """int32: how many block copies, and these; then for each chunk, key, start, num_tokens, samples, and three lists,
-    each after its length: drafts, the tokens that are new, and the place in the block table from which on the blocks
-    after it are new."""
+    """int32: how many block copies, and these; then for each chunk, key, start, num_tokens, samples, and four lists,
+    each after its length: drafts, the tokens that are new, the place in the block table from which on the blocks after
+    it are new, and the numbers of its `ChunkState`, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class Narrator:
             first = _first_change(told.blocks, blocks)
             words += (1 + len(blocks) - first, first, *blocks[first:])
             told.blocks[first:] = blocks[first:]
+            state = _state_words(chunk.state)
+            words += (len(state), *state)
         return Launch(new, array("i", words).tobytes())
 
     def forget(self, sequences: Iterable[Sequence]) -> Forget:
@@ -128,7 +131,22 @@ class Listener:
         sequence.token_ids += _list(rest)
         first, *blocks = _list(rest)
         sequence.block_table[first:] = blocks
-        return Chunk(sequence, start, num_tokens, bool(samples), drafts=drafts)
+        state = _state(_list(rest))
+        return Chunk(sequence, start, num_tokens, bool(samples), drafts=drafts, state=state)
+
+
+def _state_words(state: ChunkState | None) -> list[int]:
+    if state is None:
+        return []
+    return [state.source, state.target, state.replayed, *chain.from_iterable(state.saves)]
+
+
+def _state(words: list[int]) -> ChunkState | None:
+    if not words:
+        return None
+    source, target, replayed, *saves = words
+    rest = iter(saves)
+    return ChunkState(source, target, replayed, [Save(*save) for save in zip(rest, rest, rest, strict=True)])
 
 
 def _list(rest: Iterator[int]) -> list[int]:

@@ -19,7 +19,7 @@ from engine.planning.block_tables import BlockTables
 from engine.planning.prefix_events import PrefixLog
 from engine.planning.prefix_index import chain_start
 from engine.planning.request import FinishReason, Sequence
-from engine.planning.state_slots import Snapshots, StateSlots
+from engine.planning.state_slots import Snapshots, StateSlots, most_running
 from engine.planning.states import SequenceState, Snapshot
 
 
@@ -81,9 +81,7 @@ class KeptStates(BlockTables):
 
     @property
     def max_running(self) -> int:
-        """The sequences that may run at a time: a quarter of the slots is left to snapshots."""
-        usable = self.slots.num_slots - 1
-        return max(1, usable - max(1, usable // 4))
+        return most_running(self.slots.num_slots)
 
     @property
     def num_states_held(self) -> int:

@@ -14,6 +14,12 @@ from engine.planning.blocks import PoolViolation
 from engine.planning.states import Snapshot
 
 
+def most_running(num_slots: int) -> int:
+    """The sequences that may run at a time with so many slots, slot 0 included: a quarter is left to snapshots."""
+    usable = num_slots - 1
+    return max(1, usable - max(1, usable // 4))
+
+
 class StateSlots:
     """Slots 1 to num_slots - 1 with reference counts; slot 0 is nobody's."""
 

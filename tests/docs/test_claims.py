@@ -75,7 +75,7 @@ CLAIMS: dict[str, list[str]] = {
     "README.md": [
         f"| interactive | `priority` {of_lane(Lane.INTERACTIVE, weight=False)}",
         f"| standard | `default`, `auto` {of_lane(Lane.STANDARD, weight=False)}",
-        f"| model families | {len(DESCRIPTIONS)}, dense and with experts |",
+        f"| model families | {len(DESCRIPTIONS)}, dense, with experts, with states |",
     ],
     "docs/guide/lanes.md": [
         f"| interactive | `priority` {of_lane(Lane.INTERACTIVE, weight=True)}",
@@ -247,8 +247,8 @@ def test_families_of_models() -> None:
     of_gguf = table("docs/internals/quantization.md", "| read | refused")[0][1]
     kinds = {kind.split(" ")[0] for kind in re.split(r", (?!too)", of_gguf)}
     assert kinds == KINDS.keys()
-    assert "twenty-nine architectures" in in_one_line("docs/guide/models.md")
-    assert len(KINDS) == 29
+    assert "thirty-eight architectures" in in_one_line("docs/guide/models.md")
+    assert len(KINDS) == 38
 
 
 def test_formats_of_checkpoints() -> None:

@@ -13,12 +13,12 @@ from engine.execution.runner import ModelRunner
 from engine.launching import launch_fitting
 from engine.model.drafts import DraftSource
 from engine.parallel.leader import Followers, ParallelRunner
-from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, Proposer
 from engine.planning.grammar import CompiledGrammar
 from engine.planning.grammars import Grammars
 from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
+from engine.planning.setup import make_tables
 from engine.planning.step import Plan, Runner, StepResult
 from priority.queue import LaneQueue
 
@@ -93,27 +93,28 @@ class Driver:
         prefix_cache: bool = True,
         budget: int | None = None,
         num_blocks: int | None = None,
+        num_states: int | None = None,
         max_scored: int | None = None,
         proposer: Proposer | None = None,
         model: bool = False,
     ) -> None:
         """An empty scheduler and prefix cache on the same model, with drafts of a proposer and of the draft model."""
         self.queue = LaneQueue(Lock())
-        tables = BlockTables(
-            num_blocks or self.facts.num_blocks,
-            self.facts.block_size,
-            prefix_cache=prefix_cache,
-            windows=self.facts.windows,
+        facts = replace(
+            self.facts,
+            num_blocks=num_blocks or self.facts.num_blocks,
+            num_states=num_states or self.facts.num_states,
         )
+        self.tables = make_tables(facts, prefix_cache=prefix_cache, log=None)
         limits = SchedulerLimits(
             max_batch_tokens=budget or self.budget,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=min(self.max_num_seqs, self.tables.max_running),
             max_model_len=10_000,
-            max_scored=max_scored or self.facts.max_scored,
+            max_scored=max_scored or facts.max_scored,
         )
         has_drafts = proposer is not None or model
         drafting = Drafting(proposer, self.facts.max_drafts, has_model=model) if has_drafts else None
-        self.scheduler = Scheduler(self.queue, tables, self.sink, limits, drafting)
+        self.scheduler = Scheduler(self.queue, self.tables, self.sink, limits, drafting)
         self.outputs: dict[tuple[str, int], list[Output]] = {}
 
     def run(self, *requests: Request, before_step: Callable[[int], None] = lambda _: None) -> None:

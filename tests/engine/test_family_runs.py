@@ -10,7 +10,7 @@ import transformers
 
 from engine.planning.request import Request, SamplingParams
 from tests.engine.driver import Driver
-from tests.engine.families import SPARSE, TINY
+from tests.engine.families import SPARSE, STATES, TINY
 
 LENGTHS = {"long": 150, "short": 20, "other": 97}
 MAX_TOKENS = 12
@@ -38,13 +38,17 @@ def greedy(folder: Path, token_ids: list[int]) -> list[int]:
 
 
 def answers(driver: Driver) -> dict[str, list[object]]:
-    """Tokens and their log probabilities, to the last bit."""
-    return {name: [(o.token_ids, o.logprobs) for o in driver.outputs[name, 0]] for name in LENGTHS}
+    """Tokens and, where a row's bits depend on nothing but itself, their log probabilities, to the last bit."""
+    is_exact = driver.runner.model.kernels.team is not None
+    outputs = {name: driver.outputs[name, 0] for name in LENGTHS}
+    return {
+        name: [(o.token_ids, o.logprobs if is_exact else None) for o in outputs[name]] for name in LENGTHS
+    }
 
 
-@pytest.mark.parametrize("family", TINY | SPARSE)
+@pytest.mark.parametrize("family", TINY | SPARSE | STATES)
 def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, tmp_path: Path) -> None:
-    folder = (TINY | SPARSE)[family].make(tmp_path)
+    folder = (TINY | SPARSE | STATES)[family].make(tmp_path)
     driver = Driver(folder, num_blocks=128, budget=400)
     requests = [request(name) for name in LENGTHS]
     driver.run(*requests)
@@ -56,11 +60,9 @@ def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, t
     driver.run(*requests)
     assert answers(driver) == {name: 2 * outputs for name, outputs in expected.items()}, "found again"
     cached = {name: driver.outputs[name, 0][-1].timings for name in LENGTHS}
-    assert {name: t.num_cached_tokens for name, t in cached.items() if t} == {
-        "long": 144,
-        "short": 16,
-        "other": 96,
-    }
+    # A state is found at any token, and keys and values where a block ends.
+    found = (149, 19, 96) if family in STATES else (144, 16, 96)
+    assert tuple(t.num_cached_tokens for t in cached.values() if t) == found
 
     def preempt(step: int) -> None:
         running = driver.scheduler.running

@@ -62,9 +62,9 @@ FAMILIES = {
     "SmolLM3ForCausalLM": Family("SmolLM 3", llama.smollm3, _TIED),
     "SeedOssForCausalLM": Family("Seed-OSS", llama.seed_oss),
     "GraniteForCausalLM": Family("Granite 3", granite.granite),
-    "GraniteMoeHybridForCausalLM": Family("Granite 4 without states", granite.granite4),
+    "GraniteMoeHybridForCausalLM": Family("Granite 4, hybrid or attention alone", granite.granite4),
     "GraniteMoeForCausalLM": Family("Granite 3 1B-A400M, 3B-A800M", granite.granite_moe),
-    "GraniteMoeSharedForCausalLM": Family("Granite 4 experts without states", granite.granite_moe),
+    "GraniteMoeSharedForCausalLM": Family("Granite 4 experts, attention alone", granite.granite_moe),
     "Olmo2ForCausalLM": Family("OLMo 2", olmo.olmo2, {"rms_norm_eps": 1e-5}),
     "Olmo3ForCausalLM": Family("OLMo 3", olmo.olmo3, {"rms_norm_eps": 1e-5}),
     "Exaone4ForCausalLM": Family("EXAONE 4", olmo.exaone4, {"rms_norm_eps": 1e-5}),
@@ -86,10 +86,6 @@ FAMILIES = {
     "HunYuanMoEV1ForCausalLM": Family("Hunyuan A13B", shared.hunyuan_moe, {"rms_norm_eps": 1e-5}),
     "Qwen2_5_VLForConditionalGeneration": Family("Qwen 2.5 VL, text", llama.qwen2),
     "Qwen3VLForConditionalGeneration": Family("Qwen 3 VL, text", llama.qwen3),
-}
-"""By the name in a config.json's `architectures`."""
-
-WITH_STATES = {
     "Qwen3_5ForCausalLM": Family("Qwen 3.5, 3.6, 3.8, dense", delta.qwen3_5),
     "Qwen3_5ForConditionalGeneration": Family("Qwen 3.5, 3.6, 3.8, dense, text", delta.qwen3_5),
     "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 35B-A3B, 122B-A10B", delta.qwen3_5_moe, delta.MOE),
@@ -102,7 +98,7 @@ WITH_STATES = {
     "NemotronHForCausalLM": Family("Nemotron H, Nemotron 3 Nano", mamba.nemotron_h, mamba.NEMOTRON),
     "Mamba2ForCausalLM": Family("Mamba 2, Mamba Codestral", mamba.mamba2, mamba.MAMBA2),
 }
-"""Those whose layers have a state: they are read, and `checkpoint.read_config` refuses to serve them."""
+"""By the name in a config.json's `architectures`."""
 
 _EXPERTS, _LATENT = "mixtures of experts", "latent attention"
 

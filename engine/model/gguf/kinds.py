@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from engine.fields import Fields
-from engine.model.families import FAMILIES, WITH_STATES
 from engine.model.gguf import states
 
 _POST_NORMS = {
@@ -56,7 +55,7 @@ _NEMOTRON_EPS = ("attention.layer_norm_rms_epsilon", "layer_norm_epsilon")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A row of ROWS."""
+    """A row of KINDS."""
 
     architecture: str
     """The family, one of FAMILIES."""
@@ -93,7 +92,7 @@ class Kind:
         Raises:
             CheckpointError: it is not supported.
         """
-        return _READ[fields.one_of("general.architecture", *_READ)]
+        return KINDS[fields.one_of("general.architecture", *KINDS)]
 
 
 _QWEN35 = Kind(
@@ -104,7 +103,7 @@ _QWEN35 = Kind(
     has_states=True,
 )
 
-ROWS = {
+KINDS = {
     "llama": Kind(
         architecture="LlamaForCausalLM",
         windowed="MistralForCausalLM",
@@ -262,7 +261,3 @@ ROWS = {
     "mamba2": Kind(architecture="Mamba2ForCausalLM", names=_NEMOTRON, eps=_NEMOTRON_EPS, has_states=True),
 }
 """By `general.architecture`. Mistral's older models are of the kind llama, and OLMo 3 is of olmo2."""
-
-KINDS = {name: kind for name, kind in ROWS.items() if kind.architecture in FAMILIES and not kind.has_states}
-_READ = {name: kind for name, kind in ROWS.items() if kind.architecture in FAMILIES | WITH_STATES}
-"""The rows whose families are served."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from engine.config import LoadOptions
 from engine.errors import CheckpointError
-from engine.execution.loader import load_model
 from engine.execution.memory import weight_bytes
 from engine.fields import Fields
 from engine.kernels.kv_cache import KVCache, KVLayout
@@ -175,14 +174,6 @@ def test_experts_without_gates_may_be_stacked(tmp_path: Path) -> None:
         tensors[f"{prefix}.{name}"] = torch.stack(experts)
     save_file(tensors, file, {"format": "pt"})
     assert torch.equal(Run(path).in_chunks(90), found)
-
-
-def test_they_are_not_served_yet(tmp_path: Path) -> None:
-    path = STATES["Qwen 3.5"].make(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=f"{path}: layers with a state of fixed size are not served yet"
-    ):
-        load_model(path, OPTIONS, lambda _: None, lambda *_: None)
 
 
 @pytest.mark.parametrize("family", STATES)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Narrator
 from engine.planning.request import Sequence
+from engine.planning.states import ChunkState, Save
 from engine.planning.step import Chunk, Masks, Plan, StepInFlight
 from tests.engine.fake_runner import FakeRunner, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
@@ -20,11 +21,12 @@ def same(told: Plan, heard: Plan) -> None:
     """All that a step reads of a plan."""
     assert (heard.num_tokens, heard.copies) == (told.num_tokens, told.copies)
     for chunk, own in zip(told.chunks, heard.chunks, strict=True):
-        assert (own.start, own.num_tokens, own.samples, list(own.drafts)) == (
+        assert (own.start, own.num_tokens, own.samples, list(own.drafts), own.state) == (
             chunk.start,
             chunk.num_tokens,
             chunk.samples,
             list(chunk.drafts),
+            chunk.state,
         )
         assert own.sequence.request == chunk.sequence.request
         assert own.sequence.index == chunk.sequence.index
@@ -85,7 +87,7 @@ def test_a_decode_tells_its_token_and_no_more() -> None:
     run.finish()
     words = [size // 4 for size in runner.sizes]
     assert words[0] > 100, "of the prompt, the blocks; its tokens are in the request"
-    assert max(words[1:]) <= 11
+    assert max(words[1:]) <= 12
 
 
 def test_drafts_and_masks_come_along() -> None:
@@ -96,6 +98,19 @@ def test_drafts_and_masks_come_along() -> None:
     same(plan, Listener().plan(message))
     masks = Masks(bytearray(b"\1\2\3\4"), 1, [0])
     assert pickle.loads(pickle.dumps(ChooseTokens(masks))) == ChooseTokens(masks)
+
+
+def test_the_slots_of_states_come_along() -> None:
+    first, second = (Sequence(make_request(name, [1, 2, 3, 4, 5])) for name in ("first", "second"))
+    for sequence in (first, second):
+        sequence.block_table = [3, 4]
+    saves = [Save(1, 7, 2), Save(3, 8, 0)]
+    chunks = [
+        Chunk(first, 1, 4, samples=True, state=ChunkState(5, 6, 2, saves)),
+        Chunk(second, 0, 4, samples=False, state=ChunkState(0, 9, 0, [])),
+    ]
+    plan = Plan(chunks, [], 8)
+    same(plan, Listener().plan(Narrator().launch(plan)))
 
 
 def test_who_is_forgotten_twice_or_was_never_told_of_is_not_told_of() -> None:

@@ -19,7 +19,7 @@ from engine.kernels.ops import reference_kernels
 from engine.model.checkpoint import read_config
 from engine.model.files import open_files
 from engine.model.gguf import container
-from engine.model.gguf.kinds import ROWS
+from engine.model.gguf.kinds import KINDS
 from engine.model.gguf.names import Names
 from engine.model.stacks import unstacked
 from engine.model.tensors import check_tensors, layer_specs, make_recipe
@@ -218,7 +218,7 @@ def test_every_kind_with_experts_or_states_has_a_name_of_its_own_for_each_tensor
     """All that the `gguf` library calls a tensor of these kinds is known, but for what is no part of a decoder."""
     unknown = ("rope_freqs", "attn_rot_embd", "nextn", "attn_sinks", "exp_probs_b", "ffn_latent", "dense_2")
     ends = {"ssm_a": "", "ssm_d": "", "ssm_dt": ".bias"}
-    for name, kind in ROWS.items():
+    for name, kind in KINDS.items():
         architecture = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
         names, seen = Names(kind), set()
         for tensor in gguf.MODEL_TENSORS[architecture]:
