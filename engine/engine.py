@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
@@ -28,6 +28,7 @@ from engine.planning.prefix_events import PrefixLog
 from engine.planning.request import DraftCount, Output
 from engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
 from engine.planning.setup import fit_limits, make_tables
+from engine.planning.states import StateUse
 from engine.planning.step import (
     DeviceError,
     OutOfMemory,
@@ -75,6 +76,7 @@ class EngineStats:
     max_batch_tokens: int = 0
     """The most tokens of one step."""
     max_num_seqs: int = 0
+    states: StateUse = field(default_factory=StateUse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ class Engine:
             num_pool_violations=self._num_pool_violations,
             max_batch_tokens=scheduler.limits.max_batch_tokens,
             max_num_seqs=scheduler.limits.max_num_seqs,
+            states=scheduler.tables.state_use,
         )
 
     def block_map(self) -> BlockMap | None:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.planning.request import FinishReason, Timings
+from engine.planning.states import StateUse
 from engine.planning.step import ExpertUse, StepReport
 from gateway.store.interface import StoreStats
 from gateway.wire.frames import seconds_per_output_token
@@ -134,6 +135,9 @@ class Metrics:
         self.blocks = gauge("kv_blocks", "KV blocks in the pool.")
         self.free_blocks = gauge("kv_free_blocks", "KV blocks that can be taken.")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks in use.")
+        self.state_slots = gauge("state_slots", "Slots for the states of sequences and snapshots; 0 without.")
+        self.held_states = gauge("state_held_slots", "State slots that sequences have.")
+        self.snapshots = gauge("state_snapshots", "Snapshots of states that prompts may find.")
         self.expert_imbalance = gauge(
             "expert_imbalance_ratio",
             "Tokens of the most chosen expert of a layer, or rank, by the mean of all; on a CPU.",
@@ -213,6 +217,11 @@ class Metrics:
             self._note_experts(report.experts)
         if report.error is not None:
             self.failed_steps.inc()
+
+    def note_states(self, states: StateUse) -> None:
+        self.state_slots.set(states.num_slots)
+        self.held_states.set(states.num_held)
+        self.snapshots.set(states.num_snapshots)
 
     def _note_experts(self, experts: ExpertUse) -> None:
         self.experts_touched.inc(experts.num_touched)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from engine.engine import EngineState, EngineStats
 from engine.planning.embedding import Embedding
 from engine.planning.grammars import Grammars
+from engine.planning.states import StateUse
 from engine.planning.step import StepReport
 from gateway.access.idempotency import Idempotency
 from gateway.access.keys import Access, Client
@@ -268,6 +269,7 @@ class Service:
             "kv_blocks": stats.num_blocks,
             "kv_free_blocks": stats.num_free_blocks,
             "kv_cached_blocks": stats.num_cached_blocks,
+            "states": _states(stats.states),
         }
         return {"state": self.readiness, "streams": len(self.dispatch), "lanes": lanes, "engine": engine}
 
@@ -305,7 +307,9 @@ class Service:
         self.metrics.prefix_blocks.set(self.prefixes.num_tracked)
         self.metrics.prefix_depth.set(self.prefixes.deepest)
         self.metrics.up.set(self.readiness in ("ready", "draining"))
-        self.metrics.pool_violations.set(self._engine.stats().num_pool_violations)
+        stats = self._engine.stats()
+        self.metrics.pool_violations.set(stats.num_pool_violations)
+        self.metrics.note_states(stats.states)
         for name, value in self._queue.step_model().items():
             self.metrics.step_model.labels(name).set(value)
         for lane, depth in self._queue.depths().items():
@@ -323,6 +327,15 @@ class Service:
         self.dispatch.draining = True
         if self._warm_up is not None:
             self._warm_up.cancel()
+
+
+def _states(use: StateUse) -> dict[str, int] | None:
+    """State slots, those that sequences have, and snapshots; None if no layer has a state."""
+    return (
+        {"slots": use.num_slots, "held": use.num_held, "snapshots": use.num_snapshots}
+        if use.num_slots
+        else None
+    )
 
 
 def _ms(seconds: float | None) -> int | None:

@@ -25,7 +25,8 @@
  * @property {string} state
  * @property {number} streams
  * @property {Record<string, LaneStatus>} lanes
- * @property {{running: number, waiting: number, steps: number, kv_blocks: number, kv_free_blocks: number}} engine
+ * @property {{running: number, waiting: number, steps: number, kv_blocks: number, kv_free_blocks: number,
+ *   states: ?{slots: number, held: number, snapshots: number}}} engine
  *
  * @typedef {{duration_ms: number[], prefill: number[], decode: number[], drafts: number[], accepted: number[]}} Steps
  *   one after the other

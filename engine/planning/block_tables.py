@@ -27,6 +27,7 @@ from engine.planning.blocks import BlockPool
 from engine.planning.prefix_events import Dropped, Found, PrefixLog
 from engine.planning.prefix_index import PrefixIndex, extend_hashes
 from engine.planning.request import NO_LIMIT, Sequence
+from engine.planning.states import StateUse
 from engine.planning.step import Plan
 from engine.planning.windows import Windows
 
@@ -129,6 +130,11 @@ class BlockTables:
     def max_running(self) -> int:
         """Sequences that may run at a time, as far as it depends on what they hold beside blocks."""
         return NO_LIMIT
+
+    @property
+    def state_use(self) -> StateUse:
+        """What becomes of state slots, for any thread."""
+        return StateUse()
 
     @property
     def num_kv_tokens(self) -> int:

@@ -20,7 +20,7 @@ from engine.planning.prefix_events import PrefixLog
 from engine.planning.prefix_index import chain_start
 from engine.planning.request import FinishReason, Sequence
 from engine.planning.state_slots import Snapshots, StateSlots, most_running
-from engine.planning.states import SequenceState, Snapshot
+from engine.planning.states import SequenceState, Snapshot, StateUse
 
 
 class FoundPrefix(list[int]):
@@ -84,10 +84,12 @@ class KeptStates(BlockTables):
         return most_running(self.slots.num_slots)
 
     @property
-    def num_states_held(self) -> int:
-        """The slots that are neither free nor a snapshot's alone."""
-        kept = sum(1 for snapshot in self.snapshots if self.slots.ref_counts[snapshot.slot] == 1)
-        return self.slots.num_slots - 1 - self.slots.num_free - kept
+    def state_use(self) -> StateUse:
+        """What becomes of state slots, for any thread: the numbers are of one moment, give or take a step."""
+        slots, snapshots = self.slots, list(self.snapshots)
+        num_alone = sum(1 for snapshot in snapshots if slots.ref_counts[snapshot.slot] == 1)
+        num_held = max(0, slots.num_slots - 1 - slots.num_free - num_alone)
+        return StateUse(slots.num_slots - 1, num_held, len(snapshots))
 
     # Finding
 

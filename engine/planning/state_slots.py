@@ -94,7 +94,7 @@ class Snapshots:
         return len(self._all)
 
     def __iter__(self) -> Iterator[Snapshot]:
-        return iter(self._all)
+        return iter(list(self._all))  # another thread may go over them
 
     def find(
         self,

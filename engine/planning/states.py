@@ -83,6 +83,18 @@ class Snapshot:
         return is_longer and self.tail[: len(other.tail)] == other.tail
 
 
+@dataclass(frozen=True, slots=True)
+class StateUse:
+    """What becomes of the state slots of a model."""
+
+    num_slots: int = 0
+    """0 if no layer has a state."""
+    num_held: int = 0
+    """Those that are a sequence's, or both a sequence's and a snapshot's."""
+    num_snapshots: int = 0
+    """The snapshots that can be found; most have a slot of their own."""
+
+
 @dataclass(slots=True)
 class SequenceState:
     """The slots of a running sequence; they hold what is said here once the steps launched so far are done."""

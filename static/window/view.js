@@ -83,6 +83,19 @@ const CHARTS = [
     most: 1,
   },
   {
+    title: "States kept",
+    series: [
+      { label: "of sequences", color: "water", area: true },
+      { label: "snapshots", color: "leaf" },
+    ],
+    values: (history) => [
+      history.series(({ server }) => server.engine.states?.held ?? null),
+      history.series(({ server }) => server.engine.states?.snapshots ?? null),
+    ],
+    least: 4,
+    isOptional: true,
+  },
+  {
     title: "Prefix cache hits",
     series: [{ label: "of ten seconds' prompt tokens", color: "leaf", area: true }],
     values: ratio("prefix_hit_tokens", "prefix_query_tokens"),

@@ -25,6 +25,7 @@ from engine.engine import EngineState, EngineStats
 from engine.planning.block_map import BlockMap, block_map
 from engine.planning.grammars import Grammars
 from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from engine.planning.states import StateUse
 from engine.planning.step import StepReport
 from engine.planning.stopping import TextSink
 from engine.planning.tokenizer import Tokenizer
@@ -82,6 +83,7 @@ class FakeEngine:
         self.ref_counts = [0] * 33
         """By KV block; block 0 is none. Without any there is no pool, for now."""
         self.findable = bytearray(33)
+        self.states = StateUse()
         self.on_wake: Callable[[], None] = lambda: None
 
     def wake(self) -> None:
@@ -101,6 +103,7 @@ class FakeEngine:
             num_free_tokens=512,
             max_batch_tokens=512,
             max_num_seqs=8,
+            states=self.states,
         )
 
     def block_map(self) -> BlockMap | None:

@@ -33,7 +33,7 @@ KV = {
 }
 
 
-def server_event(*, waiting: int = 0) -> tuple[str, Any]:
+def server_event(*, waiting: int = 0, states: dict[str, int] | None = None) -> tuple[str, Any]:
     lane = {"waiting": waiting, "forecast_ttft_ms": 1200, "promised_ttft_ms": 1000, "attainment": 0.98}
     engine = {
         "running": 3,
@@ -44,6 +44,7 @@ def server_event(*, waiting: int = 0) -> tuple[str, Any]:
         "kv_blocks": NUM_BLOCKS,
         "kv_free_blocks": 52,
         "kv_cached_blocks": 20,
+        "states": states,
     }
     return "server", {"state": "ready", "streams": 3, "lanes": {"interactive": lane}, "engine": engine}
 
@@ -134,6 +135,13 @@ def test_experts_are_shown_of_a_model_that_has_some(page: Page, server: Scripted
     expect(chart(window, "Experts read by a layer")).to_be_hidden()
     server.told += [steps_event(1000.0, experts_touched=84, expert_layers=2)]
     expect(chart(window, "Experts read by a layer").locator(".values")).to_have_text("42")
+
+
+def test_states_are_shown_of_a_model_that_has_some(page: Page, server: ScriptedServer) -> None:
+    window = open_window(page, server)
+    expect(chart(window, "States kept")).to_be_hidden()
+    server.told += [server_event(states={"slots": 40, "held": 3, "snapshots": 12}), steps_event(1000.0)]
+    expect(chart(window, "States kept").locator(".values")).to_have_text("3 of sequences12 snapshots")
 
 
 def test_every_chart_can_be_read_without_seeing_it(page: Page, server: ScriptedServer) -> None:

@@ -165,7 +165,7 @@ class StateMachine(SchedulerMachine):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "scheduler"):
-            assert self.state_tables.num_states_held == 0
+            assert self.state_tables.state_use.num_held == 0
 
 
 StateMachine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)

@@ -18,6 +18,7 @@ from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.setup import fit_limits, make_tables
 from engine.planning.state_slots import StateSlots
 from engine.planning.state_tables import StateTables
+from engine.planning.states import StateUse
 from engine.planning.step import Plan, StepInFlight
 from gateway.sessions.prefixes.tracker import PrefixTracker
 from gateway.sessions.prefixes.warming import choose_prefixes
@@ -464,9 +465,9 @@ def test_slots_are_counted() -> None:
     harness.submit(make_request("a", words(1, 40), max_tokens=9))
     harness.step()
     tables = harness.tables
-    assert (tables.num_states_held, len(tables.snapshots), tables.slots.num_free) == (1, 1, 9)
+    assert (tables.state_use, tables.slots.num_free) == (StateUse(11, 1, 1), 9)
     harness.run()
-    assert (tables.num_states_held, len(tables.snapshots), tables.slots.num_free) == (0, 2, 9)
+    assert (tables.state_use, tables.slots.num_free) == (StateUse(11, 0, 2), 9)
 
 
 def test_there_have_to_be_slots() -> None:

@@ -16,6 +16,7 @@ import pytest
 from engine.planning.block_map import BlockMap
 from engine.planning.prefix_events import Dropped, Stored
 from engine.planning.request import DraftCount
+from engine.planning.states import StateUse
 from engine.planning.step import ExpertUse, StepReport
 from gateway.access.keys import digest_of
 from gateway.endpoints import events
@@ -88,6 +89,19 @@ async def test_the_state_of_the_server_and_its_lanes() -> None:
             assert told["lanes"]["standard"]["waiting"] == 0
             assert told["lanes"]["standard"]["attainment"] == 1.0
             assert told["engine"]["output_tokens"] == 1
+
+
+async def test_what_becomes_of_states_is_told_where_there_are_some() -> None:
+    gateway = Gateway()
+    gateway.engine.states = StateUse(40, 3, 12)
+    assert gateway.service.status()["engine"]["states"] == {"slots": 40, "held": 3, "snapshots": 12}  # type: ignore[index]
+    shown = gateway.service.render_metrics().decode().splitlines()
+    assert {
+        "penstock_state_slots 40.0",
+        "penstock_state_held_slots 3.0",
+        "penstock_state_snapshots 12.0",
+    } <= {*shown}
+    assert Gateway().service.status()["engine"]["states"] is None  # type: ignore[index]
 
 
 async def test_a_request_of_the_caller_has_its_place_while_it_waits_and_no_other() -> None:
