@@ -18,8 +18,8 @@ from engine.planning.step import DeviceError, Sampled, StepResult
 NOT_FINITE = "the model's output was not finite"
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+@dataclass(slots=True)
+class Wanted:  # one for every token: frozen, it would take three times as long to make
     """The results that one chunk of a step is to bring."""
 
     rows: ListLike[int]
@@ -105,11 +105,15 @@ def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any], places: Mapp
         told: see Chosen.told.
         places: by row, its place among the T that are told of.
     """
-    rows = _right(wanted, token_ids) if wanted.drafts else wanted.rows
-    brought = [token_ids[row] for row in rows]
-    if wanted.refusal is not None or brought[0] < 0:
+    rows = wanted.rows
+    first = token_ids[rows[0]]
+    if wanted.refusal is not None or first < 0:
         return Sampled([], error=wanted.refusal or NOT_FINITE)
-    sampled = Sampled(brought)
+    if wanted.drafts:
+        rows = _right(wanted, token_ids)
+        sampled = Sampled([token_ids[row] for row in rows])
+    else:
+        sampled = Sampled([first])
     if wanted.num_logprobs is not None:
         sampled.logprobs = [
             _logprobs(wanted.num_logprobs, *(values[places[row]] for values in told)) for row in rows

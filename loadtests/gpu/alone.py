@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from app.loop import settle_garbage
 from engine.config import LoadOptions
 from engine.engine import Engine, EngineState
 from engine.execution.loader import load_model
@@ -147,6 +148,7 @@ class Bench:
         self.engine.start()
         if not self._ready.wait(_LOAD_S) or self.engine.state is not EngineState.READY:
             raise RuntimeError(self.engine.error or "the engine did not come up")
+        settle_garbage()
 
     def pace(self, streams: int) -> Pace:
         self._run(streams, 4)

@@ -138,8 +138,9 @@ def expert_rule(code: Code | None, dtype: torch.dtype, most_rows: int, chip: Chi
     registers, those of long steps leave room for fewer sums.
     """
     rule = by_rule(code or Code.INT8, dtype, most_rows, chip)
-    is_long = code is not None and code.bits == 4 and dtype != torch.float32
-    if is_long and chip.tensor_cores is TensorCores.MMA_SYNC:
+    is_small = chip.tensor_cores is TensorCores.MMA_SYNC
+    is_long = code is not None and dtype != torch.float32 and (code.bits == 4 or not is_small)
+    if is_long and is_small:
         rule = replace(rule, block_m=min(rule.block_m, 64), block_n=64, num_warps=4)
     tiling = replace(
         rule,
