@@ -35,7 +35,7 @@ from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loader import LoadedModel
 from engine.execution.prompt_rows import PromptFindings, PromptRows
 from engine.execution.seats import Placed, Seats, StepShape
-from engine.execution.state_slots import tell_slots
+from engine.execution.state_slots import StateBuffers, tell_slots
 from engine.execution.uploads import send_apart
 from engine.execution.verification import Verification
 from engine.model.weights import Progress
@@ -122,6 +122,9 @@ class Steps:
         self._refused: dict[Sequence, str] = {}
         """Sequences whose parameters the sampler cannot serve, and why."""
         self.seats: Seats = self._new_seats() if target is None else target.seats
+        self.state_buffers: StateBuffers | None = None
+        if model.states is not None and model.buffers is not None:
+            self.state_buffers = StateBuffers(model.options.max_num_seqs, model.device)
         self.passes, choices = self._ladders()
         self.choices: dict[Filters, Ladder] = choices if target is None else target.choices
         self.drafter: Drafter | None = None
@@ -157,7 +160,7 @@ class Steps:
         with self.faults(plan):
             shape = StepShape.of(plan)
             prompts = PromptRows.of(plan, self.model.options.max_rows)
-            captured = self.passes.covering(shape) if prompts is None else None
+            captured = self._captured(plan, shape) if prompts is None else None
             placed = self.seats.place(plan, captured or shape)
             verification = self._verification(plan, placed, captured or shape) if shape.verifies else None
             if placed.copies is not None:
@@ -167,7 +170,7 @@ class Steps:
             if captured is None:
                 logits, numbers, found = self._pass(plan, placed, verification, prompts)
             else:
-                logits, numbers = self._replay(captured, placed, verification)
+                logits, numbers = self._replay(plan, captured, placed, verification)
             return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, found)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
@@ -228,12 +231,20 @@ class Steps:
         slots = [seat.slot for seat in placed.seats]
         return Verification(plan, slots, shape.num_rows, self.model.device)
 
+    def _captured(self, plan: Plan, shape: StepShape) -> StepShape | None:
+        """The shape of the graph that serves a step; None if there is none."""
+        captured, states = self.passes.covering(shape), self.state_buffers
+        has_room = captured is None or states is None or states.hold(captured, plan.chunks)
+        return captured if has_room else None
+
     def _replay(
-        self, shape: StepShape, placed: Placed, verification: Verification | None
+        self, plan: Plan, shape: StepShape, placed: Placed, verification: Verification | None
     ) -> tuple[Tensor, Tensor]:
         buffers = self.buffers
         assert buffers is not None
         buffers.show(shape, placed, verification)
+        if self.state_buffers is not None:
+            self.state_buffers.show(plan.chunks)
         self.passes.run(shape)
         return buffers.logits[: shape.num_rows], buffers.numbers[: shape.num_rows]
 
@@ -261,6 +272,8 @@ class Steps:
         else:
             tokens = buffers.step_tokens(shape, model.table.max_blocks)
         inputs = model.kernels.gather(model.table, tokens)
+        if self.state_buffers is not None:
+            self.state_buffers.give(inputs.batch, shape)
         if shape.verifies:
             inputs.batch.sample_rows = buffers.sample_rows[: shape.num_rows]
         else:

@@ -159,7 +159,7 @@ def triton_kernels(
         attention=lambda batch, shape: attention.TritonAttention(batch, shape, workspaces[shape]),
         gather=inputs.gather,
         choose=sampling.TritonChoose(limits.max_rows, model.vocab_size, device),
-        is_static=not model.spec.states,
+        is_static=True,
     )
 
 

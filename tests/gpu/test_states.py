@@ -1,17 +1,22 @@
-"""Layers with a state on a GPU: sizes of real models, the bits of rows, and graphs."""
+"""Layers with a state on a GPU: sizes of real models, the bits of rows, graphs, and families with them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.kernels.batch import Batch
 from engine.kernels.triton import states
+from engine.planning.request import Output
 from engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
+from tests.engine.families import STATES
 from tests.engine.kernels.state_layers import Layer, batch, check_cuts, check_step
 from tests.gpu.cuda import DEVICE, DTYPES, needs_cuda
+from tests.gpu.engines import RunningEngine
+from tests.gpu.test_engine import Oracle, check, mixed
 
 pytestmark = needs_cuda
 
@@ -76,3 +81,22 @@ def test_a_captured_step_follows_its_slots_and_saves(name: str) -> None:
     graph.replay()
     assert torch.equal(found, layer.run(replayed, rows, gates, caches[1].layer(0)))
     assert torch.equal(caches[0].data, caches[1].data)
+
+
+@pytest.mark.parametrize("family", ["Qwen 3.5", "LFM2", "Granite 4 H MoE", "Mamba 2"])
+def test_families_with_a_state_say_what_transformers_says(family: str, tmp_path: Path) -> None:
+    """Out of graphs; then by prefixes that are found again, and after interruptions."""
+    folder = STATES[family].make(tmp_path)
+    oracle, requests = Oracle(folder), mixed(12)
+    with RunningEngine(folder) as engine:
+        assert engine.runner.model.buffers is not None, "steps are captured"
+        for _ in range(2):
+            engine.run(*requests)
+            check(engine, oracle, *requests)
+        assert sum(num_cached(found) > 0 for found in engine.outputs.values()) == 11, "all but one token's"
+
+
+def num_cached(outputs: list[Output]) -> int:
+    timings = outputs[-1].timings
+    assert timings is not None
+    return timings.num_cached_tokens

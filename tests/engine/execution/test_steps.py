@@ -113,11 +113,12 @@ class StepDriver:
         block_size: int = 16,
         drafting: Drafting | None = None,
         prefix_cache: bool = True,
+        tables: BlockTables | None = None,
     ) -> None:
         self.runner = runner
         self.num_ahead = num_ahead
         self.queue = LaneQueue(Lock())
-        tables = BlockTables(num_blocks, block_size, prefix_cache=prefix_cache)
+        self.tables = tables = tables or BlockTables(num_blocks, block_size, prefix_cache=prefix_cache)
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=SEATS, max_model_len=200)
         self.scheduler = Scheduler(self.queue, tables, NoText(), limits, drafting)
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()

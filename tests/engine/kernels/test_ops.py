@@ -144,7 +144,7 @@ def test_a_gpu_gets_triton_in_the_dtype_asked_for(
     kernels, said = choose_on_a_gpu(config)
     assert (kernels.name, kernels.device, said) == ("triton", CUDA, [])
     assert kernels.embedding_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
-    assert kernels.is_static == (config is not STATES)
+    assert kernels.is_static
     plain = reference_kernels(CUDA, torch.bfloat16)
     brought = {
         field.name for field in fields(Kernels) if getattr(kernels, field.name) != getattr(plain, field.name)
