@@ -422,8 +422,6 @@ def check_native(model: ModelConfig, limits: LoadOptions) -> None:
         )
     if limits.kv_dtype == "fp8":
         raise native.NativeUnavailable("they have no KV cache in fp8; one in int8 is as small")
-    if model.spec.states:
-        raise native.NativeUnavailable("they have no layers with a state yet")
     for attention in model.attentions:
         if attention.head_dim % 8:
             raise native.NativeUnavailable(

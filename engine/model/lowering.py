@@ -13,9 +13,16 @@ from engine.kernels.cpu import native
 from engine.kernels.linear import Linear
 from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
-from engine.model.parameters import AttentionWeights, ExpertsWeights, LayerWeights, MlpWeights, Weights
+from engine.model.parameters import (
+    AttentionWeights,
+    ExpertsWeights,
+    LayerWeights,
+    MlpWeights,
+    StateWeights,
+    Weights,
+)
 from engine.model.rotary import RotaryTables
-from engine.spec import Layer, Mlp, ModelSpec, Norm
+from engine.spec import Attention, Layer, Mlp, ModelSpec, Norm
 
 
 def program(
@@ -23,8 +30,8 @@ def program(
 ) -> list[native.NativeOp]:
     """The operations of a step, in their order.
 
-    After the last layer that has keys and values of its own, no rows are wanted but the sampled ones: they are gathered
-    after its attention.
+    After the last layer that has a state, or keys and values of its own, no rows are wanted but the sampled ones: they
+    are gathered after its mixer.
 
     Args:
         dtype: of the embedding.
@@ -100,77 +107,130 @@ def _layer(
 def _parts(
     number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool, first: int
 ) -> Iterator[native.NativeOp]:
-    attention, mixer = layer.attention, own.mixer
-    assert attention is not None
-    assert isinstance(mixer, AttentionWeights)
+    output = list(_mixer(number, layer, own, tables, gathers=gathers, first=first))
+    if own.feed_forward is None:
+        yield from output
+        return
+    early, late = _feed_forward(number, layer, own)
+    if layer.is_parallel:
+        mixed = next(at for at, op in enumerate(output) if op.source == "attended")
+        yield from (*output[:mixed], *early, *output[mixed:], *late)
+    else:
+        yield from (*output, *early, *late)
+    if layer.embedding is not None and own.per_layer_gate is not None and own.per_layer_out is not None:
+        yield _linear(number, "other", own.per_layer_gate, "hidden", "gates")
+        activation = layer.embedding.activation
+        yield _linear(number, "other", own.per_layer_out, "gates", "added", gate=activation, part=number)
+        yield native.NativeOp(kind="norm", time="norm", source="added", layer=number, norm=own.per_layer_norm)
+
+
+def _mixer(
+    number: int, layer: Layer, own: LayerWeights, tables: RotaryTables, *, gathers: bool, first: int
+) -> Iterator[native.NativeOp]:
+    mixer, more = own.mixer, dict[str, Any]()
+    if mixer is None:
+        return
+    read = _reading(layer.input_norm, own.input_norm)
+    if isinstance(mixer, StateWeights):
+        out = mixer.out
+        more["mixer"] = native.NativeMixer(spec=mixer.spec, vectors=mixer.vectors)
+        yield _linear(number, "qkv", mixer.into, "hidden", "qkv", **read)
+        if mixer.gates is not None:
+            if read and _reads_alike(mixer.into, mixer.gates):
+                read = {"source": "prepared"}
+            yield _linear(number, "gates", mixer.gates, target="gates", **read)
+        yield native.NativeOp(kind="recur", time="state", layer=number, **more)
+    else:
+        attention, out = layer.attention, mixer.o
+        assert attention is not None
+        more["gates"] = attention.gate_size
+        yield _linear(number, "qkv", mixer.qkv, "hidden", "qkv", **read)
+        heads = _heads(attention, mixer, tables, first)
+        yield native.NativeOp(
+            kind="attend", time="attention", heads=heads, layer=number, is_sampled=gathers, **more
+        )
+    if gathers:
+        yield native.NativeOp(kind="gather", time="gather", layer=number)
+    made = _linear(number, "o", out, "attended", "added", **more)
+    yield from _added(layer, made, layer.attention_norm, own.attention_norm)
+
+
+def _heads(
+    attention: Attention, own: AttentionWeights, tables: RotaryTables, first: int
+) -> native.NativeHeads:
     cos, sin, q_scales = tables.of(attention)
-    heads = native.NativeHeads(
+    return native.NativeHeads(
         num_heads=attention.num_heads,
-        q_norm=mixer.q_norm,
-        k_norm=mixer.k_norm,
+        q_norm=own.q_norm,
+        k_norm=own.k_norm,
         norms_last=attention.norms_after_rotation,
         norms_values=attention.norms_values,
         shares=attention.shares is not None,
         cos=cos,
         sin=sin,
         q_scales=q_scales,
-        sinks=mixer.sinks,
+        sinks=own.sinks,
         scale=attention.scale,
         softcap=attention.softcap,
         window=attention.reach,
         first=first,
     )
 
-    def linear(time: str, linear: Linear, source: str, target: str, **more: Any) -> native.NativeOp:
-        return native.NativeOp(
-            kind="linear",
-            time=time,
-            linear=packed(linear),
-            source=source,
-            target=target,
-            layer=number,
-            **more,
-        )
 
-    def reading(norm: Norm | None, weight: Tensor | None) -> dict[str, Any]:
-        return {} if norm is None else {"norm": weight, "is_centered": norm.is_centered}
-
-    def added(made: native.NativeOp, norm: Norm | None, weight: Tensor | None) -> Iterator[native.NativeOp]:
-        """The operations that add what a part's last one makes, or the norm of it, to the stream."""
-        scale = layer.residual_scale
-        if norm is None:
-            yield replace(made, target="hidden", adds=True, scale=scale)
-            return
-        yield replace(made, target="added")
-        yield native.NativeOp(
-            kind="norm", time="norm", source="added", scale=scale, layer=number, **reading(norm, weight)
-        )
-
-    yield linear("qkv", mixer.qkv, "hidden", "qkv", **reading(layer.input_norm, own.input_norm))
-    yield native.NativeOp(kind="attend", time="attention", heads=heads, layer=number, is_sampled=gathers)
-    if gathers:
-        yield native.NativeOp(kind="gather", time="gather", layer=number)
-    output = added(linear("o", mixer.o, "attended", "added"), layer.attention_norm, own.attention_norm)
-    read = (layer.input_norm, own.input_norm) if layer.is_parallel else (layer.post_norm, own.post_norm)
+def _feed_forward(
+    number: int, layer: Layer, own: LayerWeights
+) -> tuple[list[native.NativeOp], list[native.NativeOp]]:
+    """The operations before, and from, the last one of the feed-forward part; all that there are of experts."""
+    is_parallel = layer.is_parallel
+    read = (layer.input_norm, own.input_norm) if is_parallel else (layer.post_norm, own.post_norm)
     norm = layer.feed_forward_norm, own.feed_forward_norm
     if isinstance(own.feed_forward, ExpertsWeights):
         run = native.NativeOp(
-            kind="experts", time="gate_up", experts=_experts(own.feed_forward), layer=number, **reading(*read)
+            kind="experts",
+            time="gate_up",
+            experts=_experts(own.feed_forward),
+            layer=number,
+            **_reading(*read),
         )
-        early, late = list(added(run, *norm)), list[native.NativeOp]()
-    else:
-        mlp, dense = own.feed_forward, layer.feed_forward
-        assert isinstance(mlp, MlpWeights)
-        assert isinstance(dense, Mlp)
-        gate: dict[str, Any] = {"gate": dense.activation, **reading(*read)}
-        early = [linear("gate_up", mlp.gate_up, "hidden", "inner", **gate)]
-        late = list(added(linear("down", mlp.down, "inner", "added"), *norm))
-    yield from (*early, *output, *late) if layer.is_parallel else (*output, *early, *late)
-    if layer.embedding is not None and own.per_layer_gate is not None and own.per_layer_out is not None:
-        yield linear("other", own.per_layer_gate, "hidden", "gates")
-        activation = layer.embedding.activation
-        yield linear("other", own.per_layer_out, "gates", "added", gate=activation, part=number)
-        yield native.NativeOp(kind="norm", time="norm", source="added", layer=number, norm=own.per_layer_norm)
+        return list(_added(layer, run, *norm)), []
+    mlp, dense = own.feed_forward, layer.feed_forward
+    assert isinstance(mlp, MlpWeights)
+    assert isinstance(dense, Mlp)
+    gate: dict[str, Any] = {"gate": dense.activation, **_reading(*read)}
+    down = _linear(number, "down", mlp.down, "inner", "added")
+    return [_linear(number, "gate_up", mlp.gate_up, "hidden", "inner", **gate)], [*_added(layer, down, *norm)]
+
+
+def _linear(
+    number: int, time: str, linear: Linear, source: str = "hidden", target: str = "hidden", **more: Any
+) -> native.NativeOp:
+    return native.NativeOp(
+        kind="linear", time=time, linear=packed(linear), source=source, target=target, layer=number, **more
+    )
+
+
+def _reading(norm: Norm | None, weight: Tensor | None) -> dict[str, Any]:
+    return {} if norm is None else {"norm": weight, "is_centered": norm.is_centered}
+
+
+def _added(
+    layer: Layer, made: native.NativeOp, norm: Norm | None, weight: Tensor | None
+) -> Iterator[native.NativeOp]:
+    """The operations that add what a part's last one makes, or the norm of it, to the stream."""
+    scale = layer.residual_scale
+    if norm is None:
+        yield replace(made, target="hidden", adds=True, scale=scale)
+        return
+    yield replace(made, target="added")
+    yield native.NativeOp(
+        kind="norm", time="norm", source="added", scale=scale, layer=made.layer, **_reading(norm, weight)
+    )
+
+
+def _reads_alike(first: Linear, second: Linear) -> bool:
+    """Whether a linear map reads rows in the form that they have for another: integers have scales of their own."""
+    forms = {packed(linear).activation_dtype for linear in (first, second)}
+    return len(forms) == 1 and torch.int8 not in forms
 
 
 def _experts(own: ExpertsWeights) -> native.NativeExperts:

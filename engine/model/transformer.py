@@ -49,7 +49,7 @@ def make_decoder(
     if kernels.team is None:
         return Decoder(config, weights, kernels, kv, max_position, states)
     ops = program(config.spec, weights, RotaryTables(config.spec, max_position), kernels.embedding_dtype)
-    return _native_decoder(kernels.team, kv, config.spec, ops, weights.rows)
+    return _native_decoder(kernels.team, kv, config.spec, ops, weights.rows, max_position, states)
 
 
 def make_head(
@@ -70,7 +70,7 @@ def make_head(
     assert kernels.team is not None
     spec = head.layer.spec
     ops = head_program(head, weights, features, RotaryTables(spec, max_position))
-    return _native_decoder(kernels.team, kv, spec, ops, embedding)
+    return _native_decoder(kernels.team, kv, spec, ops, embedding, max_position)
 
 
 def _native_decoder(
@@ -79,6 +79,8 @@ def _native_decoder(
     spec: ModelSpec,
     ops: Sequence[native.NativeOp],
     embedding: Tensor | Linear,
+    max_position: int,
+    states: StateCache | None = None,
 ) -> native.NativeDecoder:
     return native.NativeDecoder(
         team,
@@ -87,6 +89,8 @@ def _native_decoder(
         hidden_size=spec.hidden_size,
         eps=spec.norm_eps,
         embedding=embedding if isinstance(embedding, Tensor) else packed(embedding),
+        max_position=max_position,
+        states=states,
     )
 
 

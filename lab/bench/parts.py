@@ -40,7 +40,7 @@ ENOUGH_S = 3.0
 _MOST_SEQUENCES = 64
 _LINEARS = ("qkv", "o", "gate_up", "down")
 _LAST_ROWS_ONLY = ("o", "gate_up", "down")
-"""The linears that the last layer computes only for the rows that are sampled."""
+"""The linears that are computed only for the rows that are sampled, from the last layer on that has keys or a state."""
 
 Row = dict[str, Any]
 
@@ -130,22 +130,25 @@ class StepParts:
         """The arithmetic of the parts that multiply, and the weights, keys and values that they read."""
         found = {"attention": self._attention(case), "head": _product(self.lm_head, case.sequences)}
         for name in _LINEARS:
-            some = [_product(layer[name], self._rows(case, name, i)) for i, layer in enumerate(self.layers)]
+            layers = [(i, layer[name]) for i, layer in enumerate(self.layers) if name in layer]
+            some = [_product(linear, self._rows(case, name, i)) for i, linear in layers]
+            if not some:
+                continue
             found[name] = Work(
                 sum(work.flop for work in some), sum(work.bytes for work in some), some[-1].factor_bytes
             )
         return found
 
     def _rows(self, case: Case, name: str, layer: int) -> int:
-        is_cut = name in _LAST_ROWS_ONLY and layer == len(self.layers) - 1
+        is_cut = name in _LAST_ROWS_ONLY and layer >= self.model.config.spec.last_with_keys
         return case.sequences * (1 if is_cut else case.queries)
 
     def _attention(self, case: Case) -> Work:
         config, end = self.model.config, case.context + case.queries
         seen = case.queries * (case.context + (case.queries + 1) / 2)  # of all tokens of a sequence together
-        heads = config.attentions
-        pairs = sum(own.q_size * seen for own in heads[:-1]) + heads[-1].q_size * end
-        numbers = 2 * sum(own.kv_size for own in heads) * case.sequences * end
+        heads, last = config.spec.attentions, config.spec.last_with_keys
+        pairs = sum(own.q_size * (end if number >= last else seen) for number, own in heads.items())
+        numbers = 2 * sum(own.kv_size for own in heads.values()) * case.sequences * end
         size = self.model.kv.data.dtype.itemsize
         return Work(4 * case.sequences * pairs, numbers * size, size)
 

@@ -4,8 +4,7 @@
 #include <cstddef>
 
 #include "attention_tasks.h"
-#include "experts.h"
-#include "per_layer.h"
+#include "planned.h"
 
 namespace penstock {
 
@@ -17,10 +16,12 @@ class Decoder {
           ops_(model.ops, model.ops + model.num_ops),
           attention_(attention_over(static_cast<Type>(model.kv_type))),
           tasks_(attention_.limits, team.size()),
-          experts_(team) {
+          experts_(team),
+          states_(model, team.size()) {
         with_type(model.embedding ? static_cast<Type>(model.embedding_type) : model.embedding_linear->type,
                   [&](auto* w) { embed_ = &Decoder::embed<std::remove_pointer_t<decltype(w)>>; });
         use_huge_pages(model.kv, static_cast<size_t>(model.kv_bytes));
+        use_huge_pages(model.states, static_cast<size_t>(model.num_slots) * model.slot_floats * sizeof(float));
         int head_dim = 0, group = 0;
         for (const Op& op : ops_)
             if (op.shape) head_dim = std::max(head_dim, op.shape->head_dim), group = std::max(group, op.shape->group());
@@ -73,8 +74,9 @@ class Decoder {
                 joined_ = allocate_hot<float>(rows * (ld_joined_ = padded(op.linear->k)));
                 features_ = allocate_hot<float>(rows * padded(op.linear->n));
             }
-            if (op.to == Stream::gates) gates_ = allocate_hot<float>(rows * (ld_gates_ = padded(op.linear->n)));
+            if (op.to == Stream::gates) ld_gates_ = std::max(ld_gates_, padded(op.linear->n));
         }
+        gates_ = allocate_hot<float>(rows * ld_gates_);
         input_.reserve(static_cast<int>(rows), depth);
         if (!experts.empty()) experts_.reserve(experts, static_cast<int>(rows), model_.hidden);
         qkv_ = allocate_hot<float>(rows * ld_qkv_);
@@ -86,36 +88,6 @@ class Decoder {
 
     // ---- the program -------------------------------------------------------------------------------------------
 
-    // A norm of rows: as the input of a linear, added to others, or as the output.
-    struct Norm {
-        const float* x;
-        const Op* op;
-        int rows;
-        const Linear* next;
-        float* to;  // where it is added
-    };
-
-    struct Conversion {
-        const float* x;
-        size_t ldx;
-        int rows;
-        const Linear* next;
-        const float* part;  // of each token, or null: what the rows let through is read
-        Gate gate;
-        bool is_gathered;
-    };
-
-    struct PlannedProduct {
-        Product product;
-        Cut cut;
-    };
-
-    struct PlannedAttention {
-        AttentionStep step;
-        const std::vector<Task>* tasks;
-        int rows;
-    };
-
     void plan() {
         phases_.clear();
         products_.clear();
@@ -124,6 +96,7 @@ class Decoder {
         attentions_.clear();
         tasks_.start(step_, sequence_of_.data());
         experts_.start(&phases_);
+        states_.start(step_);
         rows_ = step_.tokens;
         is_sampled_ = false;
         for (size_t i = 0; i < ops_.size() && rows_ > 0; i++) add_op(i);
@@ -140,6 +113,7 @@ class Decoder {
             case OpKind::norm: return add_norm(op, stream(op.from), nullptr, stream(op.to));
             case OpKind::finish: return add_norm(op, stream(Stream::hidden), nullptr, {});
             case OpKind::attend: return add_attention(op);
+            case OpKind::recur: return add_states(op);
             case OpKind::tap: return add<&Decoder::run_tap>(static_cast<uint32_t>(op.adds), chunks, op.time);
             case OpKind::keep:
                 add_product({op.linear, converted(floats(joined_.get(), ld_joined_), rows_, op.linear), rows_,
@@ -180,8 +154,8 @@ class Decoder {
         const Place from = stream(op.from), to = stream(op.to);
         Activations x = floats(from.rows, from.ld);
         if (op.norm) add_norm(op, from, linear, {});
-        if (op.part >= 0) {
-            x = convert(x, rows_, linear, parts_.get() + static_cast<size_t>(op.part) * linear->k, op.gate);
+        if (op.part >= 0 || op.gates > 0 || (op.mixer && op.mixer->kind != MixerKind::conv)) {
+            x = convert(x, rows_, linear, &op);
         } else if (op.norm || op.from == Stream::prepared) {
             x = input_.activations(linear->form);
         } else {
@@ -199,6 +173,12 @@ class Decoder {
         experts_.plan({op.experts, rows_, model_.hidden, model_.eps, from.rows, from.ld, op.norm, op.is_centered != 0,
                        op.adds != 0, op.scale, op.after, to.rows, to.ld},
                       [&](uint32_t argument, int chunks, Kind kind) { add<&Decoder::run_experts>(argument, chunks, kind); });
+    }
+
+    void add_states(const Op& op) {
+        const Place to = stream(Stream::attended);
+        states_.plan({op.mixer, qkv_.get(), ld_qkv_, gates_.get(), ld_gates_, to.rows, to.ld},
+                     [&](uint32_t argument, int chunks, Kind kind) { add<&Decoder::run_states>(argument, chunks, kind); });
     }
 
     void add_product(const Product& product, Kind kind) {
@@ -240,9 +220,8 @@ class Decoder {
         return x.form == next->form ? x : convert(x, rows, next);
     }
 
-    Activations convert(const Activations& x, int rows, const Linear* next, const float* part = nullptr,
-                        Gate gate = Gate::silu) {
-        conversions_.push_back({x.row<float>(0), x.stride / sizeof(float), rows, next, part, gate, is_sampled_});
+    Activations convert(const Activations& x, int rows, const Linear* next, const Op* through = nullptr) {
+        conversions_.push_back({x.row<float>(0), x.stride / sizeof(float), rows, next, through, is_sampled_});
         const uint32_t index = static_cast<uint32_t>(conversions_.size() - 1);
         add<&Decoder::run_convert>(index, divide_up(rows, kRowsPerChunk), Kind::prepare);
         return input_.activations(next->form);
@@ -266,7 +245,7 @@ class Decoder {
                 op.keys,
                 op.values,
                 static_cast<size_t>(op.stride),
-                qkv_.get(),
+                qkv_.get() + op.gates,
                 ld_qkv_,
                 stream(Stream::attended).rows,
                 ld_q_};
@@ -348,7 +327,7 @@ class Decoder {
     }
 
     void run_norm(uint32_t index, int chunk, int worker) {
-        const Norm& norm = norms_[index];
+        const PlannedNorm& norm = norms_[index];
         const int width = model_.hidden;
         const bool is_output = !norm.next && !norm.to;
         float* normed = team_.scratch(worker);
@@ -364,14 +343,21 @@ class Decoder {
         const Conversion& by = conversions_[index];
         for_rows(chunk, by.rows, [&](int r) {
             const float* x = by.x + r * by.ldx;
-            if (by.part) {
-                const size_t token = by.is_gathered ? step_.sample_rows[r] : r;
-                float* through = team_.scratch(worker);
-                let_through(by.gate, x, by.part + token * ld_parts_, by.next->k, through);
-                x = through;
+            if (by.through) {
+                float* out = team_.scratch(worker);
+                let_row_through(*by.through, by.is_gathered ? step_.sample_rows[r] : r, x, out);
+                x = out;
             }
             input_.convert(*by.next, r, x);
         });
+    }
+
+    void let_row_through(const Op& op, size_t token, const float* x, float* out) const {
+        const int width = op.linear->k;
+        const float* row = qkv_.get() + token * ld_qkv_;
+        if (op.mixer) return let_through(*op.mixer, x, row, out);
+        if (op.gates) return let_through_by_sigmoid(row, x, width, out);
+        let_through(op.gate, x, parts_.get() + token * ld_parts_ + static_cast<size_t>(op.part) * width, width, out);
     }
 
     void run_combine(uint32_t index, int chunk, int) {
@@ -385,6 +371,8 @@ class Decoder {
     }
 
     void run_experts(uint32_t argument, int chunk, int worker) { experts_.run(argument, chunk, worker); }
+
+    void run_states(uint32_t argument, int chunk, int worker) { states_.run(argument, chunk, worker); }
 
     void run_place(uint32_t index, int chunk, int) {
         const AttentionStep& step = attentions_[index].step;
@@ -417,6 +405,7 @@ class Decoder {
     const Attention attention_;
     AttentionTasks tasks_;
     ExpertsWork experts_;
+    StatesWork states_;
     bool goes_on_ = false;
 
     std::vector<AttentionScratch> attention_scratch_;  // per worker
@@ -425,7 +414,7 @@ class Decoder {
     float* out_ = nullptr;
     std::vector<int> sequence_of_;
     std::vector<Phase> phases_;
-    std::vector<Norm> norms_;
+    std::vector<PlannedNorm> norms_;
     std::vector<Conversion> conversions_;
     std::vector<PlannedProduct> products_;
     std::vector<PlannedAttention> attentions_;
@@ -437,7 +426,7 @@ class Decoder {
     size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_inner_ = 0, ld_parts_ = 0, ld_gates_ = 0, ld_joined_ = 0;
     Prepared input_;  // of the product that comes next
     Buffer<float> hidden_, qkv_, attended_, inner_, added_, sampled_hidden_, sampled_attended_;
-    Buffer<float> parts_, gates_;  // of all layers, and what one of them lets through of its own
+    Buffer<float> parts_, gates_;  // of all layers, and what one of them lets through of its own; or of a state
     Buffer<float> joined_, features_;  // what a head, or `keep`, reads side by side, and what the latter makes of it
 };
 

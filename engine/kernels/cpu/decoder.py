@@ -31,7 +31,9 @@ from engine.kernels.cpu.program import (
     step_of,
     tapped,
 )
+from engine.kernels.cpu.states import NativeMixer
 from engine.kernels.kv_cache import KVCache
+from engine.kernels.state_cache import StateCache
 
 BLOCK_SIZE = 16
 """Tokens per KV block; the layout of the cache is made for it."""
@@ -46,6 +48,9 @@ class NativeDecoder:
         kv: its blocks have BLOCK_SIZE tokens; what is inside a block is private.
         ops: the program; the attention of each layer has heads of its cache's shape.
         embedding: [vocab, hidden], or a linear layer whose rows it is.
+        max_position: no token will ever have this position or a higher one.
+        states: those of the layers that have one; what is inside a slot is private, too. Without, every sequence of a
+            batch is at its first token, and no state is kept.
     """
 
     def __init__(
@@ -57,14 +62,17 @@ class NativeDecoder:
         hidden_size: int,
         eps: float,
         embedding: Tensor | PackedLinear,
+        max_position: int,
+        states: StateCache | None = None,
     ) -> None:
         self.hidden_size = hidden_size
         self.ops = tuple(ops)
         self._eps = eps
         self._kv = kv
-        self._kept: list[object] = [team, kv]
-        heads = [op.heads for op in ops if op.heads is not None]
-        _check_kv(kv, len(heads))
+        self._states = states
+        self._max_position = max_position
+        self._kept: list[object] = [team, kv, states]
+        _check_kv(kv, sum(op.heads is not None for op in ops))
         widths = self._check()
         made = self._made(self.ops)
         model = Model(
@@ -72,7 +80,7 @@ class NativeDecoder:
             qkv=widths["qkv"],
             attended=widths["attended"],
             inner=widths["inner"],
-            max_position=heads[0].cos.shape[0],
+            max_position=max_position,
             eps=eps,
             kv_type=DTYPES[kv.data.dtype],
             num_blocks=kv.num_blocks,
@@ -82,6 +90,9 @@ class NativeDecoder:
             ops=made,
             num_ops=len(made),
         )
+        if states is not None:
+            model.num_slots, model.num_pending = states.num_slots, states.layout.num_pending
+            model.slot_floats, model.states = states.layout.slot_floats, states.data.data_ptr()
         self._set_embedding(model, embedding)
         self._library = library = team.library
         self.handle = created(library.call("penstock_decoder_new", team.handle, ctypes.byref(model)))
@@ -96,14 +107,20 @@ class NativeDecoder:
             ValueError: one does not.
         """
         hidden = self.hidden_size
-        widths = {"hidden": hidden, "added": hidden, "prepared": 2 * hidden}  # of what was written last
+        widths = {"hidden": hidden, "added": hidden, "gates": 0}  # of what was written last
         largest = {"qkv": 0, "attended": 0, "inner": 0}
         for op in self.ops:
             linear = op.linear
-            if op.heads is not None:
-                widths["attended"] = self._attended(op.layer, op.heads, widths["qkv"])
+            if op.norm is not None:
+                widths["prepared"] = hidden
+            if op.kind == "join":
+                widths["prepared"] = 2 * hidden
+            elif op.heads is not None:
+                widths["attended"] = self._attended(op, op.heads, widths["qkv"])
+            elif op.mixer is not None and op.kind == "recur":
+                widths["attended"] = _made_by(op, op.mixer, widths)
             elif linear is not None and op.kind == "linear":
-                is_gated, inputs = op.target == "inner", widths[op.source]
+                is_gated, inputs = op.target == "inner" and op.gate != "relu2", widths[op.source]
                 if op.target in ("qkv", "inner", "per_layer", "gates"):
                     widths[op.target] = linear.out_features
                 facts = (inputs, widths[op.target], is_gated)
@@ -115,17 +132,17 @@ class NativeDecoder:
             largest = {stream: max(width, widths.get(stream, 0)) for stream, width in largest.items()}
         return largest
 
-    def _attended(self, layer: int, heads: NativeHeads, qkv: int) -> int:
+    def _attended(self, op: NativeOp, heads: NativeHeads, qkv: int) -> int:
         """The width of what a layer's queries become.
 
         Raises:
             ValueError: queries, keys and values of this width do not fit the heads.
         """
-        shape, num_heads = self._kv.layout.places[layer].shape, heads.num_heads
-        expected = (num_heads + (0 if heads.shares else 2 * shape.num_kv_heads)) * shape.head_dim
+        shape, num_heads = self._kv.layout.places[op.layer].shape, heads.num_heads
+        expected = (num_heads + (0 if heads.shares else 2 * shape.num_kv_heads)) * shape.head_dim + op.gates
         if num_heads % shape.num_kv_heads or qkv != expected:
             raise ValueError(
-                f"layer {layer}: qkv has {qkv} outputs, which {num_heads} heads over {shape} do not"
+                f"layer {op.layer}: qkv has {qkv} outputs, which {num_heads} heads over {shape} do not"
             )
         return num_heads * shape.head_dim
 
@@ -150,6 +167,7 @@ class NativeDecoder:
             gate=GATES.index(op.gate),
             part=op.part,
             is_sampled=op.is_sampled,
+            gates=op.gates,
         )
         self._kept += [op.linear, op.rows]
         if isinstance(op.rows, PackedLinear):
@@ -162,6 +180,8 @@ class NativeDecoder:
             made.rows_norm = self._address(op.rows_norm, self.hidden_size)
         if op.experts is not None:
             made.experts = ctypes.pointer(op.experts.made(self._kept))
+        if op.mixer is not None:
+            made.mixer = ctypes.pointer(op.mixer.made(self._eps, self._states, op.layer, self._kept))
         if op.heads is not None:
             keys, values = self._kv.layer(op.layer)
             made.shape = ctypes.pointer(self._shape(op.heads, op.layer))
@@ -172,7 +192,7 @@ class NativeDecoder:
         return made
 
     def _shape(self, heads: NativeHeads, layer: int) -> Shape:
-        shape, positions = self._kv.layout.places[layer].shape, heads.cos.shape[0]
+        shape, positions = self._kv.layout.places[layer].shape, self._max_position
         for name, table in (("cos", heads.cos), ("sin", heads.sin)):
             expect_shape(name, table, (positions, shape.head_dim // 2))
         of_rows = heads.q_norm is not None and heads.q_norm.numel() != shape.head_dim
@@ -272,6 +292,19 @@ class NativeDecoder:
         expect_shape("norm or table", weight, shape)
         self._kept.append(weight)
         return weight.data_ptr()
+
+
+def _made_by(op: NativeOp, mixer: NativeMixer, widths: dict[str, int]) -> int:
+    """The width of what a mixer makes.
+
+    Raises:
+        ValueError: rows or gates of these widths do not fit it.
+    """
+    expected = {"qkv": mixer.row_width, "gates": mixer.gates_width or widths["gates"]}
+    for stream, width in expected.items():
+        if widths[stream] != width:
+            raise ValueError(f"layer {op.layer}: {widths[stream]} numbers for a mixer that reads {width}")
+    return mixer.width
 
 
 def _check_kv(kv: KVCache, num_layers: int) -> None:

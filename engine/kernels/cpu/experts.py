@@ -103,7 +103,7 @@ class NativeExperts:
         if spec.shared is not None:
             wide = spec.shared.inner_size
             expected |= {
-                "shared_gate_up": ([self.shared_gate_up], (hidden, wide, True)),
+                "shared_gate_up": ([self.shared_gate_up], (hidden, wide, spec.shared.is_gated)),
                 "shared_down": ([self.shared_down], (wide, hidden, False)),
             }
         for name, (linears, facts) in expected.items():

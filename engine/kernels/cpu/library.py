@@ -34,6 +34,7 @@ ERRORS = {
     4: "query_starts does not divide the tokens",
     5: "a sample row is not a token of the batch",
     7: "a slot does not exist",
+    8: "a state is asked for after more rows than there are, or with more pending ones than a slot has",
 }
 NO_MEMORY = 6
 
@@ -57,6 +58,9 @@ KINDS = (
     "head",
     "route",
     "combine",
+    "gates",
+    "conv",
+    "state",
 )
 """What a phase of a team's work is a part of; threads.h has the same order."""
 

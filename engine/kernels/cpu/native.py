@@ -9,6 +9,7 @@ from engine.kernels.cpu.library import NativeLibrary, Team, load_library
 from engine.kernels.cpu.linear import PACKED, PackedLinear
 from engine.kernels.cpu.program import NativeHeads, NativeOp
 from engine.kernels.cpu.sampling import NativeChoose, NativeMostLikely
+from engine.kernels.cpu.states import NativeMixer
 
 __all__ = [
     "BLOCK_SIZE",
@@ -21,6 +22,7 @@ __all__ = [
     "NativeGather",
     "NativeHeads",
     "NativeLibrary",
+    "NativeMixer",
     "NativeMostLikely",
     "NativeOp",
     "NativeRoute",

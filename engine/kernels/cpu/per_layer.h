@@ -24,13 +24,4 @@ inline void combine(const Op& op, int token_id, float eps, float* row) {
     });
 }
 
-// out = activation(gates) * part
-inline void let_through(Gate gate, const float* gates, const float* part, int n, float* out) {
-    for_vectors(n, PENSTOCK_VECTORS(v, i, count) {
-        const auto x = load_first<decltype(v)>(gates + i, count);
-        const auto y = load_first<decltype(v)>(part + i, count);
-        store_first(out + i, (gate == Gate::silu ? silu(x) : gelu(x)) * y, count);
-    });
-}
-
 }  // namespace penstock

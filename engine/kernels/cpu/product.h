@@ -13,7 +13,7 @@ constexpr int kChunkPanels = 16;   // at most, per chunk; half as many by tiles
 // What the sums of one chunk take: the scratch of a team's worker.
 constexpr size_t kSumsBytes = sizeof(float) * kPanel * std::max(kChunkPanels * kRowBlock, kChunkPanels / 2 * kTileRowBlock);
 
-// Of a gated linear, the activation of the gates.
+// Of a gated linear, the activation of the gates; the last, that of the outputs of one that is not.
 enum class Gate : int32_t { silu = 0, gelu = 1, relu2 = 2 };
 
 // An activation with more to it: f(min(gate, limit)) * (clamp(up, -limit, limit) + shift), where silu is
@@ -24,8 +24,10 @@ struct Bend {
     float alpha, shift;
 };
 
-// out [rows][n] = (x times the linear, + bias; of a gated one activation(gate) * up) * scale, capped, + residual. `out`
-// may be `residual`.
+constexpr Bend kSquaredRelu{Gate::relu2, std::numeric_limits<float>::infinity(), 1.0f, 0.0f};
+
+// out [rows][n] = (x times the linear, + bias; of a gated one activation(gate) * up; or relu2 of it) * scale, capped, +
+// residual. `out` may be `residual`.
 struct Product {
     const Linear* linear;
     Activations x;
@@ -141,7 +143,7 @@ Outputs<Sum> outputs_of(const Product& job, int panel, int row, const Sum* sums,
             job.gate,
             job.scale,
             job.softcap,
-            job.bend};
+            job.gate == Gate::relu2 ? &kSquaredRelu : job.bend};
 }
 
 PENSTOCK_INLINE void store_as(float* out, wide y) { store(out, y); }

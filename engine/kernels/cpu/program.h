@@ -31,6 +31,7 @@ enum class OpKind : int32_t {
     keep,     // writes the features that a head reads: what `linear` makes of all taps side by side
     join,     // a head's input: `hidden`, the rows of embeddings, becomes the residual; see Op
     experts,  // what experts make of a norm of `from`, or of `from` -> `to`, or added to it, times `scale`
+    recur,    // qkv, and gates -> attended, by a state of the tokens before
 };
 
 // A router and the experts that it chooses from, of which there are those from `first` on, and shared ones.
@@ -46,6 +47,37 @@ struct Experts {
     const Linear *shared_gate_up, *shared_down;  // or null
     const Linear* shared_gate;                   // to one number; or null
     const float *router_norm, *norm, *out_norm, *shared_norm, *shared_out_norm;  // [hidden], or null
+};
+
+enum class MixerKind : int32_t { delta, mamba, conv };
+
+// A layer's mixer with a state, in the words of recurrent.py, which says what it computes. Vectors that it does not have
+// are null.
+//
+// Of a gated delta net, a row is its channels [queries, keys, values], then what lets its output through; `gates` are
+// betas, then steps. Of Mamba-2, it is what lets its output through, then its channels [inputs, keys, queries], then
+// steps. Of a short convolution, it is B, C, x, and its channels are B * x.
+struct Mixer {
+    MixerKind kind;
+    int32_t key_heads, heads, keys, values;  // heads, and the dimensions of the state of one
+    int32_t is_tiled;                        // head h reads key head h mod key heads; otherwise, neighbours read the same
+    int32_t kernel, channels;
+    float eps, least_step, most_step;
+    const float* conv;       // [kernel][channels]
+    const float* conv_bias;  // [channels]
+    const float *decay, *step_bias, *skip;  // [heads]
+    const float* norm;       // [values]; of Mamba-2 [heads][values]
+    // In slot 0, of the others at strides of Model::slot_floats; null if nothing is kept
+    float* state;    // [heads][values / kColumns][keys][kColumns]
+    float* history;  // [kernel - 1][channels]
+    float* pending;  // [Model::num_pending][row_floats()]
+
+    int width() const { return kind == MixerKind::conv ? channels : heads * values; }
+    int gates() const { return kind == MixerKind::delta ? 2 * heads : kind == MixerKind::mamba ? heads : 0; }
+    size_t row_floats() const { return channels + gates(); }
+    int first_channel() const { return kind == MixerKind::mamba ? width() : 0; }
+
+    int key_head(int head) const { return is_tiled ? head % key_heads : head / (heads / key_heads); }
 };
 
 // One step of the program that a description of a model becomes.
@@ -78,6 +110,8 @@ struct Op {
     char* values;
     int64_t stride;      // bytes from block to block
     const Experts* experts;
+    const Mixer* mixer;  // of recur, and of the linear that reads what it makes
+    int32_t gates;       // of attention, and of the linear that reads what it makes: so many come before the queries
 };
 
 struct Model {
@@ -90,6 +124,9 @@ struct Model {
     int32_t num_blocks, num_tables;
     void* kv;  // all layers: see kv_layout.h
     int64_t kv_bytes;
+    int32_t num_slots, num_pending;  // of states, and the rows that one of them has beside each; 0 if nothing is kept
+    int64_t slot_floats;
+    void* states;  // all of them
     const Op* ops;
     int32_t num_ops;
 };
@@ -99,6 +136,9 @@ struct Step {
     const int32_t* block_tables;  // [tables][sequences][max_blocks]
     const int32_t* sample_rows;
     int32_t tokens, sequences, max_blocks, samples;
+    const int32_t* state_slots = nullptr;  // [sequences][4] source, target, replayed, certain; or null
+    const int32_t* state_saves = nullptr;  // [saves][4] sequence, or -1 for none, rows, slot, kept
+    int32_t saves = 0;
 
     const int32_t* tables(int number) const {
         return block_tables + static_cast<size_t>(number) * sequences * max_blocks;
@@ -114,7 +154,28 @@ enum Status : int {
     kBadSample,
     kNoMemory,
     kBadSlot,
+    kBadState,
 };
+
+// Looks whether the states that a step reads and writes can be.
+inline int check_states(const Model& model, const Step& s) {
+    const auto is_slot = [&](int slot) { return slot >= 0 && slot < model.num_slots; };
+    const auto is_kept = [&](int rows) { return rows >= 0 && rows <= model.num_pending; };
+    const auto rows_of = [&](int i) { return s.query_starts[i + 1] - s.query_starts[i]; };
+    for (int i = 0; i < s.sequences; i++) {
+        const int32_t* own = s.state_slots + 4 * i;
+        if (!is_slot(own[0]) || !is_slot(own[1])) return kBadSlot;
+        if (!is_kept(own[2]) || own[3] < 0 || own[3] > rows_of(i)) return kBadState;
+        if (own[1] != 0 && !is_kept(rows_of(i) - own[3])) return kBadState;
+    }
+    for (int i = 0; i < s.saves; i++) {
+        const int32_t* save = s.state_saves + 4 * i;
+        if (save[0] < 0) continue;
+        if (!is_slot(save[2])) return kBadSlot;
+        if (save[0] >= s.sequences || save[1] < 0 || !is_kept(save[3]) || save[1] > rows_of(save[0]) - save[3]) return kBadState;
+    }
+    return kOk;
+}
 
 // Looks whether a step can be, and finds the sequence of each token.
 inline int check(const Model& model, const Step& s, std::vector<int>& sequence_of) {
@@ -137,7 +198,7 @@ inline int check(const Model& model, const Step& s, std::vector<int>& sequence_o
     }
     for (int r = 0; r < s.samples; r++)
         if (s.sample_rows[r] < 0 || s.sample_rows[r] >= s.tokens) return kBadSample;
-    return kOk;
+    return model.num_slots > 0 && s.state_slots ? check_states(model, s) : kOk;
 }
 
 constexpr int kRowsPerChunk = 8;  // of the cheap phases

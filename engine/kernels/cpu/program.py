@@ -14,12 +14,26 @@ from torch import Tensor
 
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.experts import ExpertsFields, NativeExperts
-from engine.kernels.cpu.library import expect_ints, fields
+from engine.kernels.cpu.library import expect_ints, fields, pointer
 from engine.kernels.cpu.linear import PackedLinear
+from engine.kernels.cpu.states import MixerFields, NativeMixer
 
-KINDS = ("embed", "linear", "norm", "attend", "gather", "finish", "combine", "tap", "keep", "join", "experts")
+KINDS = (
+    "embed",
+    "linear",
+    "norm",
+    "attend",
+    "gather",
+    "finish",
+    "combine",
+    "tap",
+    "keep",
+    "join",
+    "experts",
+    "recur",
+)
 STREAMS = ("hidden", "qkv", "attended", "inner", "added", "prepared", "per_layer", "gates")
-GATES = ("silu", "gelu_tanh")
+GATES = ("silu", "gelu_tanh", "relu2")
 PACKED_ROWS = -1
 """The `rows_type` of rows that a linear map has."""
 
@@ -48,6 +62,8 @@ class Op(ctypes.Structure):
         *fields(c_void_p, "rows_norm keys values"),
         ("stride", c_int64),
         ("experts", ctypes.POINTER(ExpertsFields)),
+        ("mixer", ctypes.POINTER(MixerFields)),
+        ("gates", c_int32),
     ]
 
 
@@ -60,6 +76,9 @@ class Model(ctypes.Structure):
         *fields(c_int32, "kv_type num_blocks num_tables"),
         ("kv", c_void_p),
         ("kv_bytes", c_int64),
+        *fields(c_int32, "num_slots num_pending"),
+        ("slot_floats", c_int64),
+        ("states", c_void_p),
         ("ops", ctypes.POINTER(Op)),
         ("num_ops", c_int32),
     ]
@@ -69,6 +88,8 @@ class Step(ctypes.Structure):
     _fields_ = [
         *fields(c_void_p, "token_ids positions query_starts context_lens block_tables sample_rows"),
         *fields(c_int32, "tokens sequences max_blocks samples"),
+        *fields(c_void_p, "state_slots state_saves"),
+        ("saves", c_int32),
     ]
 
 
@@ -125,6 +146,7 @@ class NativeOp:
     after: float = 1.0
     """Of a norm: what it is added to is multiplied by it then."""
     gate: str = "silu"
+    """The activation of gates; that of all outputs where a linear map has none."""
     part: int = -1
     """Of a linear map that reads gates: the layer whose part of the embeddings for layers they let through; -1 is none.
     Of combine: the width of a part."""
@@ -135,9 +157,14 @@ class NativeOp:
     rows_norm: Tensor | None = None
     """[hidden], of features."""
     heads: NativeHeads | None = None
+    gates: int = 0
+    """Of attention, and of the linear map that reads what it makes: so many numbers come before its queries, whose
+    sigmoids multiply that."""
     experts: NativeExperts | None = None
+    mixer: NativeMixer | None = None
+    """Of recur, and of the linear map that reads what it makes."""
     layer: int = 0
-    """Of attention, the layer of the cache; of the others, after how many layers they run."""
+    """Of attention and mixers, the layer of the cache; of the others, after how many layers they run."""
     is_sampled: bool = False
     """Of attention: whether no rows are wanted but the sampled ones, which are gathered next."""
 
@@ -151,6 +178,11 @@ def step_of(batch: Batch, block_tables: Tensor) -> Step:
     expect_ints("context_lens", batch.context_lens, (sequences,))
     expect_ints("block_tables", block_tables, (len(block_tables), sequences, block_tables.shape[-1]))
     expect_ints("sample_rows", batch.sample_rows, (batch.sample_rows.shape[0],))
+    slots, saves = batch.state_slots, batch.state_saves
+    if slots is not None:
+        expect_ints("state_slots", slots, (sequences, 4))
+    if saves is not None:
+        expect_ints("state_saves", saves, (len(saves), 4))
     return Step(
         batch.token_ids.data_ptr(),
         batch.positions.data_ptr(),
@@ -162,6 +194,9 @@ def step_of(batch: Batch, block_tables: Tensor) -> Step:
         sequences,
         block_tables.shape[-1],
         batch.sample_rows.shape[0],
+        pointer(slots),
+        pointer(saves),
+        0 if saves is None else len(saves),
     )
 
 

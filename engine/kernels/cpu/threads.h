@@ -39,8 +39,11 @@ enum class Kind : uint32_t {
     head,  // a linear that is a program of its own
     route,
     combine,
+    gates,  // what a layer reads beside queries, keys and values
+    conv,
+    state,
 };
-constexpr int kKinds = 14;
+constexpr int kKinds = 17;
 
 struct Phase {
     void (*run)(void* job, uint32_t argument, uint32_t chunk, int worker);

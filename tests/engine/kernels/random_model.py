@@ -160,6 +160,7 @@ class NativeModel:
             hidden_size=config.hidden_size,
             eps=config.spec.norm_eps,
             embedding=embedding,
+            max_position=MAX_POSITION,
         )
 
     def __call__(self, batch: Batch) -> Tensor:

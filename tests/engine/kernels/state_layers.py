@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -134,7 +134,24 @@ def check_step(layer: Layer, slots: Sequence[Sequence[int]], saves: Sequence[Seq
     torch.testing.assert_close(cache.data.cpu(), plain_cache.data, rtol=2e-5, atol=2e-5)
 
 
-def check_cuts(layer: Layer, seed: int) -> None:
+class Rows(Protocol):
+    """The rows of some sequences, or their tokens, and what runs steps of them."""
+
+    @property
+    def rows(self) -> Sequence[Sized]: ...
+
+    def cache(self, num_slots: int = 16) -> StateCache: ...
+
+    def step(
+        self,
+        cache: StateCache,
+        parts: Sequence[tuple[int, int, int]],
+        slots: Sequence[Sequence[int]],
+        saves: Sequence[Sequence[int]] = (),
+    ) -> Sequence[Tensor]: ...
+
+
+def check_cuts(layer: Rows, seed: int) -> None:
     """Sequences take steps of some rows, of which the last may turn out wrong; snapshots go on like them.
 
     However they do, their rows have the same bits.

@@ -133,6 +133,7 @@ class Layer:
             hidden_size=hidden,
             eps=EXACT**2,
             embedding=torch.nn.functional.pad(self.embedding, (0, shape.q_size)),
+            max_position=MAX_POSITION,
         )
 
     def __call__(self, batch: Batch) -> Tensor:

@@ -32,7 +32,7 @@ from engine.model.split import split_config
 from engine.model.split_files import SplitFiles
 from engine.model.stacks import unstacked
 from engine.model.tensors import make_recipe
-from engine.model.transformer import Decoder
+from engine.model.transformer import make_decoder
 from engine.model.weights import load_weights
 from tests.engine.families import STATES, STATES_INSIDE, put_inside
 from tests.engine.model.test_expert_ranks import Meeting, Thread
@@ -68,6 +68,7 @@ class Run:
         options: LoadOptions = OPTIONS,
         ranks: Thread | None = None,
         kernels: Kernels = KERNELS,
+        num_slots: int = 8,
     ) -> None:
         config = gguf.read_config(folder) if is_gguf(folder) else read_config(folder)
         files = unstacked(open_files(folder), config)
@@ -76,10 +77,10 @@ class Run:
             files = SplitFiles(files, config, part, cast("Ranks", ranks))
             config, kernels = part, replace(kernels, ranks=cast("Ranks", ranks))
         recipe = make_recipe(config, options, files)
-        weights = load_weights(config, files, kernels, lambda *_: None, recipe)
-        self.states = StateCache(StateLayout.of(config, NUM_PENDING), 8, CPU)
-        kv = KVCache(KVLayout.of(config, 16), 49, torch.float32, CPU)
-        self.decoder = Decoder(config, weights, kernels, kv, 512, self.states)
+        self.weights = load_weights(config, files, kernels, lambda *_: None, recipe)
+        self.states = StateCache(StateLayout.of(config, NUM_PENDING), num_slots, CPU)
+        kv = KVCache(KVLayout.of(config, 16), 49, kernels.kv_dtype, CPU)
+        self.decoder = make_decoder(config, self.weights, kernels, kv, 512, self.states)
 
     def logits(
         self,
@@ -94,7 +95,7 @@ class Run:
             state_saves=torch.tensor(saves, dtype=torch.int32).view(-1, 4),
         )
         hidden = self.decoder(own)
-        return self.decoder.weights.lm_head(hidden)
+        return self.weights.lm_head(hidden)
 
     def in_chunks(self, size: int, slot: int = 1) -> Tensor:
         found = []
@@ -114,7 +115,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 def test_logits_are_those_of_transformers_however_a_prompt_is_cut(family: str, tmp_path: Path) -> None:
     path = STATES[family].make(tmp_path)
     expected, run = oracle_logits(path, TOKEN_IDS), Run(path)
-    check(run.decoder.weights.lm_head(run.decoder(make_batch([(TOKEN_IDS, 0)]))), expected)
+    check(run.weights.lm_head(run.decoder(make_batch([(TOKEN_IDS, 0)]))), expected)
     for size in (1, 7, 64):
         check(run.in_chunks(size), expected)
 

@@ -1,0 +1,209 @@
+"""How fast the native decoder runs layers with a state: a prompt beside the same linear maps without, and one stream.
+
+python -m lab.bench.states                     # layers of Qwen 3.5 0.8B in int8 and bfloat16
+python -m lab.bench.states --types int4 --layers 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from app.bench.measures import measure_memory
+from app.bench.statistics import number, table
+from engine.config import ModelConfig
+from engine.fields import Fields
+from engine.kernels.batch import Batch, blank_batch
+from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, Team, load_library
+from engine.kernels.kv_cache import KVCache, KVLayout
+from engine.kernels.linear import Linear
+from engine.kernels.ops import Kernels
+from engine.kernels.recurrent import StateVectors
+from engine.kernels.select import native_kernels
+from engine.kernels.state_cache import StateCache, StateLayout
+from engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, StateWeights, Weights
+from engine.model.parse import parse_config
+from engine.model.transformer import make_decoder
+from engine.quant.formats import DENSE
+from engine.spec import Attention, GatedDelta, Layer, LinearMap
+from lab.bench.experts import kept_in
+
+QWEN_08B = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+PROMPT, NUM_SLOTS = 512, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """The best steps of one type."""
+
+    type: str
+    prompt_ms: float
+    dense_prompt_ms: float
+    """Of the model whose layers with a state have attention in their place, of the same linear maps."""
+    parts_ms: dict[str, float]
+    """Of the prompt."""
+    token_ms: float
+    gb_per_s: float
+    """The weights, and the state that one sequence has, in the time of a token."""
+
+
+class Model:
+    """A model of random weights, and the memory of one sequence."""
+
+    def __init__(self, team: Team, type: str, config: ModelConfig) -> None:
+        self.type, self.team, kernels = type, team, native_kernels(team, torch.bfloat16)
+        layers = [self._layer(kernels, layer) for layer in config.layers]
+        embedding = torch.randn(config.vocab_size, config.hidden_size).bfloat16()
+        weights = Weights(embedding, layers, torch.ones(config.hidden_size), nn.Identity(), is_tied=False)
+        num_blocks = PROMPT // BLOCK_SIZE + 2
+        kv = KVCache(KVLayout.of(config, BLOCK_SIZE), num_blocks, torch.bfloat16, torch.device("cpu"))
+        self.states = StateCache(StateLayout.of(config), NUM_SLOTS, torch.device("cpu"))
+        decoder = make_decoder(config, weights, kernels, kv, 2 * PROMPT, self.states)
+        assert isinstance(decoder, NativeDecoder)
+        self.decoder, self.blocks = decoder, torch.arange(num_blocks, dtype=torch.int32)[None]
+
+    def _layer(self, kernels: Kernels, layer: Layer) -> LayerWeights:
+        mixer, norm = layer.mixer, torch.ones(layer.mixer.hidden_size if layer.mixer else 0)
+        own = {name: self._linear(kernels, map) for name, map in layer.maps().items()}
+        feed_forward = MlpWeights(own.pop("gate_up"), own.pop("down"), kernels.glu)
+        if isinstance(mixer, GatedDelta):
+            vectors = {name: torch.randn(vector.shape) for name, vector in mixer.vectors().items()}
+            vectors["decay"] = -vectors["decay"].exp() / 10
+            vectors["gated_norm"] = torch.ones(mixer.value_dim)
+            mixed: AttentionWeights | StateWeights = StateWeights(
+                spec=mixer, vectors=StateVectors(**vectors), **own
+            )
+        else:
+            assert isinstance(mixer, Attention)
+            head_norm = torch.ones(mixer.head_dim)
+            mixed = AttentionWeights(qkv=own["qkv"], o=own["o"], q_norm=head_norm, k_norm=head_norm)
+        return LayerWeights(mixer=mixed, feed_forward=feed_forward, input_norm=norm, post_norm=norm)
+
+    def _linear(self, kernels: Kernels, map: LinearMap) -> Linear:
+        rows, kept = sum(part.count for part in map.rows), kept_in(self.type, map.in_features)
+        weight = torch.randn(rows, map.in_features) / map.in_features**0.5
+        if map.stays or isinstance(kept, torch.dtype):
+            return kernels.linear({"weight": weight}, DENSE, None, gated=map.is_gated)
+        return kernels.linear(kept.quantize(weight), kept, None, gated=map.is_gated)
+
+    @property
+    def num_bytes(self) -> int:
+        """What a token reads."""
+        weights = sum(op.linear.num_bytes for op in self.decoder.ops if op.linear is not None)
+        return weights + self.states.layout.slot_bytes
+
+    def batch(self, num_tokens: int, end: int) -> Batch:
+        own = blank_batch([num_tokens], [end], self.blocks)
+        slots = torch.tensor([[int(end > num_tokens), 1, 0, num_tokens]], dtype=torch.int32)
+        return replace(own, token_ids=own.positions % 1024, state_slots=slots)
+
+    def seconds(self, batch: Batch) -> float:
+        started = time.perf_counter()
+        self.decoder(batch)
+        return time.perf_counter() - started
+
+    def parts_ms(self, batch: Batch) -> dict[str, float]:
+        self.team.time(True)
+        self.decoder(batch)
+        times = self.team.times()
+        self.team.time(False)
+        return {kind: spent.open_ns / 1e6 for kind, spent in times.items() if spent.num_phases}
+
+
+def dense(config: ModelConfig) -> ModelConfig:
+    """The model with gated attention of as many numbers in the place of each gated delta net."""
+    layers = list[Layer]()
+    attention = next(iter(config.spec.attentions.values()))
+    for layer in config.layers:
+        if isinstance(state := layer.state, GatedDelta):
+            heads = state.value_size // attention.head_dim
+            assert 2 * state.key_size == 2 * heads * attention.head_dim, "of queries and keys"
+            layer = replace(layer, mixer=replace(attention, num_heads=heads, num_kv_heads=heads))
+        layers.append(layer)
+    return replace(config, spec=replace(config.spec, layers=tuple(layers)))
+
+
+def measure(team: Team, type: str, config: ModelConfig, repeats: int) -> Figure:
+    """The best of some steps of both models, in turns: other processes slow both."""
+    model, other = Model(team, type, config), Model(team, type, dense(config))
+    prompt, token = model.batch(PROMPT, PROMPT), model.batch(1, PROMPT + 1)
+    best = [math.inf] * 3
+    for _ in range(repeats + 1):
+        found = model.seconds(prompt), other.seconds(prompt), min(model.seconds(token) for _ in range(20))
+        best = [min(*both) for both in zip(best, found, strict=True)]
+    return Figure(
+        type=type,
+        prompt_ms=1e3 * best[0],
+        dense_prompt_ms=1e3 * best[1],
+        parts_ms=model.parts_ms(prompt),
+        token_ms=1e3 * best[2],
+        gb_per_s=model.num_bytes / best[2] / 1e9,
+    )
+
+
+def print_figures(figures: list[Figure], memory_gb_per_s: float) -> None:
+    print(f"memory: {memory_gb_per_s:.1f} GB/s")
+    head = [
+        f"{PROMPT} tokens, ms",
+        "dense, ms",
+        "tokens/s of dense",
+        "conv ms",
+        "state ms",
+        "a token, ms",
+        "GB/s",
+    ]
+    lines = [
+        [
+            own.type,
+            number(own.prompt_ms),
+            number(own.dense_prompt_ms),
+            f"{own.dense_prompt_ms / own.prompt_ms:.0%}",
+            number(own.parts_ms["conv"]),
+            number(own.parts_ms["state"]),
+            number(own.token_ms),
+            number(own.gb_per_s),
+            f"{own.gb_per_s / memory_gb_per_s:.0%}",
+        ]
+        for own in figures
+    ]
+    print(table(["", *head, "of memory"], lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--types", nargs="+", choices=("int4", "int8", "bfloat16"), default=("int8", "bfloat16")
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    team = load_library(print).start_team(options.threads)
+    config = parse_config(Fields("", {**QWEN_08B, "num_hidden_layers": options.layers}))
+    memory = measure_memory(team)
+    print_figures([measure(team, type, config, options.repeats) for type in options.types], memory)
+
+
+if __name__ == "__main__":
+    main()
