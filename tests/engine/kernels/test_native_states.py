@@ -1,4 +1,4 @@
-"""Layers with a state in the native decoder: those of plain torch, and bits that nothing about a step changes."""
+"""Layers with a state in the native decoder: those of transformers, and bits that nothing about a step changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.kernels.state_cache import StateCache
 from tests.engine.families import STATES
 from tests.engine.kernels.state_layers import check_cuts
 from tests.engine.model.test_states import NUM_PENDING, OPTIONS, TOKEN_IDS, Run, check
-from tests.engine.model.test_transformer import make_batch
+from tests.engine.model.test_transformer import make_batch, oracle_logits
 
 ALL = [[0, 1, 0, len(TOKEN_IDS)]]
 PROMPTS = [TOKEN_IDS[:26], [5 * i % 390 + 3 for i in range(17)], [9]]
@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @functools.cache
-def plain(path: Path) -> Tensor:
-    return Run(path).logits([(TOKEN_IDS, 0)], ALL)
+def theirs(path: Path) -> Tensor:
+    return oracle_logits(path, TOKEN_IDS)
 
 
 def run(path: Path, team: Team, dtype: torch.dtype = torch.float32, options: LoadOptions = OPTIONS) -> Run:
@@ -54,12 +54,12 @@ def all_logits(one: Run) -> Tensor:
 
 
 @pytest.mark.parametrize("family", STATES)
-def test_logits_are_those_of_plain_torch_and_no_cut_changes_a_bit(
+def test_logits_are_those_of_transformers_and_no_cut_changes_a_bit(
     family: str, team: Team, folder: Folder
 ) -> None:
     one = run(folder(family), team)
     found = all_logits(one)
-    check(found, plain(folder(family)))
+    check(found, theirs(folder(family)))
     assert torch.equal(one.weights.lm_head(one.decoder(make_batch([(TOKEN_IDS, 0)]))), found), "without slots"
 
 
@@ -72,7 +72,7 @@ def test_logits_are_those_of_plain_torch_and_no_cut_changes_a_bit(
 def test_nor_in_fewer_bits(
     family: str, dtype: torch.dtype, options: LoadOptions, team: Team, folder: Folder
 ) -> None:
-    exact, found = plain(folder(family)), all_logits(run(folder(family), team, dtype, options))
+    exact, found = theirs(folder(family)), all_logits(run(folder(family), team, dtype, options))
     assert 0 < float((found - exact).norm() / exact.norm()) < 0.5
 
 
