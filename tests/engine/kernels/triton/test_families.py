@@ -12,13 +12,14 @@ import torch
 from engine.config import LoadOptions
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.select import triton_kernels
+from engine.kernels.state_cache import StateCache, StateLayout
 from engine.model.files import open_files
 from engine.model.parse import read_config
 from engine.model.stacks import unstacked
 from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
 from tests.engine.configs import spread
-from tests.engine.families import SPARSE, TINY
+from tests.engine.families import SPARSE, STATES, TINY
 from tests.engine.model.test_transformer import make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
 
@@ -28,24 +29,31 @@ UNLIKE = {"Qwen 2 MoE", "GLM-4.5", "gpt-oss", "Llama 4", "Gemma 4 MoE"}
 """Of those with experts: a gate of shared experts, groups, biases and limits, weights on inputs, norms of its own."""
 
 
+QUICK = {"LFM2"}
+"""Of those with a state: others take their rows one by one."""
+
+
 def families() -> Iterator[Any]:
-    """Every family; of those with experts `make test` has the ones that differ most."""
-    long = pytest.mark.long("families with experts by Triton's interpreter")
-    for family in TINY | SPARSE:
-        yield pytest.param(family, marks=[long] if family in SPARSE.keys() - UNLIKE else [])
+    """Every family; `make test` has those with experts that differ most, and a quick one of those with a state."""
+    long = pytest.mark.long("families with experts or a state by Triton's interpreter")
+    for family in TINY | SPARSE | STATES:
+        is_long = family in (SPARSE.keys() - UNLIKE) | (STATES.keys() - QUICK)
+        yield pytest.param(family, marks=[long] if is_long else [])
 
 
 @pytest.mark.parametrize("family", list(families()))
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path, device: torch.device) -> None:
-    path = (TINY | SPARSE)[family].make(tmp_path)
+    path = (TINY | SPARSE | STATES)[family].make(tmp_path)
     config, dtype = read_config(path), torch.float32
     kernels = triton_kernels(config, device, dtype, LoadOptions(block_size=16, max_num_seqs=4))
     weights = load_weights(config, unstacked(open_files(path), config), kernels, lambda *_: None)
     kv = KVCache(KVLayout.of(config, 16), 48, dtype, device)
-    decoder = Decoder(config, weights, kernels, kv, 64)
+    states = StateCache(StateLayout.of(config), 2, device)
+    decoder = Decoder(config, weights, kernels, kv, 64, states)
     found = []
     for start, end in ((0, 33), (33, 34)):
         batch = spread(make_batch([(TOKEN_IDS[:end], start)]), kv.layout)
+        batch.state_slots = torch.tensor([[1 if start else 0, 1, 0, end - start]], dtype=torch.int32)
         with torch.inference_mode():
             found.append(weights.lm_head(decoder(batch.to(device))).cpu())
     expected = oracle_logits(path, TOKEN_IDS)
