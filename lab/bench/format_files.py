@@ -38,7 +38,7 @@ def ensure_gguf(type: str, shape: Shape, root: Path | None = None) -> Path:
             ensure_checkpoint(shape, root),
             folder / "model.gguf",
             lambda name: _gguf_type(type, shape, name),
-            encode=_random_blocks,
+            encode=random_blocks,
         )
 
     return ensure_folder(f"{shape.name}-{type}", write, root) / "model.gguf"
@@ -140,7 +140,7 @@ def _gguf_type(type: str, shape: Shape, name: str) -> str:
     return "Q5_0" if type == "Q4_K" and columns % 256 else type
 
 
-def _random_blocks(array: npt.NDArray[Any], type: gguf.GGMLQuantizationType) -> npt.NDArray[Any]:
+def random_blocks(array: npt.NDArray[Any], type: gguf.GGMLQuantizationType) -> npt.NDArray[Any]:
     """Blocks of a type, [rows, bytes of a row], for a matrix [rows, columns], of which only the shape counts."""
     if type.name not in _HALVES:
         return gguf.quants.quantize(array, type)

@@ -66,14 +66,14 @@ def write_sparse(shape: SparseShape, folder: Path) -> Path:
                 writer.write(name, _random(name, stored))
     weight_map = {name: file for file, tensors in zip(files, shards, strict=True) for name in tensors}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
-    write_all_but_weights(_as_dense(shape), sparse_config(shape), folder)
+    write_all_but_weights(as_dense(shape), sparse_config(shape), folder)
     return folder
 
 
 def sparse_config(shape: SparseShape) -> dict[str, object]:
     quantization = w4a16_config(GROUP_SIZE)
     return {
-        **config_of(_as_dense(shape)),
+        **config_of(as_dense(shape)),
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "head_dim": shape.head_dim,
@@ -90,7 +90,7 @@ def sparse_config(shape: SparseShape) -> dict[str, object]:
     }
 
 
-def _as_dense(shape: SparseShape) -> Shape:
+def as_dense(shape: SparseShape) -> Shape:
     inner = shape.top_k * shape.inner
     sizes = (shape.hidden, shape.num_layers, shape.num_heads, shape.num_kv_heads, inner, shape.vocabulary)
     return Shape(shape.name, *sizes, shape.max_length)

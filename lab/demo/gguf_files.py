@@ -199,7 +199,7 @@ def write_file(
     writer = gguf.GGUFWriter(path, str(entries.get("general.architecture", "llama")))
     for key, value in entries.items():
         if key != "general.architecture" and value is not None:
-            _add(writer, key, value)
+            add_entry(writer, key, value)
     for name, array in arrays.items():
         type = Type[types(name)] if array.ndim > 1 else Type.F32
         writer.add_tensor(name, encode(array, type), raw_dtype=type)
@@ -319,7 +319,8 @@ def _split(entries: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in entries.items() if key.startswith(("split.", "general."))}
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+def add_entry(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    """Adds an entry by the type of its value."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
