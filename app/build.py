@@ -352,7 +352,8 @@ def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None, 
     """Called on the step thread: importing torch takes seconds, and belongs there."""
     log.info("loading torch")
     from app.estimate import card_table
-    from engine.execution.loader import LoadedModel, load_model
+    from engine.execution.loaded import LoadedModel
+    from engine.execution.loader import load_model
     from engine.execution.runner import ModelRunner
 
     def load(ranks: Ranks | None = None) -> LoadedModel:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.execution.draft_kv import DraftChunk, DraftKV
-from engine.execution.loader import LoadedModel
+from engine.execution.loaded import LoadedModel
 from engine.execution.seats import Seats, StepShape
 from engine.execution.uploads import send_apart
 from engine.planning.request import Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.execution.loader import LoadedModel
+from engine.execution.loaded import LoadedModel
 from engine.planning.request import NO_LIMIT
 from engine.planning.step import RunnerFacts
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.execution.loader import LoadedModel
+from engine.execution.loaded import LoadedModel
 from engine.kernels.batch import Batch
 from engine.planning.step import Plan
 from engine.sampling.reference import logprobs_of

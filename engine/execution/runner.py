@@ -32,7 +32,7 @@ from engine.execution.graphs import (
     verifying_shapes,
 )
 from engine.execution.landing import Chosen, Landing, Wanted
-from engine.execution.loader import LoadedModel
+from engine.execution.loaded import LoadedModel
 from engine.execution.prompt_rows import PromptFindings, PromptRows
 from engine.execution.seats import Placed, Seats, StepShape
 from engine.execution.state_slots import StateBuffers, tell_slots

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.checkpoint import HALF_B, LLAMA_135M, LLAMA_TINY
-from engine.execution.loader import LoadedModel
+from engine.execution.loaded import LoadedModel
 from engine.heap import trim_heap
 from engine.kernels.cpu.native import NativeDecoder
 from engine.model.files import open_files

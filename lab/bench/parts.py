@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from engine.config import LoadOptions, ModelConfig
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
 from engine.planning.request import Request, SamplingParams, Sequence

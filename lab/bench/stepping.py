@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.execution.loader import LoadedModel
+from engine.execution.loaded import LoadedModel
 from engine.execution.runner import ModelRunner
 from engine.launching import launch_fitting
 from engine.planning.block_tables import BlockTables

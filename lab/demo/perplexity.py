@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 from app import quantize
 from app.checkpoint import DEMO_MODEL
 from engine.config import LoadOptions
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.kernels.batch import Batch, blank_batch
 from engine.model.checkpoint import read_config
 from lab.demo.held_out import MAX_TOKENS, Talk, held_out

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError, NotEnoughMemory
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.execution.memory import Budget, plan_memory, weight_bytes
 from engine.fields import Fields
 from engine.kernels import ops, select

@@ -10,7 +10,8 @@ import torch
 from engine.config import LoadOptions
 from engine.execution import loader
 from engine.execution.facts import facts_of
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.execution.seats import StepShape
 from engine.execution.state_slots import MOST_SAVES, StateBuffers

@@ -17,7 +17,8 @@ from engine.config import LoadOptions
 from engine.execution import loader
 from engine.execution.buffers import StepBuffers
 from engine.execution.graphs import Graph
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.execution.seats import StepShape
 from engine.kernels.batch import Batch

@@ -13,7 +13,8 @@ import torch
 
 from engine.config import LoadOptions
 from engine.execution import loader
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.execution.seats import StepShape
 from engine.kernels.ops import reference_kernels

@@ -12,7 +12,8 @@ import pytest
 from engine.config import LoadOptions
 from engine.errors import CheckpointError, NotEnoughMemory
 from engine.execution import loader
-from engine.execution.loader import MAX_WINDOWED_TOKENS, LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import MAX_WINDOWED_TOKENS, load_model
 from engine.fields import Fields
 from engine.model.families.common import MAX_POSITIONS
 from engine.model.parse import parse_config, read_config

@@ -16,7 +16,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.kernels.experts import ListedExperts
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels

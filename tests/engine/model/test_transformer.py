@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 
 from engine.config import LoadOptions
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import NativeUnavailable, load_library
 from engine.model.rotary import inverse_frequencies

@@ -12,7 +12,8 @@ import torch
 
 from engine.config import LoadOptions, ModelConfig
 from engine.execution import loader
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.kernels.kv_cache import QUANTIZED
 from engine.kernels.ops import Kernels, reference_kernels

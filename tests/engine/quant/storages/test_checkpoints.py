@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine.config import LoadOptions
 from engine.errors import CheckpointError
-from engine.execution.loader import LoadedModel, load_model
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
 from engine.kernels.batch import blank_batch
 from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels

@@ -1,0 +1,59 @@
+"""A model on its device, and what its steps keep there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import LoadOptions, ModelConfig
+from engine.execution.buffers import StepBuffers
+from engine.execution.expert_counts import ExpertCounts
+from engine.execution.memory import MemoryPlan
+from engine.kernels.cpu.native import NativeDraft
+from engine.kernels.kv_cache import KVCache
+from engine.kernels.linear import Linear
+from engine.kernels.ops import Kernels
+from engine.kernels.sequence_table import SequenceTable
+from engine.kernels.state_cache import StateCache
+from engine.model.transformer import ForwardPass
+from engine.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model on its device, and all that its steps keep there."""
+
+    config: ModelConfig
+    options: LoadOptions
+    device: torch.device
+    kernels: Kernels
+    max_model_len: int
+    """Tokens of the longest sequence."""
+    decoder: ForwardPass
+    lm_head: Linear
+    kv: KVCache
+    table: SequenceTable
+    sampler: Sampler
+    buffers: StepBuffers | None
+    """None if no steps are captured."""
+    memory: MemoryPlan
+    states: StateCache | None = None
+    """None if no layer has a state."""
+    expert_counts: ExpertCounts | None = None
+    features: Tensor | None = None
+    """[blocks, block size, width], what it keeps of its tokens for a head: see `NativeOp.rows`."""
+    draft: LoadedModel | None = None
+    """Its draft model. The two have blocks of the same numbers, and one table of the running sequences, sampler and
+    buffers."""
+    reads_target: bool = False
+    """Whether it is a head: what its target computed of a token, which it reads, is better than what it makes of it."""
+    native: NativeDraft | None = None
+    """Of a draft model: all its passes in one call, which needs the target's numbers of tokens."""
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies all that belongs to the tokens of these blocks; what a draft model has of a copy counts as lost."""
+        self.kv.copy_blocks(sources, targets)
+        if self.features is not None:
+            self.features[targets.long()] = self.features[sources.long()]
