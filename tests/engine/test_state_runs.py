@@ -15,6 +15,7 @@ from engine.model.drafts import DraftSource
 from engine.planning.lookup import Lookup
 from engine.planning.request import Request, SamplingParams
 from tests.engine.driver import Driver
+from tests.engine.eagle_heads import make_eagle
 from tests.engine.fake_runner import drafting_always
 from tests.engine.families import STATES, TINY
 from tests.engine.test_beam_search import search
@@ -55,7 +56,11 @@ class Conversation:
         self._numbers, self._number = random.Random(number), number
         system = words(random.Random(number % 2), 21) if number % 3 else ()
         self._prompt = (*system, *words(self._numbers, self._numbers.randrange(1, 30)))
-        self._sampling: dict[str, Any] = {"temperature": 0.8 * (number % 2), "seed": number}
+        self._sampling: dict[str, Any] = {
+            "temperature": 0.8 * (number % 2),
+            "seed": number,
+            "num_logprobs": 2,
+        }
 
     def turn(self, number: int) -> Request:
         num_tokens = random.Random(str((self._number, number))).randrange(3, 10)
@@ -67,8 +72,8 @@ class Conversation:
         self._prompt = (*kept, *tokens, *words(self._numbers, self._numbers.randrange(1, 10)))
 
 
-def talk(driver: Driver, preempt_every: int = 0) -> dict[tuple[str, int], list[int]]:
-    """What twenty conversations at once bring."""
+def talk(driver: Driver, preempt_every: int = 0) -> dict[tuple[str, int], list[Any]]:
+    """What twenty conversations at once bring: tokens and, where kernels keep the bits of a row, log probabilities."""
 
     def preempt(step: int) -> None:
         running = driver.scheduler.running
@@ -81,7 +86,11 @@ def talk(driver: Driver, preempt_every: int = 0) -> dict[tuple[str, int], list[i
         driver.run(*requests, before_step=preempt)
         for conversation, request in zip(conversations, requests, strict=True):
             conversation.answer(driver.tokens(request.request_id))
-    return {key: driver.tokens(*key) for key in driver.outputs}
+    is_exact = driver.runner.model.kernels.team is not None
+    return {
+        key: [(output.token_ids, output.logprobs if is_exact else None) for output in outputs]
+        for key, outputs in driver.outputs.items()
+    }
 
 
 def num_cached(driver: Driver, name: str) -> int:
@@ -94,7 +103,7 @@ def test_conversations_at_once_say_what_they_say_undisturbed(driver: Driver) -> 
     """With hits, drafts, some of which are wrong, few slots and blocks, small steps and interruptions."""
     driver.fresh(prefix_cache=False, budget=400)
     expected = talk(driver)
-    proposer = AnswerProposer(expected, 0.7)
+    proposer = AnswerProposer({key: driver.tokens(*key) for key in driver.outputs}, 0.7)
     driver.fresh(budget=50, num_blocks=30, num_states=12, proposer=proposer)
     found = talk(driver, preempt_every=3)
     assert found == expected
@@ -177,10 +186,13 @@ def test_beams_are_those_of_transformers(driver: Driver, folder: Path) -> None:
     assert [driver.tokens("beams", index) for index in range(3)] == found[:, ids.shape[1] :].tolist()
 
 
-def test_a_draft_model_drafts_for_one_with_states(tmp_path: Path) -> None:
-    target, draft = STATES["LFM2"].make(tmp_path / "target"), TINY["Qwen 3"].make(tmp_path / "draft")
+@pytest.mark.parametrize("is_head", [False, True])
+def test_a_draft_model_or_a_head_drafts_for_one_with_states(is_head: bool, tmp_path: Path) -> None:
+    target = STATES["LFM2"].make(tmp_path / "target")
+    draft = make_eagle(tmp_path / "draft") if is_head else TINY["Qwen 3"].make(tmp_path / "draft")
     driver = Driver(target, num_blocks=64, draft=DraftSource(draft))
-    assert driver.facts.has_draft_model
+    if not driver.facts.has_draft_model:
+        pytest.skip("only native kernels show what a head reads, and there is no compiler for them")
     prompt, texts = words(random.Random(4), 40), []
     for model in (False, True):
         driver.fresh(model=model)
