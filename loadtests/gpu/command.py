@@ -146,8 +146,10 @@ class _Run:
     def run(self) -> int:
         from loadtests.gpu.report import as_markdown
 
-        names = self.options.only
-        parts = [part for part in PARTS if not names or part.name in ("environment", *names)]
+        names = ["environment", *(self.options.only or [part.name for part in PARTS[1:]])]
+        parts = sorted(
+            (part for part in PARTS if part.name in names), key=lambda part: names.index(part.name)
+        )
         if self.options.dry_run:  # it measures nothing: each part may take as long as the whole
             parts = [replace(part, bound_s=self.options.limit) for part in parts if part.is_for_dry_runs]
         for number, part in enumerate(parts, 1):

@@ -32,7 +32,7 @@ class Part:
 
 PARTS = (
     Part("environment", "environment", 30),
-    Part("tests", "cuda_tests", 150, ("tests/gpu",)),
+    Part("tests", "cuda_tests", 180, ("tests/gpu",)),
     Part("kernels", "kernels", 130),
     Part("llama-8b", "serving", 190, ("llama-8b",)),
     Part("qwen3-0.6b", "serving", 150, ("qwen3-0.6b",)),
