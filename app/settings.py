@@ -298,6 +298,7 @@ class Settings(EngineSettings, FrontSettings):
         "minimax_m2",
         "mistral",
         "mistral_args",
+        "nemotron",
         "olmo3",
         "phi4_mini",
         "qwen3_coder",

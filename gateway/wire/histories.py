@@ -12,6 +12,8 @@ Message = Mapping[str, Any]
 Shape = Callable[[Sequence[Message]], Iterable[Message]]
 
 _SYSTEM = ("system", "developer")
+_HARMONY = "<|channel|>analysis"
+_SIGNS_OF_ONE_SYSTEM = (_HARMONY, "<minimax:tool_call>", "System message must be at the beginning")
 _FIRST_CALL = re.compile(r"tool_calls('\])?\[0\]")
 _EACH_CALL = re.compile(r"\bin \w+(\.|\[')tool_calls")
 _ROLE_OF_RESULTS = re.compile(r"role('\])? *[!=]= *['\"]tool")
@@ -19,9 +21,9 @@ _ROLE_OF_RESULTS = re.compile(r"role('\])? *[!=]= *['\"]tool")
 
 def shapes(template: str) -> list[Shape]:
     """Returns what has to be done to messages, in this order, before a chat template takes them."""
-    is_harmony = "<|channel|>analysis" in template
+    is_harmony = _HARMONY in template
     asked: list[tuple[bool, Shape]] = [
-        (is_harmony or "<minimax:tool_call>" in template, _with_one_system),
+        (any(sign in template for sign in _SIGNS_OF_ONE_SYSTEM), _with_one_system),
         ("developer" not in template, _without_developers),
         (
             "observation" in template and "metadata" in template and "tool_calls" not in template,
@@ -39,7 +41,8 @@ def shapes(template: str) -> list[Shape]:
 def _with_one_system(messages: Sequence[Message]) -> Iterator[Message]:
     """Yields all that the system says first as one message, and what it says later as a user's.
 
-    The templates of gpt-oss and MiniMax M2 leave out what the system says in any but the first message.
+    The templates of gpt-oss and MiniMax M2 leave out what the system says in any but the first message; those of
+    Qwen 3.5 and 3.6 refuse it.
     """
     first = list(takewhile(lambda message: message["role"] in _SYSTEM, messages))
     if first:

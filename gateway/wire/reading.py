@@ -18,8 +18,7 @@ from gateway.wire.tools.gemma import Gemma
 from gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
 from gateway.wire.tools.harmony import Harmony
 from gateway.wire.tools.json_calls import JsonCalls
-from gateway.wire.tools.llama import Llama
-from gateway.wire.tools.pythonic import Pythonic
+from gateway.wire.tools.llama import Either, Llama
 from gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps, Tools
 from gateway.wire.tools.tagged import Tagged
 from gateway.wire.tools.use import ToolUse
@@ -33,7 +32,7 @@ _PARSERS: Mapping[Style, type[FormatParser]] = {
     Style.JSON: JsonCalls,
     Style.NAMED: JsonCalls,
     Style.TAGGED: Tagged,
-    Style.PYTHON: Pythonic,
+    Style.PYTHON: Either,
     Style.GEMMA: Gemma,
 }
 

@@ -166,11 +166,12 @@ TOOL_FORMATS: Mapping[str, Format] = {
     ),
     "lfm2": Format(
         Style.PYTHON,
-        ("<|tool_call_start|>", "<|tool_list_start|>"),
+        ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
         "<|tool_call_start|>",
         "<|tool_call_end|>",
         _LIST,
     ),
+    "nemotron": Format(Style.JSON, ("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _LIST),
     "functools": Format(Style.JSON, ("functools[",), "functools", layout=_LIST),
     "phi4_mini": Format(
         Style.JSON, ("<|/tool_call|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>", _LIST

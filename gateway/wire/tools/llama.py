@@ -1,4 +1,4 @@
-"""Calls of the Llama models, which are all of a reply: in JSON, or as Python writes them."""
+"""Calls in JSON or as Python writes them, and those of the Llama models, which are all of a reply."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from gateway.wire.tools.pythonic import Pythonic
 from gateway.wire.tools.scanning import Malformed, Steps
 
 
-class Llama(JsonCalls, Pythonic):
-    """Reads both forms, whichever of them the chat template asks for: Llama 4 writes either."""
+class Either(JsonCalls, Pythonic):
+    """Reads both forms, whichever of them is asked for: Llama 4 and LFM2 write either."""
+
+    def section(self) -> Steps:
+        i = yield from self.past_space()
+        if self._text[i] == "[":
+            i = yield from self.past_space(i + 1)
+        yield from (JsonCalls if self._text[i] == "{" else Pythonic).section(self)
+
+
+class Llama(Either):
+    """Reads calls that begin a reply, or stand behind the markers of the format."""
 
     _before = ""
     """Text that is said when a call begins behind it."""
@@ -16,7 +26,7 @@ class Llama(JsonCalls, Pythonic):
     def section(self) -> Steps:
         before = self._num_calls
         try:
-            yield from self._either()
+            yield from super().section()
         except Malformed:
             if self._num_calls > before or not self._opening or not self._format.closing:
                 raise
@@ -31,7 +41,7 @@ class Llama(JsonCalls, Pythonic):
         whole = self.consume(end + len(closing))
         self._before = whole[:end].rstrip()
         try:
-            yield from self._either()
+            yield from super().section()
         except Malformed:
             self._text, self._before = whole * (self._num_calls == before) + self._text, ""
             raise
@@ -40,9 +50,3 @@ class Llama(JsonCalls, Pythonic):
         self.say(self._before)
         self._before = ""
         super().begin(name)
-
-    def _either(self) -> Steps:
-        i = yield from self.past_space()
-        if self._text[i] == "[":
-            i = yield from self.past_space(i + 1)
-        yield from (JsonCalls if self._text[i] == "{" else Pythonic).section(self)

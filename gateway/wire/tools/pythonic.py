@@ -10,6 +10,13 @@ from collections.abc import Generator
 from gateway.wire.tools.scanning import FormatParser, Malformed, Steps
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_NEXT_KEY = re.compile(rf"\s*,\s*({_NAME.pattern})\s*=")
+_END = re.compile(r"\s*(?:,\s*)?\)")
+_END_IN_LIST = re.compile(rf"{_END.pattern}\s*(?:\]|<\||\Z|,\s*{_NAME.pattern}\s*\()")
+_BEGUN = re.compile(rf"(?:\s*|{_END.pattern}\s*<?|(?:\s*|{_END.pattern}\s*),\s*(?:{_NAME.pattern}\s*)?)\Z")
+"""What may become one of those that follow an argument: another one, the end of a call, or that of one in a list."""
+_IN_TEXT = re.compile(r'\\[^\n\r]|[\\"\n\r]')
+_AS_WRITTEN = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"}
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPABLE = "\\'\"abfnrtvxuUN0\n"
 _WORDS = {"true": True, "false": False, "null": None}
@@ -17,7 +24,11 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class Pythonic(FormatParser):
-    """Reads a list of calls, or one on each line, up to what is none. An argument is passed on when it is complete."""
+    """Reads a list of calls, or one on each line, up to what is none. An argument is passed on when it is complete.
+
+    LFM2.5's template puts quotation marks around any text and escapes nothing in it: those that neither an argument of
+    the tool nor the end of the call follows belong to the text, as newlines do.
+    """
 
     def section(self) -> Steps:
         i = yield from self.past_space()
@@ -48,8 +59,13 @@ class Pythonic(FormatParser):
             i = yield from self.past_space(end)
             if self._text[i] != "=":
                 raise Malformed
-            end = yield from self._literal_end(i + 1)
-            value = json_of(self._text[i + 1 : end])
+            i = yield from self.past_space(i + 1)
+            if self._text[i] in "\"'":
+                end = yield from self._text_end(i, name)
+                value = _json_of_text(self._text[i:end])
+            else:
+                end = yield from self._literal_end(i)
+                value = json_of(self._text[i:end])
             self.consume(end)
             if opening == "{":
                 self.begin(name)
@@ -64,6 +80,28 @@ class Pythonic(FormatParser):
         else:
             self.argue("}")
         self.consume(i + 1)
+
+    def _text_end(self, i: int, name: str) -> Generator[None, None, int]:
+        """Returns the end of an argument that is a string."""
+        quote, i = self._text[i], i + 1
+        while True:
+            while i >= len(self._text):
+                yield from self.more()
+            if self._text[i] == quote:
+                while not self._ended and _BEGUN.match(self._text, i + 1):
+                    yield
+                if self._is_end(i + 1, name):
+                    return i + 1
+            i += 2 if self._text[i] == "\\" else 1
+
+    def _is_end(self, i: int, name: str) -> bool:
+        """Whether an argument may end at `i`, by what follows."""
+        if (key := _NEXT_KEY.match(self._text, i)) is not None:
+            schema = self._tools.schemas[name]
+            known = schema.get("properties") if isinstance(schema, dict) else None
+            return not known or key[1] in known
+        end = _END_IN_LIST if self._format.layout.start else _END
+        return end.match(self._text, i) is not None
 
     def _literal_end(self, i: int) -> Generator[None, None, int]:
         """Returns the end of a literal: the place of the comma or bracket after it."""
@@ -91,6 +129,12 @@ class Pythonic(FormatParser):
             if self._text[i] == quote:
                 return i + 1
             i += 2 if self._text[i] == "\\" else 1
+
+
+def _json_of_text(literal: str) -> str:
+    length = 3 if len(literal) > 5 and literal[:3] == literal[-3:] == literal[0] * 3 else 1
+    text = _IN_TEXT.sub(lambda found: _AS_WRITTEN.get(found[0], found[0]), literal[length:-length])
+    return json_of(f'"{text}"')
 
 
 def json_of(literal: str) -> str:

@@ -91,7 +91,9 @@ def test_a_template_may_have_results_in_the_message_that_has_their_calls() -> No
     assert rendered(knows, messages[:2]) == "assistant:<|tool_call>note<|tool_call>ask;tool:two;"
 
 
-@pytest.mark.parametrize("sign", ["<|channel|>analysis", "<minimax:tool_call>"])
+@pytest.mark.parametrize(
+    "sign", ["<|channel|>analysis", "<minimax:tool_call>", "System message must be at the beginning."]
+)
 def test_all_that_the_system_says_is_shown_where_a_template_looks_at_the_first_message_alone(
     sign: str,
 ) -> None:

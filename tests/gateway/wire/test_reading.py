@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from app.settings import choices
+from engine.planning.grammar import Grammar, GrammarKind
+from gateway.wire.conversation import thinking_switches
 from gateway.wire.parsing import Answer, answer_of
+from gateway.wire.prompts import Prompts
 from gateway.wire.reading import REASONING_FORMATS, Formats, Reading
 from gateway.wire.tools.formats import TOOL_FORMATS
+from gateway.wire.tools.use import tool_use
 from tests.gateway.harness import make_tokenizer
 
 CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
@@ -113,6 +117,8 @@ def test_what_the_client_does_not_want_to_see_is_left_out() -> None:
         ("{{ '<tool_call>' }}{{ x.split('</think>') }}", "hermes", "think"),
         ("<tool_call><function=name>", "qwen3_coder", None),
         ("[TOOL_CALLS][THINK][/THINK]", "mistral", "mistral"),
+        ("List of tools: <|tool_list_start|>[", "lfm2", None),
+        ("{{ 'List of tools: [' }}{{ x.split('</think>') }}", "lfm2", "think"),
         ("<|START_THINKING|><|END_THINKING|><|START_TEXT|><|END_TEXT|>", None, "cohere2_text"),
         ("Write 'Here is my thought process:', then 'Here is my response:'.", None, "granite_words"),
         ('{"name": function name, "parameters": dictionary}', "llama3_json", None),
@@ -137,6 +143,44 @@ def test_a_prompt_that_ends_within_reasoning_opens_it() -> None:
         ("", False),
     ):
         assert formats.is_open(tokenizer.encode(prompt)) is is_open
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_on"),
+    [
+        # As Qwen 3.5's, its smallest models', and Nemotron 3's.
+        (
+            "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+            "{% else %}<think>\n{% endif %}",
+            True,
+        ),
+        (
+            "{% if enable_thinking is defined and enable_thinking is true %}<think>\n"
+            "{% else %}<think>\n\n</think>\n\n{% endif %}",
+            False,
+        ),
+        (
+            "{% set enable_thinking = enable_thinking if enable_thinking is defined else True %}"
+            "{% if enable_thinking %}<think>\n{% else %}<think></think>{% endif %}",
+            True,
+        ),
+    ],
+)
+def test_a_switch_begins_reasoning_or_ends_it(ends: str, is_on: bool) -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}" + ends)
+    prompts, formats = Prompts(tokenizer), Formats(tokenizer)
+    assert "enable_thinking" in prompts.variables
+    answer = Grammar(GrammarKind.LARK, "start: /a/")
+    for switches, is_open in (
+        ({}, is_on),
+        (thinking_switches(True), True),
+        (thinking_switches(False), False),
+    ):
+        prompt = prompts.chat([{"role": "user", "content": "Hi"}], variables=switches)
+        reading = formats.reading(prompt, tool_use([]))
+        assert reading.is_open is is_open
+        # An answer has to match at once where reasoning is over.
+        assert (formats.grammar(prompt, reading, tool_use([]), answer) == answer) is not is_open
 
 
 def test_an_operator_can_name_every_format() -> None:

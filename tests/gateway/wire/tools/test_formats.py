@@ -314,6 +314,48 @@ CASES: list[tuple[str, str, str, Calls]] = [
         [],
     ),
     (
+        "lfm2",
+        '<|tool_call_start|>[{"name": "clock", "arguments": {"zone": "UTC"}}, {"name": "add"}]<|tool_call_end|>',
+        "",
+        [("clock", {"zone": "UTC"}), ("add", {})],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[clock(zone='it's \"a\",\nb\\\\'), "
+        "add(tags=['x', {'k': 'v'}, ''], a='', exact='' )]<|tool_call_end|>",
+        "",
+        [
+            ("clock", {"zone": 'it\'s "a",\nb\\'}),
+            ("add", {"tags": ["x", {"k": "v"}, ""], "a": "", "exact": ""}),
+        ],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[clock(zone='print('a', \"b\")\nplot('c', label='d') + \\\n 'e)', ), clock(zone='f'"
+        "<|tool_call_end|>",
+        "clock(zone='f'<|tool_call_end|>",
+        [("clock", {"zone": "print('a', \"b\")\nplot('c', label='d') + \\\n 'e)"})],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[clock(zone='a')<|tool_call_end|>",
+        "",
+        [("clock", {"zone": "a"})],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[clock(zone='''a\n'b', \"c\"''')]<|tool_call_end|>",
+        "",
+        [("clock", {"zone": "a\n'b', \"c\""})],
+    ),
+    (
+        "nemotron",
+        'So.\n<TOOLCALL>[{"name": "clock", "arguments": {"zone": "UTC"}}, '
+        '{"name": "add", "arguments": {"a": 1}}]</TOOLCALL>',
+        "So.",
+        [("clock", {"zone": "UTC"}), ("add", {"a": 1})],
+    ),
+    (
         "functools",
         'functools[{"name": "clock", "arguments": {"zone": "UTC"}}, {"name": "add", "arguments": {"a": 1}}]',
         "",
@@ -428,6 +470,7 @@ def test_arguments_come_as_they_are_written(format: str) -> None:
         "minimax_m2": '<minimax:tool_call>\n<invoke name="clock">\n<parameter name="zone">aaaaaaaa',
         "mistral": '[TOOL_CALLS][{"name": "clock", "arguments": {"zone": "aaaaaaaa',
         "mistral_args": '[TOOL_CALLS]clock[ARGS]{"zone": "aaaaaaaa',
+        "nemotron": '<TOOLCALL>[{"name": "clock", "arguments": {"zone": "aaaaaaaa',
         "olmo3": "<function_calls>\nadd(a=1, b='aaaaaaaa",
         "phi4_mini": '<|tool_call|>[{"name": "clock", "arguments": {"zone": "aaaaaaaa',
         "qwen3_coder": "<tool_call>\n<function=clock>\n<parameter=zone>\naaaaaaaa",

@@ -150,6 +150,7 @@ WRITTEN = {
     '<parameter name="b">true</parameter>\n<parameter name="note">a < b</parameter>\n</invoke>\n</minimax:tool_call>',
     "mistral": f"[TOOL_CALLS][{ADD}]",
     "mistral_args": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": true}',
+    "nemotron": f"<TOOLCALL>[{ADD}]</TOOLCALL>",
     "olmo3": '<function_calls>\nadd(a=1, b=true, note="x")\n</function_calls>',
     "phi4_mini": f"<|tool_call|>[{ADD}]<|/tool_call|>",
     "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ntrue\n</parameter>\n"
@@ -175,6 +176,7 @@ INSIDE = {
     "granite": (", {", "{", "}"),
     "lfm2": (", add", "add", ")"),
     "minimax_m2": ("\n<invoke", "<invoke", "</invoke>"),
+    "nemotron": (", {", "{", "}"),
     "olmo3": ("\nadd", "add", ")"),
     "phi4_mini": (", {", "{", "}"),
 }

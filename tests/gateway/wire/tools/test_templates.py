@@ -84,6 +84,15 @@ TEMPLATES: dict[str, tuple[str, str, str | None]] = {
         "qwen3_coder",
         None,
     ),
+    "Qwen 3.5, Nemotron 3": (
+        "{% for c in calls %}<tool_call>{{ LINE }}<function={{ c.name }}>{{ LINE }}"
+        + PARAMETERS.replace("PAD", "LINE").replace(
+            "v is string else v | tojson", "v is string or v is not iterable else v | tojson"
+        )
+        + "</function>{{ LINE }}</tool_call>{{ LINE }}{% endfor %}{{ '<think></think>' if thinks }}",
+        "qwen3_coder",
+        "think",
+    ),
     "Seed-OSS": (
         "{% for c in calls %}<seed:tool_call>{{ LINE }}<function={{ c.name }}>{{ LINE }}"
         + PARAMETERS.replace("PAD", "''")
@@ -161,6 +170,22 @@ TEMPLATES: dict[str, tuple[str, str, str | None]] = {
         "<|tool_call_start|>[" + PYTHON.replace("SEPARATOR", "', '") + "]<|tool_call_end|>",
         "lfm2",
         None,
+    ),
+    "LFM2.5": (
+        "<|tool_call_start|>["
+        + PYTHON.replace(
+            "v | tojson", "QUOTE ~ v ~ QUOTE if v is string else v | tojson if v is mapping else v"
+        )
+        .replace("QUOTE", '"\'"')
+        .replace("SEPARATOR", "', '")
+        + "]<|tool_call_end|>{{ '</think>' if thinks }}",
+        "lfm2",
+        "think",
+    ),
+    "Nemotron Nano 2": (
+        "<TOOLCALL>[" + OBJECTS + "]</TOOLCALL>{{ '<think></think>' if thinks }}",
+        "nemotron",
+        "think",
     ),
     "Llama 4": (
         "{# [func_name1(a=1)] #}[" + PYTHON.replace("SEPARATOR", "', '") + "]",
