@@ -67,9 +67,9 @@ def _families() -> Iterator[str]:
     yield f"""\
 {len(FAMILIES)} architectures are served, by their name in a model's config.json. Each is a short function in
 `engine/model/families`. Tests compare the logits of tiny random models of each with transformers': by plain torch, by
-the native kernels of the CPU, and where no layer has a state by those for CUDA in Triton's interpreter; in 8 and 4
-bits, and on two ranks where ranks can run them. Those with a `general.architecture` come as GGUF files, too, whose
-logits are compared likewise; files of Granite 4 call it `granite`, and those of Mistral Small 3.1 `llama`.
+the native kernels of the CPU, and by those for CUDA in Triton's interpreter; in 8 and 4 bits, and on two ranks where
+ranks can run them. Those with a `general.architecture` come as GGUF files, too, whose logits are compared likewise;
+files of Granite 4 call it `granite` or `granitehybrid`, and those of Mistral Small 3.1 `llama`.
 [Models](../guide/models.md) says how to serve one."""
     yield _table(
         "architecture | models | as GGUF",
