@@ -16,6 +16,7 @@ from engine.kernels.cpu.native import NativeDecoder, NativeLibrary, Team
 from engine.kernels.select import native_kernels
 from engine.kernels.state_cache import StateCache
 from tests.engine.families import STATES
+from tests.engine.gguf_states import write_state_family
 from tests.engine.kernels.state_layers import check_cuts
 from tests.engine.model.test_states import NUM_PENDING, OPTIONS, TOKEN_IDS, Run, check
 from tests.engine.model.test_transformer import make_batch, oracle_logits
@@ -61,6 +62,11 @@ def test_logits_are_those_of_transformers_and_no_cut_changes_a_bit(
     found = all_logits(one)
     check(found, theirs(folder(family)))
     assert torch.equal(one.weights.lm_head(one.decoder(make_batch([(TOKEN_IDS, 0)]))), found), "without slots"
+
+
+def test_value_heads_of_a_gguf_file_lie_by_tiles(team: Team, folder: Folder, tmp_path: Path) -> None:
+    path = write_state_family(folder("Qwen 3.5"), tmp_path / "model.gguf")
+    check(all_logits(run(path, team)), theirs(folder("Qwen 3.5")))
 
 
 @pytest.mark.parametrize("family", FEW)
