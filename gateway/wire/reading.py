@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -13,7 +13,7 @@ from engine.planning.grammar import Grammar, GrammarKind
 from gateway.http.errors import invalid
 from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, ReplyParser, TextDelta
 from gateway.wire.prompts import Tokenizer
-from gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Style
+from gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Format, Style
 from gateway.wire.tools.gemma import Gemma
 from gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
 from gateway.wire.tools.harmony import Harmony
@@ -99,18 +99,22 @@ class Reading:
     def parser(self, reply_id: str, choice: int = 0) -> ReplyParser:
         """Returns the parser of one choice of the reply with that id, from which the ids of its calls follow."""
         parser: ReplyParser = _Plain()
+        make = partial(self._calls_parser, reply_id, choice)
         if self.tools is not None:
-            parser = self._calls_parser(
-                Tools(self.schemas, partial(_call_id, self.tools, f"{reply_id}/{choice}"))
-            )
+            parser = make()
         if self.reasoning is not None and not isinstance(parser, Harmony):
-            parser = self.reasoning_parser(parser)
+            reasoned = parser = self.reasoning_parser(parser)
+            format = None if self.tools is None else TOOL_FORMATS[self.tools]
+            if format is not None and format.opening and format.closing:
+                parser = _Unclosed(reasoned, format, self.schemas, make)
         return _Filtered(self, parser) if self.one_call or not self.shows_reasoning else parser
 
-    def _calls_parser(self, tools: Tools) -> ReplyParser:
+    def _calls_parser(self, reply_id: str, choice: int) -> ReplyParser:
+        assert self.tools is not None
+        tools = Tools(self.schemas, partial(_call_id, self.tools, f"{reply_id}/{choice}"))
         if self.tools == HARMONY:
             return Harmony(tools, tells_reasoning=self.reasoning == HARMONY, is_open=self.is_open)
-        format = TOOL_FORMATS[self.tools or ""]
+        format = TOOL_FORMATS[self.tools]
         return (Llama if format.tag else _PARSERS[format.style])(format, tools)
 
     def reasoning_parser(self, answer: ReplyParser) -> Scanner:
@@ -324,6 +328,46 @@ class _Reasoned(Scanner):
             yield from self.skip_space()
         yield from self.said_until(NO_MARKER, say=self._answer.feed)
         self._pieces += self._answer.finish()
+
+
+class _Unclosed:
+    """Adds the calls with which a reply ends whose reasoning never does, as Qwen 3.5 may write it.
+
+    Their text is told as reasoning, too: until the end they might be an example.
+    """
+
+    def __init__(
+        self, parser: Scanner, format: Format, names: Collection[str], make: Callable[[], ReplyParser]
+    ) -> None:
+        self._parser = parser
+        self._format = format
+        self._names = names
+        self._make = make
+        """Returns a parser of calls."""
+        self._reasoning: list[str] = []
+
+    def feed(self, text: str) -> list[Piece]:
+        if not self._parser.is_over:
+            self._reasoning.append(text)
+        return self._parser.feed(text)
+
+    def finish(self) -> list[Piece]:
+        is_unclosed = bool(self._parser.reasons) and not self._parser.is_over
+        pieces = self._parser.finish()
+        return pieces + self._calls() if is_unclosed else pieces
+
+    def _calls(self) -> list[Piece]:
+        text = "".join(self._reasoning)
+        start = len(text)
+        while text[:start].rstrip().endswith(self._format.closing):
+            start = text.rfind(self._format.opening, 0, start)
+            if start < 0:
+                return []
+        parser = self._make()
+        found = parser.feed(text[start:]) + parser.finish()
+        calls: list[Piece] = [piece for piece in found if not isinstance(piece, TextDelta)]
+        begun = [piece.name for piece in calls if isinstance(piece, CallBegun)]
+        return calls if all(name in self._names for name in begun) else []
 
 
 class _Filtered:

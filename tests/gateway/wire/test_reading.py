@@ -95,6 +95,41 @@ def test_a_call_can_follow_reasoning() -> None:
     assert [call.name for call in answer.calls] == ["clock"]
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (f"Hm. {CALL}", ["clock"]),
+        (f"As {CALL} So:\n{CALL}\n{CALL}\n", ["clock", "clock"]),
+        (f"Hm. {CALL} Or not.", []),
+        (f"Hm. {CALL}</think>", []),
+        (f"Hm. {CALL[:-1]}", []),
+        ("Hm. </tool_call>", []),
+        (f"Hm. {CALL.replace('clock', 'none')}", []),
+        (f"Hm. <tool_call> {CALL}", ["clock"]),
+    ],
+)
+def test_a_reply_may_end_with_calls_within_its_reasoning(text: str, names: list[str]) -> None:
+    """An example of a call is none, but for the last thing that is said."""
+    for is_open in (True, False):
+        parser = Reading(reasoning="think", tools="hermes", schemas={"clock": {}}, is_open=is_open).parser(
+            "a"
+        )
+        answer = Answer()
+        for character in text if is_open else f"<think>{text}":
+            answer.add(parser.feed(character))
+        answer.add(parser.finish())
+        assert [call.name for call in answer.calls] == names
+        assert answer.reasoning.rstrip() == text.removesuffix("</think>").rstrip()
+        assert len({call.id for call in answer.calls}) == len(names)
+
+
+def test_calls_that_nothing_opens_are_none_within_reasoning() -> None:
+    text = "[clock()]<|python_end|>"
+    reading = Reading(reasoning="think", tools="llama_pythonic", schemas={"clock": {}}, is_open=True)
+    answer = answer_of(reading.parser("a"), text)
+    assert (answer.reasoning, answer.calls) == (text, [])
+
+
 def test_a_call_can_stand_within_what_is_written_around_an_answer() -> None:
     call = f"<tool_calls>[{CALL[11:-12]}]</tool_calls>"
     text = f"<think>Hm.</think>\n<answer>\nSo. {call}\n</answer>"
