@@ -118,7 +118,7 @@ def test_parts_are_started_in_the_order_that_is_asked_for_and_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command.main([*flags, "--reports", str(tmp_path / "reports")]) == 1
-    assert [part for part, _, _ in started] == [part for part in PARTS if part.name in names]
+    assert [part.name for part, _, _ in started] == names
     assert [left_s for *_, left_s in started] == [570 - 10 * number for number in range(1, len(names) + 1)]
     for part, line, _ in started:
         assert line[:-1] == [f"loadtests.gpu.{part.module}", *part.arguments, "--mode", mode, "--scratch"]
