@@ -370,9 +370,11 @@ def _most_states(options: LoadOptions) -> int:
 
 
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
-    """The inputs and outputs of the linear maps of the widest layer in the largest step, and its logits, in float32."""
+    """The inputs and outputs of the linear maps of the widest layer in the largest step, what a state takes of its rows,
+    and the logits, in float32."""
     per_token = max(
         _map_sizes(layer.mixer)
+        + (0 if layer.state is None else layer.state.row_floats)
         + (0 if layer.feed_forward is None else layer.feed_forward.numbers_per_token)
         + _map_sizes(layer.embedding)
         for layer in config.layers
