@@ -46,6 +46,7 @@ from engine.model.tensors import (
     norm_in_our_order,
     packs_embedding,
 )
+from engine.quant.float8 import FLOAT8, Float8, Scaling
 from engine.quant.formats import DENSE, Format, NamedTensors, by_rows
 from engine.quant.integers import Integers, widen
 from engine.quant.storage import BadTensor
@@ -219,13 +220,17 @@ def _experts(
 
 
 def in_our_order(part: Part, tensors: NamedTensors) -> NamedTensors:
-    """Puts the rows of queries and keys in the order in which our kernels rotate them.
+    """Puts the rows of a part in the order in which our kernels read them.
+
+    Scales of blocks of e4m3 become scales of rows before.
 
     Raises:
-        CheckpointError: blocks of its rows share scales.
+        CheckpointError: its rows share scales otherwise.
     """
     if part.order is None:
         return tensors
+    if tensors["weight"].dtype == FLOAT8 and len(tensors["scale"]) not in (1, part.rows):
+        tensors = {**tensors, "scale": Float8(Scaling.BLOCK).row_scales(tensors)}
     if any(name != "permutation" and len(tensor) not in (1, part.rows) for name, tensor in tensors.items()):
         raise CheckpointError(
             f"{part.name} is stored as {part.storage.name}, whose rows share scales and cannot be put in the order of "

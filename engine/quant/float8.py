@@ -95,9 +95,8 @@ class Float8:
             shape[0], tall, shape[1], wide
         )
         largest = blocks.abs().amax((1, 3), keepdim=True).clamp_(min=_SMALLEST)
-        scale = largest / torch.full_like(
-            largest, LARGEST
-        )  # CUDA's torch would multiply by the inverse of a number
+        # By a plain number, CUDA's torch would multiply by its inverse.
+        scale = largest / torch.full_like(largest, LARGEST)
         numbers = (blocks / scale).clamp_(-LARGEST, LARGEST).flatten(2).flatten(0, 1)
         return {
             "weight": numbers[:out_features, :in_features].to(FLOAT8),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -34,6 +35,7 @@ from engine.model.stacks import unstacked
 from engine.model.tensors import make_recipe
 from engine.model.transformer import make_decoder
 from engine.model.weights import load_weights
+from engine.quant.float8 import Float8, Scaling
 from tests.engine.families import STATES, STATES_INSIDE, put_inside
 from tests.engine.model.test_expert_ranks import Meeting, Thread
 from tests.engine.model.test_experts import in_the_other_form
@@ -217,6 +219,35 @@ def test_all_linear_maps_but_the_gates_are_quantized_at_load(family: str, tmp_pa
     )
     assert 0 < 1.2 * eight < four < 1.5
     assert eight < 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "grouped"),
+    [("Qwen 3.5", "self_attn.q_proj"), ("Qwen 3 Next", "linear_attn.in_proj_qkvz")],
+)
+def test_blocks_of_8_bits_go_with_rows_that_are_put_in_order(
+    family: str, grouped: str, tmp_path: Path
+) -> None:
+    """Heads of 24 rows, or a key head's of all kinds, lie across blocks of 128."""
+    dense = STATES[family].make(tmp_path)
+    quantized = Path(shutil.copytree(dense, tmp_path / "fp8"))
+    tensors, format = load_file(dense / "model.safetensors"), Float8(Scaling.BLOCK)
+    stored = dict(tensors)
+    wanted = [name for name in tensors if re.search(r"_proj\.weight|in_proj_qkvz?\.weight", name)]
+    wanted = [name for name in wanted if tensors[name].dim() == 2 and "in_proj_ba" not in name]
+    assert any(grouped in name and len(tensors[name]) > 128 for name in wanted)
+    for name in wanted:
+        made = format.quantize(tensors[name])
+        stored[name], stored[f"{name}_scale_inv"] = made["weight"], made["scale"]
+        tensors[name] = format.unpack(made)
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    others = {name.removesuffix(".weight") for name in tensors if name not in wanted}
+    fields = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [*others]}
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": fields}))
+    found = [Run(folder).in_chunks(64) for folder in (quantized, dense)]
+    check(found[0], found[1])
 
 
 @pytest.mark.parametrize("family", STATES)
