@@ -310,6 +310,7 @@ def load_options(settings: EngineSettings) -> LoadOptions:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=not settings.no_cuda_graphs,
         max_drafts=0 if settings.no_speculation or settings.tensor_parallel > 1 else MAX_DRAFTS,
+        own_drafts=settings.draft != "none",
         num_ranks=settings.tensor_parallel,
         expert_parallel=settings.expert_parallel,
     )

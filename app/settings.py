@@ -226,7 +226,8 @@ class EngineSettings(CommonSettings):
 
     draft: str | None = Field(default=None, json_schema_extra={"metavar": "DIR|HUB_ID|none"})
     """A small model, best of the same tokens, or a head in EAGLE-3's format, which guesses what --model says next where
-    that pays, on a CPU. By default, the demo model has one and others have none; answers are the same, to the token."""
+    that pays, on a CPU. By default, the demo model has one, others guess by their own layer for multi-token prediction
+    if their checkpoint has one, and "none" leaves it out; answers are the same, to the token."""
 
     draft_revision: str | None = Field(default=None, json_schema_extra={"metavar": "COMMIT|TAG|BRANCH"})
     """Revision of --draft on the Hugging Face hub; without it, the newest."""

@@ -152,6 +152,8 @@ class LoadOptions:
     """Whether steps on a GPU are captured as CUDA graphs once and replayed."""
     max_drafts: int = MAX_DRAFTS
     """The most drafts of each sequence in a step; 0 stands for none."""
+    own_drafts: bool = True
+    """Whether a model's own layer of multi-token prediction drafts for it where no draft is given."""
     num_ranks: int = 1
     """The processes that run the model together, each with a part of every layer."""
     expert_parallel: str = "auto"

@@ -1,12 +1,13 @@
-"""Loads what drafts for a model beside it: a draft model, or a head."""
+"""Loads what drafts for a model beside it: a draft model, a head, or a layer of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError
@@ -29,11 +30,12 @@ from engine.model.eagle_weights import (
 )
 from engine.model.files import open_files
 from engine.model.parameters import Weights
+from engine.model.prediction import PredictionSource, find_prediction, load_prediction
 from engine.model.quantize_cache import Checkpoint
 from engine.model.safetensors import TensorFiles
 from engine.model.stacks import unstacked
-from engine.model.tensors import Recipe, check_tensors, make_recipe
-from engine.model.transformer import ForwardPass, make_decoder, make_head
+from engine.model.tensors import LinearSpec, Recipe, check_tensors, make_recipe
+from engine.model.transformer import ForwardPass, make_decoder, make_head, make_predictor
 from engine.model.translation import Translation
 from engine.model.weights import load_weights
 
@@ -45,7 +47,7 @@ _MOST_CAPTURED = 64
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A draft model or a head that can be loaded with its target."""
+    """A draft model, a head or a layer of its own that can be loaded with its target."""
 
     size: DraftSize
     attach: Callable[[LoadedModel, Weights], LoadedModel]
@@ -89,29 +91,35 @@ def _longest(target: LoadedModel) -> int:
 
 
 def open_companion(
-    draft: DraftSource,
-    target: ModelConfig,
+    draft: DraftSource | None,
+    target: Checkpoint,
     kernels: Kernels,
     options: LoadOptions,
     max_model_len: int,
     say: Callable[[str], None],
 ) -> Companion | None:
-    """A draft model or head in the types of the target's kernels, on their device; None if it cannot draft there.
+    """What drafts, in the types of the target's kernels, on their device; None if nothing does, or can there.
+
+    Args:
+        draft: a draft model or head; without one, the target's own layer drafts if it has one.
 
     Raises:
         CheckpointError: the draft is broken, or cannot be served as its target is.
     """
     if not options.max_drafts:
         return None
+    if draft is None:
+        return _open_own(target, kernels, options, say) if options.own_drafts else None
     options = replace(options, quantize_group_size=None)
     if not is_eagle(draft.folder):
-        return _open_draft(draft, target, kernels, options, max_model_len, say)
+        return _open_draft(draft, target.config, kernels, options, max_model_len, say)
     if kernels.team is None:
         say(
             f"the head {draft.folder} is not used: only the native CPU kernels show what it reads of the model"
         )
         return None
-    return _open_head(draft, target, _own_kernels(kernels, target, options, say), options, say)
+    own_kernels = _own_kernels(kernels, target.config, options, say)
+    return _open_head(draft, target.config, own_kernels, options, say)
 
 
 def _own_kernels(
@@ -184,20 +192,20 @@ def _open_head(
     after = ", ".join(str(tap) for tap in sorted(head.taps_of(target)))
     say(f"drafts come from the head {draft.folder}, which reads the model after {after} of its layers")
     layout = KVLayout.of(head.layer, options.block_size, beside=KVLayout.of(target, options.block_size))
-    size = _head_size(head, files, recipe, kernels, layout)
+    num_loose = head.layer.hidden_size + sum(norm.size for _, norm in head.layer.spec.norms())
+    if has_embedding(files):
+        num_loose += head.layer.vocab_size * head.layer.hidden_size
+    size = _head_size(head.layer, eagle_specs(head, recipe), num_loose, kernels, layout)
     return Companion(
         size, lambda model, weights: _load_head(model, weights, head, files, recipe, kernels, layout)
     )
 
 
 def _head_size(
-    head: EagleConfig, files: TensorFiles, recipe: Recipe, kernels: Kernels, layout: KVLayout
+    config: ModelConfig, specs: Mapping[str, LinearSpec], num_loose: int, kernels: Kernels, layout: KVLayout
 ) -> DraftSize:
-    config = head.layer
-    num_loose = config.hidden_size + sum(norm.size for _, norm in config.spec.norms())
-    if has_embedding(files):
-        num_loose += config.vocab_size * config.hidden_size
-    weights = tensor_bytes(eagle_specs(head, recipe).values(), num_loose, kernels)
+    """The size of a head's linear maps, and so many other numbers; in each block are features, too."""
+    weights = tensor_bytes(specs.values(), num_loose, kernels)
     features = layout.block_size * config.hidden_size * _FEATURES.itemsize
     return DraftSize(weights, layout.block_bytes(kernels.kv_dtype) + features)
 
@@ -213,7 +221,7 @@ def _load_head(
 ) -> LoadedModel:
     own = load_eagle(head, files, kernels, recipe)
     kv = _kv_beside(target, layout, kernels)
-    features = torch.zeros((kv.num_blocks, kv.block_size, head.layer.hidden_size), dtype=_FEATURES)
+    features = _features(kv, head.layer)
     embedding = weights.rows if own.embedding is None else own.embedding
     decoder = make_head(head, own, embedding, kernels, kv, features, _longest(target))
     assert kernels.team is not None
@@ -224,6 +232,55 @@ def _load_head(
     native = NativeDraft(kernels.team, decoder, own.lm_head, own.drafted)
     model = _with_draft(
         target, head.layer, kernels, kv, decoder, own.lm_head, native=native, reads_target=True
+    )
+    return replace(model, features=features)
+
+
+def _features(kv: KVCache, config: ModelConfig) -> Tensor:
+    return torch.zeros((kv.num_blocks, kv.block_size, config.hidden_size), dtype=_FEATURES)
+
+
+def _open_own(
+    target: Checkpoint, kernels: Kernels, options: LoadOptions, say: Callable[[str], None]
+) -> Companion | None:
+    try:
+        source = find_prediction(target)
+        if source is not None and kernels.team is not None:
+            _check_native(source.config, options)
+    except CheckpointError as error:
+        say(f"the model's own layer for multi-token prediction is not used: {error}")
+        return None
+    if source is None:
+        return None
+    if kernels.team is None:
+        say(
+            "the model's own layer for multi-token prediction is not used: only the native CPU kernels show what it "
+            "reads of the model"
+        )
+        return None
+    say("drafts come from the model's own layer for multi-token prediction")
+    beside = KVLayout.of(target.config, options.block_size)
+    layout = KVLayout.of(source.config, options.block_size, beside=beside)
+    size = _head_size(source.config, source.specs(), source.num_loose, kernels, layout)
+    own_kernels = _own_kernels(kernels, source.config, options, say)
+    return Companion(size, lambda model, weights: _load_own(model, weights, source, own_kernels, layout))
+
+
+def _load_own(
+    target: LoadedModel, weights: Weights, source: PredictionSource, kernels: Kernels, layout: KVLayout
+) -> LoadedModel:
+    own = load_prediction(source, kernels)
+    kv = _kv_beside(target, layout, kernels)
+    features = _features(kv, source.config)
+    decoder = make_predictor(source, own, weights.rows, kernels, kv, features, _longest(target))
+    lm_head = weights.lm_head
+    assert kernels.team is not None
+    assert isinstance(target.decoder, NativeDecoder)
+    assert isinstance(lm_head, PackedLinear)
+    target.decoder.keep(features)
+    native = NativeDraft(kernels.team, decoder, lm_head)
+    model = _with_draft(
+        target, source.config, kernels, kv, decoder, lm_head, native=native, reads_target=True
     )
     return replace(model, features=features)
 

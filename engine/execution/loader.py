@@ -18,7 +18,6 @@ from engine.execution.expert_counts import counted, counted_natively
 from engine.execution.loaded import LoadedModel
 from engine.execution.measuring import measure_steps, run_largest
 from engine.execution.memory import (
-    NO_DRAFT,
     MemoryPlan,
     budget,
     plan_memory,
@@ -65,8 +64,8 @@ def load_model(
         folder: a directory with config.json and safetensors files, or a GGUF file.
         say: is told lines for the operator: what memory the model takes, before it is taken; what could be faster.
         progress: is told bytes read and bytes in all.
-        draft: a draft model; it is loaded as the model is.
-        ranks: those that run the model together, each of which loads its part of it; they have no draft model.
+        draft: a draft model; it is loaded as the model is. Without one, a model's own layer drafts if it has one.
+        ranks: those that run the model together, each of which loads its part of it; nothing drafts for them.
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or not supported, has fewer positions than asked for, or
@@ -92,15 +91,23 @@ def load_model(
     kernels, expert_counts = counted(kernels, config)
     kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
     limits = own_budget(budget(device, options), ranks)
-    companion = None if draft is None else open_companion(draft, config, kernels, options, max_model_len, say)
-    draft_size = NO_DRAFT if companion is None else companion.size
-    plan = partial(plan_memory, config, kernels, options, limits, recipe=recipe, draft=draft_size)
+    source = Checkpoint(config, files, recipe)
+    companion = None
+    if ranks is None:
+        companion = open_companion(draft, source, kernels, options, max_model_len, say)
+    plan = partial(plan_memory, config, kernels, options, limits, recipe=recipe)
+    if companion is not None:
+        beside = partial(plan, draft=companion.size)
+        if draft is not None or beside().fits:
+            plan = beside
+        else:
+            say("there is no room for the model's own layer for multi-token prediction, which is not used")
+            companion = None
     memory = plan().check(lambda: what_would_fit(config, options, lambda other: plan(recipe=other)))
     say(_kernels_text(kernels))
     say(memory.text)
     most = agreed(_most_tokens(memory), ranks)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
-    source = Checkpoint(config, files, recipe)
     if options.keep_quantized:
         source = quantized(source, say, progress)
     weights = load_weights(source.config, source.files, kernels, progress, source.recipe)

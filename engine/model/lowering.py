@@ -21,6 +21,7 @@ from engine.model.parameters import (
     StateWeights,
     Weights,
 )
+from engine.model.prediction import PredictionSource, PredictionWeights
 from engine.model.rotary import RotaryTables
 from engine.spec import Attention, Layer, Mlp, ModelSpec, Norm
 
@@ -84,6 +85,29 @@ def head_program(
     read = replace(first, source="prepared", norm=None)
     embed = native.NativeOp(kind="embed", time="embed")
     return [embed, join, read, *rest, _finish(spec, weights.final_norm)]
+
+
+def prediction_program(
+    source: PredictionSource, weights: PredictionWeights, features: Tensor, tables: RotaryTables
+) -> list[native.NativeOp]:
+    """The operations of a model's own layer that drafts: one behind a map of two rows, joined as those of a head.
+
+    Args:
+        features: the model's normed hidden states, which its decoder keeps.
+    """
+    own, map = source.own, weights.map
+    join = native.NativeOp(
+        kind="join",
+        time="norm",
+        linear=packed(map),
+        norm=weights.token_norm,
+        rows=features,
+        rows_norm=weights.features_norm,
+        follows_norm=own.follows_norm,
+    )
+    layer = _layer(0, own.layer, weights.layer, tables, gathers=True, first=1)
+    mapped, embed = _linear(0, "other", map, "prepared"), native.NativeOp(kind="embed", time="embed")
+    return [embed, join, mapped, *layer, _finish(source.config.spec, weights.final_norm)]
 
 
 def _finish(spec: ModelSpec, weight: Tensor) -> native.NativeOp:

@@ -275,19 +275,25 @@ def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str,
         yield from tensors_of(layer_table_spec(own, recipe))
         yield from tensors_of(layer_embeddings_spec(own, config, recipe))
         yield own.norm.tensor, StoredTensor("weight", (own.norm.size,))
-    for number, layer in enumerate(config.layers):
-        for norm in filter(lambda norm: norm.name, layer.norms().values()):
-            yield f"{LAYERS}{number}.{norm.tensor}", StoredTensor("weight", (norm.size,))
-        for vector in layer.vectors().values():
-            yield f"{LAYERS}{number}.{vector.name}", StoredTensor("", vector.shape, loose=True)
-        if layer.scalar:
-            yield f"{LAYERS}{number}.{layer.scalar}", StoredTensor(layer.scalar, (1,))
-        for spec in linear_specs(config, number, recipe).values():
-            yield from tensors_of(spec)
+    for number in range(config.num_layers):
+        yield from layer_tensors(config, number, recipe)
     final = config.spec.final_norm
     yield f"{final.name}.weight", StoredTensor("weight", (final.size,))
     if not config.spec.ties_embeddings:
         yield from tensors_of(head_spec(config, recipe))
+
+
+def layer_tensors(config: ModelConfig, number: int, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor that a checkpoint must have of a layer, by its full name."""
+    layer = config.layers[number]
+    for norm in filter(lambda norm: norm.name, layer.norms().values()):
+        yield f"{LAYERS}{number}.{norm.tensor}", StoredTensor("weight", (norm.size,))
+    for vector in layer.vectors().values():
+        yield f"{LAYERS}{number}.{vector.name}", StoredTensor("", vector.shape, loose=True)
+    if layer.scalar:
+        yield f"{LAYERS}{number}.{layer.scalar}", StoredTensor(layer.scalar, (1,))
+    for spec in linear_specs(config, number, recipe).values():
+        yield from tensors_of(spec)
 
 
 def tensors_of(spec: LinearSpec) -> Iterator[tuple[str, StoredTensor]]:

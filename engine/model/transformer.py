@@ -20,8 +20,9 @@ from engine.kernels.reference import TokenPlaces
 from engine.kernels.state_cache import StateCache
 from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
-from engine.model.lowering import embedding_scale, head_program, packed, program
+from engine.model.lowering import embedding_scale, head_program, packed, prediction_program, program
 from engine.model.parameters import AttentionWeights, LayerWeights, StateWeights, Weights
+from engine.model.prediction import PredictionSource, PredictionWeights
 from engine.model.rotary import RotaryTables
 from engine.spec import Attention, Layer, LayerEmbedding, Mamba2, ModelSpec, Norm, ShortConv
 
@@ -70,6 +71,22 @@ def make_head(
     assert kernels.team is not None
     spec = head.layer.spec
     ops = head_program(head, weights, features, RotaryTables(spec, max_position))
+    return _native_decoder(kernels.team, kv, spec, ops, embedding, max_position)
+
+
+def make_predictor(
+    source: PredictionSource,
+    weights: PredictionWeights,
+    embedding: Tensor | Linear,
+    kernels: Kernels,
+    kv: KVCache,
+    features: Tensor,
+    max_position: int,
+) -> native.NativeDecoder:
+    """A model's own layer of multi-token prediction; see `make_head`."""
+    assert kernels.team is not None
+    spec = source.config.spec
+    ops = prediction_program(source, weights, features, RotaryTables(spec, max_position))
     return _native_decoder(kernels.team, kv, spec, ops, embedding, max_position)
 
 

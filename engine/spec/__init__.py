@@ -19,7 +19,7 @@ from engine.spec.experts import (
 )
 from engine.spec.feed_forward import ACTIVATIONS, Mlp
 from engine.spec.maps import Groups, HeadOrder, LinearMap, Norm, Rows, Vector
-from engine.spec.model import Layer, LayerEmbedding, LayerEmbeddings, Mixer, ModelSpec
+from engine.spec.model import Layer, LayerEmbedding, LayerEmbeddings, Mixer, ModelSpec, Prediction
 from engine.spec.state import GatedDelta, Mamba2, ShortConv, StateMixer, state_floats
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Mlp",
     "ModelSpec",
     "Norm",
+    "Prediction",
     "Rope",
     "Router",
     "Rows",

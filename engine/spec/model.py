@@ -135,6 +135,31 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Multi-token prediction: a layer that drafts for its model, whose embedding and output head it shares.
+
+    It reads map([token_norm(embedding of a token), features_norm(what the model knew before that token)]), and its
+    final norm is of what it makes of that. What the model knew is its hidden state behind its own final norm.
+
+    Gloeckle et al., "Better & faster large language models via multi-token prediction", 2024; DeepSeek-AI, "DeepSeek-V3
+    technical report", 2024, chain it so.
+    """
+
+    layer: Layer
+    token_norm: Norm
+    features_norm: Norm
+    final_norm: Norm
+    map: str
+    """The full name, as those of the norms. The map has no bias."""
+    prefix: str
+    """What stands before the names in its layer."""
+    follows_norm: bool = True
+    """Whether a chain goes on from its hidden state behind the final norm, and not before it."""
+    is_told: bool = True
+    """Whether the config says that there is one; otherwise the tensors do, if there are any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder: an embedding, layers, a final norm, and an output head."""
 
@@ -151,6 +176,7 @@ class ModelSpec:
     """c: a logit x becomes c tanh(x / c), after it was scaled; 0 is none."""
     layer_embeddings: LayerEmbeddings | None = None
     """What the layers with a `LayerEmbedding` read."""
+    prediction: Prediction | None = None
 
     @property
     def attentions(self) -> dict[int, Attention]:

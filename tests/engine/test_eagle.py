@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,19 @@ class Target:
 
 
 def assert_as_the_oracle_says(drafted: list[Drafted], target: Target, oracle: ReferenceHead) -> None:
+    assert_chosen(drafted, lambda token_ids: oracle.features(target.taps(token_ids)), oracle.logits)
+
+
+def assert_chosen(
+    drafted: list[Drafted],
+    features_of: Callable[[list[int]], Tensor],
+    logits_of: Callable[[list[int], Tensor, list[int]], Tensor],
+) -> None:
+    """Checks that drafts are what is chosen by logits that an oracle makes of the features of known tokens."""
     for one in sorted(drafted, key=lambda one: -len(one.token_ids)):
         if len(one.token_ids) == 1:
             continue  # nothing is known of what the model thinks
-        features = oracle.features(target.taps(one.token_ids[:-1]))
-        logits = oracle.logits(one.token_ids, features, one.drafts[:-1])
+        logits = logits_of(one.token_ids, features_of(one.token_ids[:-1]), one.drafts[:-1])
         numbers = one.num_outputs + torch.arange(len(one.drafts))
         state = split_mix(one.seed, one.index)
         states = torch.full_like(numbers, state - (1 << 64 if state >> 63 else 0))

@@ -35,7 +35,8 @@ class Decoder {
     }
 
     // Writes the normed hidden states of the sample rows, [samples][hidden]. Of a head that goes on, the tokens follow
-    // the sample rows of the step before, whose hidden states stand for the features.
+    // the sample rows of the step before, whose hidden states stand for the features: those in `out` where these are
+    // normed.
     int run(const Step& step, float* out, bool goes_on = false) {
         step_ = step;
         out_ = out;
@@ -70,7 +71,7 @@ class Decoder {
             if (op.to == Stream::added) added_ = allocate_hot<float>(rows * ld_hidden_);
             if (op.to == Stream::per_layer) parts_ = allocate_hot<float>(rows * (ld_parts_ = padded(op.linear->n)));
             if (op.kind == OpKind::join) joined_ = allocate_hot<float>(rows * (ld_joined_ = 2 * ld_hidden_));
-            if (op.kind == OpKind::keep) {
+            if (op.kind == OpKind::keep && op.linear) {
                 joined_ = allocate_hot<float>(rows * (ld_joined_ = padded(op.linear->k)));
                 features_ = allocate_hot<float>(rows * padded(op.linear->n));
             }
@@ -116,8 +117,9 @@ class Decoder {
             case OpKind::recur: return add_states(op);
             case OpKind::tap: return add<&Decoder::run_tap>(static_cast<uint32_t>(op.adds), chunks, op.time);
             case OpKind::keep:
-                add_product({op.linear, converted(floats(joined_.get(), ld_joined_), rows_, op.linear), rows_,
-                             features_.get(), padded(op.linear->n), Form::f32, nullptr, nullptr}, op.time);
+                if (op.linear)
+                    add_product({op.linear, converted(floats(joined_.get(), ld_joined_), rows_, op.linear), rows_,
+                                 features_.get(), padded(op.linear->n), Form::f32, nullptr, nullptr}, op.time);
                 return add<&Decoder::run_keep>(argument, chunks, op.time);
             case OpKind::combine: return add<&Decoder::run_combine>(argument, chunks, op.time);
             case OpKind::join: return add<&Decoder::run_join>(argument, chunks, op.time);
@@ -291,12 +293,19 @@ class Decoder {
         });
     }
 
-    void run_keep(uint32_t index, int chunk, int) {
-        const int width = ops_[index].linear->n;
+    void run_keep(uint32_t index, int chunk, int worker) {
+        const Op& op = ops_[index];
+        const int width = op.linear ? op.linear->n : model_.hidden;
         for_rows(chunk, step_.tokens, [&](int t) {
-            BFloat* out = static_cast<BFloat*>(ops_[index].rows) + place_of(sequence_of_[t], step_.positions[t]) * width;
-            to_operands(features_.get() + t * padded(width), width, width, out);
+            const float* row = op.linear ? features_.get() + t * padded(width)
+                                         : normed(op, hidden_.get() + t * ld_hidden_, team_.scratch(worker));
+            to_operands(row, width, width, static_cast<BFloat*>(op.rows) + place_of(sequence_of_[t], step_.positions[t]) * width);
         });
+    }
+
+    const float* normed(const Op& op, const float* x, float* out) const {
+        (op.is_centered ? layer_norm : rms_norm)(x, op.norm, model_.hidden, model_.eps, out);
+        return out;
     }
 
     void run_join(uint32_t index, int chunk, int) {
@@ -317,7 +326,8 @@ class Decoder {
         const int before = step_.positions[t] - 1, width = model_.hidden;
         const BFloat* features = static_cast<const BFloat*>(op.rows);
         if (goes_on_)
-            std::memcpy(out, sampled_hidden_.get() + t * ld_hidden_, width * sizeof(float));
+            std::memcpy(out, op.follows_norm ? out_ + static_cast<size_t>(t) * width : sampled_hidden_.get() + t * ld_hidden_,
+                        width * sizeof(float));
         else if (before < 0)
             std::memset(out, 0, width * sizeof(float));
         else
@@ -330,10 +340,9 @@ class Decoder {
         const PlannedNorm& norm = norms_[index];
         const int width = model_.hidden;
         const bool is_output = !norm.next && !norm.to;
-        float* normed = team_.scratch(worker);
         for_rows(chunk, norm.rows, [&](int r) {
-            float* out = is_output ? out_ + static_cast<size_t>(r) * width : normed;
-            (norm.op->is_centered ? layer_norm : rms_norm)(norm.x + r * ld_hidden_, norm.op->norm, width, model_.eps, out);
+            float* out = is_output ? out_ + static_cast<size_t>(r) * width : team_.scratch(worker);
+            normed(*norm.op, norm.x + r * ld_hidden_, out);
             if (norm.next) input_.convert(*norm.next, r, out);
             if (norm.to) add_row(out, width, norm.op->scale, norm.op->after, norm.to + r * ld_hidden_);
         });

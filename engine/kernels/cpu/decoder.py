@@ -28,6 +28,7 @@ from engine.kernels.cpu.program import (
     NativeOp,
     Op,
     Shape,
+    keeping,
     step_of,
     tapped,
 )
@@ -168,6 +169,7 @@ class NativeDecoder:
             part=op.part,
             is_sampled=op.is_sampled,
             gates=op.gates,
+            follows_norm=op.follows_norm,
         )
         self._kept += [op.linear, op.rows]
         if isinstance(op.rows, PackedLinear):
@@ -267,8 +269,19 @@ class NativeDecoder:
         num_layers = self._num_layers
         if not all(0 <= number < num_layers for number in after):
             raise ValueError(f"hidden states after {after} layers, and there are {num_layers}")
-        ops = self._made(tapped(self.ops, after, fuse, features))
-        self._library.call("penstock_decoder_set_program", self.handle, ops, len(ops))
+        self._run_program(tapped(self.ops, after, fuse, features))
+
+    def keep(self, features: Tensor) -> None:
+        """Makes every later step write the normed hidden states of its tokens; see `keeping`.
+
+        Args:
+            features: bfloat16 [blocks, BLOCK_SIZE, hidden]
+        """
+        self._run_program(keeping(self.ops, features))
+
+    def _run_program(self, ops: Sequence[NativeOp]) -> None:
+        made = self._made(ops)
+        self._library.call("penstock_decoder_set_program", self.handle, made, len(made))
 
     @property
     def _num_layers(self) -> int:
@@ -320,8 +333,7 @@ def _check_kv(kv: KVCache, num_layers: int) -> None:
 def _check_features(op: NativeOp, num_blocks: int, hidden_size: int) -> None:
     features, linear = op.rows, op.linear
     assert isinstance(features, Tensor)
-    assert linear is not None
-    width = linear.out_features if op.kind == "keep" else hidden_size
+    width = linear.out_features if linear is not None and op.kind == "keep" else hidden_size
     expect_shape("features", features, (num_blocks, BLOCK_SIZE, width))
     if features.dtype != torch.bfloat16 or not features.is_contiguous():
         raise ValueError(f"contiguous bfloat16 features expected, not {features.dtype}")

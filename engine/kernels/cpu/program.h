@@ -28,7 +28,8 @@ enum class OpKind : int32_t {
     finish,   // the norm of hidden -> what the caller gets
     combine,  // the token's own embeddings for all layers, times `scale` -> with the norms of `per_layer`, both / sqrt(2)
     tap,      // hidden is the next of the hidden states that a head reads
-    keep,     // writes the features that a head reads: what `linear` makes of all taps side by side
+    keep,     // writes the features that a head reads: what `linear` makes of all taps side by side; or, without one, the
+              // norm of hidden
     join,     // a head's input: `hidden`, the rows of embeddings, becomes the residual; see Op
     experts,  // what experts make of a norm of `from`, or of `from` -> `to`, or added to it, times `scale`
     recur,    // qkv, and gates -> attended, by a state of the tokens before
@@ -82,9 +83,9 @@ struct Mixer {
 
 // One step of the program that a description of a model becomes.
 //
-// A head (EAGLE-3) has one layer. The row of a token reads the norm of the token's embedding beside the norm of the
-// features of the token before it, and these are its residual. The first token of a sequence has none before it: nobody
-// sees it.
+// A head (EAGLE-3, or a model's own layer of multi-token prediction) has one layer. The row of a token reads the norm of
+// the token's embedding beside the norm of the features of the token before it. Of EAGLE-3, these are its residual. The
+// first token of a sequence has none before it: nobody sees it.
 struct Op {
     OpKind kind;
     Kind time;
@@ -112,6 +113,7 @@ struct Op {
     const Experts* experts;
     const Mixer* mixer;  // of recur, and of the linear that reads what it makes
     int32_t gates;       // of attention, and of the linear that reads what it makes: so many come before the queries
+    int32_t follows_norm;  // of join: a chain goes on from hidden as it left the last norm, and not as it came to it
 };
 
 struct Model {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -63,7 +63,7 @@ class Op(ctypes.Structure):
         ("stride", c_int64),
         ("experts", ctypes.POINTER(ExpertsFields)),
         ("mixer", ctypes.POINTER(MixerFields)),
-        ("gates", c_int32),
+        *fields(c_int32, "gates follows_norm"),
     ]
 
 
@@ -156,6 +156,8 @@ class NativeOp:
     where they stay."""
     rows_norm: Tensor | None = None
     """[hidden], of features."""
+    follows_norm: bool = False
+    """Of join: whether a chain goes on from the hidden states behind the last norm, and not from those before it."""
     heads: NativeHeads | None = None
     gates: int = 0
     """Of attention, and of the linear map that reads what it makes: so many numbers come before its queries, whose
@@ -198,6 +200,16 @@ def step_of(batch: Batch, block_tables: Tensor) -> Step:
         pointer(saves),
         0 if saves is None else len(saves),
     )
+
+
+def keeping(ops: Sequence[NativeOp], features: Tensor) -> list[NativeOp]:
+    """The program with the hidden states of all tokens kept as the last norm makes them.
+
+    For that, every layer has to compute all rows: the sampled ones are gathered at the end.
+    """
+    *layers, finish = (replace(op, is_sampled=False) for op in ops if op.kind != "gather")
+    keep = replace(finish, kind="keep", time="prepare", rows=features)
+    return [*layers, keep, NativeOp(kind="gather", time="gather", layer=finish.layer), finish]
 
 
 def tapped(

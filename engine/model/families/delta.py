@@ -8,7 +8,7 @@ from typing import Any
 from engine.fields import Fields
 from engine.model.families.common import FULL, LINEAR, MAX_KERNEL, Sizes, layer_types, read_rope
 from engine.model.families.experts import is_sparse, read_router
-from engine.spec import Attention, Experts, GatedDelta, Mlp, ModelSpec, Rope
+from engine.spec import Attention, Experts, GatedDelta, Layer, Mlp, ModelSpec, Prediction, Rope
 
 _OF_A_KEY_HEAD: dict[str, Any] = {
     "into": ("linear_attn.in_proj_qkvz",),
@@ -54,7 +54,31 @@ def _model(fields: Fields, sizes: Sizes, parts: Sequence[Mlp | Experts], delta: 
         sizes.layer(attention if kind == FULL else delta, part, **norms)
         for kind, part in zip(kinds, parts, strict=True)
     ]
-    return sizes.model(layers, [rope], fields, final_norm=sizes.norm("model.norm", offset=1.0))
+    predicting = sizes.layer(attention, parts[-1], **norms)
+    return sizes.model(
+        layers,
+        [rope],
+        fields,
+        final_norm=sizes.norm("model.norm", offset=1.0),
+        prediction=_prediction(fields, sizes, predicting),
+    )
+
+
+def _prediction(fields: Fields, sizes: Sizes, layer: Layer) -> Prediction | None:
+    """Of several layers, the first alone drafts; the configs of Qwen 3 Next do not tell of theirs."""
+    names = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+    told = [fields.integer(name) for name in names if fields.has(name)]
+    if told and not any(told):
+        return None
+    return Prediction(
+        layer=layer,
+        token_norm=sizes.norm("mtp.pre_fc_norm_embedding", offset=1.0),
+        features_norm=sizes.norm("mtp.pre_fc_norm_hidden", offset=1.0),
+        final_norm=sizes.norm("mtp.norm", offset=1.0),
+        map="mtp.fc",
+        prefix="mtp.layers.0.",
+        is_told=bool(told),
+    )
 
 
 def _attention(fields: Fields, sizes: Sizes, rope: Rope) -> Attention:

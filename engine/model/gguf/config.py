@@ -283,6 +283,7 @@ def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
         ropes=ropes,
         layers=tuple(layers),
         final_norm=replace(spec.final_norm, offset=0.0, name=FINAL_NORM),
+        prediction=None,
     )
 
 

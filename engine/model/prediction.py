@@ -1,0 +1,144 @@
+"""A model's own layer of multi-token prediction: a model of one layer, whose tensors lie among its model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.kernels.linear import Linear
+from engine.kernels.ops import Kernels
+from engine.model.parameters import LayerWeights
+from engine.model.quantize_cache import Checkpoint
+from engine.model.safetensors import TensorFiles
+from engine.model.stacks import unstacked
+from engine.model.tensors import (
+    LinearSpec,
+    Part,
+    Recipe,
+    check_expected,
+    check_recipe,
+    layer_tensors,
+    linear_specs,
+    tensors_of,
+)
+from engine.model.weights import Reader, load_layer
+from engine.quant.storage import FLOATS, PLAIN, Storage, StoredTensor
+from engine.quant.storages.names import LAYERS
+from engine.spec import ModelSpec, Norm, Prediction
+
+_LAYER = f"{LAYERS}0."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionWeights:
+    """See `Prediction`."""
+
+    layer: LayerWeights
+    token_norm: Tensor
+    """[hidden], as the other norms."""
+    features_norm: Tensor
+    final_norm: Tensor
+    map: Linear
+    """Two rows, one after the other -> hidden."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionSource:
+    """Where such a layer is loaded from."""
+
+    own: Prediction
+    config: ModelConfig
+    """Of the one layer; its tensors have the names that those of a model's first layer have."""
+    files: TensorFiles
+    recipe: Recipe
+
+    @property
+    def norms(self) -> list[Norm]:
+        """Those outside of its layer."""
+        return [self.own.token_norm, self.own.features_norm, self.own.final_norm]
+
+    @property
+    def num_loose(self) -> int:
+        """The numbers of norms and vectors."""
+        layer = self.own.layer
+        vectors = sum(vector.size * vector.each for vector in layer.vectors().values())
+        return vectors + sum(norm.size for norm in (*self.norms, *layer.norms().values()))
+
+    def specs(self) -> dict[str, LinearSpec]:
+        """The linear maps: those of the layer by their field of LayerWeights or of its parts, and `map`.
+
+        Raises:
+            CheckpointError: see `Quantization.layer_format`.
+        """
+        hidden, quantization = self.config.hidden_size, self.recipe.quantization
+        format = None if quantization is None else quantization.layer_format(0, 2 * hidden)
+        part = Part(self.own.map, hidden, self.recipe.storage(self.own.map))
+        map = LinearSpec((part,), 2 * hidden, quantized=format)
+        return {**linear_specs(self.config, 0, self.recipe), "map": map}
+
+    def expected(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Every tensor that there must be, by its full name."""
+        yield from tensors_of(self.specs()["map"])
+        yield from ((norm.tensor, StoredTensor("weight", (norm.size,))) for norm in self.norms)
+        yield from layer_tensors(self.config, 0, self.recipe)
+
+
+def find_prediction(target: Checkpoint) -> PredictionSource | None:
+    """The layer of a model that has one; None for others, and for those that tell of none and have no tensors of it.
+
+    Raises:
+        CheckpointError: a tensor of it is missing, or cannot be read.
+    """
+    own = target.config.spec.prediction
+    if own is None or not (own.is_told or f"{own.map}.weight" in target.files.entries):
+        return None
+    spec = target.config.spec
+    alone = ModelSpec(
+        hidden_size=spec.hidden_size,
+        layers=(own.layer,),
+        ropes=spec.ropes,
+        norm_eps=spec.norm_eps,
+        final_norm=own.final_norm,
+    )
+    config = replace(target.config, spec=alone)
+    files = unstacked(_own_files(target.files, own), config)
+    source = PredictionSource(own, config, files, _own_recipe(target.recipe, files))
+    check_expected(source.expected(), files)
+    check_recipe(config, source.recipe)
+    return source
+
+
+def load_prediction(source: PredictionSource, kernels: Kernels) -> PredictionWeights:
+    """Reads, quantizes if that is asked for, and packs."""
+    own, specs, reader = source.own, source.specs(), Reader(source.files, kernels)
+    return PredictionWeights(
+        layer=load_layer(own.layer, reader, 0, specs, source.config.spec.norm_eps),
+        token_norm=reader.norm(own.token_norm),
+        features_norm=reader.norm(own.features_norm),
+        final_norm=reader.norm(own.final_norm),
+        map=reader.linear(specs["map"]),
+    )
+
+
+def _own_files(files: TensorFiles, own: Prediction) -> TensorFiles:
+    """The tensors of the layer by the names of a first layer's, and those outside of it by their own."""
+    outside = (own.map, own.token_norm.name, own.features_norm.name, own.final_norm.name)
+    entries = {
+        name.replace(own.prefix, _LAYER, 1) if name.startswith(own.prefix) else name: entry
+        for name, entry in files.entries.items()
+        if name.startswith((own.prefix, *(f"{name}." for name in outside)))
+    }
+    return TensorFiles(files.path, entries, lambda name: name.replace(_LAYER, own.prefix), files.config)
+
+
+def _own_recipe(recipe: Recipe, files: TensorFiles) -> Recipe:
+    """The recipe of the model, but for what is in floating point: many quantize all layers but this one."""
+
+    def storage(name: str) -> Storage:
+        entry = files.entries.get(f"{name}.weight")
+        return PLAIN if entry is not None and entry.dtype in FLOATS else recipe.storages(files.own_name(name))
+
+    return Recipe(storage, recipe.quantization)
