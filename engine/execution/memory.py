@@ -370,8 +370,8 @@ def _most_states(options: LoadOptions) -> int:
 
 
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
-    """The inputs and outputs of the linear maps of the widest layer in the largest step, the rows that its state follows
-    from, and the logits, in float32."""
+    """What the widest layer's linear maps read and make in the largest step, with the rows that its state follows from,
+    and the logits, in float32."""
     per_token = max(
         _map_sizes(layer.mixer)
         + (0 if layer.state is None else layer.state.row_floats)
