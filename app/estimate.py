@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from engine.config import LoadOptions, ModelConfig
+from engine.execution.companions import own_size
 from engine.execution.memory import Budget, MemoryPlan, budget, expert_bytes, plan_memory
 from engine.kernels.cpu.native import PACKED, NativeUnavailable
 from engine.kernels.ops import reference_kernels
 from engine.kernels.select import check_native
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
+from engine.model.prediction import PredictionSource
 from engine.model.tensors import check_recipe, make_recipe
 from engine.planning.state_slots import most_running
 from engine.sizes import size_text
@@ -60,13 +63,19 @@ class Estimate:
 
 
 def estimate(
-    config: ModelConfig, options: LoadOptions, limits: Budget | None = None, *, has_native: bool = True
+    config: ModelConfig,
+    options: LoadOptions,
+    limits: Budget | None = None,
+    *,
+    has_native: bool = True,
+    prediction: PredictionSource | None = None,
 ) -> Estimate:
     """The sizes of a model that nothing was loaded of.
 
     Args:
         limits: the budget of the device; None asks the device for it.
         has_native: whether there are native kernels; without them, a CPU computes in float32.
+        prediction: the model's own layer that drafts, which counts where native kernels run it and there is room.
 
     Raises:
         CheckpointError: the model cannot be served in the types that are asked for.
@@ -85,7 +94,13 @@ def estimate(
     )
     recipe = make_recipe(config, options)
     check_recipe(config, recipe)
-    plan = plan_memory(config, kernels, options, limits or budget(device, options), recipe=recipe)
+    plan_of = partial(plan_memory, config, kernels, options, limits or budget(device, options), recipe=recipe)
+    plan = plan_of()
+    if prediction is not None and packs_on_cpu and options.max_drafts and options.own_drafts:
+        own = replace(prediction.recipe, quantization=recipe.quantization)
+        _, size = own_size(replace(prediction, recipe=own), config, kernels, options)
+        beside = plan_of(draft=size)
+        plan = beside if beside.fits else plan
     wanted = options.max_model_len or config.max_position
     experts, read_by_a_token = expert_bytes(config, kernels, recipe) if config.spec.chosen_share else (0, 0)
     return Estimate(

@@ -25,6 +25,7 @@ from engine.spec import Experts
 if TYPE_CHECKING:
     from app.estimate import Estimate
     from engine.execution.memory import Budget
+    from engine.model.prediction import PredictionSource
     from engine.model.safetensors import TensorFiles
     from engine.model.tensors import Recipe
 
@@ -45,6 +46,10 @@ class Subject:
     """How many tensors of the checkpoint have which type, as its headers name it."""
     place: str
     """Where it lies, and what would have to be fetched."""
+    prediction: PredictionSource | None = None
+    """Its own layer that drafts."""
+    no_prediction: str = ""
+    """What is wrong with the layer that it says it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Fitting:
     config: ModelConfig
     limits: Budget
     has_native: bool
+    prediction: PredictionSource | None = None
 
     def case(self, options: LoadOptions) -> Case:
         """
@@ -79,7 +85,10 @@ class Fitting:
         """
         from app.estimate import estimate
 
-        return Case(options, estimate(self.config, options, self.limits, has_native=self.has_native))
+        sizes = estimate(
+            self.config, options, self.limits, has_native=self.has_native, prediction=self.prediction
+        )
+        return Case(options, sizes)
 
     def cases(self, ways: Iterable[LoadOptions]) -> list[Case]:
         """A case for each of the ways that can be served, each once."""
@@ -110,13 +119,14 @@ def run(model: str, settings: Settings, flags: Mapping[str, str]) -> int:
     try:
         subject = examine(asked_for(model), settings.revision, options)
         limits = budget(choose_device(options.device), options)
-        fitting = Fitting(subject.config, limits, check_compiler().level is Level.OK)
+        has_native = check_compiler().level is Level.OK
+        fitting = Fitting(subject.config, limits, has_native, subject.prediction)
         tried = fitting.cases(ladder(options, subject.config)) or [fitting.case(options)]
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
     choice = next((case for case in tried if case.fits), None)
     shown = choice or min(tried, key=lambda case: case.sizes.plan.needed)
-    print("\n".join([*_head(subject, fitting, options), "", *_tables(fitting, shown), ""]))
+    print("\n".join([*_head(subject, fitting, shown), "", *_tables(fitting, shown), ""]))
     if choice is None:
         print(_does_not_fit(shown, options))
         return 1
@@ -137,6 +147,8 @@ def examine(model: str | None, revision: str | None, options: LoadOptions) -> Su
     """
     from engine.model.checkpoint import read_config
     from engine.model.files import open_files
+    from engine.model.prediction import find_prediction
+    from engine.model.quantize_cache import Checkpoint
     from engine.model.stacks import unstacked
     from engine.model.tensors import check_tensors, make_recipe
 
@@ -153,7 +165,11 @@ def examine(model: str | None, revision: str | None, options: LoadOptions) -> Su
     recipe = make_recipe(config, replace(options, quantize=None), one_by_one)
     check_tensors(config, one_by_one, recipe)
     types = Counter(entry.dtype for entry in files.entries.values())
-    return Subject(model, config, _stored_as(config, recipe), types, place)
+    found = Subject(model, config, _stored_as(config, recipe), types, place)
+    try:
+        return replace(found, prediction=find_prediction(Checkpoint(config, one_by_one, recipe)))
+    except CheckpointError as error:
+        return replace(found, no_prediction=str(error))
 
 
 def ladder(asked: LoadOptions, config: ModelConfig) -> Iterator[LoadOptions]:
@@ -187,12 +203,12 @@ def _stored_as(config: ModelConfig, recipe: Recipe) -> str:
     return f"{config.quantization.text('quant_method')} ({', '.join(names)})"
 
 
-def _head(subject: Subject, fitting: Fitting, options: LoadOptions) -> Iterator[str]:
+def _head(subject: Subject, fitting: Fitting, shown: Case) -> Iterator[str]:
     import torch
 
     from engine.model.tensors import expected_shapes
 
-    config, limits = subject.config, fitting.limits
+    config, limits, options = subject.config, fitting.limits, shown.options
     millions = sum(map(prod, expected_shapes(config).values())) / 1e6
     yield (
         f"model   {subject.name or DEMO_NAME}, {config.architecture}, {millions:,.1f} M parameters, "
@@ -211,6 +227,10 @@ def _head(subject: Subject, fitting: Fitting, options: LoadOptions) -> Iterator[
         yield f"        of what the weights leave, {limits.share:.0%} is for {what}{most}; --kv-memory sets it"
     if not fitting.has_native:
         yield "        no C++ compiler for the native kernels: plain torch serves, in float32"
+    if size := shown.sizes.plan.draft:
+        yield f"drafts  come from the model's own layer for multi-token prediction, {size_text(size)}"
+    elif subject.no_prediction and options.max_drafts and options.own_drafts:
+        yield f"drafts  do not come from a layer of its own: {subject.no_prediction}"
 
 
 def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:

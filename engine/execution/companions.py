@@ -259,11 +259,18 @@ def _open_own(
         )
         return None
     say("drafts come from the model's own layer for multi-token prediction")
-    beside = KVLayout.of(target.config, options.block_size)
-    layout = KVLayout.of(source.config, options.block_size, beside=beside)
-    size = _head_size(source.config, source.specs(), source.num_loose, kernels, layout)
+    layout, size = own_size(source, target.config, kernels, options)
     own_kernels = _own_kernels(kernels, source.config, options, say)
     return Companion(size, lambda model, weights: _load_own(model, weights, source, own_kernels, layout))
+
+
+def own_size(
+    source: PredictionSource, target: ModelConfig, kernels: Kernels, options: LoadOptions
+) -> tuple[KVLayout, DraftSize]:
+    """What a model's own layer for multi-token prediction takes beside it."""
+    beside = KVLayout.of(target, options.block_size)
+    layout = KVLayout.of(source.config, options.block_size, beside=beside)
+    return layout, _head_size(source.config, source.specs(), source.num_loose, kernels, layout)
 
 
 def _load_own(

@@ -20,6 +20,7 @@ from engine.planning.request import NO_LIMIT
 from engine.planning.state_tables import StateTables
 from engine.sizes import GIB
 from tests.engine.families import STATES
+from tests.engine.predictions import make_predicting, without_tensors
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,27 @@ def test_states_for_which_there_is_no_room_are_refused_in_a_line(
     assert "\n" not in str(refused.value)
     assert main(["doctor", str(folder), "--device", "cpu"]) == 1
     assert re.search(r"does not fit.*\n.* states \S+ MiB for 6 sequences, and", capsys.readouterr().out)
+
+
+def test_doctor_says_where_drafts_come_from_and_what_they_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_predicting("Qwen 3.5", tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    asked = ["doctor", str(folder), "--device", "cpu"]
+    line = "drafts  come from the model's own layer for multi-token prediction, "
+    assert main(asked) == 0
+    assert line in capsys.readouterr().out
+    for without in (["--no-speculation"], ["--draft", "none"]):
+        assert main([*asked, *without]) == 0
+        assert "drafts  " not in capsys.readouterr().out
+    options = LoadOptions(device="cpu", kv_bytes=1 << 20)
+    model = loader.load_model(folder, options, lambda _: None, lambda *_: None)
+    prediction = fitting.examine(str(folder), None, options).prediction
+    sizes = estimate(read_config(folder), options, prediction=prediction)
+    found = sizes.plan.draft, sizes.plan.block, sizes.plan.num_blocks
+    assert found == (model.memory.draft, model.memory.block, model.memory.num_blocks)
+    without_tensors(folder, "mtp.norm")
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert re.search("drafts  do not come from a layer of its own: .*tensor mtp.norm.weight is missing", said)

@@ -62,6 +62,13 @@ def with_entries(folder: Path, **entries: object) -> None:
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
+def without_tensors(folder: Path, *names: str) -> None:
+    """Takes the tensors out of a checkpoint whose names begin so."""
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file({name: tensor for name, tensor in tensors.items() if not name.startswith(names)}, path)
+
+
 def make_predicting(family: str, folder: Path, **overrides: Any) -> Path:
     """A tiny random model of a family of STATES, with a layer that drafts."""
     return add_prediction(STATES[family].make(folder, **overrides))

@@ -20,7 +20,7 @@ from engine.model.quantize_cache import Checkpoint
 from engine.model.stacks import unstacked
 from engine.model.tensors import make_recipe
 from tests.engine.families import STATES, put_inside
-from tests.engine.predictions import make_predicting, with_entries
+from tests.engine.predictions import make_predicting, with_entries, without_tensors
 
 LINE = "drafts come from the model's own layer for multi-token prediction"
 UNUSED = "the model's own layer for multi-token prediction is not used: "
@@ -43,13 +43,6 @@ def drafting(folder: Path, **options: Any) -> LoadedModel:
     return model
 
 
-def without(folder: Path, *names: str) -> None:
-    """Takes the tensors out of a checkpoint whose names begin so."""
-    path = folder / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    save_file({name: tensor for name, tensor in tensors.items() if not name.startswith(names)}, path)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make_predicting("Qwen 3.5", tmp_path / "model")
@@ -57,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["fc", "norm", "layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", ""])
 def test_tensors_that_are_missing_are_named_and_the_model_is_served(folder: Path, name: str) -> None:
-    without(folder, f"mtp.{name}")
+    without_tensors(folder, f"mtp.{name}")
     model, (line,) = load(folder)
     assert (model.draft, model.features) == (None, None)
     assert line.startswith(UNUSED)
@@ -79,7 +72,7 @@ def test_a_config_that_tells_of_none(folder: Path) -> None:
     assert (model.draft, said) == (None, [])
     with_entries(folder, mtp_num_hidden_layers=None)
     drafting(folder)  # the tensors tell
-    without(folder, "mtp.")
+    without_tensors(folder, "mtp.")
     assert load(folder)[1] == []
 
 
@@ -121,7 +114,7 @@ def test_a_model_that_fits_alone_is_served_alone(folder: Path, monkeypatch: pyte
 def test_a_text_model_beside_an_image_tower(folder: Path, tmp_path: Path) -> None:
     inside = put_inside(folder, tmp_path / "whole", "Qwen3_5ForConditionalGeneration")
     drafting(inside)
-    without(inside, "mtp.norm")
+    without_tensors(inside, "mtp.norm")
     assert "tensor mtp.norm.weight is missing" in load(inside)[1][0]
 
 
