@@ -92,7 +92,7 @@ def expect_unwatched(page: Page, server: ScriptedServer) -> None:
 
 
 def chart(window: Locator, title: str) -> Locator:
-    return window.locator("figure.chart", has_text=title)
+    return window.locator("figure.chart").filter(has=window.page.get_by_text(title, exact=True))
 
 
 def test_the_window_shows_what_the_engine_does(page: Page, server: ScriptedServer) -> None:
