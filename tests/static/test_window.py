@@ -92,7 +92,8 @@ def expect_unwatched(page: Page, server: ScriptedServer) -> None:
 
 
 def chart(window: Locator, title: str) -> Locator:
-    return window.locator("figure.chart").filter(has=window.page.get_by_text(title, exact=True))
+    caption = window.page.locator("figcaption", has_text=re.compile(f"^{title}"))
+    return window.locator("figure.chart").filter(has=caption)
 
 
 def test_the_window_shows_what_the_engine_does(page: Page, server: ScriptedServer) -> None:
