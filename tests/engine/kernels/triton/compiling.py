@@ -72,6 +72,8 @@ class Case:
     """Must use them by the instructions that multiply a whole tile, where the architecture has some."""
     shared_bound: int | None = None
     """The shared memory that the choice of sizes reckoned with; None if it reckons with none."""
+    most_spilled: int = 0
+    """Bytes that may be spilled: of sizes that a card was measured to like all the same."""
     architectures: tuple[int, ...] = ARCHITECTURES
     """A kernel has all of them; of its further variants, one is enough."""
 

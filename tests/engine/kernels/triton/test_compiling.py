@@ -48,7 +48,7 @@ def test_kernel_fits_the_card(case: Case, architecture: int, results: dict[str, 
     compiled = results[key(case, architecture)]
     assert isinstance(compiled, Compiled), compiled
     assert compiled.registers <= 255
-    assert compiled.spilled_bytes == 0
+    assert compiled.spilled_bytes <= case.most_spilled
     assert compiled.shared_bytes <= SHARED_LIMIT[architecture]
     assert case.shared_bound is None or compiled.shared_bytes <= case.shared_bound
     assert bool(compiled.tensor_cores) == case.has_dot
