@@ -123,13 +123,23 @@ def load_prediction(source: PredictionSource, kernels: Kernels) -> PredictionWei
     )
 
 
+def own_shapes(config: ModelConfig, files: TensorFiles) -> dict[str, tuple[int, ...]]:
+    """The tensors that a checkpoint has of such a layer, whole or not, by their names there."""
+    own = config.spec.prediction
+    return {} if own is None else {name: files.entries[name].shape for name in _own_names(files, own)}
+
+
+def _own_names(files: TensorFiles, own: Prediction) -> list[str]:
+    outside = (own.map, own.token_norm.name, own.features_norm.name, own.final_norm.name)
+    starts = (own.prefix, *(f"{name}." for name in outside))
+    return [name for name in files.entries if name.startswith(starts)]
+
+
 def _own_files(files: TensorFiles, own: Prediction) -> TensorFiles:
     """The tensors of the layer by the names of a first layer's, and those outside of it by their own."""
-    outside = (own.map, own.token_norm.name, own.features_norm.name, own.final_norm.name)
     entries = {
-        name.replace(own.prefix, _LAYER, 1) if name.startswith(own.prefix) else name: entry
-        for name, entry in files.entries.items()
-        if name.startswith((own.prefix, *(f"{name}." for name in outside)))
+        name.replace(own.prefix, _LAYER, 1) if name.startswith(own.prefix) else name: files.entries[name]
+        for name in _own_names(files, own)
     }
     return TensorFiles(files.path, entries, lambda name: name.replace(_LAYER, own.prefix), files.config)
 

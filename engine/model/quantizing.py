@@ -6,6 +6,7 @@ layers. Every layer is calibrated on what the layers before it, quantized alread
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.model.layerwise import LayerTensors, LayerwiseDecoder, Stream
 from engine.model.parse import read_config
+from engine.model.prediction import own_shapes
 from engine.model.safetensors import DTYPES, TensorFiles
 from engine.model.stacks import unstacked
 from engine.model.tensor_writer import TensorWriter
@@ -132,8 +134,9 @@ def _specs(config: ModelConfig, index: int) -> Iterator[LinearSpec]:
 
 
 def left_out(config: ModelConfig) -> list[str]:
-    """The linear maps that stay in floating point."""
-    return [LM_HEAD, *staying(config)]
+    """The linear maps that stay in floating point: those of a layer that drafts among them."""
+    own = config.spec.prediction
+    return [LM_HEAD, *staying(config), *([] if own is None else [own.map, f"re:{re.escape(own.prefix)}.*"])]
 
 
 class _Streams(NamedTuple):
@@ -164,7 +167,7 @@ def quantize(
     """
     config = check(folder, scheme)
     files = unstacked(TensorFiles(folder), config)
-    names = expected_shapes(config)
+    names = expected_shapes(config) | own_shapes(config, files)
     grids = dict(_grids(config, files, scheme))
     decoder = LayerwiseDecoder(config, files, device)
     held_out = decoder.start(texts.held_out)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import LoadOptions
@@ -17,8 +19,10 @@ from engine.model.checkpoint import read_config
 from engine.model.files import open_files
 from engine.model.prediction import find_prediction
 from engine.model.quantize_cache import Checkpoint
+from engine.model.quantizing import Scheme, left_out, quantize
 from engine.model.stacks import unstacked
 from engine.model.tensors import make_recipe
+from engine.model.texts import Texts
 from tests.engine.families import STATES, put_inside
 from tests.engine.predictions import make_predicting, with_entries, without_tensors
 
@@ -55,6 +59,20 @@ def test_tensors_that_are_missing_are_named_and_the_model_is_served(folder: Path
     assert (model.draft, model.features) == (None, None)
     assert line.startswith(UNUSED)
     assert f"tensor mtp.{name or 'fc'}.weight is missing" in line
+
+
+def test_a_quantized_copy_keeps_the_layer_as_it_is(folder: Path, tmp_path: Path) -> None:
+    scheme = Scheme(method="rtn", bits=8, group_size=None)
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    device = torch.device("cpu")
+    quantize(folder, copy / "model.safetensors", scheme, Texts([], []), device)
+    config = read_config(folder)
+    with_entries(copy, quantization_config=scheme.config(config.num_layers, left_out(config)))
+    before, after = (load_file(where / "model.safetensors") for where in (folder, copy))
+    own = [name for name in before if name.startswith("mtp.")]
+    assert own
+    assert all(torch.equal(after[name], before[name]) for name in own)
+    drafting(copy)
 
 
 def test_a_tensor_of_another_shape(folder: Path) -> None:
