@@ -229,7 +229,8 @@ def in_our_order(part: Part, tensors: NamedTensors) -> NamedTensors:
     """
     if part.order is None:
         return tensors
-    if tensors["weight"].dtype == FLOAT8 and len(tensors["scale"]) not in (1, part.rows):
+    scale = tensors.get("scale")
+    if scale is not None and tensors["weight"].dtype == FLOAT8 and len(scale) not in (1, part.rows):
         tensors = {**tensors, "scale": Float8(Scaling.BLOCK).row_scales(tensors)}
     if any(name != "permutation" and len(tensor) not in (1, part.rows) for name, tensor in tensors.items()):
         raise CheckpointError(
