@@ -344,11 +344,10 @@ class _Unclosed:
         self._names = names
         self._make = make
         """Returns a parser of calls."""
-        self._reasoning: list[str] = []
+        self._texts: list[str] = []
 
     def feed(self, text: str) -> list[Piece]:
-        if not self._parser.is_over:
-            self._reasoning.append(text)
+        self._texts += (text,)  # a call less than `append`, for every token
         return self._parser.feed(text)
 
     def finish(self) -> list[Piece]:
@@ -357,7 +356,7 @@ class _Unclosed:
         return pieces + self._calls() if is_unclosed else pieces
 
     def _calls(self) -> list[Piece]:
-        text = "".join(self._reasoning)
+        text = "".join(self._texts)
         start = len(text)
         while text[:start].rstrip().endswith(self._format.closing):
             start = text.rfind(self._format.opening, 0, start)

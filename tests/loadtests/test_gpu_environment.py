@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from engine.cores import num_cores
 from loadtests.gpu import cuda_tests, environment, figures, sizes
 from loadtests.gpu.packages import ROOT
 from loadtests.gpu.parts import Outcome
@@ -175,7 +176,8 @@ def test_tests_run_in_several_processes_with_kernels_that_are_compiled(
 ) -> None:
     options = ["-q", "-W", "default", "-p", "no:cacheprovider", "tests/gpu"]
     options += ["--ignore=tests/engine/kernels/triton/test_compiling.py"]
-    assert cuda_run("quick", "tests/gpu", monkeypatch) == (1, [*options, "-n", "4", "--dist", "loadfile"])
+    at_once = ["-n", str(min(14, num_cores())), "--dist", "worksteal"]
+    assert cuda_run("quick", "tests/gpu", monkeypatch) == (1, [*options, *at_once])
     assert os.environ["TRITON_INTERPRET"] == "0"
     assert len(capfd.readouterr().out.splitlines()) == 2, "counts are told past pytest's own output"
     assert cuda_run("full", "tests/gpu", monkeypatch, has_xdist=False) == (1, options)
