@@ -103,10 +103,10 @@ class Reading:
         if self.tools is not None:
             parser = make()
         if self.reasoning is not None and not isinstance(parser, Harmony):
-            reasoned = parser = self.reasoning_parser(parser)
+            parser = self.reasoning_parser(parser)
             format = None if self.tools is None else TOOL_FORMATS[self.tools]
-            if format is not None and format.opening and format.closing:
-                parser = _Unclosed(reasoned, format, self.schemas, make)
+            if isinstance(parser, _Reasoned) and format is not None and format.opening and format.closing:
+                parser = _Unclosed(parser, format, self.schemas, make)
         return _Filtered(self, parser) if self.one_call or not self.shows_reasoning else parser
 
     def _calls_parser(self, reply_id: str, choice: int) -> ReplyParser:
@@ -311,13 +311,17 @@ class _Reasoned(Scanner):
         self._is_open = is_open
         self._answer = answer
         self.reasons = is_open or None
+        self.thoughts: list[str] | None = None
+        """The texts of the reasoning, if somebody wants them."""
 
     def parse(self) -> Steps:
         if self._is_open or (yield from self.begins(self._thinking.opening)):
             self.reasons = True
             yield from self.skip(self._thinking.opening)
             yield from self.skip_space()
-            yield from self.said_until(self._thinking.closing, ReasoningDelta)
+            yield from self.said_until(
+                self._thinking.closing, ReasoningDelta, say=None if self.thoughts is None else self._think
+            )
         self.is_over = True
         if self.reasons:
             yield from self.skip_space()
@@ -329,6 +333,11 @@ class _Reasoned(Scanner):
         yield from self.said_until(NO_MARKER, say=self._answer.feed)
         self._pieces += self._answer.finish()
 
+    def _think(self, text: str) -> list[Piece]:
+        assert self.thoughts is not None
+        self.thoughts += (text,)  # a call less than `append`, for every token
+        return [ReasoningDelta(text)]
+
 
 class _Unclosed:
     """Adds the calls with which a reply ends whose reasoning never does, as Qwen 3.5 may write it.
@@ -337,18 +346,15 @@ class _Unclosed:
     """
 
     def __init__(
-        self, parser: Scanner, format: Format, names: Collection[str], make: Callable[[], ReplyParser]
+        self, parser: _Reasoned, format: Format, names: Collection[str], make: Callable[[], ReplyParser]
     ) -> None:
         self._parser = parser
         self._format = format
         self._names = names
         self._make = make
         """Returns a parser of calls."""
-        self._texts: list[str] = []
-
-    def feed(self, text: str) -> list[Piece]:
-        self._texts += (text,)  # a call less than `append`, for every token
-        return self._parser.feed(text)
+        self._thoughts = parser.thoughts = []
+        self.feed = parser.feed
 
     def finish(self) -> list[Piece]:
         is_unclosed = bool(self._parser.reasons) and not self._parser.is_over
@@ -356,7 +362,7 @@ class _Unclosed:
         return pieces + self._calls() if is_unclosed else pieces
 
     def _calls(self) -> list[Piece]:
-        text = "".join(self._texts)
+        text = "".join(self._thoughts)
         start = len(text)
         while text[:start].rstrip().endswith(self._format.closing):
             start = text.rfind(self._format.opening, 0, start)
