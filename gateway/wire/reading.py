@@ -311,17 +311,13 @@ class _Reasoned(Scanner):
         self._is_open = is_open
         self._answer = answer
         self.reasons = is_open or None
-        self.thoughts: list[str] | None = None
-        """The texts of the reasoning, if somebody wants them."""
 
     def parse(self) -> Steps:
         if self._is_open or (yield from self.begins(self._thinking.opening)):
             self.reasons = True
             yield from self.skip(self._thinking.opening)
             yield from self.skip_space()
-            yield from self.said_until(
-                self._thinking.closing, ReasoningDelta, say=None if self.thoughts is None else self._think
-            )
+            yield from self.said_until(self._thinking.closing, ReasoningDelta)
         self.is_over = True
         if self.reasons:
             yield from self.skip_space()
@@ -332,11 +328,6 @@ class _Reasoned(Scanner):
             yield from self.skip_space()
         yield from self.said_until(NO_MARKER, say=self._answer.feed)
         self._pieces += self._answer.finish()
-
-    def _think(self, text: str) -> list[Piece]:
-        assert self.thoughts is not None
-        self.thoughts += (text,)  # a call less than `append`, for every token
-        return [ReasoningDelta(text)]
 
 
 class _Unclosed:
@@ -353,7 +344,7 @@ class _Unclosed:
         self._names = names
         self._make = make
         """Returns a parser of calls."""
-        self._thoughts = parser.thoughts = []
+        self._thoughts = parser.told = []
         self.feed = parser.feed
 
     def finish(self) -> list[Piece]:

@@ -55,6 +55,8 @@ class Scanner:
         self._steps = self.parse()
         self._quick: tuple[str, Said, Say | None] | None = None
         """While text is said until a marker: how that begins, and what text is in which it does not begin."""
+        self.told: list[str] | None = None
+        """The texts that were said up to markers, and by no other parser; if somebody wants them, a list."""
         self.reasons: bool | None = None
         """Whether the text that came last is reasoning; None if what follows decides that."""
         self.is_over = False
@@ -72,7 +74,11 @@ class Scanner:
             said = self._text + text
             if said and marker not in said and not said[-1].isspace():
                 self._text = ""
-                return [kind(said)] if say is None else say(said)
+                if say is not None:
+                    return say(said)
+                if self.told is not None:  # not by `_tell`: a call for every token
+                    self.told += (said,)
+                return [kind(said)]
         return self._go_on(text)
 
     def finish(self) -> list[Piece]:
@@ -179,8 +185,12 @@ class Scanner:
         return bool(found)
 
     def _tell(self, text: str, kind: Said, say: Say | None) -> None:
-        if text:
-            self._pieces += [kind(text)] if say is None else say(text)
+        if text and say is not None:
+            self._pieces += say(text)
+        elif text:
+            self._pieces.append(kind(text))
+            if self.told is not None:
+                self.told.append(text)
 
     def match(self, pattern: re.Pattern[str], start: int = 0) -> Generator[None, None, int]:
         """Returns the end of the longest text like this from `start` on; it is not empty, and something else follows.
