@@ -65,7 +65,7 @@ from lab.bench.sparse_files import SparseShape, write_sparse
 
 path = write_sparse(SparseShape("sparse", 512, 3, 4, 2, 128, 16, 4, 512, 512), Path(sys.argv[1]))
 kernels, models, taken = native_kernels(load_library(print).start_team(1), torch.bfloat16), [], []
-for _ in range(2):
+for _ in range(5):  # on a busy machine, what was freed is seen late
     with Peak() as peak:
         config = read_config(path)
         files = unstacked(open_files(path), config)
@@ -85,4 +85,4 @@ def test_experts_take_what_they_take_on_disk(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OF_EXPERTS, str(tmp_path)]
     most, stored = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert stored > 20 << 20
-    assert most <= 1.1 * stored + (8 << 20), (most, stored)
+    assert most <= 1.1 * stored + (6 << 20), (most, stored)
