@@ -15,6 +15,7 @@ from engine.execution.loader import load_model
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
 from engine.planning.request import Request, SamplingParams, Sequence
+from engine.spec import GatedDelta, state_floats
 from lab.bench.planning import measure_planning
 
 NUM_BLOCKS = 1280
@@ -39,7 +40,7 @@ CASES = (
 ENOUGH_S = 3.0
 """The time that one case is measured for."""
 _MOST_SEQUENCES = 64
-_LINEARS = ("qkv", "o", "gate_up", "down")
+_LINEARS = ("qkv", "gates", "o", "gate_up", "down")
 _LAST_ROWS_ONLY = ("o", "gate_up", "down")
 """The linears that are computed only for the rows that are sampled, from the last layer on that has keys or a state."""
 
@@ -70,7 +71,7 @@ class NoNativeDecoder(RuntimeError):
 
 
 class StepParts:
-    """Times steps of a loaded model. The keys and values of the context are zeros, which take as long as any."""
+    """Times steps of a loaded model. Keys, values and states of the context are zeros, which take as long as any."""
 
     def __init__(self, model: LoadedModel) -> None:
         if model.kernels.team is None or not isinstance(model.decoder, NativeDecoder):
@@ -128,8 +129,9 @@ class StepParts:
         return {**parts, "call": Part(call_s), "choose": Part(chosen - before)}
 
     def work(self, case: Case) -> dict[str, Work]:
-        """The arithmetic of the parts that multiply, and the weights, keys and values that they read."""
+        """The arithmetic of the parts that multiply; the weights, keys, values and states that they read and write."""
         found = {"attention": self._attention(case), "head": _product(self.lm_head, case.sequences)}
+        found |= self._states(case) if self.model.states is not None else {}
         for name in _LINEARS:
             layers = [(i, layer[name]) for i, layer in enumerate(self.layers) if name in layer]
             some = [_product(linear, self._rows(case, name, i)) for i, linear in layers]
@@ -152,6 +154,20 @@ class StepParts:
         numbers = 2 * sum(own.kv_size for own in heads.values()) * case.sequences * end
         size = self.model.kv.data.dtype.itemsize
         return Work(4 * case.sequences * pairs, numbers * size, size)
+
+    def _states(self, case: Case) -> dict[str, Work]:
+        """Of layers with a state: a step reads each sequence's, unless it begins with it, and writes it."""
+        layers, tokens = self.model.config.spec.states.values(), case.sequences * case.queries
+        taps = sum(layer.kernel * layer.history_channels for layer in layers)
+        history = sum((layer.kernel - 1) * layer.history_channels for layer in layers)
+        numbers = sum(map(state_floats, layers))
+        products = sum((3 if isinstance(layer, GatedDelta) else 2) * state_floats(layer) for layer in layers)
+        size, num_read = torch.float32.itemsize, case.sequences * (case.context > 0)
+        written = case.sequences * (numbers + history)
+        return {
+            "conv": Work(2 * tokens * taps, num_read * history * size, size),
+            "state": Work(2 * tokens * products, (num_read * numbers + written) * size, size),
+        }
 
     def _choose(self, logits: torch.Tensor) -> None:
         slots = torch.arange(logits.shape[0], dtype=torch.int32)
@@ -195,6 +211,7 @@ def make_batch(config: ModelConfig, case: Case) -> Batch:
     width = -(-end // BLOCK_SIZE)
     blocks = torch.randperm(NUM_BLOCKS, generator=generator)[: case.sequences * width]
     starts = torch.arange(0, tokens + 1, case.queries)
+    slots = [[i * (case.context > 0), i, 0, case.queries] for i in range(1, case.sequences + 1)]
     return Batch(
         token_ids=torch.randint(config.vocab_size, (tokens,), generator=generator).int(),
         positions=torch.arange(case.context, end).repeat(case.sequences).int(),
@@ -202,10 +219,13 @@ def make_batch(config: ModelConfig, case: Case) -> Batch:
         context_lens=torch.full((case.sequences,), end).int(),
         block_tables=blocks.view(case.sequences, width).int(),
         sample_rows=(starts[1:] - 1).int(),
+        state_slots=torch.tensor(slots, dtype=torch.int32) if config.spec.states else None,
     )
 
 
 def measure(model: str, types: dict[str, Any], threads: int, most_repeats: int) -> list[Row]:
-    """A row for each of CASES."""
+    """A row for each of CASES, but those of more sequences than there are states for."""
     steps = StepParts(load(Path(model), types, threads))
-    return [steps.measure(case, most_repeats) for case in CASES]
+    states = steps.model.states
+    most = _MOST_SEQUENCES if states is None else states.num_slots - 1
+    return [steps.measure(case, most_repeats) for case in CASES if case.sequences <= most]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from app.bench.arithmetic import read_arithmetic
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from lab.bench import parts
 from lab.bench.parts import CASES, Case, NoNativeDecoder, StepParts, make_batch
+from tests.engine.families import STATES
 
 CASE = Case("c", sequences=3, queries=2, context=20)
 DECODER = {"embed", "norm", "qkv", "place", "attention", "o", "gate_up", "down", "gather"}
@@ -73,6 +75,29 @@ def test_quantized_weights_read_fewer_bytes_and_are_multiplied_as_int8(steps: St
         assert quantized[name].flop == whole[name].flop
         assert quantized[name].bytes < whole[name].bytes
         assert quantized[name].factor_bytes == 1
+
+
+@pytest.mark.parametrize("context", [0, 20])
+def test_states_are_read_written_and_counted(steps: StepParts, tmp_path: Path, context: int) -> None:
+    own = StepParts(parts.load(STATES["Qwen 3.5"].make(tmp_path), {}, 2))
+    case, states = replace(CASE, context=context), own.model.states
+    assert states is not None
+    layer = states.layer(0)
+    layer.state[:] = 1
+    states.data[0] = 0  # nobody's
+    times = own.timed_step(make_batch(own.model.config, case))
+    assert times.keys() >= {"gates", "conv", "state"}
+    is_changed = (layer.state != 1).flatten(1).any(1).tolist()
+    assert is_changed == [True] * 4 + [False] * (states.num_slots - 4)
+    work, layers = own.work(case), 3
+    num_read = case.sequences if context else 0
+    heads, keys, values = layer.state.shape[1:]
+    history = layer.history[0].numel()
+    assert work["conv"].bytes == 4 * layers * num_read * history
+    numbers = heads * keys * values * (num_read + case.sequences) + history * case.sequences
+    assert work["state"].bytes == 4 * layers * numbers
+    assert work["state"].flop == layers * case.sequences * case.queries * 3 * 2 * heads * keys * values
+    assert work["gates"].flop == layers * case.sequences * case.queries * 2 * 64 * 2 * heads
 
 
 def test_plain_torch_has_no_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
