@@ -77,8 +77,9 @@ def test_quantized_weights_read_fewer_bytes_and_are_multiplied_as_int8(steps: St
         assert quantized[name].factor_bytes == 1
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("context", [0, 20])
-def test_states_are_read_written_and_counted(steps: StepParts, tmp_path: Path, context: int) -> None:
+def test_states_are_read_written_and_counted(tmp_path: Path, context: int) -> None:
     own = StepParts(parts.load(STATES["Qwen 3.5"].make(tmp_path), {}, 2))
     case, states = replace(CASE, context=context), own.model.states
     assert states is not None
