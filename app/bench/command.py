@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"fixed workloads of 135 M, of {','.join(WORKLOADS)}, or all; no other part",
     )
     parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="with --workload: a server that runs already and speaks OpenAI's API, with a vocabulary of "
+        "16,384 tokens or more",
+    )
+    parser.add_argument(
         "--ladder",
         action="store_true",
         help="generate, batching, prefix cache, 8 bits and drafts, one on top of the other; no other part",
@@ -93,6 +99,8 @@ def run(options: argparse.Namespace) -> int:
         raise OperatorError("--plot goes with --ladder")
     if options.cost is not None and (is_whole or "promise" not in options.only):
         raise OperatorError("--cost needs the part promise")
+    if options.url is not None and not options.workload:
+        raise OperatorError("--url goes with --workload")
     if options.ladder:
         results = run_ladder(options)
     else:

@@ -225,7 +225,8 @@ def _read_event(event: dict[str, Any], time_s: float, answer: Answer) -> None:
 def _read_totals(frame: dict[str, Any], answer: Answer) -> None:
     if timings := frame.get("timings"):
         answer.drafts = timings.get("drafts") or {}
-        answer.queue_s, answer.lane = timings["queue_ms"] / 1000, timings["lane"]
+        if "queue_ms" in timings:
+            answer.queue_s, answer.lane = timings["queue_ms"] / 1000, timings["lane"]
         if timings.get("predicted_ttft_ms"):
             answer.predicted_ttft_s = timings["predicted_ttft_ms"] / 1000
     if usage := frame.get("usage"):

@@ -10,7 +10,8 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Job
 from app.bench.job import run_module
 from app.bench.ladder import Ladder, print_ladder
+from app.bench.other_server import OtherServer
 from app.bench.promise import SECONDS, PromiseBench
 from app.bench.reader import Answer
 from app.bench.report import print_report, print_workloads
@@ -35,6 +37,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
 PREFIX_TOKENS = 512
 
 Row = dict[str, Any]
+Server = ServerProcess | OtherServer
 
 
 @dataclass(slots=True)
@@ -46,6 +49,7 @@ class Subject:
     arithmetic: Arithmetic
     max_length: int
     token_ids: list[int]
+    served_as: str = "bench"
     seeds: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
     """Every run sends other prompts, so that nothing is found in a cache by accident."""
 
@@ -74,12 +78,18 @@ def _promise(quick: bool) -> Row:
 
 
 def run_workloads(options: argparse.Namespace) -> Row:
-    """The fixed workloads on the 135 M shape, each dtype on a server of its own."""
+    """The fixed workloads on the 135 M shape, each dtype on a server of its own, or on one that runs already."""
     subject = read_subject(ensure_checkpoint(LLAMA_135M))
+    other = None if options.url is None else OtherServer.at(options.url)
+    if other is not None:
+        subject = replace(subject, served_as=other.model)
     ceilings, rows = measure_ceilings(), list[Row]()
-    for dtype in options.dtype:
-        label = types_label(dtype, options)
-        with start_server(subject, dtype, type_arguments(options)) as server:
+    for dtype in options.dtype if other is None else options.dtype[:1]:
+        label = types_label(dtype, options) if other is None else options.url
+        serving: AbstractContextManager[Server] = (
+            start_server(subject, dtype, type_arguments(options)) if other is None else nullcontext(other)
+        )
+        with serving as server:
             for name in options.workload:
                 row = _http(server, subject, label, WORKLOADS[name])
                 rows.append(row | {"sizes": asdict(Sizes.of(dtype, options.quantize, options.kv_dtype))})
@@ -203,7 +213,15 @@ def start_server(
 ) -> ServerProcess:
     """A server that computes one token of each sequence in a step, unless drafts are what is measured."""
     say(" ".join([f"{subject.name}, {dtype}: starting the server", *more]))
-    arguments = ["--model", str(subject.path), "--dtype", dtype, "--served-model-name", "bench", *more]
+    arguments = [
+        "--model",
+        str(subject.path),
+        "--dtype",
+        dtype,
+        "--served-model-name",
+        subject.served_as,
+        *more,
+    ]
     arguments += [] if drafts else ["--no-speculation"]
     server = ServerProcess(arguments)
     try:
@@ -236,24 +254,25 @@ def _closed_loop(streams: int, quick: bool) -> Workload:
     )
 
 
-def send(server: ServerProcess, workload: Workload, subject: Subject) -> tuple[list[Answer], float]:
+def send(server: Server, workload: Workload, subject: Subject) -> tuple[list[Answer], float]:
     """Runs a workload from a client process: its answers, and the client's CPU seconds."""
     seed = subject.seeds()
-    bodies = workload.bodies("bench", subject.token_ids, seed)
-    bodies += workload.interactive_bodies("bench", subject.token_ids, seed)
+    bodies = workload.bodies(subject.served_as, subject.token_ids, seed)
+    bodies += workload.interactive_bodies(subject.served_as, subject.token_ids, seed)
     starts_s = [0.0] * workload.streams + workload.interactive_starts_s()
     job = Job(server.host, server.port, "/v1/completions", bodies, starts_s, workload.seconds)
     result = run_module("app.bench.client", asdict(job))
     return [Answer(**answer) for answer in result["answers"]], result["cpu_s"]
 
 
-def _http(server: ServerProcess, subject: Subject, dtype: str, workload: Workload) -> Row:
+def _http(server: Server, subject: Subject, dtype: str, workload: Workload) -> Row:
     """One workload, with the server's own cost beside it; `dtype` is the label of its types."""
     label = f"{workload.name or 'closed loop'}, {workload.streams} streams"
     say(f"{subject.name}, {dtype}: {label}")
-    loop_before = _loop_cpu_s(server.process.pid)
+    pid = 0 if isinstance(server, OtherServer) else server.process.pid  # the system knows no 0
+    loop_before = _loop_cpu_s(pid)
     answers, client_cpu_s = send(server, workload, subject)
-    loop_cpu_s = _loop_cpu_s(server.process.pid) - loop_before
+    loop_cpu_s = _loop_cpu_s(pid) - loop_before
     row = _figures(answers, workload)
     say(f"{subject.name}, {dtype}: {number(row['tokens_per_s'])} tokens/s")
     everything = summarise(answers, workload.streams)

@@ -112,6 +112,35 @@ def test_streams_are_kept_full_beside_interactive_requests(
     assert "W4, float32, interactive" in capsys.readouterr().out
 
 
+def test_workloads_go_to_a_server_that_runs_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ensure_checkpoint(LLAMA_TINY, tmp_path)
+    workload = Workload(name="W2", streams=3, prompt_tokens=9, output_tokens=5)
+    monkeypatch.setattr(runs, "WORKLOADS", {"W2": workload})
+    monkeypatch.setattr(runs, "ensure_checkpoint", lambda _: model)
+    path = tmp_path / "figures.json"
+    with ServerProcess(["--model", str(model), "--served-model-name", "tiny"]) as server:
+        assert main(["bench", "--workload", "W2", "--url", server.url, "--json", str(path)]) == 0
+        assert server.process.poll() is None
+        assert f"W2, {server.url}" in capsys.readouterr().out
+    (figures,) = json.loads(path.read_text())["http"]
+    assert (figures["requests"], figures["failed"], figures["output_tokens"]) == (3, 0, 15)
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "https://127.0.0.1", "http://127.0.0.1:x", "http://127.0.0.1:1"]
+)
+def test_an_address_without_a_server_is_said(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runs, "ensure_checkpoint", lambda _: ensure_checkpoint(LLAMA_TINY, tmp_path))
+    assert main(["bench", "--workload", "W1", "--url", url]) == 2
+    assert f"--url {url}: " in capsys.readouterr().err
+    assert main(["bench", "--url", url]) == 2
+    assert "--url goes with --workload" in capsys.readouterr().err
+
+
 def row(**values: object) -> dict[str, Any]:
     figures = dict.fromkeys(Figures.__dataclass_fields__, 1.0)
     rest = {"gflop_per_s": 50.0, "loop_cpu_us_per_token": 9.0, "failed": 0, "workload": ""}
