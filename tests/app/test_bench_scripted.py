@@ -294,7 +294,7 @@ def test_a_server_that_does_not_start(
 
     server = SimpleNamespace(wait_ready=fail, kill=lambda: killed.append(True))
     monkeypatch.setattr(runs, "ServerProcess", lambda _: server)
-    subject: Any = SimpleNamespace(path="m", name="m")
+    subject: Any = SimpleNamespace(path="m", name="m", served_as="bench")
     with pytest.raises(type(raised), match=str(raised)):
         runs.start_server(subject, "auto")
     assert killed == [True] * was_killed
@@ -303,7 +303,9 @@ def test_a_server_that_does_not_start(
 def test_the_shared_prefix_fits_the_model(script: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "run_module", script.run_module)
     server: Any = SimpleNamespace(host="host", port=2)
-    subject: Any = SimpleNamespace(name="m", max_length=100, token_ids=[1], seeds=lambda: 1)
+    subject: Any = SimpleNamespace(
+        name="m", served_as="bench", max_length=100, token_ids=[1], seeds=lambda: 1
+    )
     row = runs._prefix(server, subject, 1)
     assert (row["shared_tokens"], row["cached_tokens"]) == (60, 92 // 4)
     assert row["ratio"] == pytest.approx(0.04 / 0.02)
