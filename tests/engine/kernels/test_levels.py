@@ -193,12 +193,12 @@ def test_the_variable_names_the_level(library: NativeLibrary, monkeypatch: pytes
 
 def test_without_it_the_best_level_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(levels.VARIABLE, "")
-    said: list[str] = []
     try:
-        library = load_library(said.append)
+        build.find_compiler()
     except NativeUnavailable as error:
         pytest.skip(str(error))
-    assert library.level == this_machine().usable()[0].name
+    # With a compiler there are kernels: this fails where other tests would only be skipped for want of them.
+    assert load_library(print).level == this_machine().usable()[0].name
 
 
 REFUSING = """
