@@ -9,7 +9,7 @@ import torch
 
 from engine.config import LoadOptions, ModelConfig
 from engine.execution.companions import own_size
-from engine.execution.memory import Budget, MemoryPlan, budget, expert_bytes, plan_memory
+from engine.execution.memory import Budget, MemoryPlan, budget, expert_bytes, fitting_draft, plan_memory
 from engine.kernels.cpu.native import PACKED, NativeUnavailable
 from engine.kernels.ops import reference_kernels
 from engine.kernels.select import check_native
@@ -99,8 +99,7 @@ def estimate(
     if prediction is not None and packs_on_cpu and options.max_drafts and options.own_drafts:
         own = replace(prediction.recipe, quantization=recipe.quantization)
         _, size = own_size(replace(prediction, recipe=own), config, kernels, options)
-        beside = plan_of(draft=size)
-        plan = beside if beside.fits else plan
+        plan = plan_of(draft=fitting_draft(plan_of, size))
     wanted = options.max_model_len or config.max_position
     experts, read_by_a_token = expert_bytes(config, kernels, recipe) if config.spec.chosen_share else (0, 0)
     return Estimate(

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError
 from engine.execution.loaded import LoadedModel
-from engine.execution.memory import DraftSize, tensor_bytes, weight_bytes
+from engine.execution.memory import NO_DRAFT, DraftSize, MemoryPlan, fitting_draft, tensor_bytes, weight_bytes
 from engine.kernels.cpu.native import NativeDecoder, NativeDraft, NativeUnavailable, PackedLinear
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.linear import Linear
@@ -52,6 +52,8 @@ class Companion:
     size: DraftSize
     attach: Callable[[LoadedModel, Weights], LoadedModel]
     """Loads it: the target, of which the weights are given, with its draft."""
+    is_own: bool = False
+    """Whether it is a layer of the target's own: nobody asked for it, and where it does not fit, it is left out."""
 
 
 def _with_draft(
@@ -120,6 +122,16 @@ def open_companion(
         return None
     own_kernels = _own_kernels(kernels, target.config, options, say)
     return _open_head(draft, target.config, own_kernels, options, say)
+
+
+def with_room(
+    companion: Companion | None, plan: Callable[..., MemoryPlan], say: Callable[[str], None]
+) -> Companion | None:
+    """The companion, but for a target's own layer if there is no room for it; see `fitting_draft`."""
+    if companion is None or not companion.is_own or fitting_draft(plan, companion.size) is not NO_DRAFT:
+        return companion
+    say("there is no room for the model's own layer for multi-token prediction, which is not used")
+    return None
 
 
 def _own_kernels(
@@ -261,7 +273,9 @@ def _open_own(
     say("drafts come from the model's own layer for multi-token prediction")
     layout, size = own_size(source, target.config, kernels, options)
     own_kernels = _own_kernels(kernels, source.config, options, say)
-    return Companion(size, lambda model, weights: _load_own(model, weights, source, own_kernels, layout))
+    return Companion(
+        size, lambda model, weights: _load_own(model, weights, source, own_kernels, layout), is_own=True
+    )
 
 
 def own_size(

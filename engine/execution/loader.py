@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from engine.config import LoadOptions, ModelConfig
 from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.execution.buffers import StepBuffers
-from engine.execution.companions import open_companion
-from engine.execution.expert_counts import counted, counted_natively
+from engine.execution.companions import open_companion, with_room
+from engine.execution.expert_counts import ExpertCounts, counted, counted_natively
 from engine.execution.loaded import LoadedModel
 from engine.execution.measuring import measure_steps, run_largest
 from engine.execution.memory import (
@@ -24,9 +24,7 @@ from engine.execution.memory import (
     what_would_fit,
 )
 from engine.execution.share import agreed, own_budget, own_device, own_options, ranked
-from engine.kernels.cpu.native import (
-    NativeDecoder,
-)
+from engine.kernels.cpu.native import NativeDecoder
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import Ranks
@@ -72,37 +70,18 @@ def load_model(
             cannot be served with the options.
         NotEnoughMemory: weights and KV cache do not fit.
     """
-    config = read_config(folder)
-    files = unstacked(open_files(folder), config)
-    device = choose_device(options.device)
-    recipe = make_recipe(config, options, files)
-    check_tensors(config, files, recipe)
-    max_model_len = _max_model_len(config, options)
-    options = options.for_device(device.type)
-    # torch counts the cores that it sees, also those that a container's quota denies it.
-    torch.set_num_threads(min(torch.get_num_threads(), options.num_threads or num_cores()))
-    if ranks is not None:
-        device, options = own_device(device, ranks), own_options(options, device, ranks)
-        part = split_config(config, ranks.size, ranks.rank, options.expert_parallel)
-        config, files = part, SplitFiles(files, config, part, ranks)
-    kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
-    if ranks is not None:
-        kernels = ranked(kernels, ranks)
-    kernels, expert_counts = counted(kernels, config)
-    kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
+    opened = _open(folder, options, ranks)
+    source, device, options = opened.source, opened.device, opened.options
+    config, max_model_len = source.config, opened.max_model_len
+    kernels, expert_counts = _kernels(config, device, options, say, ranks)
     limits = own_budget(budget(device, options), ranks)
-    source = Checkpoint(config, files, recipe)
+    plan = partial(plan_memory, config, kernels, options, limits, recipe=source.recipe)
     companion = None
     if ranks is None:
         companion = open_companion(draft, source, kernels, options, max_model_len, say)
-    plan = partial(plan_memory, config, kernels, options, limits, recipe=recipe)
+        companion = with_room(companion, plan, say)
     if companion is not None:
-        beside = partial(plan, draft=companion.size)
-        if draft is not None or beside().fits:
-            plan = beside
-        else:
-            say("there is no room for the model's own layer for multi-token prediction, which is not used")
-            companion = None
+        plan = partial(plan, draft=companion.size)
     memory = plan().check(lambda: what_would_fit(config, options, lambda other: plan(recipe=other)))
     say(_kernels_text(kernels))
     say(memory.text)
@@ -121,10 +100,7 @@ def load_model(
     memory = replace(
         memory, num_blocks=agreed(memory.num_blocks, ranks), num_states=agreed(memory.num_states, ranks)
     )
-    kv = KVCache(KVLayout.of(config, options.block_size), memory.num_blocks, kernels.kv_dtype, device)
-    states = None
-    if memory.num_states:
-        states = StateCache(StateLayout.of(config, options.num_pending), memory.num_states, device)
+    kv, states = _caches(config, kernels, options, memory)
     decoder = make_decoder(config, weights, kernels, kv, max_model_len, states)
     if isinstance(decoder, NativeDecoder):
         expert_counts = counted_natively(decoder, config)
@@ -145,6 +121,62 @@ def load_model(
         expert_counts=expert_counts,
     )
     return model if companion is None else companion.attach(model, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A checkpoint that can be served, as one rank does it."""
+
+    source: Checkpoint
+    """This rank's part."""
+    device: torch.device
+    options: LoadOptions
+    """Those for the device."""
+    max_model_len: int
+
+
+def _open(folder: Path, options: LoadOptions, ranks: Ranks | None) -> _Opened:
+    config = read_config(folder)
+    files = unstacked(open_files(folder), config)
+    recipe = make_recipe(config, options, files)
+    check_tensors(config, files, recipe)
+    max_model_len, device = _max_model_len(config, options), choose_device(options.device)
+    options = options.for_device(device.type)
+    # torch counts the cores that it sees, also those that a container's quota denies it.
+    torch.set_num_threads(min(torch.get_num_threads(), options.num_threads or num_cores()))
+    if ranks is not None:
+        device = own_device(device, ranks)
+        options = own_options(options, device, ranks)
+        part = split_config(config, ranks.size, ranks.rank, options.expert_parallel)
+        config, files = part, SplitFiles(files, config, part, ranks)
+    return _Opened(Checkpoint(config, files, recipe), device, options, max_model_len)
+
+
+def _kernels(
+    config: ModelConfig,
+    device: torch.device,
+    options: LoadOptions,
+    say: Callable[[str], None],
+    ranks: Ranks | None,
+) -> tuple[Kernels, ExpertCounts | None]:
+    """The kernels that run a model, and what counts its experts."""
+    kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
+    if ranks is not None:
+        kernels = ranked(kernels, ranks)
+    kernels, expert_counts = counted(kernels, config)
+    kv_dtype = choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device)
+    return replace(kernels, kv_dtype=kv_dtype), expert_counts
+
+
+def _caches(
+    config: ModelConfig, kernels: Kernels, options: LoadOptions, memory: MemoryPlan
+) -> tuple[KVCache, StateCache | None]:
+    """Keys and values, and states if layers have any."""
+    layout, device = KVLayout.of(config, options.block_size), kernels.device
+    kv = KVCache(layout, memory.num_blocks, kernels.kv_dtype, device)
+    if not memory.num_states:
+        return kv, None
+    return kv, StateCache(StateLayout.of(config, options.num_pending), memory.num_states, device)
 
 
 def _kernels_text(kernels: Kernels) -> str:

@@ -263,6 +263,16 @@ def plan_memory(
     )
 
 
+def fitting_draft(plan: Callable[..., MemoryPlan], own: DraftSize) -> DraftSize:
+    """What a model's own layer that drafts gets: its size if there is room for it; else nothing, and the model is
+    served without it.
+
+    Args:
+        plan: plans the model's memory, and takes `draft` as `plan_memory` does.
+    """
+    return own if plan(draft=own).fits else NO_DRAFT
+
+
 def what_would_fit(config: ModelConfig, options: LoadOptions, plan: Callable[[Recipe], MemoryPlan]) -> str:
     """What is said of a model that does not fit: its memory if more is rounded at load, which fits or comes nearest.
 
