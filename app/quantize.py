@@ -170,12 +170,13 @@ def _scheme(options: argparse.Namespace, config: ModelConfig) -> Scheme:
 
 def _group_size(options: argparse.Namespace, config: ModelConfig) -> int | None:
     """The number of inputs that was asked for, or the default; None is a row."""
+    from engine.model.quantizing import largest_group
+
     given = options.group_size
     if given is None and options.bits == 8:
         return None
     if given is None:
-        inputs = (config.hidden_size, config.q_size, config.intermediate_size)
-        return 64 if all(count % 64 == 0 for count in inputs) else 32
+        return largest_group(config)
     if given == _ROW:
         return None
     if given not in map(str, GROUP_SIZES):
@@ -214,10 +215,11 @@ def _terminations_as_interrupts() -> Iterator[None]:
 
 
 def _write_config(folder: Path, made: Path, scheme: Scheme, config: ModelConfig) -> None:
+    from engine.model.files import open_files
     from engine.model.quantizing import left_out
 
     entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    entries["quantization_config"] = scheme.config(config.num_layers, left_out(config))
+    entries["quantization_config"] = scheme.config(config.num_layers, left_out(config, open_files(folder)))
     (made / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
 
 

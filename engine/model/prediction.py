@@ -105,7 +105,7 @@ def find_prediction(target: Checkpoint) -> PredictionSource | None:
     )
     config = replace(target.config, spec=alone)
     files = unstacked(_own_files(target.files, own), config)
-    source = PredictionSource(own, config, files, _own_recipe(target.recipe, files))
+    source = PredictionSource(own, config, files, _own_recipe(target.recipe, files, own))
     check_expected(source.expected(), files)
     check_recipe(config, source.recipe)
     return source
@@ -123,32 +123,33 @@ def load_prediction(source: PredictionSource, kernels: Kernels) -> PredictionWei
     )
 
 
-def own_shapes(config: ModelConfig, files: TensorFiles) -> dict[str, tuple[int, ...]]:
-    """The tensors that a checkpoint has of such a layer, whole or not, by their names there."""
-    own = config.spec.prediction
-    return {} if own is None else {name: files.entries[name].shape for name in _own_names(files, own)}
-
-
-def _own_names(files: TensorFiles, own: Prediction) -> list[str]:
-    outside = (own.map, own.token_norm.name, own.features_norm.name, own.final_norm.name)
-    starts = (own.prefix, *(f"{name}." for name in outside))
-    return [name for name in files.entries if name.startswith(starts)]
+def _outside(own: Prediction) -> tuple[str, ...]:
+    """What the names of tensors begin with that are not the layer's, but of what is around it."""
+    modules = (own.map, own.token_norm.name, own.features_norm.name, own.final_norm.name)
+    return tuple(f"{name}." for name in modules)
 
 
 def _own_files(files: TensorFiles, own: Prediction) -> TensorFiles:
     """The tensors of the layer by the names of a first layer's, and those outside of it by their own."""
+    outside = _outside(own)
     entries = {
-        name.replace(own.prefix, _LAYER, 1) if name.startswith(own.prefix) else name: files.entries[name]
-        for name in _own_names(files, own)
+        name if name.startswith(outside) else name.replace(own.prefix, _LAYER, 1): entry
+        for name, entry in files.entries.items()
+        if name.startswith((own.prefix, *outside))
     }
-    return TensorFiles(files.path, entries, lambda name: name.replace(_LAYER, own.prefix), files.config)
+    return TensorFiles(files.path, entries, lambda name: files.own_name(_of_model(name, own)), files.config)
 
 
-def _own_recipe(recipe: Recipe, files: TensorFiles) -> Recipe:
+def _of_model(name: str, own: Prediction) -> str:
+    """The name among its model's of a tensor or a linear map of the layer."""
+    return name.replace(_LAYER, own.prefix, 1) if name.startswith(_LAYER) else name
+
+
+def _own_recipe(recipe: Recipe, files: TensorFiles, own: Prediction) -> Recipe:
     """The recipe of the model, but for what is in floating point: many quantize all layers but this one."""
 
     def storage(name: str) -> Storage:
         entry = files.entries.get(f"{name}.weight")
-        return PLAIN if entry is not None and entry.dtype in FLOATS else recipe.storages(files.own_name(name))
+        return PLAIN if entry is not None and entry.dtype in FLOATS else recipe.storages(_of_model(name, own))
 
     return Recipe(storage, recipe.quantization)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
+from engine.model.files import open_files
 from engine.model.layerwise import LayerTensors, LayerwiseDecoder, Stream
 from engine.model.parse import read_config
-from engine.model.prediction import own_shapes
 from engine.model.safetensors import DTYPES, TensorFiles
 from engine.model.stacks import unstacked
 from engine.model.tensor_writer import TensorWriter
@@ -105,7 +105,7 @@ def check(folder: Path, scheme: Scheme) -> ModelConfig:
         raise CheckpointError(
             f"{folder}: its layers read what others made, and are quantized at load only: serve it with --quantize"
         )
-    check_tensors(config, unstacked(TensorFiles(folder), config))
+    check_tensors(config, unstacked(open_files(folder), config))
     for spec in (spec for index in range(config.num_layers) for spec in _specs(config, index)):
         if scheme.group_size is not None and spec.in_features % scheme.group_size:
             raise CheckpointError(
@@ -133,10 +133,37 @@ def _specs(config: ModelConfig, index: int) -> Iterator[LinearSpec]:
     yield from (spec for field, spec in linear_specs(config, index).items() if not maps[field].stays)
 
 
-def left_out(config: ModelConfig) -> list[str]:
-    """The linear maps that stay in floating point: those of a layer that drafts among them."""
+def largest_group(config: ModelConfig) -> int:
+    """64 inputs for a scale, or 32 if 64 do not divide those of each linear map that is quantized."""
+    specs = (spec for index in range(config.num_layers) for spec in _specs(config, index))
+    return 64 if all(spec.in_features % 64 == 0 for spec in specs) else 32
+
+
+def left_out(config: ModelConfig, files: TensorFiles) -> list[str]:
+    """The linear maps that stay in floating point, by their names in the files: those of a layer that drafts and of
+    image towers among them."""
     own = config.spec.prediction
-    return [LM_HEAD, *staying(config), *([] if own is None else [own.map, f"re:{re.escape(own.prefix)}.*"])]
+    drafting = [] if own is None else [_named(files, own.map), f"re:{re.escape(own.prefix)}.*"]
+    others = (
+        name for name in _others(config, files) if name.endswith(".weight") and not name.startswith(LAYERS)
+    )
+    parts = (re.match(r"(?:model\.)?[^.]+", files.own_name(name)) for name in others)
+    towers = dict.fromkeys(part[0] for part in parts if part is not None and part[0] not in (LM_HEAD, "mtp"))
+    maps = [_named(files, name) for name in staying(config)]
+    return [LM_HEAD, *maps, *drafting, *(rf"re:{re.escape(tower)}\..*" for tower in towers)]
+
+
+def _named(files: TensorFiles, map: str) -> str:
+    """The name of a linear map in the files."""
+    return files.own_name(f"{map}.weight").removesuffix(".weight")
+
+
+def _others(config: ModelConfig, files: TensorFiles) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint has beside the decoder, which a copy gets as it is."""
+    expected, found = expected_shapes(config), unstacked(files, config).entries
+    return {
+        name: entry.shape for name, entry in found.items() if name not in expected and entry.dtype in DTYPES
+    }
 
 
 class _Streams(NamedTuple):
@@ -165,17 +192,18 @@ def quantize(
     Raises:
         CheckpointError: see `check`; or a linear map has weights or inputs that are not finite.
     """
-    config = check(folder, scheme)
-    files = unstacked(TensorFiles(folder), config)
-    names = expected_shapes(config) | own_shapes(config, files)
+    config, stored = check(folder, scheme), open_files(folder)
+    files, others = unstacked(stored, config), _others(config, stored)
+    names = expected_shapes(config) | others
     grids = dict(_grids(config, files, scheme))
     decoder = LayerwiseDecoder(config, files, device)
     held_out = decoder.start(texts.held_out)
     streams = _Streams(decoder.start(() if scheme.method == "rtn" else texts.calibration), held_out, held_out)
-    with TensorWriter(target, dict(_announced(names, grids, files))) as writer:
+    announced = {stored.own_name(name): one for name, one in _announced(names, grids, files)}
+    with TensorWriter(target, announced) as writer:
         for name in names:
-            if not name.startswith(LAYERS):
-                writer.write(name, files.read(name))
+            if name in others or not name.startswith(LAYERS):
+                writer.write(stored.own_name(name), files.read(name))
         for index in range(config.num_layers):
 
             def said(done: float, index: int = index) -> None:
@@ -185,7 +213,7 @@ def quantize(
             tensors, streams = _quantized_layer(layer, decoder, streams, scheme, grids, said)
             del layer  # before the next one is read
             for name, tensor in tensors.items():
-                writer.write(name, tensor)
+                writer.write(stored.own_name(name), tensor)
     if not texts.held_out:
         return Outcome(None, None)
     return Outcome(decoder.perplexity(streams.before), decoder.perplexity(streams.after))

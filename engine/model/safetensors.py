@@ -132,7 +132,7 @@ def renamed(files: TensorFiles) -> TensorFiles:
 def _missing_name(name: str, prefix: str) -> str:
     """What a tensor would be called that the files do not have."""
     known = {name: own_name for own_name, name in _EMBEDDINGS.items()} if prefix == _BACKBONE else {}
-    return prefix + known.get(name, name).removeprefix(_MODEL)
+    return prefix + known.get(name, name).removeprefix(_MODEL) if name.startswith(_MODEL) else name
 
 
 def _renamed(own_name: str, prefix: str) -> str:

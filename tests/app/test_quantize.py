@@ -272,7 +272,7 @@ def test_groups_are_smaller_where_they_must_be(name: str, checkpoint: Path) -> N
     config = read_config(checkpoint)
     layer = config.layers[0]
     changed = {
-        "hidden_size": with_spec(config, hidden_size=96),
+        "hidden_size": with_attention(config, hidden_size=96),
         "head_dim": with_attention(config, head_dim=8),
         "intermediate_size": with_spec(config, layers=(layer.with_feed_forward(inner_size=96),)),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,13 @@ def _depth(config: dict[str, Any]) -> int:
 
 def _own_name(name: str, names: gguf.TensorNameMap) -> str:
     found = names.get_name(name, (".weight", ".bias"))
+    if (predicting := _PREDICTING.fullmatch(name)) is not None:  # some releases have no names of these
+        return f"blk.{predicting[1]}.nextn.{predicting[2].replace('.', '_')}.weight"
     assert found is not None, name
     return str(found)
+
+
+_PREDICTING = re.compile(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight")
 
 
 def _converted(name: str, tensor: Tensor, config: dict[str, Any], kind: str) -> dict[str, Tensor]:

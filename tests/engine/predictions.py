@@ -14,11 +14,23 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.engine.families import STATES
+from tests.engine.families import SPARSE, STATES
+from tests.engine.gguf_files import KINDS, stacked_experts, write_family
+from tests.engine.gguf_states import KINDS as STATE_KINDS
+from tests.engine.gguf_states import write_state_family
+
+_BEHIND = {
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "fc.": "eh_proj.",
+    "norm.": "shared_head.norm.",
+    "layers.0.": "",
+}
+"""DeepSeek's names, which GLM has and GGUF files have for all, by those of Qwen."""
 
 
 class Layer(nn.Module):
-    """A layer by the names that its tensors have behind "mtp."."""
+    """A layer by the names that Qwen's tensors have behind "mtp."."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         super().__init__()
@@ -49,17 +61,92 @@ def add_prediction(folder: Path, seed: int = 0) -> Path:
         for parameter in layer.parameters():
             is_norm = parameter.dim() == 1
             nn.init.normal_(parameter, 0.0, 0.2 if is_norm else 2.0 / parameter.shape[-1] ** 0.5)
-    own = {f"mtp.{name}": tensor for name, tensor in layer.state_dict().items()}
-    save_file({**load_file(path), **own}, path, {"format": "pt"})
-    with_entries(folder, mtp_num_hidden_layers=1)
+        for buffer in layer.buffers():
+            nn.init.uniform_(buffer, -0.1, 0.1)
+    tensors, config = load_file(path), read_entries(folder)
+    own = {_name(name, config): tensor for name, tensor in layer.state_dict().items()}
+    if is_behind(config):  # such checkpoints have experts one by one, and what is shared once more
+        own = one_by_one(own)
+        prefix = f"model.layers.{config['num_hidden_layers']}."
+        own[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        own[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file({**tensors, **own}, path, {"format": "pt"})
+    with_entries(folder, **{"num_nextn_predict_layers" if is_behind(config) else "mtp_num_hidden_layers": 1})
     return folder
+
+
+def is_behind(config: dict[str, Any]) -> bool:
+    """Whether a model's layer lies behind its others, and not by itself."""
+    return str(config["model_type"]) == "glm4_moe"
+
+
+def _name(name: str, config: dict[str, Any]) -> str:
+    """The checkpoint's name of a tensor of Layer."""
+    return name_behind(name, config) if is_behind(config) else f"mtp.{name}"
+
+
+def name_behind(name: str, config: dict[str, Any]) -> str:
+    """DeepSeek's name of a tensor of Layer."""
+    module = next(module for module in _BEHIND if name.startswith(module))
+    return f"model.layers.{config['num_hidden_layers']}.{_BEHIND[module]}{name.removeprefix(module)}"
+
+
+def read_entries(folder: Path) -> dict[str, Any]:
+    """Reads config.json."""
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with a linear map of its own for each expert of a layer."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, map = name.partition(".experts.")
+        if map not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+            continue
+        maps = ("gate_proj", "up_proj") if map == "gate_up_proj" else (map,)
+        for own, part in zip(maps, tensor.chunk(len(maps), 1), strict=True):
+            found |= {f"{prefix}.experts.{i}.{own}.weight": one.clone() for i, one in enumerate(part)}
+    return found
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `one_by_one` took apart."""
+    found = stacked_experts(tensors)
+    for name in [name for name in found if name.endswith(".experts.gate_proj.weight")]:
+        prefix = name.removesuffix("gate_proj.weight")
+        gates_and_ups = [found.pop(f"{prefix}{map}_proj.weight") for map in ("gate", "up")]
+        found[f"{prefix}gate_up_proj"] = torch.cat(gates_and_ups, 1)
+        found[f"{prefix}down_proj"] = found.pop(f"{prefix}down_proj.weight")
+    return found
+
+
+def write_predicting(folder: Path, path: Path) -> Path:
+    """Writes a model with such a layer as llama.cpp's converter does: behind the model's others."""
+    tensors, config = load_file(folder / "model.safetensors"), read_entries(folder)
+    renamed = {
+        name_behind(name.removeprefix("mtp."), config) if name.startswith("mtp.") else name: tensor
+        for name, tensor in one_by_one(tensors).items()
+    }
+    shared = (".embed_tokens.weight", ".shared_head.head.weight")
+    kept = {
+        name: tensor for name, tensor in renamed.items() if not ("layers" in name and name.endswith(shared))
+    }
+    longer = path.parent / "longer"
+    longer.mkdir()
+    save_file(kept, longer / "model.safetensors")
+    text = json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1})
+    (longer / "config.json").write_text(text, encoding="utf-8")
+    write, kinds = (write_family, KINDS) if is_behind(config) else (write_state_family, STATE_KINDS)
+    count: dict[str, Any] = {f"{kinds[config['model_type']]}__nextn_predict_layers": 1}
+    return write(longer, path, **count)
 
 
 def with_entries(folder: Path, **entries: object) -> None:
     """Changes config.json."""
-    path = folder / "config.json"
-    config = {**json.loads(path.read_text(encoding="utf-8")), **entries}
-    path.write_text(json.dumps(config), encoding="utf-8")
+    text = json.dumps({**read_entries(folder), **entries})
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def without_tensors(folder: Path, *names: str) -> None:
@@ -70,8 +157,8 @@ def without_tensors(folder: Path, *names: str) -> None:
 
 
 def make_predicting(family: str, folder: Path, **overrides: Any) -> Path:
-    """A tiny random model of a family of STATES, with a layer that drafts."""
-    return add_prediction(STATES[family].make(folder, **overrides))
+    """A tiny random model of a family of STATES or SPARSE, with a layer that drafts."""
+    return add_prediction((SPARSE | STATES)[family].make(folder, **overrides))
 
 
 class ReferencePrediction:
@@ -80,11 +167,8 @@ class ReferencePrediction:
     def __init__(self, folder: Path) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._layer = Layer(self._model)
-        tensors = load_file(folder / "model.safetensors")
-        own = {
-            name.removeprefix("mtp."): tensor for name, tensor in tensors.items() if name.startswith("mtp.")
-        }
-        self._layer.load_state_dict(own)
+        tensors, config = _stacked(load_file(folder / "model.safetensors")), read_entries(folder)
+        self._layer.load_state_dict({name: tensors[_name(name, config)] for name in self._layer.state_dict()})
         self._known: list[tuple[list[int], Tensor]] = []
 
     def features(self, token_ids: list[int]) -> Tensor:

@@ -14,19 +14,20 @@ from engine.execution.loaded import LoadedModel
 from engine.planning.lookup import Lookup
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always
+from tests.engine.model.gguf.test_states import CHANGES
 from tests.engine.model.test_prediction import drafting
 from tests.engine.model.test_transformer import make_batch
-from tests.engine.predictions import ReferencePrediction, make_predicting
+from tests.engine.predictions import ReferencePrediction, make_predicting, write_predicting
 from tests.engine.test_drafts import SETTINGS, count, preempting, requests_of, run
 from tests.engine.test_eagle import assert_chosen, recorded, wipe
 
-FAMILIES = ["Qwen 3.5", "Qwen 3.5 MoE", "Qwen 3 Next"]
+FAMILIES = ["Qwen 3.5", "Qwen 3.5 MoE", "Qwen 3 Next", "GLM-4.5"]
 TOKEN_IDS = [7 * i % 390 + 3 for i in range(40)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_predicting(request.param, tmp_path_factory.mktemp("model"))
+    return make_predicting(request.param, tmp_path_factory.mktemp("model"), **CHANGES.get(request.param, {}))
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,12 @@ def test_hidden_states_are_those_of_transformers_however_a_prompt_is_cut(folder:
     assert (found[1:] - expected).abs().max() < 0.02 * expected.abs().max()
     assert oracle.hidden(TOKEN_IDS[1:], kept[:-1]).sub(found[1:]).abs().max() < 2e-4 * expected.abs().max()
     assert torch.equal(hidden_of(model, 7), found)
+
+
+def test_a_gguf_file_has_the_same_layer(folder: Path, tmp_path: Path) -> None:
+    path = write_predicting(folder, tmp_path / "model.gguf")
+    found, expected = (hidden_of(drafting(where, max_batch_tokens=64), 64) for where in (path, folder))
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max(), "some features are rounded otherwise"
 
 
 def test_drafts_are_the_oracles_whatever_becomes_of_blocks_and_states(driver: Driver, folder: Path) -> None:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.spec import Activation, Attention, Experts, Layer, Mixer, Mlp, ModelSpec, Norm, Rope, Router
+from engine.spec import (
+    Activation,
+    Attention,
+    Experts,
+    Layer,
+    Mixer,
+    Mlp,
+    ModelSpec,
+    Norm,
+    Prediction,
+    Rope,
+    Router,
+)
 
 MAX_LAYERS = 4096
 """No model has more layers. Lists with an entry for each layer are made before the tensors prove that the layers are
@@ -24,6 +36,8 @@ MAX_KERNEL = 64
 """More rows than a convolution of any model reads."""
 FUSED_QKV, FUSED_GATE_UP = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
 FINAL_NORM = "model.norm"
+_PREDICTING = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""The entries that count layers of multi-token prediction."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -134,6 +148,30 @@ class Sizes:
         }
         return Layer(**{**plain, **changes})  # type: ignore[arg-type]
 
+    def prediction(
+        self, fields: Fields, layer: Layer, names: Mapping[str, str], offset: float = 0.0
+    ) -> Prediction | None:
+        """The layer of multi-token prediction, unless a config says that there is none.
+
+        Of several, the first alone drafts. Some configs do not tell of theirs.
+
+        Args:
+            names: of what is outside of the layer and before its names; see `names_behind`.
+            offset: of its norms.
+        """
+        told = [fields.integer(name) for name in _PREDICTING if fields.has(name)]
+        if told and not any(told):
+            return None
+        return Prediction(
+            layer=layer,
+            token_norm=self.norm(names["token_norm"], offset=offset),
+            features_norm=self.norm(names["features_norm"], offset=offset),
+            final_norm=self.norm(names["final_norm"], offset=offset),
+            map=names["map"],
+            prefix=names["prefix"],
+            is_told=bool(told),
+        )
+
     def model(
         self, layers: Sequence[Layer], ropes: Sequence[Rope], fields: Fields, **changes: object
     ) -> ModelSpec:
@@ -146,6 +184,18 @@ class Sizes:
             "ties_embeddings": fields.flag("tie_word_embeddings"),
         }
         return ModelSpec(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+def names_behind(num_layers: int) -> dict[str, str]:
+    """DeepSeek's names of a layer of multi-token prediction, which lies behind the model's own layers."""
+    prefix = f"model.layers.{num_layers}."
+    return {
+        "prefix": prefix,
+        "token_norm": f"{prefix}enorm",
+        "features_norm": f"{prefix}hnorm",
+        "final_norm": f"{prefix}shared_head.norm",
+        "map": f"{prefix}eh_proj",
+    }
 
 
 def check_heads(source: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:

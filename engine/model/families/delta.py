@@ -8,7 +8,7 @@ from typing import Any
 from engine.fields import Fields
 from engine.model.families.common import FULL, LINEAR, MAX_KERNEL, Sizes, layer_types, read_rope
 from engine.model.families.experts import is_sparse, read_router
-from engine.spec import Attention, Experts, GatedDelta, Layer, Mlp, ModelSpec, Prediction, Rope
+from engine.spec import Attention, Experts, GatedDelta, Mlp, ModelSpec, Rope
 
 _OF_A_KEY_HEAD: dict[str, Any] = {
     "into": ("linear_attn.in_proj_qkvz",),
@@ -16,6 +16,14 @@ _OF_A_KEY_HEAD: dict[str, Any] = {
 }
 """Qwen 3 Next's maps, whose rows lie by key heads."""
 
+_PREDICTION = {
+    "prefix": "mtp.layers.0.",
+    "token_norm": "mtp.pre_fc_norm_embedding",
+    "features_norm": "mtp.pre_fc_norm_hidden",
+    "final_norm": "mtp.norm",
+    "map": "mtp.fc",
+}
+"""What drafts; the configs of Qwen 3 Next do not tell of it."""
 
 MOE = {"intermediate_size": 512}
 """No layer is dense."""
@@ -54,30 +62,13 @@ def _model(fields: Fields, sizes: Sizes, parts: Sequence[Mlp | Experts], delta: 
         sizes.layer(attention if kind == FULL else delta, part, **norms)
         for kind, part in zip(kinds, parts, strict=True)
     ]
-    predicting = sizes.layer(attention, parts[-1], **norms)
+    predicting = sizes.prediction(fields, sizes.layer(attention, parts[-1], **norms), _PREDICTION, offset=1.0)
     return sizes.model(
         layers,
         [rope],
         fields,
         final_norm=sizes.norm("model.norm", offset=1.0),
-        prediction=_prediction(fields, sizes, predicting),
-    )
-
-
-def _prediction(fields: Fields, sizes: Sizes, layer: Layer) -> Prediction | None:
-    """Of several layers, the first alone drafts; the configs of Qwen 3 Next do not tell of theirs."""
-    names = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-    told = [fields.integer(name) for name in names if fields.has(name)]
-    if told and not any(told):
-        return None
-    return Prediction(
-        layer=layer,
-        token_norm=sizes.norm("mtp.pre_fc_norm_embedding", offset=1.0),
-        features_norm=sizes.norm("mtp.pre_fc_norm_hidden", offset=1.0),
-        final_norm=sizes.norm("mtp.norm", offset=1.0),
-        map="mtp.fc",
-        prefix="mtp.layers.0.",
-        is_told=bool(told),
+        prediction=predicting,
     )
 
 

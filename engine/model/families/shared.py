@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from engine.fields import Fields
-from engine.model.families.common import Sizes, read_rope
+from engine.model.families.common import Sizes, names_behind, read_rope
 from engine.model.families.experts import MAX_EXPERTS, read_router
 from engine.spec import ModelSpec
 
 
 def glm4_moe(fields: Fields) -> ModelSpec:
-    """The first layers are dense; what lies behind the last one drafts, and is left unread."""
+    """The first layers are dense; the one behind the last drafts."""
     sizes = Sizes.of(fields)
     rope = read_rope(fields, sizes, share=0.5)
     router = read_router(
@@ -34,10 +34,12 @@ def glm4_moe(fields: Fields) -> ModelSpec:
         **(sizes.head_norms() if fields.flag("use_qk_norm") else {}),
     )
     num_dense = fields.integer("first_k_dense_replace", 1)
-    layers = [
-        sizes.layer(attention, None if number < num_dense else experts) for number in range(sizes.num_layers)
-    ]
-    return sizes.model(layers, [rope], fields)
+    *layers, behind = (
+        sizes.layer(attention, None if number < num_dense else experts)
+        for number in range(sizes.num_layers + 1)
+    )
+    prediction = sizes.prediction(fields, behind, names_behind(sizes.num_layers))
+    return sizes.model(layers, [rope], fields, prediction=prediction)
 
 
 def ernie4_5_moe(fields: Fields) -> ModelSpec:

@@ -14,14 +14,21 @@ from pathlib import Path
 from engine.config import GenerationDefaults, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.families.common import FINAL_NORM, FULL, MAX_LAYERS, MAX_POSITIONS, SLIDING
+from engine.model.families.common import (
+    FINAL_NORM,
+    FULL,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    SLIDING,
+    names_behind,
+)
 from engine.model.gguf.container import SUPPORTED, GgufTensor, Header, read_bytes, read_header
 from engine.model.gguf.experts import expert_entries, stacked_maps, stored_feed_forward
 from engine.model.gguf.kinds import Kind
 from engine.model.gguf.names import Names
 from engine.model.gguf.states import state_entries, stored_state
 from engine.model.parse import parse_config
-from engine.spec import Attention, Layer, Mixer, ModelSpec
+from engine.spec import Attention, Layer, Mixer, ModelSpec, Prediction
 
 _UNSUPPORTED = (
     "attention.scale",
@@ -164,7 +171,7 @@ def _entries(header: Header, kind: Kind) -> dict[str, object]:
 
 
 def _depth(fields: Fields, name: str) -> int:
-    """The layers of the model; those that draft are behind them, and are not read."""
+    """The layers of the model; those that draft are behind them."""
     count = fields.size(f"{name}.block_count", most=MAX_LAYERS)
     return count - int(fields.within(f"{name}.nextn_predict_layers", 0, count - 1) or 0)
 
@@ -177,14 +184,23 @@ def _heads(fields: Fields, name: str, kind: Kind) -> int:
 
 def _inner_sizes(fields: Fields, name: str, kind: Kind, depth: int) -> list[int]:
     """The widths of feed-forward parts; 0 stands for a layer without one."""
-    sizes = fields.layer_sizes(f"{name}.feed_forward_length", depth, least=0 if kind.has_states else 1)
+    sizes = _of_layers(fields, name, "feed_forward_length", depth, least=0 if kind.has_states else 1)
     return [size for size in sizes if size] or [1]
+
+
+def _of_layers(
+    fields: Fields, name: str, key: str, depth: int, default: int | None = None, *, least: int
+) -> list[int]:
+    """A size of each layer of the model, which a file that has it one by one has of those that draft, too."""
+    return fields.layer_sizes(f"{name}.{key}", fields.size(f"{name}.block_count"), default, least=least)[
+        :depth
+    ]
 
 
 def _kv_heads(header: Header, name: str, kind: Kind, heads: int, kinds: list[str]) -> dict[str, object]:
     """The heads of keys and values of layers with a window, and of those without one, whose keys may be values, too."""
     least = 0 if kind.has_states else 1
-    counts = header.fields.layer_sizes(f"{name}.attention.head_count_kv", len(kinds), heads, least=least)
+    counts = _of_layers(header.fields, name, "attention.head_count_kv", len(kinds), heads, least=least)
     if kind.has_states:
         counts = [max(counts) or heads] * len(kinds)
     of_kinds = dict(zip(reversed(kinds), reversed(counts), strict=True))
@@ -270,26 +286,40 @@ def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
             replace(rope, scaling="factors", factors=found) if number == whole.rope else rope
             for number, rope in enumerate(ropes)
         )
-    layers = (
-        replace(
-            _without_offsets(layer),
-            mixer=_stored_mixer(layer.mixer, number, header, kind),
-            feed_forward=stored_feed_forward(layer.feed_forward, number, header),
-        )
-        for number, layer in enumerate(spec.layers)
-    )
     return replace(
         spec,
         ropes=ropes,
-        layers=tuple(layers),
+        layers=tuple(_stored_layer(layer, number, header, kind) for number, layer in enumerate(spec.layers)),
         final_norm=replace(spec.final_norm, offset=0.0, name=FINAL_NORM),
-        prediction=None,
+        prediction=_stored_prediction(spec, header, kind),
     )
 
 
-def _without_offsets(layer: Layer) -> Layer:
+def _stored_layer(layer: Layer, number: int, header: Header, kind: Kind) -> Layer:
     norms = {name: replace(norm, offset=0.0) for name, norm in layer.outer_norms().items()}
-    return replace(layer, **norms)  # type: ignore[arg-type]
+    return replace(
+        layer,
+        mixer=_stored_mixer(layer.mixer, number, header, kind),
+        feed_forward=stored_feed_forward(layer.feed_forward, number, header),
+        **norms,  # type: ignore[arg-type]
+    )
+
+
+def _stored_prediction(spec: ModelSpec, header: Header, kind: Kind) -> Prediction | None:
+    """The layer that drafts, which lies behind the others in every kind of model; None if the file counts none."""
+    own, number = spec.prediction, len(spec.layers)
+    if own is None or not own.is_told:
+        return None
+    names = names_behind(number)
+    return replace(
+        own,
+        layer=_stored_layer(own.layer, number, header, kind),
+        prefix=names["prefix"],
+        map=names["map"],
+        token_norm=replace(own.token_norm, name=names["token_norm"], offset=0.0),
+        features_norm=replace(own.features_norm, name=names["features_norm"], offset=0.0),
+        final_norm=replace(own.final_norm, name=names["final_norm"], offset=0.0),
+    )
 
 
 def _stored_mixer(mixer: Mixer | None, layer: int, header: Header, kind: Kind) -> Mixer | None:

@@ -25,8 +25,9 @@ def called(matches: IsMeant) -> IsMeant:
     """Whether a linear map has a name that matches, alone or as a part of a model with more than text."""
 
     def is_meant(name: str) -> bool:
-        inside = f"model.language_model.{name.removeprefix('model.')}"
-        return matches(name) or matches(inside) or matches(f"language_model.{name}")
+        inside = name.removeprefix("model.")
+        names = (name, f"model.language_model.{inside}", f"language_model.{name}", f"backbone.{inside}")
+        return any(map(matches, names))
 
     return is_meant
 

@@ -24,7 +24,13 @@ from engine.model.stacks import unstacked
 from engine.model.tensors import make_recipe
 from engine.model.texts import Texts
 from tests.engine.families import STATES, put_inside
-from tests.engine.predictions import make_predicting, with_entries, without_tensors
+from tests.engine.predictions import (
+    make_predicting,
+    one_by_one,
+    with_entries,
+    without_tensors,
+    write_predicting,
+)
 
 LINE = "drafts come from the model's own layer for multi-token prediction"
 UNUSED = "the model's own layer for multi-token prediction is not used: "
@@ -61,13 +67,34 @@ def test_tensors_that_are_missing_are_named_and_the_model_is_served(folder: Path
     assert f"tensor mtp.{name or 'fc'}.weight is missing" in line
 
 
+@pytest.mark.parametrize("name", ["eh_proj", "hnorm", "shared_head.norm", "mlp.experts.5.up_proj"])
+def test_tensors_behind_the_layers_that_are_missing(tmp_path: Path, name: str) -> None:
+    folder = make_predicting("GLM-4.5", tmp_path / "model")
+    assert load(folder)[1] == [LINE]
+    without_tensors(folder, f"model.layers.3.{name}")
+    assert f"tensor model.layers.3.{name}.weight is missing" in load(folder)[1][0]
+    without_tensors(folder, "model.layers.3.")  # as many who quantize leave them out
+    model, (line,) = load(folder)
+    assert model.draft is None
+    assert f"{UNUSED}{folder}: tensor model.layers.3.eh_proj.weight is missing" in line
+
+
+def test_a_gguf_file_that_counts_a_layer_without_tensors(folder: Path, tmp_path: Path) -> None:
+    without_tensors(folder, "mtp.pre_fc_norm_hidden")
+    model, (line,) = load(write_predicting(folder, tmp_path / "model.gguf"))
+    assert model.draft is None
+    assert "tensor blk.4.nextn.hnorm.weight is missing" in line
+
+
 def test_a_quantized_copy_keeps_the_layer_as_it_is(folder: Path, tmp_path: Path) -> None:
     scheme = Scheme(method="rtn", bits=8, group_size=None)
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     device = torch.device("cpu")
     quantize(folder, copy / "model.safetensors", scheme, Texts([], []), device)
     config = read_config(folder)
-    with_entries(copy, quantization_config=scheme.config(config.num_layers, left_out(config)))
+    with_entries(
+        copy, quantization_config=scheme.config(config.num_layers, left_out(config, open_files(folder)))
+    )
     before, after = (load_file(where / "model.safetensors") for where in (folder, copy))
     own = [name for name in before if name.startswith("mtp.")]
     assert own
@@ -139,15 +166,8 @@ def test_a_text_model_beside_an_image_tower(folder: Path, tmp_path: Path) -> Non
 def test_experts_that_lie_one_by_one(tmp_path: Path) -> None:
     """As transformers writes them for some families, and those who quantize for all."""
     folder = make_predicting("Qwen 3.5 MoE", tmp_path)
-    path, prefix = folder / "model.safetensors", "mtp.layers.0.mlp.experts."
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    stacked = {name: tensors.pop(f"{prefix}{name}") for name in ("gate_up_proj", "down_proj")}
-    before = find(folder)
-    for number, (both, down) in enumerate(zip(*stacked.values(), strict=True)):
-        gate, up = both.chunk(2)
-        for name, weight in (("gate", gate), ("up", up), ("down", down)):
-            tensors[f"{prefix}{number}.{name}_proj.weight"] = weight.clone()
-    save_file(tensors, path)
+    path, before = folder / "model.safetensors", find(folder)
+    save_file(one_by_one(load_file(path)), path)
     assert find(folder) == before
 
 

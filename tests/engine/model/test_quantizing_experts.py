@@ -32,7 +32,7 @@ def made(folder: Path, out: Path, scheme: Scheme) -> tuple[float, float]:
     outcome = quantize(folder, out / "model.safetensors", scheme, texts(), CPU)
     config = json.loads((folder / "config.json").read_text())
     ours = read_config(folder)
-    config["quantization_config"] = scheme.config(ours.num_layers, left_out(ours))
+    config["quantization_config"] = scheme.config(ours.num_layers, left_out(ours, open_files(folder)))
     (out / "config.json").write_text(json.dumps(config))
     assert outcome.before is not None
     assert outcome.after is not None

@@ -270,6 +270,30 @@ def test_layers_with_a_state_are_calibrated(family: str, method: str, tmp_path: 
     assert 0 < float((quantized - exact).norm() / exact.norm()) < 0.3
 
 
+@pytest.mark.parametrize(
+    ("family", "prefix"),
+    [("Nemotron 3", "backbone."), ("Mamba 2", "backbone."), ("Qwen 3.5", "model.language_model.")],
+)
+def test_a_quantized_copy_keeps_the_names_and_what_is_no_decoder(
+    family: str, prefix: str, tmp_path: Path
+) -> None:
+    path = STATES[family].make(
+        tmp_path / "floats", **EVEN, **({} if family == "Mamba 2" else {"head_dim": 32})
+    )
+    if family == "Qwen 3.5":
+        path = put_inside(path, tmp_path / "whole", "Qwen3_5ForConditionalGeneration")
+    before, after = made(path, tmp_path / "made", Scheme(method="gptq", group_size=32))
+    assert before != after
+    assert after < 1.5 * before
+    names, kept = (load_file(where / "model.safetensors").keys() for where in (path, tmp_path / "made"))
+    packed = [name for name in kept if name.endswith(".weight_packed")]
+    assert packed
+    assert all(name.startswith(f"{prefix}layers.") for name in packed)
+    assert names - kept == {name.replace("weight_packed", "weight") for name in packed}
+    quantized, exact = Run(tmp_path / "made").in_chunks(90), Run(path).in_chunks(90)
+    assert 0 < float((quantized - exact).norm() / exact.norm()) < 0.5
+
+
 def entries_of(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return found
