@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -24,26 +25,58 @@ from lab.demo.gguf_files import add_entry, model_metadata, tokenizer_metadata
 _KIND = "qwen3moe"
 
 
+_WIDE = ("ffn_gate_inp.weight", "ssm_conv1d.weight")
+"""Matrices of 32 bits in every file."""
+
+
 def write_sparse_gguf(shape: SparseShape, path: Path, type: Type = Type.Q4_0) -> Path:
     """Writes a Qwen 3 MoE: its linear maps in a type, routers and norms in float32."""
-    writer = gguf.GGUFWriter(path, _KIND)
-    for key, value in _entries(shape).items():
+    return write_random(path, _KIND, _entries(shape), _tensors(shape), type)
+
+
+def write_random(
+    path: Path,
+    kind: str,
+    entries: Mapping[str, object],
+    tensors: Iterable[tuple[str, tuple[int, ...]]],
+    type: Type,
+) -> Path:
+    """Writes a file of random weights, and returns its path.
+
+    Args:
+        kind: general.architecture.
+        tensors: names, and the sizes of what they stand for; vectors are 1, or -1 where they say how a state decays.
+        type: of matrices.
+    """
+    writer = gguf.GGUFWriter(path, kind)
+    for key, value in entries.items():
         add_entry(writer, key, value)
-    blocks: dict[tuple[int, ...], npt.NDArray[np.uint8]] = {}
-    for name, size in _tensors(shape):
-        if len(size) == 1 or name.endswith("ffn_gate_inp.weight"):
-            numbers = np.ones(size) if len(size) == 1 else np.random.default_rng(0).normal(0.0, 0.02, size)
+    blocks: dict[tuple[int, ...], npt.NDArray[Any]] = {}
+    for name, size in tensors:
+        if len(size) == 1 or name.endswith(_WIDE):
+            one = -1.0 if name.endswith("ssm_a") else 1.0
+            numbers = (
+                np.full(size, one) if len(size) == 1 else np.random.default_rng(0).normal(0.0, 0.02, size)
+            )
             writer.add_tensor(name, numbers.astype(np.float32))
             continue
         if size not in blocks:  # layers have the same: speed does not depend on what weights say
-            matrix = np.broadcast_to(np.float32(0), (int(np.prod(size[:-1])), size[-1]))
-            blocks[size] = random_blocks(matrix, type).reshape(*size[:-1], -1)
+            blocks[size] = _random_matrix(size, type)
         writer.add_tensor(name, blocks[size], raw_dtype=type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _random_matrix(size: tuple[int, ...], type: Type) -> npt.NDArray[Any]:
+    if type == Type.F16:
+        return np.random.default_rng(0).standard_normal(size, np.float32).astype(np.float16) * np.float16(
+            0.02
+        )
+    matrix = np.broadcast_to(np.float32(0), (int(np.prod(size[:-1])), size[-1]))
+    return random_blocks(matrix, type).reshape(*size[:-1], -1)
 
 
 def _entries(shape: SparseShape) -> dict[str, object]:

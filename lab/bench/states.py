@@ -10,9 +10,10 @@ import argparse
 import math
 import time
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from app.bench.measures import measure_memory
 from app.bench.statistics import number, table
@@ -48,7 +49,7 @@ QWEN_08B = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
-PROMPT, NUM_SLOTS = 512, 2
+PROMPT, NUM_SLOTS = 512, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +68,47 @@ class Figure:
 
 
 class Model:
-    """A model of random weights, and the memory of one sequence."""
+    """A model of random weights, and the memory of one sequence and of a snapshot.
 
-    def __init__(self, team: Team, type: str, config: ModelConfig) -> None:
+    Args:
+        num_own: the first layers that have weights of their own, if not all; the others have the same in turn.
+        num_pending: the rows that a slot keeps behind a state.
+    """
+
+    def __init__(
+        self, team: Team, type: str, config: ModelConfig, num_own: int | None = None, num_pending: int = 0
+    ) -> None:
         self.type, self.team, kernels = type, team, native_kernels(team, torch.bfloat16)
-        layers = [self._layer(kernels, layer) for layer in config.layers]
+        own = [self._layer(kernels, layer) for layer in config.layers[:num_own]]
+        layers = list(islice(cycle(own), config.num_layers))
         embedding = torch.randn(config.vocab_size, config.hidden_size).bfloat16()
         weights = Weights(embedding, layers, torch.ones(config.hidden_size), nn.Identity(), is_tied=False)
         num_blocks = PROMPT // BLOCK_SIZE + 2
         kv = KVCache(KVLayout.of(config, BLOCK_SIZE), num_blocks, torch.bfloat16, torch.device("cpu"))
-        self.states = StateCache(StateLayout.of(config), NUM_SLOTS, torch.device("cpu"))
+        self.states = StateCache(StateLayout.of(config, num_pending), NUM_SLOTS, torch.device("cpu"))
         decoder = make_decoder(config, weights, kernels, kv, 2 * PROMPT, self.states)
         assert isinstance(decoder, NativeDecoder)
         self.decoder, self.blocks = decoder, torch.arange(num_blocks, dtype=torch.int32)[None]
 
     def _layer(self, kernels: Kernels, layer: Layer) -> LayerWeights:
-        mixer, norm = layer.mixer, torch.ones(layer.mixer.hidden_size if layer.mixer else 0)
+        mixer = layer.mixer
+        assert mixer is not None
+        norm = torch.ones(mixer.hidden_size)
         own = {name: self._linear(kernels, map) for name, map in layer.maps().items()}
-        feed_forward = MlpWeights(own.pop("gate_up"), own.pop("down"), kernels.glu)
-        if isinstance(mixer, GatedDelta):
-            vectors = {name: torch.randn(vector.shape) for name, vector in mixer.vectors().items()}
-            vectors["decay"] = -vectors["decay"].exp() / 10
-            vectors["gated_norm"] = torch.ones(mixer.value_dim)
-            mixed: AttentionWeights | StateWeights = StateWeights(
-                spec=mixer, vectors=StateVectors(**vectors), **own
+        feed_forward = None
+        if layer.feed_forward is not None:
+            feed_forward = MlpWeights(own.pop("gate_up"), own.pop("down"), kernels.glu)
+        if isinstance(mixer, Attention):
+            head_norm = torch.ones(mixer.head_dim)
+            mixed: AttentionWeights | StateWeights = AttentionWeights(
+                qkv=own["qkv"], o=own["o"], q_norm=head_norm, k_norm=head_norm
             )
         else:
-            assert isinstance(mixer, Attention)
-            head_norm = torch.ones(mixer.head_dim)
-            mixed = AttentionWeights(qkv=own["qkv"], o=own["o"], q_norm=head_norm, k_norm=head_norm)
+            vectors = {name: torch.randn(vector.shape) for name, vector in mixer.vectors().items()}
+            vectors |= {name: torch.ones(norm.size) for name, norm in mixer.norms().items()}
+            if "decay" in vectors:
+                vectors["decay"] = -vectors["decay"].exp() / 10
+            mixed = StateWeights(spec=mixer, vectors=StateVectors(**vectors), **own)
         return LayerWeights(mixer=mixed, feed_forward=feed_forward, input_norm=norm, post_norm=norm)
 
     def _linear(self, kernels: Kernels, map: LinearMap) -> Linear:
@@ -111,10 +124,13 @@ class Model:
         weights = sum(op.linear.num_bytes for op in self.decoder.ops if op.linear is not None)
         return weights + self.states.layout.slot_bytes
 
-    def batch(self, num_tokens: int, end: int) -> Batch:
+    def batch(
+        self, num_tokens: int, end: int, slots: Tensor | None = None, saves: Tensor | None = None
+    ) -> Batch:
+        """A step of some tokens that end there, in slot 1 if it is not told otherwise."""
         own = blank_batch([num_tokens], [end], self.blocks)
-        slots = torch.tensor([[int(end > num_tokens), 1, 0, num_tokens]], dtype=torch.int32)
-        return replace(own, token_ids=own.positions % 1024, state_slots=slots)
+        slots = ints([int(end > num_tokens), 1, 0, num_tokens]) if slots is None else slots
+        return replace(own, token_ids=own.positions % 1024, state_slots=slots, state_saves=saves)
 
     def seconds(self, batch: Batch) -> float:
         started = time.perf_counter()
@@ -127,6 +143,11 @@ class Model:
         times = self.team.times()
         self.team.time(False)
         return {kind: spent.open_ns / 1e6 for kind, spent in times.items() if spent.num_phases}
+
+
+def ints(row: list[int]) -> Tensor:
+    """[1, row]"""
+    return torch.tensor([row], dtype=torch.int32)
 
 
 def dense(config: ModelConfig) -> ModelConfig:
@@ -202,7 +223,8 @@ def main() -> None:
     team = load_library(print).start_team(options.threads)
     config = parse_config(Fields("", {**QWEN_08B, "num_hidden_layers": options.layers}))
     memory = measure_memory(team)
-    print_figures([measure(team, type, config, options.repeats) for type in options.types], memory)
+    figures = [measure(team, type, config, options.repeats) for type in options.types]
+    print_figures(figures, max(memory, measure_memory(team)))
 
 
 if __name__ == "__main__":
