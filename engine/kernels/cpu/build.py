@@ -58,18 +58,21 @@ class LevelUnknown(NativeUnavailable):
     """The compiler does not know the instructions of a level: it is too old for them."""
 
 
-def build(level: Level, say: Callable[[str], None], target: str = HERE) -> Path:
+def build(
+    level: Level, say: Callable[[str], None], target: str = HERE, compiler: list[str] | None = None
+) -> Path:
     """Returns the path of the shared library of a level in the cache, which is compiled if no earlier call has.
 
     Of several processes and threads that ask for the same library one compiles it, and the others wait for it.
 
     Args:
         target: the architecture that the compiler compiles for.
+        compiler: the start of its command line; that of `find_compiler` if it is not given.
 
     Raises:
         NativeUnavailable: there is no compiler, it failed, or the cache directory cannot be written.
     """
-    compiler = find_compiler()
+    compiler = compiler or find_compiler()
     key = _digest(fingerprint(level), *compiler, _answer([*compiler, "--version"]))
     path = cache_directory() / f"{stem(level, target)}-{key}.so"
     if path.exists():

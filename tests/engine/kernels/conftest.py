@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team, load_library
-from tests.engine.kernels.levels import LEVELS, build_levels, level_of, params
+from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team
+from tests.engine.kernels.levels import LEVELS, build_levels, library_of, params
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def level(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def library(level: str, built: None) -> NativeLibrary:  # noqa: ARG001
     """The library of each level in turn."""
-    return load_library(print, level_of(level))
+    return library_of(level)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""The levels that the native kernels are tested at: all that this machine has, and the one with emulated tiles."""
+"""The levels that the native kernels are tested at: all that this machine has, and what can be emulated here."""
 
 from __future__ import annotations
 
 import fcntl
+import functools
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,15 +15,23 @@ from typing import Any
 import pytest
 
 from engine.kernels.cpu.build import build, fingerprint
-from engine.kernels.cpu.levels import AMX, AVX512BF16, Level, Machine, this_machine
+from engine.kernels.cpu.levels import AMX, AVX512BF16, Level, Machine, levels_of, this_machine
+from engine.kernels.cpu.native import NativeLibrary, load_library
+from tests.engine.kernels import emulated_arm
 
 TILES = "tiles"
 """The level that computes what AMX tiles do without having any."""
 _EMULATED = Path(__file__).with_name("emulated_tiles.h")
 
-LEVELS = (*(level.name for level in this_machine().usable()), TILES)
-FEW_LEVELS = tuple(dict.fromkeys((LEVELS[0], "portable")))
-"""The best level and the portable one: enough for kernels that have no code of their own for the levels between."""
+NEON = "neon"
+"""The level of 64-bit ARM, which is emulated on other processors."""
+_ARM = "aarch64"
+_EMULATED_NEON = () if this_machine().architecture == _ARM or emulated_arm.missing() else (NEON,)
+
+LEVELS = (*(level.name for level in this_machine().usable()), TILES, *_EMULATED_NEON)
+_QUICK = (LEVELS[0], "portable")
+FEW_LEVELS = tuple(dict.fromkeys((*_QUICK, *_EMULATED_NEON)))
+"""Those enough for kernels that have no code of their own for the levels between."""
 
 SHAPE_LEVELS = tuple(name for name in LEVELS if name != AVX512BF16 or name == LEVELS[0])
 """Without the level that has only its products of linear maps to itself, unless it is what serves here."""
@@ -31,6 +40,8 @@ SHAPE_LEVELS = tuple(name for name in LEVELS if name != AVX512BF16 or name == LE
 def level_of(name: str, machine: Machine | None = None) -> Level:
     """The level of a name; emulated tiles come on top of the best level without tiles."""
     machine = machine or this_machine()
+    if name in _EMULATED_NEON:
+        return next(level for level in levels_of(_ARM) if level.name == NEON)
     if name != TILES:
         return machine.named(name)
     base = next(level for level in machine.usable() if level.name != AMX)
@@ -42,7 +53,7 @@ def level_of(name: str, machine: Machine | None = None) -> Level:
 def params(levels: Iterable[str]) -> list[Any]:
     """Parameters of a fixture: `make test` tries the best level and the portable one, `make test-all` all."""
     left = pytest.mark.long("other instruction sets")
-    return [pytest.param(level, marks=() if level in FEW_LEVELS else left) for level in levels]
+    return [pytest.param(level, marks=() if level in _QUICK else left) for level in levels]
 
 
 def build_levels(names: Iterable[str]) -> None:
@@ -51,9 +62,22 @@ def build_levels(names: Iterable[str]) -> None:
     Raises:
         NativeUnavailable: a level cannot be built.
     """
-    levels = [level_of(name) for name in names]
     # One lock for each state of the sources: a checkout does not wait for another one.
     path = Path(gettempdir()) / f"penstock-{fingerprint(this_machine().usable()[0])}.lock"
     with path.open("w") as lock, ThreadPoolExecutor(2) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        list(pool.map(lambda level: build(level, print), levels))
+        list(pool.map(_built, names))
+
+
+@functools.cache
+def library_of(name: str) -> NativeLibrary:
+    """The library of a level; that of an emulated processor computes in a process of its own."""
+    if name in _EMULATED_NEON:
+        return emulated_arm.EmulatedLibrary(str(_built(name)), level_of(name))
+    return load_library(print, level_of(name))
+
+
+def _built(name: str) -> Path:
+    if name in _EMULATED_NEON:
+        return build(level_of(name), print, _ARM, [emulated_arm.COMPILER])
+    return build(level_of(name), print)

@@ -18,11 +18,10 @@ from engine.kernels.cpu.native import (
     NativeOp,
     PackedLinear,
     Team,
-    load_library,
 )
 from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from tests.engine import ranges
-from tests.engine.kernels.levels import LEVELS, SHAPE_LEVELS, build_levels, level_of, params
+from tests.engine.kernels.levels import LEVELS, SHAPE_LEVELS, build_levels, library_of, params
 from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, WITH_TILES, Prompts
 from tests.engine.ranges import UNIT, Range, assert_within, concatenated, dot, exactly
 
@@ -262,7 +261,7 @@ def test_levels_with_the_same_order_of_sums_have_the_same_bits(shape: Shape, dty
     build_levels(LEVELS)
     prompts, found = Prompts(VOCAB, [200]), dict[str, Tensor]()
     for level in LEVELS:
-        team = load_library(print, level_of(level)).start_team(1)
+        team = library_of(level).start_team(1)
         found[level] = Layer(shape, team, dtype)(prompts.batch({0: (0, 200)}))
         team.close()
     tiled = {level for level in found if level in WITH_TILES and dtype in TILED}

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.kernels.cpu.native import NativeChoose, NativeLibrary
 from engine.sampling import reference
 from engine.sampling.tables import Choose, Filters
-from tests.engine.kernels.levels import FEW_LEVELS
+from tests.engine.kernels.levels import FEW_LEVELS, params
 from tests.engine.kernels.sampling_rows import (
     EVERYTHING,
     Row,
@@ -41,7 +41,7 @@ PENALTIES = [
 """Repetition, presence and frequency; some of them overflow, and what they make is clamped."""
 
 
-@pytest.fixture(scope="module", params=FEW_LEVELS)
+@pytest.fixture(scope="module", params=params(FEW_LEVELS))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from engine.kernels.cpu.native import NativeGather, NativeLibrary
 from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepInputs, StepTokens, gather
-from tests.engine.kernels.levels import FEW_LEVELS
+from tests.engine.kernels.levels import FEW_LEVELS, params
 from tests.few import examples
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS = 16, 7
 
 
-@pytest.fixture(scope="module", params=FEW_LEVELS)
+@pytest.fixture(scope="module", params=params(FEW_LEVELS))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

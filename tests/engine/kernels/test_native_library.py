@@ -214,6 +214,7 @@ def test_calls_from_several_threads_take_turns(team: Team) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("level", [BEST.name], scope="module")
 def test_the_interpreter_runs_on_during_a_call(team: Team) -> None:
     """Another thread has it again and again, although nobody has to hand it over."""
     num_ticks = before = 0
@@ -242,6 +243,7 @@ def test_the_interpreter_runs_on_during_a_call(team: Team) -> None:
     assert found > 3
 
 
+@pytest.mark.parametrize("level", [BEST.name], scope="module")
 def test_idle_threads_use_no_processor(library: NativeLibrary) -> None:
     team = library.start_team(4)
     linear = PackedLinear(team, torch.zeros(64, 64), None, torch.float32)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kernels.cpu.native import NativeLibrary, NativeMostLikely
 from engine.sampling.reference import logprobs_of, most_likely
-from tests.engine.kernels.levels import FEW_LEVELS
+from tests.engine.kernels.levels import FEW_LEVELS, params
 from tests.engine.kernels.sampling_rows import ints
 from tests.engine.ranges import assert_logprobs
 from tests.few import examples
@@ -20,7 +20,7 @@ from tests.few import examples
 VOCABS = [1, 7, 8, 255, 257, 2055, 16_384 + 3]
 
 
-@pytest.fixture(scope="module", params=FEW_LEVELS)
+@pytest.fixture(scope="module", params=params(FEW_LEVELS))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
