@@ -123,13 +123,17 @@ struct AttentionScratch {
 
 // ---- the softmax of a span -------------------------------------------------------------------------------------
 
-// Sixteen floats are one register or two. Sums over them have eight lanes whichever it is.
+// Sixteen floats are one register, two or four. Sums over them have eight lanes whichever it is.
 constexpr int kBlockParts = kBlockTokens / kWide;
 
 PENSTOCK_INLINE v8 fold_halves(const wide (&x)[kBlockParts], v8 (*combine)(v8, v8)) {
 #if PENSTOCK_AVX512
     const __m512 whole = (__m512)x[0];
     return combine((v8)_mm512_castps512_ps256(whole), (v8)_mm512_extractf32x8_ps(whole, 1));
+#elif PENSTOCK_NEON
+    v8 halves[2];
+    std::memcpy(halves, x, sizeof halves);
+    return combine(halves[0], halves[1]);
 #else
     return combine(x[0], x[1]);
 #endif

@@ -12,7 +12,7 @@
 namespace penstock {
 
 // Of eight floats: 6 x 16 sums, 2 weights and a broadcast are 15 of 16 registers. Of sixteen: 6 x 64 sums, 4 weights
-// and a broadcast, 29 of 32.
+// and a broadcast, 29 of 32; so are 6 x 16 sums of four floats.
 constexpr int kTileRows = 6;
 constexpr int kParts = kPanel / kWide;  // vectors of 16 outputs
 constexpr int kTilePanels = kWide == 16 ? 4 : 1;  // of a tile with several rows

@@ -48,7 +48,7 @@ PENSTOCK_INLINE wide load_numbers(const uint8_t* p) {
 #else
     Half halves[kWide];
     for (int i = 0; i < kWide; i++) halves[i] = half_of(p[i]);
-    return load(halves);
+    return load_as<wide>(halves);
 #endif
 }
 

@@ -19,19 +19,20 @@ enum class Instruction : int32_t { fma8, fma16, pairs_bf16, vnni, tile_bf16, til
 constexpr int kChains = 12;
 
 inline double run_fma8(int rounds, float* sink) {
-    v8 sums[kChains];
-    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = splat(1.0f + i); });
-    v8 factor = splat(0.999f), term = splat(1e-3f);
+    typedef std::conditional_t<kWide == 4, wide, v8> V;
+    V sums[kChains];
+    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = all<V>(1.0f + i); });
+    V factor = all<V>(0.999f), term = all<V>(1e-3f);
     for (int round = 0; round < rounds; round++) {
         unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = fma(sums[i], factor, term); });
 #if PENSTOCK_AVX2
         asm volatile("" : "+x"(factor), "+x"(term));  // or the compiler works it out beforehand
 #endif
     }
-    v8 total = splat(0.0f);
+    V total{};
     unrolled<kChains>(PENSTOCK_EACH(i) { total += sums[i]; });
-    *sink = sum(total);
-    return 2.0 * kLanes * kChains * rounds;
+    *sink = total[0];
+    return 2.0 * sizeof(V) / sizeof(float) * kChains * rounds;
 }
 
 // Loops of an instruction that adds `operations` of them to a sum; add(sum, operand) is the instruction.

@@ -37,6 +37,11 @@ PENSTOCK_INLINE wide_bytes with_high_bits(wide_bytes low, const uint8_t* planes)
         const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), which);
         const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
         low |= (wide_bytes)_mm256_and_si256(is_set, _mm256_set1_epi8(value));
+#elif PENSTOCK_NEON
+        const uint8x8_t bit = vcreate_u8(0x8040201008040201);
+        const uint8x16_t spread = vcombine_u8(vdup_n_u8(planes[0]), vdup_n_u8(planes[1]));
+        const uint8x16_t is_set = vtstq_u8(spread, vcombine_u8(bit, bit));
+        low |= (wide_bytes)vandq_u8(is_set, vdupq_n_u8(value));
 #else
         for (int i = 0; i < 4 * kWide; i++) low[i] |= planes[i / 8] >> i % 8 & 1 ? value : 0;
 #endif
@@ -63,6 +68,8 @@ PENSTOCK_INLINE wide_bytes looked_up(const uint8_t* table, wide_bytes places) {
 #else
     return (wide_bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(all), (__m256i)places);
 #endif
+#elif PENSTOCK_NEON
+    return (wide_bytes)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)places);
 #else
     for (int i = 0; i < 4 * kWide; i++) places[i] = table[places[i]];
     return places;

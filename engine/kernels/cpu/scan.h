@@ -13,8 +13,8 @@ constexpr int kColumns = 32;
 constexpr int kColumnParts = kColumns / kWide;
 
 // Sums over keys run side by side, to hide how long an addition takes: as many as there are registers for.
-constexpr int kFindChains = 8 / kColumnParts;
-constexpr int kUpdateChains = 4 / kColumnParts;
+constexpr int kFindChains = kWide == 16 ? 4 : 2;
+constexpr int kUpdateChains = kFindChains / 2;
 
 // Calls step(chain, key) for all keys: neighbours belong to chains of their own.
 template <int Chains, class Function>

@@ -1,6 +1,7 @@
 // Eight floats at a time, through the vector extensions of GCC and Clang; intrinsics only where those cannot say it.
-// `wide` is what one register holds: 16 floats with AVX-512, else eight. It is for what is done element by element,
-// so that the width changes no bit; sums over a vector always have eight lanes.
+// `wide` is what one register holds: 16 floats with AVX-512, four with NEON, else eight. It is for what is done element by
+// element, so that the width changes no bit; sums over a vector always have eight lanes. (GCC keeps a vector that is wider
+// than a register in memory.)
 //
 // Everything here is exact about order: no reassociation, and a fused multiply-add only where `fma` is written
 // (-ffp-contract=off). The promise that a row's result does not depend on its batch rests on that.
@@ -41,6 +42,10 @@ typedef uint16_t v8h __attribute__((vector_size(16)));
 constexpr int kWide = 16;
 typedef float wide __attribute__((vector_size(64)));
 typedef int32_t wide_int __attribute__((vector_size(64)));
+#elif PENSTOCK_NEON
+constexpr int kWide = 4;
+typedef float wide __attribute__((vector_size(16)));
+typedef int32_t wide_int __attribute__((vector_size(16)));
 #else
 constexpr int kWide = 8;
 typedef v8 wide;
@@ -89,6 +94,8 @@ PENSTOCK_INLINE v8 fma(v8 a, v8 b, v8 c) {
 
 #if PENSTOCK_AVX512
 PENSTOCK_INLINE wide fma(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif PENSTOCK_NEON
+PENSTOCK_INLINE wide fma(wide a, wide b, wide c) { return (wide)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #endif
 
 // ---- numbers of other types ------------------------------------------------------------------------------------
@@ -232,6 +239,16 @@ PENSTOCK_INLINE V load_as(const W* p) {
         return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
     } else if constexpr (std::is_same_v<W, Int8>) {
         return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif PENSTOCK_NEON
+    } else if constexpr (std::is_same_v<W, Half>) {
+        return (V)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
+    } else if constexpr (std::is_same_v<W, BFloat>) {
+        return (V)vshll_n_u16(vld1_u16(&p->bits), 16);
+    } else if constexpr (std::is_same_v<W, Int8>) {
+        int32_t bytes;
+        std::memcpy(&bytes, p, sizeof bytes);
+        const int16x8_t values = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes)));
+        return (V)vcvtq_f32_s32(vmovl_s16(vget_low_s16(values)));
 #endif
     } else {
         V x;
@@ -262,7 +279,7 @@ PENSTOCK_INLINE V load_first(const float* in, int count) {
 }
 
 // Calls function(vector, i, count) for the vectors of n floats, from float i on, of which there are `count` more: wide ones,
-// then eight floats at a time. The vector tells the type; what it holds does not count.
+// then eight floats at a time, of which the last may not be there. The vector tells the type; what it holds does not count.
 template <class Function>
 PENSTOCK_INLINE void for_vectors(int n, const Function& function) {
     int i = 0;
@@ -295,6 +312,8 @@ PENSTOCK_INLINE v8 max(v8 a, v8 b) {
 
 #if PENSTOCK_AVX512
 PENSTOCK_INLINE wide max(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
+#elif PENSTOCK_NEON
+PENSTOCK_INLINE wide max(wide a, wide b) { return a > b ? a : b; }
 #endif
 
 // The largest lane.
