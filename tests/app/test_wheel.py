@@ -120,8 +120,8 @@ esac
     ("target", "needs", "tag", "levels"),
     [
         ("x86_64", "GLIBC_2.28", "manylinux_2_28", {"portable", "avx2", "avxvnni", "avx512", "avx512bf16"}),
-        ("aarch64", "GLIBC_2.17\\0GLIBCXX_3.4.30", "linux", {"portable", "neon"}),
-        ("aarch64", "no version of the GNU C library", "linux", {"portable", "neon"}),
+        ("aarch64", "GLIBC_2.17\\0GLIBCXX_3.4.30", "linux", {"portable", "neon", "dotprod"}),
+        ("aarch64", "no version of the GNU C library", "linux", {"portable", "neon", "dotprod"}),
     ],
 )
 def test_a_wheel_has_the_levels_that_the_compiler_can_build_and_the_tag_that_they_allow(

@@ -54,6 +54,8 @@ _AVX512BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16")
 _AVX512BF16_NEEDS = (*_AVX512_NEEDS, "avx512_bf16")
 _AMX_FLAGS = (*_AVX512BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 _AMX_NEEDS = (*_AVX512BF16_NEEDS, "amx_tile", "amx_bf16", "amx_int8")
+# Of ARMv8.2, without what is optional there.
+_DOTPROD_NEEDS = ("atomics", "asimdrdm", "asimddp")
 
 LEVELS = {
     "x86_64": (
@@ -79,6 +81,7 @@ LEVELS = {
     "aarch64": (
         Level("portable", ("-DPENSTOCK_NO_NEON",), (), "any 64-bit ARM processor, without its vector units"),
         Level("neon", (), (), "NEON, which every 64-bit ARM processor has"),
+        Level("dotprod", ("-march=armv8.2-a+dotprod",), _DOTPROD_NEEDS, "NEON with dot products of bytes"),
     ),
 }
 """The levels of each architecture, the slowest first."""

@@ -26,6 +26,11 @@
 #define PENSTOCK_NEON 1
 #include <arm_neon.h>
 #endif
+#if PENSTOCK_NEON && defined(__ARM_FEATURE_DOTPROD)
+#define PENSTOCK_DOTPROD 1
+#else
+#define PENSTOCK_DOTPROD 0
+#endif
 
 #define PENSTOCK_INLINE inline __attribute__((always_inline))
 

@@ -23,14 +23,14 @@ TILES = "tiles"
 """The level that computes what AMX tiles do without having any."""
 _EMULATED = Path(__file__).with_name("emulated_tiles.h")
 
-NEON = "neon"
-"""The level of 64-bit ARM, which is emulated on other processors."""
 _ARM = "aarch64"
-_EMULATED_NEON = () if this_machine().architecture == _ARM or emulated_arm.missing() else (NEON,)
+ARM_LEVELS = {level.name: level for level in levels_of(_ARM) if level.name != "portable"}
+"""The levels of 64-bit ARM, which are emulated on other processors."""
+_EMULATED_ARM = () if this_machine().architecture == _ARM or emulated_arm.missing() else tuple(ARM_LEVELS)
 
-LEVELS = (*(level.name for level in this_machine().usable()), TILES, *_EMULATED_NEON)
+LEVELS = (*(level.name for level in this_machine().usable()), TILES, *_EMULATED_ARM)
 _QUICK = (LEVELS[0], "portable")
-FEW_LEVELS = tuple(dict.fromkeys((*_QUICK, *_EMULATED_NEON)))
+FEW_LEVELS = tuple(dict.fromkeys((*_QUICK, *_EMULATED_ARM)))
 """Those enough for kernels that have no code of their own for the levels between."""
 
 SHAPE_LEVELS = tuple(name for name in LEVELS if name != AVX512BF16 or name == LEVELS[0])
@@ -40,8 +40,8 @@ SHAPE_LEVELS = tuple(name for name in LEVELS if name != AVX512BF16 or name == LE
 def level_of(name: str, machine: Machine | None = None) -> Level:
     """The level of a name; emulated tiles come on top of the best level without tiles."""
     machine = machine or this_machine()
-    if name in _EMULATED_NEON:
-        return next(level for level in levels_of(_ARM) if level.name == NEON)
+    if name in _EMULATED_ARM:
+        return ARM_LEVELS[name]
     if name != TILES:
         return machine.named(name)
     base = next(level for level in machine.usable() if level.name != AMX)
@@ -72,12 +72,12 @@ def build_levels(names: Iterable[str]) -> None:
 @functools.cache
 def library_of(name: str) -> NativeLibrary:
     """The library of a level; that of an emulated processor computes in a process of its own."""
-    if name in _EMULATED_NEON:
+    if name in _EMULATED_ARM:
         return emulated_arm.EmulatedLibrary(str(_built(name)), level_of(name))
     return load_library(print, level_of(name))
 
 
 def _built(name: str) -> Path:
-    if name in _EMULATED_NEON:
+    if name in _EMULATED_ARM:
         return build(level_of(name), print, _ARM, [emulated_arm.COMPILER])
     return build(level_of(name), print)

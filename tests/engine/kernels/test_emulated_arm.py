@@ -10,7 +10,7 @@ import torch
 from engine.kernels.cpu.levels import this_machine
 from engine.kernels.cpu.native import PackedLinear, Team
 from tests.engine.kernels.emulated_arm import EmulatedLibrary, missing
-from tests.engine.kernels.levels import NEON, level_of, library_of
+from tests.engine.kernels.levels import level_of, library_of
 
 pytestmark = [
     pytest.mark.long("other instruction sets"),
@@ -21,13 +21,13 @@ pytestmark = [
 
 @pytest.fixture
 def level() -> str:
-    return NEON
+    return "neon"
 
 
 @pytest.fixture
 def emulated(built: None) -> Iterator[EmulatedLibrary]:  # noqa: ARG001
     """With a process of its own, which may come to harm."""
-    library = EmulatedLibrary(library_of(NEON).path, level_of(NEON))
+    library = EmulatedLibrary(library_of("neon").path, level_of("neon"))
     yield library
     library.close()
 

@@ -38,9 +38,11 @@ flags\t\t: {}
 ARM = """\
 processor\t: 0
 BogoMIPS\t: 50.00
-Features\t: fp asimd evtstrm aes asimddp bf16 i8mm
+Features\t: {}
 
 """
+CORTEX_A72 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
+GRAVITON_2 = f"{CORTEX_A72} atomics fphp asimdhp asimdrdm lrcpc dcpop asimddp ssbs"
 
 
 def machine(architecture: str, cpuinfo: str, refusal: str = "") -> Machine:
@@ -77,7 +79,8 @@ MACHINES = {
         ["avx2", "portable"],
     ),
     "x86-64 without /proc/cpuinfo": (machine("x86_64", ""), ["portable"]),
-    "ARM": (machine("aarch64", ARM), ["neon", "portable"]),
+    "ARM": (machine("aarch64", ARM.format(CORTEX_A72)), ["neon", "portable"]),
+    "ARM with dot products": (machine("aarch64", ARM.format(GRAVITON_2)), ["dotprod", "neon", "portable"]),
     "ARM without /proc/cpuinfo": (machine("aarch64", ""), ["neon", "portable"]),
     "another architecture": (machine("riscv64", ""), ["portable"]),
 }
@@ -124,7 +127,7 @@ def test_what_keeps_a_machine_from_a_level_is_said(flags: str, refusal: str, lev
 
 def test_nothing_is_better_than_the_best() -> None:
     assert x86(SAPPHIRE_RAPIDS).better() is None
-    assert machine("aarch64", ARM).better() is None
+    assert machine("aarch64", ARM.format(GRAVITON_2)).better() is None
 
 
 @pytest.mark.parametrize("name", ["neon", "AVX2", "avx3", " "])
@@ -143,7 +146,7 @@ def test_a_level_that_does_not_exist_is_refused_with_those_that_do(name: str) ->
         (x86(ZEN_4), "avx512bf16"),
         (x86(COMMON), "avx2"),
         (x86(""), "portable"),
-        (machine("aarch64", ARM), "neon"),
+        (machine("aarch64", ARM.format(GRAVITON_2)), "dotprod"),
     ],
 )
 def test_emulated_tiles_come_on_top_of_the_best_level_without_tiles(machine: Machine, base: str) -> None:
