@@ -30,6 +30,7 @@ from engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, Toke
 from engine.planning.setup import fit_limits, make_tables
 from engine.planning.states import StateUse
 from engine.planning.step import (
+    NO_SECONDS,
     DeviceError,
     OutOfMemory,
     Plan,
@@ -250,6 +251,7 @@ class Engine:
             max_rows=facts.max_rows,
             step_seconds=step_seconds,
             has_experts=facts.has_experts,
+            num_ahead=facts.num_ahead,
         )
 
     def _turn(self, scheduler: Scheduler) -> None:
@@ -329,11 +331,11 @@ class Engine:
         if plan.chunks:
             self._queue.observe(self._load(scheduler, plan, now - started - plan.drafting_s))
         counters, before = scheduler.counters, self._reported
-        drafting, failed = scheduler.drafting, list[str]()
+        drafting, failed, draft_seconds = scheduler.drafting, list[str](), NO_SECONDS
         if drafting is not None:
             failed, drafting.failed = drafting.failed, []
             if plan.chunks and error is None:
-                drafting.observe(plan, now - started)
+                draft_seconds = drafting.observe(plan, now - started)
         self._deliver(
             StepReport(
                 outputs=self._undelivered,
@@ -342,6 +344,7 @@ class Engine:
                 num_prefill_tokens=num_prefill,
                 num_decode_tokens=plan.num_tokens - num_prefill - num_drafts,
                 drafts=_drafts(plan) if num_drafts else {},
+                draft_seconds=draft_seconds,
                 failed_proposers=failed,
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),

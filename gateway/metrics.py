@@ -157,6 +157,14 @@ class Metrics:
             places,
         )
         self.accepted_tokens = counters("accepted_tokens", "Guessed tokens that were right.", places)
+        self.draft_spent = counter(
+            "draft_spent_seconds",
+            "Time of steps with drafts beyond what they are expected to take without: guessing, drafting, verifying.",
+        )
+        self.draft_saved = counter(
+            "draft_saved_seconds",
+            "Time that the tokens which drafts brought would have taken in steps without drafts.",
+        )
         self.failed_proposers = counters(
             "failed_proposers",
             "Failures of proposers of drafts, each of which then rests for some steps.",
@@ -202,6 +210,8 @@ class Metrics:
             ):
                 self.draft_tokens(proposer, position).inc(drafted)
                 self.accepted_tokens(proposer, position).inc(accepted)
+        self.draft_spent.inc(report.draft_seconds.spent_s)
+        self.draft_saved.inc(report.draft_seconds.saved_s)
         for proposer in report.failed_proposers:
             self.failed_proposers(proposer).inc()
         self.preemptions.inc(report.num_preemptions)

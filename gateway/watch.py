@@ -29,7 +29,7 @@ class StepWatch:
     def _clear(self) -> None:
         self._steps: deque[tuple[float, float, int, int, int, int]] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0
-        self._busy_s = self._lag_s = 0.0
+        self._busy_s = self._lag_s = self._spent_s = self._saved_s = 0.0
         self._sums = Counter(dict.fromkeys(_SUMS, 0))
 
     def note(self, report: StepReport) -> None:
@@ -40,6 +40,8 @@ class StepWatch:
         use = report.experts
         experts = (0, 0) if use is None else (use.num_touched, use.num_layers)
         self._sums.update(dict(zip(_SUMS, (*tokens, *others, *experts), strict=True)))
+        self._spent_s += report.draft_seconds.spent_s
+        self._saved_s += report.draft_seconds.saved_s
         if any(tokens[:2]):  # else it reports what happened between steps
             self._num_steps += 1
             self._busy_s += report.duration_s
@@ -58,6 +60,8 @@ class StepWatch:
             "at_ms": _ms(now - self._began_s),
             "num_steps": self._num_steps,
             "busy_ms": _ms(self._busy_s),
+            "draft_spent_ms": _ms(self._spent_s),
+            "draft_saved_ms": _ms(self._saved_s),
             "loop_lag_ms": _ms(self._lag_s),
             "output_tokens": num_output_tokens - self._num_output_tokens,
             **self._sums,

@@ -75,8 +75,6 @@ class Admission:
         """When the last step came back, which is when the one that runs began. On the simulator it may be to come."""
         self.context_each = 0.0
         """KV tokens of a running stream, as it was seen last."""
-        self.rows_each = 1.0
-        """Tokens that a step computes for a running stream, drafts included, of late."""
         self._length = 128.0
         """Tokens of an answer, of late."""
         self._tokens_each = 1.0
@@ -101,7 +99,6 @@ class Admission:
         if num_streams > 0 and not load.num_prefill_tokens:
             self.context_each = load.num_context_tokens / num_streams
         if num_streams > 0:
-            self.rows_each += _LEARNING * (1 + load.num_drafts / num_streams - self.rows_each)
             self._tokens_each += _LEARNING * (1 + load.num_accepted / num_streams - self._tokens_each)
 
     def note_ended(self, ticket: Ticket, sequence: Sequence) -> None:
@@ -141,8 +138,7 @@ class Admission:
         if decodes and chunked:  # what the step reads is not that of streams alone
             self.context_each = num_context / len(decodes)
         num_before = chunked[0].num_computed if chunked else 0
-        streams = Streams(by_lane, num_context, self.rows_each)
-        allowance = self.planner.allowance(streams, self._lively(now), num_before)
+        allowance = self.planner.allowance(Streams(by_lane, num_context), self._lively(now), num_before)
         self._num_prefill = allowance.num_prefill
         return allowance
 
@@ -215,7 +211,7 @@ class Admission:
 
     def _streams(self) -> Streams:
         decodes = {line.lane: line.num_running for line in self._lanes.values() if line.num_running}
-        return Streams(decodes, int(self.context_each * sum(decodes.values())), self.rows_each)
+        return Streams(decodes, int(self.context_each * sum(decodes.values())))
 
     def _lower(
         self, line: LaneLine, lane: LaneLine, load: StepLoad, *, is_before: bool

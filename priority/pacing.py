@@ -52,8 +52,6 @@ class Streams:
     by_lane: Mapping[Lane, int]
     num_context: float = 0.0
     """Tokens of their KV."""
-    rows_each: float = 1.0
-    """Tokens that a step computes for each: its next one, and drafts."""
 
     @property
     def num(self) -> int:
@@ -64,7 +62,10 @@ NO_STREAMS = Streams({})
 
 
 class StepPlanner:
-    """What a step may do, by the lanes' promises and the model of step time."""
+    """What a step may do, by the lanes' promises and the model of step time.
+
+    Drafts do not count: they get what prompts leave of the same time.
+    """
 
     def __init__(self, policies: Mapping[Lane, LanePolicy], model: StepTimeModel) -> None:
         self.policies = policies
@@ -81,20 +82,20 @@ class StepPlanner:
             return UNLIMITED
         tpot_s = self._tpot_s(streams)
         num_decode = self._num_decodes(streams, tpot_s)
-        ttft_s = min((self.policies[lane].ttft_s for lane in lively), default=inf)
-        rows, num_context = num_decode * streams.rows_each, streams.num_context + num_before
+        newcomer_s = min((self.policies[lane].ttft_s for lane in lively), default=inf) / _STEPS_PER_TTFT
+        num_context = streams.num_context + num_before
         num_prefill = min(
-            max(least, self._num_prefill(cap_s, rows, num_context, num_before))
-            for cap_s, least in ((tpot_s, _LEAST_PREFILL), (ttft_s / _STEPS_PER_TTFT, self._half_efficient()))
+            max(least, self._num_prefill(cap_s, num_decode, num_context, num_before))
+            for cap_s, least in ((tpot_s, _LEAST_PREFILL), (newcomer_s, self._half_efficient()))
         )
-        return Allowance(max(1, num_decode), max(num_prefill, _LEAST_PREFILL))
+        return Allowance(max(1, num_decode), max(num_prefill, _LEAST_PREFILL), min(tpot_s, newcomer_s))
 
     def pace(self, streams: Streams, lively: Iterable[Lane], max_batch_tokens: int) -> PromptPace:
         """Returns how prompts are computed beside these streams."""
         allowance = self.allowance(streams, lively)
         num_decode = min(streams.num, allowance.num_decodes)
         num_prefill = min(allowance.num_prefill, max(1, max_batch_tokens - num_decode))
-        fixed_s = self.model.fixed_seconds(num_decode * streams.rows_each, _context_of(streams, num_decode))
+        fixed_s = self.model.fixed_seconds(num_decode, _context_of(streams, num_decode))
         return PromptPace(num_prefill, max(1e-6, fixed_s), self.model.coefficients[1])
 
     def allowed_s(self, lane: Lane, work: float, max_batch_tokens: int) -> float:
@@ -119,7 +120,7 @@ class StepPlanner:
 
     def _decode_s(self, streams: Streams, num: int) -> float:
         """Returns what a step takes in which so many of the streams decode, and that does nothing else."""
-        return self.model.seconds(0, num * streams.rows_each, _context_of(streams, num))
+        return self.model.seconds(0, num, _context_of(streams, num))
 
     def _num_decodes(self, streams: Streams, tpot_s: float) -> int:
         """Returns how many may decode: all, unless those without a promise make the others miss theirs."""
@@ -131,9 +132,9 @@ class StepPlanner:
         too_many = int(excess_s / each_s) + 1 if each_s > 0 else patient
         return streams.num - min(too_many, patient - -(-patient // _CATCH_UP))
 
-    def _num_prefill(self, cap_s: float, rows: float, num_context: float, num_before: float) -> int:
+    def _num_prefill(self, cap_s: float, num_decode: int, num_context: float, num_before: float) -> int:
         """Returns the prompt tokens that a step of `cap_s` has room for beside the decodes."""
-        fitting = self.model.prefill_within(cap_s, rows, num_context, num_before)
+        fitting = self.model.prefill_within(cap_s, num_decode, num_context, num_before)
         return int(min(fitting, UNLIMITED.num_prefill)) // _GRAIN * _GRAIN
 
 

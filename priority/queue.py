@@ -185,7 +185,6 @@ class LaneQueue:
                 num_free_kv=num_free_kv,
                 held=held,
                 context_each=admission.context_each,
-                rows_each=admission.rows_each,
                 step_s=admission.last_step_s if held.num_running else 0.0,
                 is_draining=is_draining,
                 experts_s=model.experts_s,

@@ -160,7 +160,16 @@ class StepTimeModel:
         return 1.0 - float((1.0 - self.chosen_share) ** num_tokens)
 
     def _refit(self) -> None:
-        centre = [c * scale for c, scale in zip(self._fit, _SCALES, strict=False)]
+        is_first = not any(self._fit)
+        self._fit_around(self._fit)
+        if (
+            is_first
+        ):  # until steps with more or fewer of them say otherwise, a decode takes what a prompt token does
+            _, beta, *_ = self._fit
+            self._fit_around([0.0, beta, beta, *self._fit[3:]])
+
+    def _fit_around(self, estimate: Sequence[float]) -> None:
+        centre = [c * scale for c, scale in zip(estimate, _SCALES, strict=False)]
         ridge = _RIDGE * self._gram[0][0] / 100.0
         free = list(self._all)
         while free:

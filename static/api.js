@@ -35,6 +35,8 @@
  * @property {number} at_ms
  * @property {number} num_steps
  * @property {number} busy_ms
+ * @property {number} draft_spent_ms
+ * @property {number} draft_saved_ms
  * @property {number} loop_lag_ms
  * @property {number} output_tokens
  * @property {number} prefill_tokens

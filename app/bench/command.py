@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="generate, batching, prefix cache, 8 bits and drafts, one on top of the other; no other part",
     )
     parser.add_argument(
+        "--drafts",
+        action="store_true",
+        help="drafts on and off in turns, to a verdict for each --workload (W1,W2,W3,W5); no other part",
+    )
+    parser.add_argument(
         "--price",
         type=not_negative,
         default=1.0,
@@ -87,14 +92,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from app.bench.runs import run_ladder, run_parts, run_workloads
+    from app.bench.runs import run_drafts, run_ladder, run_parts, run_workloads
 
     check_level()
     for flag, path in (("--json", options.json), ("--cost", options.cost), ("--plot", options.plot)):
         check_output(flag, path)
     if options.workload and options.ladder:
         raise OperatorError("--workload and --ladder are separate runs; give one of them")
-    is_whole = options.workload or options.ladder
+    if options.drafts and (options.ladder or options.url is not None):
+        raise OperatorError(
+            "--drafts starts servers of its own, and no other part goes with it but --workload"
+        )
+    is_whole = options.workload or options.ladder or options.drafts
     if options.plot is not None and not options.ladder:
         raise OperatorError("--plot goes with --ladder")
     if options.cost is not None and (is_whole or "promise" not in options.only):
@@ -103,13 +112,16 @@ def run(options: argparse.Namespace) -> int:
         raise OperatorError("--url goes with --workload")
     if options.ladder:
         results = run_ladder(options)
+    elif options.drafts:
+        results = run_drafts(options)
     else:
         results = run_workloads(options) if options.workload else run_parts(options)
     if options.cost is not None:
         write_figures(options.cost, results["promise"]["replay"]["machine"])
     write_figures(options.json, results)
     rungs = [row for rows in results.get("ladder", {}).values() for row in rows]
-    return 1 if any(row["failed"] for row in [*rungs, *results.get("http", [])]) else 0
+    compared = [row[name] for row in results.get("drafts", []) for name in ("with", "without")]
+    return 1 if any(row["failed"] for row in [*rungs, *compared, *results.get("http", [])]) else 0
 
 
 def _workloads(text: str) -> list[str]:

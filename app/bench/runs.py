@@ -20,6 +20,7 @@ from app.bench.arithmetic import Arithmetic, read_arithmetic
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Job
+from app.bench.drafts import LANE, TURNS, compare, print_compared
 from app.bench.job import run_module
 from app.bench.ladder import Ladder, print_ladder
 from app.bench.other_server import OtherServer
@@ -27,14 +28,16 @@ from app.bench.promise import SECONDS, PromiseBench
 from app.bench.reader import Answer
 from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
-from app.bench.statistics import number, percentile, rate_until, summarise
+from app.bench.statistics import Figures, number, percentile, rate_until, summarise
 from app.bench.workloads import WORKLOADS, Workload
 from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from app.errors import OperatorError
 from engine.cores import num_cores
+from priority.lanes import DEFAULT_POLICIES, Lane
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
 PREFIX_TOKENS = 512
+_WARM_UP = Workload(name="", streams=4, prompt_tokens=100, output_tokens=40)
 
 Row = dict[str, Any]
 Server = ServerProcess | OtherServer
@@ -128,6 +131,40 @@ def run_ladder(options: argparse.Namespace) -> Row:
 
         draw_ladder(options.plot, ladders)
     return {"machine": machine(), "price_per_hour": options.price, "ladder": ladders}
+
+
+def run_drafts(options: argparse.Namespace) -> Row:
+    """Workloads with drafts and without, in turns; the first model that is given, or the 135 M shape."""
+    subject = read_subject(model_paths(options)[0] if options.model else ensure_checkpoint(LLAMA_135M))
+    dtype, types = options.dtype[0], type_arguments(options)
+    workloads = [WORKLOADS[name] for name in options.workload or ("W1", "W2", "W3", "W5")]
+    with (
+        start_server(subject, dtype, [*LANE, *types], drafts=True) as drafting,
+        start_server(subject, dtype, [*LANE, *types]) as plain,
+    ):
+        for server in (drafting, plain):  # so that both know how long steps take
+            send(server, _WARM_UP, subject)
+        order = itertools.cycle([(drafting, plain), (plain, drafting)])  # neither is always the first
+
+        def ask(workload: Workload) -> tuple[Figures, Figures]:
+            seed, found = subject.seeds(), dict[ServerProcess, Figures]()
+            for server in next(order):
+                answers, _ = send(server, workload, replace(subject, seeds=lambda: seed))
+                found[server] = figures = summarise(answers, workload.streams)
+                name = "with" if server is drafting else "without"
+                say(f"{workload.name}, {name} drafts: {number(figures.tokens_per_s)} tokens/s")
+            return found[drafting], found[plain]
+
+        rows = compare(workloads, ask, 1 if options.quick else TURNS)
+    results = {
+        "machine": machine(),
+        "model": subject.name,
+        "types": types_label(dtype, options),
+        "promised_ms": 1000 * DEFAULT_POLICIES[Lane.STANDARD].tpot_s,
+        "drafts": rows,
+    }
+    print_compared(results)
+    return results
 
 
 def _encoder(path: Path) -> Callable[[str], list[int]]:

@@ -18,7 +18,7 @@ class Interactive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Streams that start together; each sends `rounds` requests of the batch lane, one after another.
+    """Streams that start together; each sends `rounds` requests, one after another.
 
     A prompt is `shared_tokens` that all have in common and `prompt_tokens` of its own, all random.
     """
@@ -32,12 +32,17 @@ class Workload:
     seconds: float | None = None
     """If given, no stream begins a request after so long, and the rate is that of the tokens that came until then."""
     interactive: Interactive | None = None
+    service_tier: str = "flex"
+    """The lane of the streams: of the batch lane nobody is refused."""
 
     def bodies(self, model: str, token_ids: Sequence[int], seed: int) -> list[list[dict[str, object]]]:
         """`bodies[i]` are the requests of stream i."""
         prompts = self._prompts(token_ids, random.Random(seed))
         return [
-            [completion(model, next(prompts), self.output_tokens) for _ in range(self.rounds)]
+            [
+                completion(model, next(prompts), self.output_tokens, self.service_tier)
+                for _ in range(self.rounds)
+            ]
             for _ in range(self.streams)
         ]
 

@@ -110,6 +110,15 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         "percentunit",
         [share("penstock_accepted_tokens_total", "penstock_draft_tokens_total", "{{proposer}}", "proposer")],
     ),
+    (
+        "Time of drafts",
+        "A second: what tokens that drafts brought would have taken without, and what drafts took.",
+        "s",
+        [
+            rate("penstock_draft_saved_seconds_total", name="saved"),
+            rate("penstock_draft_spent_seconds_total", name="spent"),
+        ],
+    ),
     ("Steps", "", "s", quantiles("penstock_step_seconds", by="")),
     (
         "Event loop",

@@ -6,10 +6,11 @@ seed alone. So drafts never change an answer, only how many of its tokens one st
 Drafts come from up to three proposers: two that cost nothing, a lookup and what a grammar forces, and one that costs
 time, a draft model. What the sequence's grammar rules out is never a draft. Which of them drafts for a sequence, and
 how many tokens, is decided anew in every step, for all sequences together: what brings the most tokens a second, by how
-often each proposer was right for the sequence lately, by what such steps take, and by what the model takes.
-Under load, where each token of a step costs, the number of drafts fades to 0 by itself, and the model is not run at
-all. And whether drafts pay is measured (`pace.py`): steps without them are taken now and then where they do, and steps
-with them where they do not.
+often each proposer was right for the sequence lately, by what such steps take (`price.py`), and by what the model
+takes. Under load, where each token of a step costs, the number of drafts fades to 0 by itself, and the model is not run
+at all. No step gets so many that it would break a promise on the time per token. And whether drafts pay is measured
+(`pace.py`): where they do, there is a step without them now and then; where they do not, somebody looks now and then
+what they would bring.
 
 Planning knows nothing of the draft model but that there is one. Its drafts are planned as a number, and are OPEN until
 the runner has made them.
@@ -21,28 +22,25 @@ The choice follows DSpark's rule (most expected tokens for a step's time, over a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from heapq import merge
-from itertools import accumulate
-from operator import mul
+from math import inf
 from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.chunks import set_drafts
 from engine.planning.guesses import Guess, Record
 from engine.planning.pace import Pace
+from engine.planning.price import Price, value
 from engine.planning.request import NO_LIMIT, Sequence
-from engine.planning.step import OPEN, Chunk, Plan, StepSeconds
+from engine.planning.shares import Shares
+from engine.planning.step import NO_SECONDS, OPEN, Chunk, DraftSeconds, Plan, StepSeconds
 
 log = logging.getLogger("penstock.engine")
 
 DRAFT_MODEL = "draft"
 """The draft model's name as a proposer."""
 
-_FIRST_RATE = 0.6
-"""The share of drafts that are supposed to be right while nothing is known of a proposer."""
-_LEARNING, _LEARNING_OF_ALL = 0.15, 0.02
-"""The weights of the latest draft in the shares of its sequence, and of new ones."""
 _LOWEST_RATE = 0.2
 """A model is not asked for drafts of a sequence for which fewer are right."""
 _PROBE_STEPS = 32
@@ -51,6 +49,8 @@ _REST_STEPS, _MOST_REST_STEPS = 256, 65_536
 """A proposer that failed is asked again after so many steps, and after twice as many each time that it fails again."""
 _LEARNING_OF_COSTS = 0.1
 """The weight of the latest drafts in what the draft model takes."""
+_BLOCK = 3
+"""Steps of one kind in a row, while drafts are tried, where steps without them are launched ahead."""
 _SPREAD = 16
 """The tokens that the draft model has yet to read of a sequence are taken to serve so many steps."""
 
@@ -73,9 +73,6 @@ class Drafting:
     """Adds drafts to planned steps, and learns from what came.
 
     A proposer that fails rests, for longer each time; sequences go on without it.
-
-    Attributes:
-        failed: the names of proposers that failed and that nobody took notice of.
     """
 
     def __init__(
@@ -87,8 +84,9 @@ class Drafting:
         forced: Proposer | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         max_rows: int = NO_LIMIT,
-        step_seconds: StepSeconds = lambda *_: 0.0,
+        step_seconds: StepSeconds = lambda *_: 1.0,
         has_experts: bool = False,
+        num_ahead: int = 0,
     ) -> None:
         """
         Args:
@@ -97,17 +95,22 @@ class Drafting:
             forced: proposes at no cost, too, and knows better than the lookup where it proposes anything.
             clock: seconds; without one, drafting seems to take no time.
             max_rows: chunks and drafts that a step with drafts may have.
-            step_seconds: what steps take, without the time it takes to make drafts; 0 stands for no matter what.
+            step_seconds: what steps take, without the time it takes to make drafts; there are none while it says 0.
             has_experts: whether the model has experts: then drafts do not all add the same time.
+            num_ahead: steps without drafts that are launched before the one before has come back.
         """
         self.most = most
         self.clock = clock
         self._max_rows = max_rows
         self._step_seconds = step_seconds
         self._has_experts = has_experts
-        self._seconds: Callable[[int], float] = lambda _: 0.0
-        """What the step that is planned takes with so many tokens, drafts included."""
+        self._block = _BLOCK if num_ahead else 1
+        self._price = Price(1.0, 1.0, lambda _: 0.0)
+        """That of the step that is planned."""
+        self._most_s = inf
+        """The step that is planned may not take longer with drafts."""
         self.failed: list[str] = []
+        """The names of proposers that failed and that nobody took notice of."""
         self._proposers = [proposer for proposer in (lookup, forced) if proposer is not None]
         self._has_model = has_model
         self._model_share = 0.0
@@ -118,10 +121,7 @@ class Drafting:
         self._rests_until: dict[str, int] = {}
         """By proposer that failed: the step from which on it is asked again."""
         names = [proposer.name for proposer in self._proposers] + [DRAFT_MODEL] * has_model
-        self._rates = dict.fromkeys(names, _FIRST_RATE)
-        """By proposer: the share of drafts that were right, of all sequences."""
-        self._factors = {name: [1.0] * most for name in names}
-        """By proposer and position: how often drafts after right ones are right, in units of a sequence's rate."""
+        self._shares = Shares(names, most)
         self._records: dict[Sequence, Record] = {}
         self._paces: dict[int, Pace] = {}
         """By bit length of the number of sequences that sample."""
@@ -142,37 +142,51 @@ class Drafting:
         """
         return self._is_active and self._num_sampling > 0 and self._may_draft
 
-    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
+    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int, most_s: float = inf) -> None:
         """Adds drafts to a plan that is otherwise complete; those of the draft model are OPEN.
 
         Args:
             num_tokens: the most that the whole step may have.
+            most_s: the seconds that the whole step may take; what is longer without drafts gets none.
         """
         self._num_steps += 1
-        self._max_tokens = num_tokens
+        self._max_tokens, self._most_s = num_tokens, most_s
         self._num_sampling = num_sampling = sum(chunk.samples for chunk in plan.chunks)
         self._is_measured = num_sampling == plan.num_tokens
-        room = min(num_tokens - plan.num_tokens, self._max_rows - len(plan.chunks))
+        room = max(0, min(num_tokens - plan.num_tokens, self._max_rows - len(plan.chunks)))
         if not self._is_active or not num_sampling:
             return
         pace = self._pace(num_sampling)
         if pace.drafts and any(chunk.sequence.num_pending > 1 for chunk in plan.chunks):
             return  # a step before it has not come back, and this one says nothing of a turn with drafts
-        plan.turn = pace.turn
-        self._price(plan)
-        if room <= 0 or not self._may_draft or not self._may_pay(plan, num_sampling):
+        price = self._price_of(plan, pace.overhead)
+        if price is None:
             return
+        plan.turn, plan.price, self._price = pace.turn, price, price
+        if not self._may_draft:
+            if pace.is_look_due():
+                self._look(plan, pace, room)
+        elif room > 0 and self._may_pay(num_sampling):
+            self._draft(plan, tables, room)
+
+    def _draft(self, plan: Plan, tables: BlockTables, room: int) -> None:
         started = self.clock()
-        guesses = [guess for chunk in plan.chunks if (guess := self._guess(chunk)) is not None]
-        for proposer in self._proposers:
-            self._ask(proposer, guesses)
-        plan.is_behind = any(proposer.is_behind for proposer in self._proposers)
+        guesses = self._guesses(plan, is_known=True)
         if self._has_model and not self._rests_now(DRAFT_MODEL):
-            self._leave_to_model(guesses, plan, num_sampling)
-        for guess, count in zip(guesses, self._counts(guesses, plan, num_sampling, room), strict=True):
+            self._leave_to_model(guesses, plan, self._num_sampling)
+        counts, _ = self._counts(guesses, self._num_sampling, room)
+        for guess, count in zip(guesses, counts, strict=True):
             if count:
                 guess.add(plan, count, tables)
         plan.drafting_s = self.clock() - started
+
+    def _look(self, plan: Plan, pace: Pace, room: int) -> None:
+        """Finds what drafts would bring, and adds none."""
+        started = self.clock()
+        counts, num_expected = self._counts(self._guesses(plan, is_known=False), self._num_sampling, room)
+        plan.drafting_s = self.clock() - started
+        gain = num_expected * self._price.plain_s / (self._num_sampling * self._price.seconds(sum(counts)))
+        pace.note_outlook(gain, plan.drafting_s, self._price.plain_s)
 
     def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:
         """Puts in the drafts that the draft model made, by open chunk; the places of those that it did not make go.
@@ -199,14 +213,28 @@ class Drafting:
                 set_drafts(plan, chunk, ())
         self._let_rest(DRAFT_MODEL)
 
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """Learns whether drafts pay from what a step took, and what it brought."""
-        pace = self._pace(len(plan.chunks))
+    def observe(self, plan: Plan, seconds: float) -> DraftSeconds:
+        """Learns whether drafts pay from what a step took, and returns what its drafts cost and saved."""
+        price = plan.price
+        if price is None:
+            return NO_SECONDS
+        pace, num_sequences = self._pace(sum(chunk.samples for chunk in plan.chunks)), len(plan.chunks)
+        num_accepted = sum(chunk.num_accepted for chunk in plan.chunks)
         if plan.turn == pace.turn and all(
             chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts) for chunk in plan.chunks
         ):
-            num_accepted = sum(chunk.num_accepted for chunk in plan.chunks)
-            pace.observe(len(plan.chunks) + num_accepted, seconds, is_behind=plan.is_behind)
+            pace.observe(
+                num_sequences,
+                num_sequences + num_accepted,
+                plain_s=price.plain_s,
+                modelled_s=price.modelled_s(plan.num_drafts),
+                seconds=seconds,
+                is_behind=plan.is_behind,
+            )
+        if not plan.num_drafts:
+            return DraftSeconds(plan.drafting_s, 0.0)
+        spent_s = max(0.0, seconds - pace.slowness * price.plain_s)
+        return DraftSeconds(spent_s, num_accepted * pace.slowness * price.token_s)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         """Forgets those of the sequences that ended."""
@@ -223,7 +251,7 @@ class Drafting:
     @property
     def _is_active(self) -> bool:
         """Whether there is a proposer that does not rest."""
-        return not all(map(self._rests_now, self._rates))
+        return not all(map(self._rests_now, self._shares.rates))
 
     def _rests_now(self, name: str) -> bool:
         return self._num_steps < self._rests_until.get(name, 0)
@@ -238,66 +266,65 @@ class Drafting:
         key = num_sampling.bit_length()
         pace = self._paces.get(key)
         if pace is None:
-            pace = self._paces[key] = Pace(num_sampling)
+            pace = self._paces[key] = Pace(block=self._block, is_watched=not self._has_model)
+            if key + 1 in self._paces and self._paces[key + 1].pays:  # where it pays, it pays with fewer rows
+                pace.begin_paying()
         return pace
 
-    def _may_pay(self, plan: Plan, num_sampling: int) -> bool:
+    def _may_pay(self, num_sampling: int) -> bool:
         """Whether one draft that is certainly right would be worth its place; also if nothing is known yet."""
-        now, more = self._seconds(plan.num_tokens), self._seconds(plan.num_tokens + 1)
-        return (num_sampling + 1) * now >= num_sampling * more
+        plain_s, longer_s = self._price.plain_s, self._price.seconds(1)
+        return longer_s <= self._most_s and value(num_sampling + 1, longer_s) >= value(num_sampling, plain_s)
 
-    def _price(self, plan: Plan) -> None:
-        """Finds what the planned step takes without drafts, and what each of them adds."""
-        num_prefill, num_plain = plan.num_prefill, plan.num_tokens
+    def _price_of(self, plan: Plan, overhead: float) -> Price | None:
+        """What a step takes that has no drafts yet, and what they add; None while too little was measured."""
+        num_prefill, num_decode = plan.num_prefill, plan.num_tokens - plan.num_prefill
         rest = plan.num_context, plan.num_attended
 
-        def seconds(num_tokens: int) -> float:
-            return self._step_seconds(num_prefill, num_tokens - num_prefill, *rest)
+        def added_s(num_drafts: int) -> float:
+            return self._step_seconds(num_prefill, num_decode + num_drafts, *rest) - plain_s
 
+        plain_s = self._step_seconds(num_prefill, num_decode, *rest)
+        if plain_s <= 0:
+            return None
+        token_s = plain_s / self._num_sampling
+        if not self._is_measured:
+            context = sum(chunk.start + chunk.num_tokens for chunk in plan.chunks if chunk.samples)
+            token_s = self._step_seconds(0, self._num_sampling, context, 0) / self._num_sampling
         if self._has_experts:  # of which every draft adds fewer than the one before
-            self._seconds = lambda num_tokens: max(seconds(num_tokens), 1e-9)
-            return
-        plain_s, longer_s = seconds(num_plain), seconds(num_plain + 1)
-        least_s, draft_s = max(plain_s, 1e-9), longer_s - plain_s
-        self._seconds = lambda num_tokens: least_s + (num_tokens - num_plain) * draft_s
+            return Price(plain_s, token_s, added_s, overhead)
+        each_s = added_s(1)
+        return Price(plain_s, token_s, lambda num_drafts: num_drafts * each_s, overhead)
 
     # Guessing
 
-    def _guess(self, chunk: Chunk) -> Guess | None:
+    def _guesses(self, plan: Plan, *, is_known: bool) -> list[Guess]:
+        """What the proposers that cost nothing guess of the plan's sequences.
+
+        Args:
+            is_known: whether the host has to know the token before the drafts.
+        """
+        guesses = [g for chunk in plan.chunks if (g := self._guess(chunk, is_known=is_known)) is not None]
+        for proposer in self._proposers:
+            self._ask(proposer, guesses)
+        plan.is_behind = any(proposer.is_behind for proposer in self._proposers)
+        return guesses
+
+    def _guess(self, chunk: Chunk, *, is_known: bool = True) -> Guess | None:
         """A place for the drafts of a chunk; None if it may not have any."""
         sequence = chunk.sequence
-        if not chunk.samples or chunk.num_tokens != 1 or sequence.num_pending != 1:
-            return None  # in a longer step than it is worth, or a token before the drafts is not known on the host
+        if not chunk.samples or chunk.num_tokens != 1 or (is_known and sequence.num_pending != 1):
+            return None
         length = min(self.most, sequence.max_len - 1 - len(sequence.token_ids))
         if length <= 0:
             return None
         record = self._records.get(sequence)
         if record is None:
-            record = self._records[sequence] = Record(dict(self._rates))
+            record = self._records[sequence] = Record(dict(self._shares.rates))
         else:
-            self._learn(record, sequence)
+            self._shares.learn(record, sequence)
         record.start = len(sequence.token_ids)
         return Guess(chunk, record, length)
-
-    def _learn(self, record: Record, sequence: Sequence) -> None:
-        """Compares what was proposed last with what came: that needs no draft to have been computed."""
-        came = sequence.token_ids[record.start : record.start + self.most]
-        for name, drafts in record.proposed.items():
-            factors = self._factors[name]
-            for position, (draft, token_id) in enumerate(zip(drafts, came, strict=False)):
-                is_right = draft == token_id
-                factors[position] += _LEARNING_OF_ALL * (
-                    is_right - min(1.0, record.rates[name] * factors[position])
-                )
-                record.rates[name] += _LEARNING * (is_right - record.rates[name])
-                self._rates[name] += _LEARNING_OF_ALL * (is_right - self._rates[name])
-                if not is_right:
-                    break
-        record.proposed.clear()
-
-    def _chances(self, name: str, rate: float, num: int) -> Iterator[float]:
-        """How likely each of so many drafts is kept, of a sequence for which a share of `rate` is right."""
-        return accumulate((min(1.0, rate * factor) for factor in self._factors[name][:num]), mul)
 
     def _ask(self, proposer: Proposer, guesses: list[Guess]) -> None:
         """Takes the proposer's drafts where it has any."""
@@ -329,7 +356,7 @@ class Drafting:
         if not better:
             return
         asked = [guess for guess in better if guess.record.rates[DRAFT_MODEL] >= _LOWEST_RATE]
-        length = self._best_length(asked, plan, num_sampling) if asked else 0
+        length = self._best_length(asked, num_sampling) if asked else 0
         self._num_idle_steps = 0 if length else self._num_idle_steps + 1
         if length:
             for guess in asked:
@@ -339,19 +366,24 @@ class Drafting:
             guess.take(DRAFT_MODEL, [OPEN])
             guess.rate = 1.0  # for it to be tried
 
-    def _best_length(self, asked: list[Guess], plan: Plan, num_sampling: int) -> int:
-        """How many tokens the model is to draft for each: what brings the most tokens a second."""
+    def _best_length(self, asked: list[Guess], num_sampling: int) -> int:
+        """How many tokens the model is to draft for each: what brings the most tokens a second.
+
+        The time that the model takes is no longer there for verifying.
+        """
         num = len(asked)
         rate = sum(guess.record.rates[DRAFT_MODEL] for guess in asked) / num
-        shares = self._chances(DRAFT_MODEL, rate, self.most)
+        shares = self._shares.chances(DRAFT_MODEL, rate, self.most)
         num_late = self._num_late(guess.chunk for guess in asked)
-        best, best_value, expected = 0, num_sampling / self._seconds(plan.num_tokens), float(num_sampling)
+        price, most_s = self._price, self._most_s
+        best, best_value, expected = 0, value(num_sampling, price.plain_s), float(num_sampling)
         for length, share in enumerate(shares, 1):
             expected += num * share
-            seconds = self._seconds(plan.num_tokens + num * length)
-            seconds += self._model_seconds(num, length, num_late)
-            if expected / seconds > best_value:
-                best, best_value = length, expected / seconds
+            model_s = self._model_seconds(num, length, num_late)
+            seconds = price.seconds(num * length) + model_s
+            if seconds <= most_s and value(expected, seconds) > best_value:
+                best, best_value = length, value(expected, seconds)
+                self._most_s = most_s - model_s
         return best
 
     # What the draft model takes
@@ -382,25 +414,31 @@ class Drafting:
 
     # Choosing
 
-    def _counts(self, guesses: list[Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:
-        """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
+    def _counts(self, guesses: list[Guess], num_sampling: int, room: int) -> tuple[list[int], float]:
+        """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most.
+
+        Returns:
+            The drafts of each guess, and the tokens that the step is expected to bring with them.
+        """
         likely = []
         for place, guess in enumerate(guesses):
             num = len(guess.drafts)
-            kept = self._chances(guess.proposer, guess.rate, num) if num else ()
+            kept = self._shares.chances(guess.proposer, guess.rate, num) if num else ()
             likely.append([(-share, place) for share in kept])
         counts = [0] * len(guesses)
         ordered = list(merge(*likely))[:room]
-        expected = float(num_sampling)
-        best, best_value = 0, expected / self._seconds(plan.num_tokens)
+        expected = num_expected = float(num_sampling)
+        best, best_value = 0, value(expected, self._price.plain_s)
         for number, (share, _) in enumerate(ordered, 1):
             expected -= share
-            value = expected / self._seconds(plan.num_tokens + number)
-            if value > best_value:
-                best, best_value = number, value
+            seconds = self._price.seconds(number)
+            if seconds > self._most_s:
+                break
+            if value(expected, seconds) > best_value:
+                best, best_value, num_expected = number, value(expected, seconds), expected
         for _, place in ordered[:best]:
             counts[place] += 1
-        return counts
+        return counts, num_expected
 
     def _let_rest(self, name: str) -> None:
         """Lets a proposer rest that failed: the cause may pass, as a lack of memory does; if not, it rests longer."""

@@ -1,105 +1,197 @@
-"""Whether drafts pay: steps with them and without, compared by the tokens that they really brought."""
+"""Whether drafts pay: by what they are expected to bring, and by what steps with them really take."""
 
 from __future__ import annotations
 
-_TRIAL_STEPS = 16
-"""Steps over which tokens a second are measured; a quarter of them where there are many sequences."""
-_MANY = 8
-"""Sequences whose steps bring so many tokens that few of them are enough to measure."""
-_LONGEST_KEPT = 16
-"""Trials in a row with drafts, while they pay, before there is one without."""
-_SHORTEST_REST, _LONGEST_REST = 8, 64
-"""Trials without drafts after one in which they did not pay, four times as many if they are short."""
+from collections import deque
+from enum import Enum
+from math import ceil
+from statistics import median
+
+_PAIRS = 8
+"""Steps with drafts of a trial, each beside steps without; and the steps of either kind that are remembered."""
+_ENOUGH = 4
+"""Measured steps without which nothing is said of the time that drafts take."""
+_KEPT_STEPS = 32
+"""Steps with drafts, while they pay, before there is one without."""
+_SHORTEST_REST, _LONGEST_REST = 16, 1024
+"""Steps without drafts after a trial in which they did not pay; twice as many after each such trial in a row."""
 _MOST_BEHIND = 256
 """Steps of a turn that are not measured because a proposer has yet to read what it proposes from."""
-_LOSS = 0.01
-"""The share of the time that drafts may lose: the more a trial lost, the longer the rest after it."""
-_GAIN, _GAIN_OF_MANY = 1.03, 1.1
-"""Less than this is noise; and where there are many sequences, those without drafts pay for the longer steps."""
+_PAYS, _LOSES = 1.03, 1.0
+"""Tokens a second, in units of those without drafts: from the one on a trial is won, below the other comes another."""
+_FADING = 0.875
+"""The weight of a step with drafts in the next one's sums."""
+_LOOK_COST = 0.005
+"""The share of the time that looking what drafts would bring may take while they rest."""
+_MOST_BETWEEN_LOOKS = 16
+
+
+class _State(Enum):
+    RESTS = "rests"
+    IS_TRIED = "is tried"
+    PAYS = "pays"
 
 
 class Pace:
-    """Whether drafts make steps of about so many sequences bring more tokens a second, as measured in turns.
+    """Whether steps of about so many sequences are to have drafts.
 
-    Steps without drafts and steps with them take turns. What is measured is all that drafts cost: looking for them,
-    computing and verifying them; on a device, also that it waits for the host, which has to know what drafts follow,
-    where without drafts it is a step behind. As long as they pay, the turns with them become longer, and else those
-    without.
+    What drafts bring is known without computing any: proposals are compared with what came. What they take, the model
+    of step times says, but for what it does not know: looking for drafts, verifying them, and on a device the wait for
+    the host, which has to know what drafts follow. So while they rest, somebody looks now and then; where they promise
+    to pay there is a trial, in which steps with them and without take turns; and while they pay there is a step without
+    now and then. Times are compared in units of what the model says of each step, and by their medians: what else the
+    machine does slows neighbours of both kinds, and what slows a few steps changes nothing.
     """
 
-    def __init__(self, num_sequences: int = 1) -> None:
-        self._trial_steps, rest_factor, self._gain = _TRIAL_STEPS, 1, _GAIN
-        if num_sequences >= _MANY:
-            self._trial_steps, rest_factor, self._gain = max(1, _TRIAL_STEPS // 4), 4, _GAIN_OF_MANY
-        self._shortest_rest, self._longest_rest = rest_factor * _SHORTEST_REST, rest_factor * _LONGEST_REST
+    def __init__(self, *, block: int = 1, is_watched: bool = False) -> None:
+        """
+        Args:
+            block: steps of one kind in a row. If more than one, the first is not measured: a device without drafts is a
+                step ahead of the host.
+            is_watched: whether somebody looks what drafts would bring while they rest; else there is a trial after
+                each rest.
+        """
         self.drafts = False
         """Whether the next step may have drafts."""
         self.turn = 0
         """Turns are numbered. A step that was planned in one and ends in the next says nothing of either."""
-        self._left = 1
-        """Trials of this turn."""
-        self._kept = 1
-        """Trials of the next turn with drafts."""
-        self._plain_rate = 0.0
-        """Tokens a second without drafts."""
-        self._plain_s = 0.0
-        """What the last trial without drafts took."""
-        self._drafted_rate = 0.0
-        """Tokens a second with drafts, since they were found to pay; 0 before their first trial."""
-        self._lost_s = 0.0
-        """What the turn with drafts took longer than its tokens would have taken without."""
+        self._block, self._is_watched = block, is_watched
+        self._state = _State.RESTS
+        self._left = 0
+        """Steps to measure until the turn ends, or the rest."""
+        self._num_lost = 0
+        """Trials in a row in which drafts did not pay."""
+        self._num_drafted = 0
+        """Steps with drafts that were measured in this trial."""
         self._is_first = False
-        """The next step is the first of a turn, in which proposers catch up, or a device without drafts has nothing to
-        do while the host plans: it says nothing of others."""
+        """The next step is the first of a turn, which is not measured."""
         self._num_behind = 0
-        """More steps of this turn in which proposers caught up."""
-        self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
+        """Steps of this turn in which proposers caught up."""
+        self._plain, self._drafted = (deque[float](maxlen=_PAIRS) for _ in range(2))
+        """By kind of step: what the last ones took, in units of what was expected."""
+        self._worth_s = self._cost_s = 0.0
+        """Of late steps with drafts: what their tokens would have taken without, and what the model says they take."""
+        self._until_look = 0
+        self._between_looks = 1
 
     @property
     def pays(self) -> bool:
         """Whether drafts are known to pay, and not only tried."""
-        return self.drafts and self._drafted_rate > 0
+        return self._state is _State.PAYS
 
-    def observe(self, num_tokens: int, seconds: float, *, is_behind: bool = False) -> None:
-        """A step brought so many tokens."""
-        if self.drafts:
-            self._lost_s += seconds - num_tokens / max(self._plain_rate, 1e-9)
+    @property
+    def overhead(self) -> float:
+        """What steps with drafts take in units of what is expected of them, by that of steps without."""
+        if min(len(self._plain), len(self._drafted)) < _ENOUGH:
+            return 1.0
+        return median(self._drafted) / max(median(self._plain), 1e-9)
+
+    @property
+    def slowness(self) -> float:
+        """What steps without drafts take in units of what is expected of them."""
+        return median(self._plain) if len(self._plain) >= _ENOUGH else 1.0
+
+    @property
+    def gain(self) -> float:
+        """The tokens a second of late steps with drafts, in units of those without."""
+        return self._worth_s / max(self._cost_s * self.overhead, 1e-9)
+
+    def begin_paying(self) -> None:
+        """Takes for granted that drafts pay, until that is seen to be wrong."""
+        self._num_lost = 0
+        self._state = _State.PAYS
+        self._begin_turn(drafts=True, num_steps=self._block * _KEPT_STEPS)
+
+    # While they rest
+
+    def is_look_due(self) -> bool:
+        """Whether it is time to look what drafts would bring; called once a step."""
+        if self._state is not _State.RESTS or not self._is_watched or self._left > _MOST_BETWEEN_LOOKS:
+            return False
+        self._until_look -= 1
+        return self._until_look < 0
+
+    def note_outlook(self, gain: float, look_s: float, plain_s: float) -> None:
+        """Somebody looked.
+
+        Args:
+            gain: the tokens a second that drafts promise, in units of those without.
+            look_s: what it took to look.
+            plain_s: what a step takes.
+        """
+        self._between_looks = min(max(1, ceil(look_s / (_LOOK_COST * plain_s))), _MOST_BETWEEN_LOOKS)
+        self._until_look = self._between_looks - 1
+        if gain >= _PAYS and self._left <= 0:
+            self._try()
+
+    # What steps took
+
+    def observe(
+        self,
+        num_sequences: int,
+        num_tokens: int,
+        *,
+        plain_s: float,
+        modelled_s: float,
+        seconds: float,
+        is_behind: bool = False,
+    ) -> None:
+        """A step of this turn brought so many tokens.
+
+        Args:
+            plain_s: what the model expected of it without drafts.
+            modelled_s: what the model expected of it as it was.
+            seconds: what it took.
+        """
         if self._is_first:
             self._is_first = False
             return
         if is_behind and self._num_behind < _MOST_BEHIND:
             self._num_behind += 1
             return
-        self._num_steps += 1
-        self._num_tokens += num_tokens
-        self._seconds += seconds
-        if self._num_steps < self._trial_steps:
-            return
-        rate = self._num_tokens / max(self._seconds, 1e-9)
-        taken_s = self._seconds
-        self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
+        (self._drafted if self.drafts else self._plain).append(seconds / max(modelled_s, 1e-9))
+        if self.drafts:
+            self._num_drafted += 1
+            self._worth_s = _FADING * self._worth_s + num_tokens * plain_s / num_sequences
+            self._cost_s = _FADING * self._cost_s + modelled_s
         self._left -= 1
-        if not self.drafts:
-            self._plain_rate = (self._plain_rate + rate) / 2 if self._plain_rate else rate
-            self._plain_s = taken_s
-            if not self._left:
-                self._begin_turn(drafts=True, num_trials=self._kept)
-                self._lost_s = 0.0
+        if self._left <= 0:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """A turn has ended, or a rest."""
+        match self._state:
+            case _State.RESTS:
+                self._drafted.clear()  # what they took then says nothing of the next trial
+                if not self._is_watched:
+                    self._try()
+            case _State.IS_TRIED if self._num_drafted >= _PAIRS:
+                self._decide()
+            case _State.IS_TRIED:
+                self._begin_turn(drafts=not self.drafts, num_steps=self._block)
+            case _State.PAYS if self.drafts:
+                self._begin_turn(drafts=False, num_steps=self._block)
+            case _State.PAYS if self.gain < _LOSES:
+                self._try()
+            case _State.PAYS:
+                self._begin_turn(drafts=True, num_steps=self._block * _KEPT_STEPS)
+
+    def _try(self) -> None:
+        self._state, self._num_drafted = _State.IS_TRIED, 0
+        self._worth_s = self._cost_s = 0.0
+        self._drafted.clear()
+        self._begin_turn(drafts=True, num_steps=self._block)
+
+    def _decide(self) -> None:
+        """The trial is over."""
+        if self.gain >= _PAYS:
+            self.begin_paying()
             return
-        self._drafted_rate = (self._drafted_rate + rate) / 2 if self._drafted_rate else rate
-        if self._drafted_rate < self._gain * self._plain_rate:
-            self._rest()
-        elif not self._left:
-            self._begin_turn(drafts=False, num_trials=1)
-            self._kept = min(2 * self._kept, _LONGEST_KEPT)
+        self._state = _State.RESTS
+        self._begin_turn(drafts=False, num_steps=min(_SHORTEST_REST << self._num_lost, _LONGEST_REST))
+        self._num_lost = min(self._num_lost + 1, 16)
 
-    def _begin_turn(self, *, drafts: bool, num_trials: int) -> None:
-        self.drafts, self._left = drafts, num_trials
-        self._is_first, self._num_behind = True, 0
+    def _begin_turn(self, *, drafts: bool, num_steps: int) -> None:
+        self.drafts, self._left = drafts, num_steps
+        self._is_first, self._num_behind = self._block > 1, 0
         self.turn += 1
-
-    def _rest(self) -> None:
-        """Goes without drafts for so long that what they lost is a small share of the time."""
-        wanted = int(self._lost_s / (_LOSS * max(self._plain_s, 1e-9)))
-        self._begin_turn(drafts=False, num_trials=min(max(wanted, self._shortest_rest), self._longest_rest))
-        self._kept, self._drafted_rate = 1, 0.0

@@ -95,7 +95,7 @@ class Scheduler(StepResults):
         self._resume_waiting(plan, now)
         self._admit_queued(plan, now)
         if self.drafting is not None:
-            self.drafting.extend(plan, tables=self.tables, num_tokens=self.most_tokens)
+            self.drafting.extend(plan, self.tables, self.most_tokens, allowance.most_s)
         if plan.chunks:
             plan.number = self.tables.begin_step(plan.copies)
             self.tables.assign(plan)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from engine.planning.prefix_events import PrefixEvent
+from engine.planning.price import Price
 from engine.planning.request import NO_LIMIT, DraftCount, Output, Pooling, Request, Sequence, TokenLogprobs
 from engine.planning.states import ChunkState
 
@@ -107,6 +109,8 @@ class Plan:
     """Limits the choice of its tokens; known when `StepInFlight.choose` is called."""
     turn: int = -1
     """The turn of its `Pace` that it was planned in; -1 if what it takes says nothing of that."""
+    price: Price | None = None
+    """What it was expected to take with drafts and without; None if nobody asked, or too little was measured."""
     is_behind: bool = False
     """Whether a proposer of its drafts has yet to read what it proposes from."""
     experts: ExpertUse | None = None
@@ -292,6 +296,19 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSeconds:
+    """What drafts did to the time of steps."""
+
+    spent_s: float
+    """Time beyond that of the same steps without drafts: looking for them, making and verifying them."""
+    saved_s: float
+    """The time that the tokens which they brought would have taken in steps without drafts."""
+
+
+NO_SECONDS = DraftSeconds(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Allowance:
     """The work that the queue grants one step."""
 
@@ -299,6 +316,8 @@ class Allowance:
     """Running sequences that may decode; the least urgent ones take turns if these are fewer."""
     num_prefill: int
     """Tokens of prompts, and of what has to be computed again."""
+    most_s: float = inf
+    """No draft is granted a step that is expected to take longer with it."""
 
 
 UNLIMITED = Allowance(1 << 30, 1 << 30)
@@ -403,6 +422,7 @@ class StepReport:
     num_decode_tokens: int = 0
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     """The drafts that the step verified, and the right ones, each of which brought one token more, by proposer."""
+    draft_seconds: DraftSeconds = NO_SECONDS
     failed_proposers: ListLike[str] = ()
     """The proposers that failed since the report before."""
     num_running: int = 0

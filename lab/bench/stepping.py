@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from engine.execution.loaded import LoadedModel
 from engine.execution.runner import ModelRunner
@@ -88,7 +89,7 @@ class Always(Drafting):
     def is_due(self) -> bool:
         return True
 
-    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:  # noqa: ARG002
+    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
         chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
         lengths = [
             min(self.most, chunk.sequence.max_len - 1 - len(chunk.sequence.token_ids)) for chunk in chunks

@@ -182,7 +182,7 @@ class Replica:
             decodes = {other: work.num_running for other, work in load.lanes.items() if work.num_running}
             num_context = int(load.context_each * sum(decodes.values()))
             lively = {other for other, work in load.lanes.items() if work.is_lively} | {lane}
-            streams = Streams(decodes, num_context, load.rows_each)
+            streams = Streams(decodes, num_context)
             pace = self._paces[lane] = self._planner.pace(streams, lively, self._snapshot.max_batch_tokens)
         return pace
 

@@ -68,8 +68,6 @@ class Load:
     held: Held
     context_each: float = 0.0
     """Tokens of KV of a running stream, on average."""
-    rows_each: float = 1.0
-    """Tokens that a step computes for a running stream, drafts included."""
     step_s: float = 0.0
     """Seconds that the last step took; 0 if none runs."""
     is_draining: bool = False

@@ -110,6 +110,16 @@ const CHARTS = [
     most: 1,
   },
   {
+    title: "Time that drafts saved in a second",
+    series: [
+      { label: "saved", color: "leaf", area: true },
+      { label: "spent on them", color: "sun" },
+    ],
+    values: (history) => [history.series(perSecond("draft_saved_ms")), history.series(perSecond("draft_spent_ms"))],
+    format: ms,
+    least: 100,
+  },
+  {
     title: "Experts read by a layer",
     series: [{ label: "in a step, of ten seconds", color: "deep" }],
     values: ratio("experts_touched", "expert_layers"),

@@ -194,6 +194,7 @@ SOME = ["--only", "generate,http,prefix", "--streams", "1,3", "--kv-dtype", "int
         ("parts", ["--model", "llama-tiny", *SOME]),
         ("quick", ["--quick", "--dtype", "auto"]),
         ("workloads", ["--workload", "W1,W4", "--dtype", "float32", "--quantize", "int8"]),
+        ("drafts", ["--drafts", "--workload", "W1,W3", "--dtype", "auto", "--quantize", "int8"]),
         ("ladder", ["--ladder", "--price", "2", "--model", "llama-tiny"]),
     ],
 )

@@ -29,7 +29,7 @@ from engine.model.families import FAMILIES
 from engine.model.gguf.container import TYPES
 from engine.model.gguf.kinds import KINDS
 from engine.parallel import group
-from engine.planning import block_map, grammar_check, grammars, lookup, pace
+from engine.planning import block_map, grammar_check, grammars, lookup, pace, price
 from engine.planning.request import SamplingParams
 from engine.quant.storages import packing
 from gateway import watch
@@ -167,10 +167,12 @@ CLAIMS: dict[str, list[str]] = {
         f"and {lookup._MOST_REMEMBERED:,} of all of them together",
         f"how many tokens, at most {config.MAX_DRAFTS}:",
         f"There is room for {config._VERIFIED_ROWS} rows",
-        f"what pays by {100 * (pace._GAIN - 1):.0f} % over {pace._TRIAL_STEPS} steps is kept",
-        f"a look at steps without after at most {pace._LONGEST_KEPT * pace._TRIAL_STEPS}",
-        f"has to pay by {100 * (pace._GAIN_OF_MANY - 1):.0f} %",
-        f"for {pace._SHORTEST_REST * pace._TRIAL_STEPS} to {pace._LONGEST_REST * pace._TRIAL_STEPS:,} steps",
+        f"bring {100 * price._LONG:.0f} % more than its part",
+        f"looks at {100 * pace._LOOK_COST:g} % of the time, at least once in {pace._MOST_BETWEEN_LOOKS} steps",
+        f"promise {100 * (pace._PAYS - 1):.0f} % more tokens",
+        f"take turns, {pace._PAIRS} of each",
+        f"one step in {pace._KEPT_STEPS + 1} has none",
+        f"a rest of {pace._SHORTEST_REST} steps, and of twice as many, up to {pace._LONGEST_REST:,},",
     ],
     "docs/internals/quantization.md": [
         f"at most {quantize_cache.MOST_BYTES >> 30} GiB in all",

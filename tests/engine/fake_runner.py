@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from math import inf
 
 from engine.execution.draft_kv import DraftChunk, DraftKV
 from engine.planning.block_tables import BlockTables
@@ -308,23 +309,22 @@ class UnpricedDrafting(Drafting):
     def is_due(self) -> bool:
         return self._random.random() < 0.8
 
-    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
-        pace = self._pace(sum(chunk.samples for chunk in plan.chunks))
-        pace.drafts, pace._drafted_rate = True, 1.0
-        super().extend(plan, tables, num_tokens)
+    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int, most_s: float = inf) -> None:
+        self._pace(sum(chunk.samples for chunk in plan.chunks)).begin_paying()
+        super().extend(plan, tables, num_tokens, most_s)
 
-    def _may_pay(self, plan: Plan, num_sampling: int) -> bool:  # noqa: ARG002
+    def _may_pay(self, num_sampling: int) -> bool:  # noqa: ARG002
         return True
 
     def _best_length(self, *_: object) -> int:
         return self._random.randint(0, self.most)
 
-    def _counts(self, guesses: list[Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:  # noqa: ARG002
+    def _counts(self, guesses: list[Guess], num_sampling: int, room: int) -> tuple[list[int], float]:
         counts = []
         for guess in guesses:
             counts.append(min(room, self._random.randint(len(guess.drafts) // 2, len(guess.drafts))))
             room -= counts[-1]
-        return counts
+        return counts, num_sampling
 
 
 def drafting_always(
@@ -334,7 +334,8 @@ def drafting_always(
     drafting = Drafting(proposer, most, has_model=has_model, forced=forced)
     for number in range(8):
         drafting._paces[number] = pace = Pace()
-        pace.drafts, pace._left = True, 1 << 30
+        pace._try()
+        pace._left = 1 << 30
     return drafting
 
 

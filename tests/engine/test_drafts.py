@@ -113,12 +113,6 @@ def num_accepted(driver: Driver) -> int:
     return count(driver, "proposer").num_accepted
 
 
-@pytest.fixture(autouse=True)
-def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers are short here, and drafts are to be in most of their steps."""
-    monkeypatch.setattr("engine.planning.pace._TRIAL_STEPS", 2)
-
-
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     driver = Driver(make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3")), num_blocks=256)

@@ -153,11 +153,8 @@ def test_while_drafts_may_be_had_a_step_is_waited_for_before_the_next_is_planned
     assert harness.runner.num_unknown == 1
 
 
-def test_while_drafts_rest_a_step_is_in_flight_as_ever(
-    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_drafts_rest_a_step_is_in_flight_as_ever(harness: EngineHarness) -> None:
     """Over turns of both kinds. Only the first step of a turn without drafts finds nothing before it in flight."""
-    monkeypatch.setattr("engine.planning.pace._TRIAL_STEPS", 4)
     harness.start()
     scheduler = harness.engine._scheduler
     assert scheduler is not None
@@ -168,7 +165,7 @@ def test_while_drafts_rest_a_step_is_in_flight_as_ever(
             proposed.append(len(lengths))
             return [[0] for _ in sequences]
 
-    scheduler.drafting = Drafting(Wrong(random.Random(0), 0.0), 3)
+    scheduler.drafting = Drafting(Wrong(random.Random(0), 0.0), 3, num_ahead=1)
     harness.submit("r", [1, 2, 3], max_tokens=90)
     harness.assert_whole("r", [1, 2, 3], 90)
     harness.stop()

@@ -149,15 +149,6 @@ def test_those_that_gave_way_go_on_first() -> None:
     assert elsewhere == alone
 
 
-def test_drafts_cost_rows_in_the_steps_that_prompts_are_computed_in() -> None:
-    queue = make_queue(model=known_model())
-    running(queue, *(ask(f"s{n}", 100, max_tokens=200) for n in range(50)))
-    drafted = {"num_prefill_tokens": 64, "num_decode_tokens": 200, "num_drafts": 150, "num_running": 50}
-    for _ in range(200):
-        queue.observe(replace(IDLE, **drafted))  # type: ignore[arg-type]
-    assert queue.admission.rows_each == pytest.approx(4.0, rel=0.01), "learnt beside prompts, too"
-
-
 needs = st.builds(Need, st.floats(1, 500), st.floats(1, 500), st.integers(1, 4), st.just(0.0))
 
 

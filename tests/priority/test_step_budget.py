@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from math import inf
+from math import inf, isfinite
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +80,21 @@ def test_prefill_and_every_promised_stream_always_go_on(
     assert granted.num_decodes >= max(1, promised + patient / 8)
     if not patient:
         assert granted.num_decodes == max(1, promised)
+
+
+@given(model=models, by_lane=decodes, each=st.integers(0, 3_000), lively=st.sets(st.sampled_from(Lane)))
+def test_drafts_get_no_more_time_than_what_is_promised(
+    model: StepTimeModel, by_lane: dict[Lane, int], each: int, lively: set[Lane]
+) -> None:
+    """Whatever is promised, to those who run and to those who come, bounds a step with drafts as one with prompts."""
+    granted = StepPlanner(DEFAULT_POLICIES, model).allowance(
+        Streams(by_lane, each * sum(by_lane.values())), lively
+    )
+    alone_s = model.seconds(0, 1, each)
+    kept = {lane: num for lane, num in by_lane.items() if DEFAULT_POLICIES[lane].tpot_s >= alone_s}
+    ttft_s = min((DEFAULT_POLICIES[lane].ttft_s for lane in lively), default=inf)
+    assert granted.most_s <= min(tightest(kept), ttft_s / 8)
+    assert isfinite(granted.most_s) == isfinite(min(tightest(kept), ttft_s))
 
 
 @given(model=models, lively=st.sets(st.sampled_from(Lane)))

@@ -54,6 +54,8 @@ def steps_event(at_ms: float, *, output_tokens: int = 0, **fields: Any) -> tuple
         "at_ms": at_ms,
         "num_steps": 2,
         "busy_ms": 9.0,
+        "draft_spent_ms": 4.0,
+        "draft_saved_ms": 6.0,
         "loop_lag_ms": 1.5,
         "output_tokens": output_tokens,
         "prefill_tokens": 30,

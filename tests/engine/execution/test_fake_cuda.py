@@ -19,7 +19,7 @@ from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.kernels.kv_cache import QUANTIZED
 from engine.model.drafts import DraftSource
 from engine.planning.request import Pooling, Sequence
-from engine.planning.step import OutOfMemory, Plan, StepResult
+from engine.planning.step import DraftSeconds, OutOfMemory, Plan, StepResult
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.eagle_heads import make_eagle
@@ -128,9 +128,10 @@ def test_verifying_drafts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> Non
     verified = list[int]()
 
     class Drafts(UnpricedDrafting):
-        def observe(self, plan: Plan, seconds: float) -> None:
-            super().observe(plan, seconds)
+        def observe(self, plan: Plan, seconds: float) -> DraftSeconds:
+            found = super().observe(plan, seconds)
             verified.extend(len(chunk.drafts) - chunk.num_accepted for chunk in plan.chunks if chunk.drafts)
+            return found
 
     drafting = Drafts(Zeros(), 4, random.Random(0))
     assert_complete(StepDriver(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))

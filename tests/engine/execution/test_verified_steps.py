@@ -21,7 +21,7 @@ from engine.kernels.ops import reference_kernels
 from engine.model.drafts import DraftSource, SharedTokens
 from engine.planning.drafting import Proposer
 from engine.planning.request import Sequence
-from engine.planning.step import Masks, Plan, StepInFlight
+from engine.planning.step import DraftSeconds, Masks, Plan, StepInFlight
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.execution.test_steps import SEATS, RepeatingDevice, StepDriver, ask, device_runner, padded
 from tests.engine.fake_runner import UnpricedDrafting
@@ -109,11 +109,12 @@ class Drafts(UnpricedDrafting):
         super().__init__(lookup, most, random.Random(1), has_model=lookup is None)
         self.count = Counter[bool]()
 
-    def observe(self, plan: Plan, seconds: float) -> None:
-        super().observe(plan, seconds)
+    def observe(self, plan: Plan, seconds: float) -> DraftSeconds:
+        found = super().observe(plan, seconds)
         for chunk in plan.chunks:
             self.count[True] += chunk.num_accepted
             self.count[False] += len(chunk.drafts) - chunk.num_accepted
+        return found
 
 
 @pytest.mark.parametrize(

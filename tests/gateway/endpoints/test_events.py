@@ -17,7 +17,7 @@ from engine.planning.block_map import BlockMap
 from engine.planning.prefix_events import Dropped, Stored
 from engine.planning.request import DraftCount
 from engine.planning.states import StateUse
-from engine.planning.step import ExpertUse, StepReport
+from engine.planning.step import NO_SECONDS, DraftSeconds, ExpertUse, StepReport
 from gateway.access.keys import digest_of
 from gateway.endpoints import events
 from gateway.service import ServiceOptions
@@ -168,6 +168,7 @@ async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
                 num_prefill_tokens=5,
                 num_decode_tokens=3,
                 drafts={"lookup": count} if i == MAX_STEPS else {},
+                draft_seconds=DraftSeconds(0.002, 0.003) if i == MAX_STEPS else NO_SECONDS,
                 num_preemptions=1,
                 num_prefix_query_tokens=10,
                 num_prefix_hit_tokens=4,
@@ -183,6 +184,8 @@ async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
             "at_ms": 0.0,
             "num_steps": num_steps,
             "busy_ms": num_steps * 1.0,
+            "draft_spent_ms": 2.0,
+            "draft_saved_ms": 3.0,
             "loop_lag_ms": 20.0,
             "output_tokens": 0,
             "prefill_tokens": 5 * num_steps,
