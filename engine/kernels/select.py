@@ -28,6 +28,8 @@ from engine.spec import Attention, Experts, GatedDelta, Mamba2, ShortConv, State
 
 PREFILLED = 160
 """Tokens of a prompt that is attended on trial: more than a decode kernel ever has of one sequence."""
+PROMPT_OF_STATES = 32
+"""Tokens of a prompt that goes through layers with a state on trial: as few as have kernels of their own."""
 ROWS_OF_EXPERTS = (1, 2, 40, 140)
 """Rows that four experts are tried with: a single one, and some of every number that has tiles of its own."""
 
@@ -366,10 +368,12 @@ def _trials_of_experts(kernels: Kernels, model: ModelConfig) -> dict[str, Trial]
 
 
 def _trials_of_states(kernels: Kernels, model: ModelConfig) -> dict[str, Trial]:
-    """A trial of each kind of layer with a state that the model has: in place, after a replayed row, with a save."""
-    device, dtype = kernels.device, kernels.activation_dtype
-    slots, saves = (torch.tensor([each], dtype=torch.int32) for each in ((1, 1, 1, 1), (0, 1, 2, 0)))
-    step = blank_batch([2], [2], torch.zeros(1, 1, dtype=torch.int32))
+    """A trial of each kind of layer with a state that the model has: a draft in place after a replayed row, and a save;
+    and a prompt, which has kernels of its own."""
+    device, dtype, counts = kernels.device, kernels.activation_dtype, [2, PROMPT_OF_STATES]
+    slots = torch.tensor([(1, 1, 1, 1), (0, 0, 0, PROMPT_OF_STATES)], dtype=torch.int32)
+    saves = torch.tensor([(0, 1, 2, 0)], dtype=torch.int32)
+    step = blank_batch(counts, counts, torch.zeros(2, 1, dtype=torch.int32))
     batch = replace(step, state_slots=slots, state_saves=saves).to(device)
 
     def run(mixer: StateMixer) -> Tensor:
@@ -379,7 +383,9 @@ def _trials_of_states(kernels: Kernels, model: ModelConfig) -> dict[str, Trial]:
         tensors |= {name: torch.zeros(norm.size) for name, norm in mixer.norms().items()}
         own = StateVectors(**{name: tensor.to(device) for name, tensor in tensors.items()})
         rows, *gates = (
-            torch.zeros(2, sum(rows.count for rows in mixer.maps()[name].rows), device=device, dtype=dtype)
+            torch.zeros(
+                sum(counts), sum(rows.count for rows in mixer.maps()[name].rows), device=device, dtype=dtype
+            )
             for name in ("into", "gates")
             if name in mixer.maps()
         )

@@ -38,6 +38,7 @@ PARTS = (
     Part("qwen3-0.6b", "serving", 150, ("qwen3-0.6b",)),
     Part("quantized", "quantized", 150),
     Part("experts", "experts", 100),
+    Part("states", "states", 100),
     Part("drafts", "drafts", 170),
     Part("llama-8b-int4", "serving", 100, ("llama-8b-int4",)),
     Part("llama-8b-fp8", "serving", 100, ("llama-8b-fp8",), is_for_dry_runs=False),

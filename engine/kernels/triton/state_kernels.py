@@ -12,7 +12,7 @@ import triton.language as tl
 NEVER = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["num_saves"])
+@triton.jit(do_not_specialize=["num_saves", "most_rows"])
 def state_kernel(
     made: tl.tensor,
     rows: tl.tensor,
@@ -32,6 +32,7 @@ def state_kernel(
     slots: tl.tensor,
     saves: tl.tensor,
     num_saves: tl.tensor,
+    most_rows: tl.tensor,
     least_step: tl.tensor,
     most_step: tl.tensor,
     query_scale: tl.tensor,
@@ -60,8 +61,13 @@ def state_kernel(
         rows: the inputs of the convolution; those of queries, keys and values begin where the constants say.
         gates: b and a of all heads of a gated delta net; d of Mamba-2.
         state, history, pending: of slot 0. They are None, as `slots`, if all sequences begin and nothing is kept.
+        most_rows: sequences with more are left to others.
     """
     sequence = tl.program_id(1)
+    start = tl.load(query_starts + sequence).to(tl.int64)
+    num_rows = (tl.load(query_starts + sequence + 1) - start).to(tl.int32)
+    if num_rows > most_rows:
+        return
     NUM_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_VALUES - 1) // BLOCK_VALUES
     head = tl.program_id(0) // NUM_BLOCKS
     key_head = head % NUM_KEY_HEADS if IS_TILED else head // (NUM_HEADS // NUM_KEY_HEADS)
@@ -78,8 +84,6 @@ def state_kernel(
     head_decay = tl.load(decay + head)
     head_bias = tl.load(step_bias + head)
 
-    start = tl.load(query_starts + sequence).to(tl.int64)
-    num_rows = (tl.load(query_starts + sequence + 1) - start).to(tl.int32)
     rows += start * row_stride
     places = (head * KEY_DIM + keys[:, None]) * VALUE_DIM + values[None, :]
     inside = is_key[:, None] & is_value[None, :]
@@ -98,7 +102,7 @@ def state_kernel(
     begin = -replayed
     done = num_rows * 0 - 1
     while done < num_rows:
-        saved = _next_save(saves, num_saves, sequence, done, SAVES)
+        saved = next_save(saves, num_saves, sequence, done, SAVES)
         done = tl.minimum(saved, tl.where(certain > done, certain, num_rows))
         for number in range(begin, done):
             row = start + number
@@ -115,12 +119,12 @@ def state_kernel(
                 )
                 q *= tl.rsqrt(tl.sum(q * q) + unit_eps) * query_scale
                 k *= tl.rsqrt(tl.sum(k * k) + unit_eps)
-                matrix *= tl.exp(head_decay * _softplus(a + head_bias))
+                matrix *= tl.exp(head_decay * softplus(a + head_bias))
                 found = tl.sum(matrix * k[:, None], 0)
                 matrix += k[:, None] * ((v - found) / (1.0 + tl.exp(-gate)))[None, :]
                 out = tl.sum(matrix * q[:, None], 0)
             else:
-                step = tl.minimum(tl.maximum(_softplus(gate + head_bias), least_step), most_step)
+                step = tl.minimum(tl.maximum(softplus(gate + head_bias), least_step), most_step)
                 matrix *= tl.exp(head_decay * step)
                 matrix += (step * k)[:, None] * v[None, :]
                 out = tl.sum(matrix * q[:, None], 0) + tl.load(skip + head) * v
@@ -231,7 +235,7 @@ def short_conv_kernel(
             out += tl.load(conv_bias + columns, mask=inside, other=0.0)[None, :]
         for tap in tl.static_range(KERNEL):
             taps = tl.load(conv + columns * KERNEL + tap, mask=inside, other=0.0)
-            found = _inputs(
+            found = inputs_of(
                 numbers + (tap - KERNEL + 1), columns[None, :], mask, given, CHANNELS, CHANNELS, KERNEL
             )
             out += found * taps[None, :]
@@ -311,12 +315,12 @@ def _write_rows(
         places = tl.arange(0, TAPS)[:, None]
         mask = is_channel[None, :] & (places < KERNEL - 1)
         before = done - (KERNEL - 1) + places
-        rows = _inputs(before, columns[None, :], mask, given, CHANNELS, ROW_FLOATS, KERNEL)
+        rows = inputs_of(before, columns[None, :], mask, given, CHANNELS, ROW_FLOATS, KERNEL)
         tl.debug_barrier()  # every thread has read by now what others may write
         tl.store(history + offset + places * CHANNELS + columns[None, :], rows, mask=mask)
         for number in range(0, num_kept):
             numbers = tl.zeros_like(columns) + done + number
-            row = _inputs(numbers, columns, is_channel, given, CHANNELS, ROW_FLOATS, KERNEL)
+            row = inputs_of(numbers, columns, is_channel, given, CHANNELS, ROW_FLOATS, KERNEL)
             if gates is not None:
                 of_gates = gates + numbers.to(tl.int64) * gate_stride + columns - CHANNELS
                 is_gate = (columns >= CHANNELS) & (columns < ROW_FLOATS)
@@ -325,7 +329,7 @@ def _write_rows(
 
 
 @triton.jit
-def _inputs(
+def inputs_of(
     numbers: tl.tensor,
     columns: tl.tensor,
     mask: tl.tensor,
@@ -381,7 +385,7 @@ def _convolved(
     taps = tl.arange(0, TAPS)[:, None]
     numbers = number - (KERNEL - 1) + taps
     mask = inside[None, :] & (taps < KERNEL)
-    found = _inputs(numbers, columns[None, :], mask, given, CHANNELS, ROW_FLOATS, KERNEL)
+    found = inputs_of(numbers, columns[None, :], mask, given, CHANNELS, ROW_FLOATS, KERNEL)
     x = tl.sum(weights * found, 0)
     if conv_bias is not None:
         x += tl.load(conv_bias + columns, mask=inside, other=0.0)
@@ -409,7 +413,7 @@ def _gate(
 
 
 @triton.jit
-def _softplus(x: tl.tensor) -> tl.tensor:
+def softplus(x: tl.tensor) -> tl.tensor:
     """log(1 + exp(x)), also where 1 + exp(x) is rounded: what is lost there is divided out (Goldberg, 1991)."""
     grown = tl.exp(tl.minimum(x, 20.0))
     total = 1.0 + grown
@@ -420,7 +424,7 @@ def _softplus(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _next_save(
+def next_save(
     saves: tl.tensor, num_saves: tl.tensor, sequence: tl.tensor, done: tl.tensor, SAVES: tl.constexpr
 ) -> tl.tensor:
     """The fewest rows, more than `done`, after which the state of the sequence is saved."""

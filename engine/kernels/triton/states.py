@@ -1,4 +1,4 @@
-"""Layers with a state, as `engine/kernels/recurrent.py` specifies them, a row of a sequence after another.
+"""Layers with a state, as `engine/kernels/recurrent.py` specifies them: short steps row by row, prompts in tiles.
 
 Programs share a sequence by columns of its state, which do not depend on each other, so that few rows are fast and many
 are right. No shape depends on what only the device knows: graphs can hold a step, whatever its slots and its saves.
@@ -6,18 +6,17 @@ are right. No shape depends on what only the device knows: graphs can hold a ste
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.recurrent import UNIT_EPS, StateVectors
+from engine.kernels.recurrent import StateVectors
 from engine.kernels.state_cache import LayerStates
 from engine.kernels.triton.norms import gated_rms_norm
-from engine.kernels.triton.state_kernels import keep_rows_kernel, short_conv_kernel, state_kernel
+from engine.kernels.triton.state_arguments import Kept, constants
+from engine.kernels.triton.state_kernels import NEVER, keep_rows_kernel, short_conv_kernel, state_kernel
+from engine.kernels.triton.state_tiles import FEWEST, SAVES, has_tiles, most_rows, run_tiles
 from engine.spec import GatedDelta, Mamba2, ShortConv
 
 PART_OF_STATE = 2048
@@ -30,8 +29,6 @@ ROWS = 16
 """Rows that are convolved at a time."""
 ROUNDS = 32
 """Programs, at most, that share the rows of a sequence by turns."""
-SAVES = 32
-"""Saves that are looked through at a time."""
 
 
 def gated_delta(
@@ -70,9 +67,8 @@ def short_conv(
     num_tokens, num_sequences = len(rows), batch.context_lens.numel()
     made = torch.empty(num_tokens, spec.channels, dtype=rows.dtype, device=rows.device)
     sizes = conv_sizes(spec)
-    longest = num_tokens if batch.max_query_len is None else batch.max_query_len
-    rounds = min(max(triton.cdiv(longest, sizes["ROWS"]), 1), ROUNDS)
-    kept = _Kept.of(states, batch)
+    rounds = min(max(triton.cdiv(most_rows(batch), sizes["ROWS"]), 1), ROUNDS)
+    kept = Kept.of(states, batch)
     short_conv_kernel[(triton.cdiv(spec.channels, sizes["BLOCK"]), num_sequences + 1, rounds)](
         made,
         rows.contiguous(),
@@ -122,7 +118,7 @@ def _made(
     made = torch.empty(len(channels), num_heads * value_dim, dtype=torch.float32, device=channels.device)
     block_keys = triton.next_power_of_2(key_dim)
     block = min(max(PART_OF_STATE // block_keys, 1), triton.next_power_of_2(value_dim))
-    kept, num_sequences = _Kept.of(states, batch), batch.context_lens.numel()
+    kept, num_sequences = Kept.of(states, batch), batch.context_lens.numel()
     taps = triton.next_power_of_2(spec.kernel)
     sizes = {
         "CHANNELS": spec.history_channels,
@@ -131,6 +127,9 @@ def _made(
         "TAPS": taps,
     }
     numbers, constexprs = constants(spec)
+    are_tiled = has_tiles(batch, channels.dtype)
+    if are_tiled:
+        run_tiles(made, channels, gates, spec, own, kept, batch, numbers, constexprs)
     state_kernel[(num_heads * triton.cdiv(value_dim, block), num_sequences)](
         made,
         channels,
@@ -150,6 +149,7 @@ def _made(
         kept.slots,
         kept.saves,
         kept.num_saves,
+        FEWEST - 1 if are_tiled else NEVER.value,
         **numbers,
         **constexprs,
         **sizes,
@@ -175,64 +175,3 @@ def _made(
             BLOCK=CHANNELS,
         )
     return made
-
-
-def constants(spec: GatedDelta | Mamba2) -> tuple[dict[str, float], dict[str, Any]]:
-    """The numbers of a layer that the kernel is given, and those that it is compiled for."""
-    if isinstance(spec, GatedDelta):
-        return {
-            "least_step": 0.0,
-            "most_step": 0.0,
-            "query_scale": spec.key_dim**-0.5,
-            "unit_eps": UNIT_EPS,
-        }, {
-            "IS_DELTA": True,
-            "NUM_HEADS": spec.num_value_heads,
-            "NUM_KEY_HEADS": spec.num_key_heads,
-            "IS_TILED": spec.is_tiled,
-            "KEY_DIM": spec.key_dim,
-            "VALUE_DIM": spec.value_dim,
-            "QUERIES": 0,
-            "KEYS": spec.key_size,
-            "VALUES": 2 * spec.key_size,
-        }
-    least_step, most_step = spec.step_limits
-    return {
-        "least_step": least_step,
-        "most_step": most_step,
-        "query_scale": 1.0,
-        "unit_eps": 0.0,
-    }, {
-        "IS_DELTA": False,
-        "NUM_HEADS": spec.num_heads,
-        "NUM_KEY_HEADS": spec.num_groups,
-        "IS_TILED": False,
-        "KEY_DIM": spec.state_size,
-        "VALUE_DIM": spec.head_dim,
-        "QUERIES": spec.history_channels - spec.conv_sizes[2],
-        "KEYS": spec.inner_size,
-        "VALUES": 0,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What a step reads and writes of the slots of a layer; without slots, nothing."""
-
-    state: Tensor | None
-    history: Tensor | None
-    pending: Tensor | None
-    slot_stride: int
-    slots: Tensor | None
-    saves: Tensor
-    num_saves: int
-
-    @classmethod
-    def of(cls, states: LayerStates | None, batch: Batch) -> _Kept:
-        slots, saves = batch.state_slots, batch.state_saves
-        if states is None or slots is None:
-            return cls(None, None, None, 0, None, batch.query_starts, 0)
-        stride = states.history.stride(0)
-        if saves is None:
-            return cls(states.state, states.history, states.pending, stride, slots, slots, 0)
-        return cls(states.state, states.history, states.pending, stride, slots, saves, len(saves))

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.kernels.triton import norms, state_kernels, states
+from engine.kernels.triton import (
+    norms,
+    state_kernels,
+    state_tile_kernels,
+    state_tile_rows,
+    state_tiles,
+    states,
+)
+from engine.kernels.triton.state_arguments import constants as constants_of
 from engine.spec import GatedDelta, Mamba2, ShortConv
 from tests.engine.kernels.triton.compiling import Case
 
@@ -48,7 +56,7 @@ def kept(*, has_slots: bool) -> tuple[dict[str, str], dict[str, Any]]:
 def step(name: str, dtype: str, *, has_slots: bool = True) -> Case:
     spec = MIXERS[name]
     arguments, constants = kept(has_slots=has_slots)
-    numbers, constexprs = states.constants(spec)
+    numbers, constexprs = constants_of(spec)
     for field in ("conv_bias", "skip"):
         if field in spec.vectors():
             arguments[field] = "*fp32"
@@ -61,7 +69,7 @@ def step(name: str, dtype: str, *, has_slots: bool = True) -> Case:
         arguments={
             **dict.fromkeys(("made", "conv", "decay", "step_bias"), "*fp32"),
             **dict.fromkeys(("rows", "gates"), f"*{dtype}"),
-            **dict.fromkeys(("row_stride", "gate_stride"), "i32"),
+            **dict.fromkeys(("row_stride", "gate_stride", "most_rows"), "i32"),
             **dict.fromkeys(numbers, "fp32"),
             **arguments,
         },
@@ -71,7 +79,7 @@ def step(name: str, dtype: str, *, has_slots: bool = True) -> Case:
             **constants,
             "BLOCK_KEYS": power_of_2(keys),
             "BLOCK_VALUES": min(states.PART_OF_STATE // power_of_2(keys), power_of_2(values)),
-            "SAVES": states.SAVES,
+            "SAVES": state_tiles.SAVES,
         },
         aligned=("row_stride", "slot_stride"),
         num_warps=1,
@@ -150,6 +158,76 @@ def gated_norm(name: str, dtype: str) -> Case:
     )
 
 
+def tiles(name: str, dtype: str, *, has_slots: bool = True) -> list[Case]:
+    """The launches of a prompt."""
+    spec = MIXERS[name]
+    arguments, constants = kept(has_slots=has_slots)
+    numbers, constexprs = constants_of(spec)
+    blocks = state_tiles.block_sizes(spec)
+    between = {
+        **dict.fromkeys(("heads", "values", "found", "befores"), f"*{dtype}"),
+        **dict.fromkeys(("decays", "weights"), "*fp32"),
+        **dict.fromkeys(("tiles", "context_lens"), "*i32"),
+        "num_sequences": "i32",
+    }
+    for field in ("conv_bias", "skip"):
+        if field in spec.vectors():
+            between[field] = "*fp32"
+        else:
+            constants[field] = None
+    if not constexprs["IS_DELTA"]:
+        del between["found"]
+        constants["found"] = None
+
+    def case(kernel: Any, own: dict[str, str], **sizes_of: Any) -> Case:
+        given = {**arguments, **between, **own}
+        names, solves = set(kernel.arg_names), kernel is state_tile_kernels.solve_tiles_kernel
+        known = {**constexprs, **constants, **blocks, **sizes_of}
+        known |= {
+            "FEWEST": state_tiles.FEWEST,
+            "SEQUENCES": state_tiles.SEQUENCES,
+            "SAVES": state_tiles.SAVES,
+        }
+        return Case(
+            name=f"{kernel.__name__}, {name}, {dtype}{'' if has_slots else ', without slots'}",
+            kernel=kernel,
+            arguments={field: kind for field, kind in given.items() if field in names},
+            constexprs={field: value for field, value in known.items() if field in names},
+            aligned=tuple({"row_stride", "slot_stride"} & names),
+            num_warps=state_tiles.SOLVING_WARPS if solves else 4,
+            most_spilled=512 if solves else 32,
+            has_dot=kernel is not state_tile_rows.convolve_tiles_kernel,
+        )
+
+    columns = blocks["BLOCK_VALUES"]
+    found = [
+        case(
+            state_tile_rows.convolve_tiles_kernel,
+            {
+                **dict.fromkeys(("rows", "gates"), f"*{dtype}"),
+                **dict.fromkeys(("conv", "decay", "step_bias"), "*fp32"),
+                **dict.fromkeys(("row_stride", "gate_stride"), "i32"),
+                **dict.fromkeys(numbers, "fp32"),
+            },
+            **sizes(spec),
+            BLOCK_HEADS=power_of_2(constexprs["NUM_HEADS"]),
+        ),
+        case(
+            state_tile_kernels.carry_state_kernel, {}, COLUMNS=min(columns, state_tiles.CARRIED[type(spec)])
+        ),
+        case(state_tile_kernels.read_tiles_kernel, {"made": "*fp32"}, COLUMNS=min(columns, state_tiles.READ)),
+    ]
+    if has_slots:
+        found.append(
+            case(
+                state_tile_kernels.finish_states_kernel,
+                {},
+                COLUMNS=min(columns, state_tiles.CARRIED[type(spec)]),
+            )
+        )
+    return found if "found" in constants else [*found, case(state_tile_kernels.solve_tiles_kernel, {})]
+
+
 CASES = [
     *(step(name, "bf16") for name in MIXERS),
     *(step(name, "fp16", has_slots=False) for name in ("Qwen 3.5 27B", "Granite 4 H")),
@@ -157,4 +235,6 @@ CASES = [
     *(short_conv(LFM2, dtype) for dtype in ("bf16", "fp32")),
     short_conv(replace(LFM2, channels=100, kernel=4, has_bias=True), "fp16", has_slots=False),
     *(gated_norm(name, "bf16") for name in MIXERS),
+    *(case for name in MIXERS for case in tiles(name, "bf16")),
+    *(case for name in ("Qwen 3.5 27B", "Granite 4 H") for case in tiles(name, "fp16", has_slots=False)),
 ]

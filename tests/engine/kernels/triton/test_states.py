@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine.config import LoadOptions
 from engine.kernels.select import trials, triton_kernels
 from engine.kernels.triton import states
-from engine.kernels.triton.states import CONVOLVED, ROWS, SAVES
+from engine.kernels.triton.state_tiles import SAVES
+from engine.kernels.triton.states import CONVOLVED, ROWS
 from engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
 from tests.engine.configs import state_config
 from tests.engine.kernels.state_layers import Layer, batch, check_cuts, check_step

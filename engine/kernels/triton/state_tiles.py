@@ -1,0 +1,203 @@
+"""Prompts through layers with a state: launches over tiles of 64 rows, see `state_tile_kernels`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.batch import Batch
+from engine.kernels.recurrent import StateVectors
+from engine.kernels.triton.state_arguments import Kept
+from engine.kernels.triton.state_tile_kernels import (
+    carry_state_kernel,
+    finish_states_kernel,
+    read_tiles_kernel,
+    solve_tiles_kernel,
+)
+from engine.kernels.triton.state_tile_rows import ROWS, TILE, convolve_tiles_kernel
+from engine.spec import GatedDelta, Mamba2
+
+FEWEST = 32
+"""Rows of a sequence in a step that are tiles; fewer are taken one by one. Drafts and what they follow are fewer."""
+SEQUENCES = 64
+"""Sequences that are looked through at a time."""
+CARRIED = {GatedDelta: 16, Mamba2: 32}
+"""Columns of the state of a head that one program takes through all tiles of a sequence."""
+SOLVING_WARPS = 2
+"""A triangle of 64 rows has not much for more."""
+READ = 64
+"""Columns of the state of a head that one program reads."""
+SAVES = 32
+"""Saves that are looked through at a time."""
+TILED: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+"""The types of rows that are tiles. Those in float32 are taken one by one: whoever wants it wants the same bits."""
+
+
+def has_tiles(batch: Batch, dtype: torch.dtype) -> bool:
+    """Whether a sequence of the step can be taken in tiles."""
+    return dtype in TILED and most_rows(batch) >= FEWEST
+
+
+def most_rows(batch: Batch) -> int:
+    """The most rows that a sequence of the step can have."""
+    return batch.token_ids.numel() if batch.max_query_len is None else batch.max_query_len
+
+
+def num_tiles(num_tokens: int, num_sequences: int, num_pending: int) -> int:
+    """The most tiles that a step can have, whatever its sequences are: both ends of each may be parts of tiles."""
+    tiled = min(num_sequences, num_tokens // FEWEST)
+    size = int(TILE.value)
+    return (num_tokens + tiled * (num_pending + 2 * size - 2)) // size
+
+
+def run_tiles(
+    made: Tensor,
+    channels: Tensor,
+    gates: Tensor,
+    spec: GatedDelta | Mamba2,
+    own: StateVectors,
+    kept: Kept,
+    batch: Batch,
+    numbers: dict[str, float],
+    constexprs: dict[str, Any],
+) -> None:
+    """Takes the sequences with FEWEST rows or more through a layer, all but what is kept of their rows.
+
+    What lies between launches is in the type of the rows, and so are the factors of their products, whose sums are
+    float32; G, and the state that goes from tile to tile, are float32.
+
+    Args:
+        made: is written, see `state_kernel`; rows of other sequences are not.
+    """
+    num_heads, num_key_heads = constexprs["NUM_HEADS"], constexprs["NUM_KEY_HEADS"]
+    sizes = block_sizes(spec)
+    keys, values = sizes["BLOCK_KEYS"], sizes["BLOCK_VALUES"]
+    num_sequences = batch.context_lens.numel()
+    num_pending = 0 if kept.pending is None else kept.pending.shape[1]
+    tiles = num_tiles(len(channels), num_sequences, num_pending)
+    device, dtype = channels.device, channels.dtype
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(tiles, *shape, dtype=dtype, device=device)
+
+    places = empty(2, dtype=torch.int32)
+    heads, of_values = empty(2 * num_key_heads, TILE.value, keys), empty(num_heads, TILE.value, values)
+    decays, weights = (empty(num_heads, TILE.value, dtype=torch.float32) for _ in range(2))
+    befores = empty(num_heads, keys, values)
+    found = None
+    layer = {
+        name: constexprs[name] for name in ("IS_DELTA", "NUM_HEADS", "NUM_KEY_HEADS", "KEY_DIM", "VALUE_DIM")
+    }
+    shared = {name: constexprs[name] for name in ("NUM_HEADS", "NUM_KEY_HEADS", "IS_TILED")} | sizes
+    convolve_tiles_kernel[(2 * num_key_heads + num_heads + 1, tiles, TILE.value // ROWS.value)](
+        places,
+        heads,
+        of_values,
+        decays,
+        weights,
+        channels,
+        channels.stride(0),
+        gates,
+        gates.stride(0),
+        own.conv,
+        own.conv_bias,
+        own.decay,
+        own.step_bias,
+        kept.history,
+        kept.pending,
+        kept.slot_stride,
+        batch.query_starts,
+        batch.context_lens,
+        kept.slots,
+        num_sequences,
+        **numbers,
+        **layer,
+        **{name: constexprs[name] for name in ("QUERIES", "KEYS", "VALUES")},
+        **row_sizes(spec),
+        **sizes,
+        FEWEST=FEWEST,
+        SEQUENCES=SEQUENCES,
+        BLOCK_HEADS=triton.next_power_of_2(num_heads),
+    )
+    if isinstance(spec, GatedDelta):
+        found = empty(num_heads, TILE.value, keys)
+        solve_tiles_kernel[(num_heads, tiles)](
+            places, heads, of_values, found, decays, weights, **shared, num_warps=SOLVING_WARPS
+        )
+    carried, read = min(CARRIED[type(spec)], values), min(READ, values)
+    carry_state_kernel[(num_heads * (values // carried), num_sequences)](
+        heads,
+        of_values,
+        found,
+        decays,
+        weights,
+        befores,
+        kept.state,
+        kept.slot_stride,
+        batch.query_starts,
+        batch.context_lens,
+        kept.slots,
+        kept.saves,
+        kept.num_saves,
+        num_sequences,
+        **shared,
+        IS_DELTA=constexprs["IS_DELTA"],
+        KEY_DIM=constexprs["KEY_DIM"],
+        VALUE_DIM=constexprs["VALUE_DIM"],
+        COLUMNS=carried,
+        FEWEST=FEWEST,
+        SEQUENCES=SEQUENCES,
+        SAVES=SAVES,
+    )
+    if kept.slots is not None:
+        finish_states_kernel[(num_heads * (values // carried), num_sequences + kept.num_saves)](
+            heads,
+            of_values,
+            decays,
+            weights,
+            kept.state,
+            kept.slot_stride,
+            batch.query_starts,
+            batch.context_lens,
+            kept.slots,
+            kept.saves,
+            num_sequences,
+            **shared,
+            IS_DELTA=constexprs["IS_DELTA"],
+            KEY_DIM=constexprs["KEY_DIM"],
+            VALUE_DIM=constexprs["VALUE_DIM"],
+            COLUMNS=carried,
+            FEWEST=FEWEST,
+            SEQUENCES=SEQUENCES,
+        )
+    read_tiles_kernel[(num_heads * (values // read), tiles)](
+        made,
+        places,
+        heads,
+        of_values,
+        decays,
+        weights,
+        befores,
+        own.skip,
+        batch.query_starts,
+        **shared,
+        IS_DELTA=constexprs["IS_DELTA"],
+        VALUE_DIM=constexprs["VALUE_DIM"],
+        COLUMNS=read,
+    )
+
+
+def block_sizes(spec: GatedDelta | Mamba2) -> dict[str, int]:
+    """Keys and values of a head as they lie in tiles: no fewer than tensor cores take."""
+    _, keys, values = spec.state_shape
+    return {
+        "BLOCK_KEYS": max(16, triton.next_power_of_2(keys)),
+        "BLOCK_VALUES": max(16, triton.next_power_of_2(values)),
+    }
+
+
+def row_sizes(spec: GatedDelta | Mamba2) -> dict[str, int]:
+    return {"CHANNELS": spec.history_channels, "ROW_FLOATS": spec.row_floats, "KERNEL": spec.kernel}

@@ -1,0 +1,223 @@
+"""Measures prompts through layers with a state: the kernels by tiles and row by row, and a model beside a dense one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import LoadOptions, ModelConfig
+from engine.fields import Fields
+from engine.kernels import recurrent
+from engine.kernels.batch import Batch, blank_batch
+from engine.kernels.kv_cache import KVCache, KVLayout
+from engine.kernels.linear import Linear
+from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.recurrent import StateVectors
+from engine.kernels.select import triton_kernels
+from engine.kernels.state_cache import StateCache, StateLayout, StatePlace
+from engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, StateWeights, Weights
+from engine.model.parse import parse_config
+from engine.model.transformer import make_decoder
+from engine.quant.formats import DENSE
+from engine.spec import Attention, GatedDelta, Layer, LinearMap, Mamba2, StateMixer
+from loadtests.gpu.figures import emit
+from loadtests.gpu.sizes import parse_arguments
+from loadtests.gpu.timing import measure_each, seconds
+
+QWEN = GatedDelta(hidden_size=1024, num_key_heads=16, num_value_heads=16, key_dim=128, value_dim=128)
+GRANITE = Mamba2(hidden_size=1536, num_heads=48, head_dim=64, num_groups=1, state_size=128)
+SMALL = GatedDelta(hidden_size=16, num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=8)
+LAYERS: dict[str, StateMixer] = {
+    "gated delta net of Qwen 3.5 0.8B": QWEN,
+    "Mamba-2 of Granite 4 H": GRANITE,
+}
+PROMPTS = (512, 2048, 8192)
+QWEN_08B: dict[str, object] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 16_384,
+    "rms_norm_eps": 1e-6,
+}
+TINY = {
+    **QWEN_08B,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+BLOCK_SIZE = 16
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all measurements share."""
+
+    device: torch.device
+    dtype: torch.dtype
+    prompts: tuple[int, ...]
+
+    def layer(self, name: str, spec: StateMixer) -> None:
+        """One layer between its linear maps, by tiles and row by row."""
+        run, own = self._kernel(spec), self._vectors(spec)
+        place = StatePlace.at(0, spec, 0)
+        cache = StateCache(
+            StateLayout(places={0: place}, num_pending=0, slot_floats=place.end), 2, self.device
+        )
+        for num_rows in self.prompts:
+            rows, *gates = (
+                torch.randn(num_rows, width, device=self.device, dtype=self.dtype)
+                for width in (
+                    sum(part.count for part in spec.maps()[map].rows)
+                    for map in ("into", "gates")
+                    if map in spec.maps()
+                )
+            )
+            batch = prompt(num_rows, self.device)
+            for how, own_batch in (("", batch), (", row by row", replace(batch, max_query_len=1))):
+                call = partial(run, rows, *gates, spec, own, 1e-6, cache.layer(0), own_batch)
+                time_s = seconds(self.device, call)
+                emit(
+                    f"{name}, a prompt of {num_rows:,}{how}",
+                    time_s * 1e6,
+                    "us",
+                    f"one layer without its linear maps; {time_s * 1e6 / num_rows:.3f} us a row",
+                )
+
+    def model(self, name: str, config: ModelConfig) -> None:
+        """Prompts of a whole model, beside one of the same linear maps with attention in all layers."""
+        decoders = [self._decoder(own) for own in (config, dense(config))]
+        for num_rows in self.prompts:
+            batch = prompt(num_rows, self.device)
+            rates = [num_rows / self._launched(partial(decoder, batch)) for decoder in decoders]
+            for what, rate in zip(("", ", dense"), rates, strict=True):
+                emit(f"{name}{what}, a prompt of {num_rows:,}", rate, "tokens/s", "all layers, no logits")
+            emit(f"{name}, a prompt of {num_rows:,}, of the dense one", 100 * rates[0] / rates[1], "%")
+
+    def _launched(self, run: Any) -> float:
+        """One call's share of some that are launched one after another, as prompts are: without graphs."""
+        run()
+        best = float("inf")
+        for _ in range(_REPEATS):
+            self._synchronize()
+            started_s = time.perf_counter()
+            for _ in range(_REPEATS):
+                run()
+            self._synchronize()
+            best = min(best, (time.perf_counter() - started_s) / _REPEATS)
+        return best
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _kernel(self, spec: StateMixer) -> Any:
+        if self.device.type == "cuda":
+            from engine.kernels.triton import states
+
+            return states.gated_delta if isinstance(spec, GatedDelta) else states.mamba2
+        return recurrent.gated_delta if isinstance(spec, GatedDelta) else recurrent.mamba2
+
+    def _vectors(self, spec: StateMixer) -> StateVectors:
+        own = {name: torch.randn(vector.shape) / 2 for name, vector in spec.vectors().items()}
+        own["decay"] = -own["decay"].exp() / 10
+        own |= {name: torch.ones(norm.size) for name, norm in spec.norms().items()}
+        return StateVectors(**{name: tensor.to(self.device) for name, tensor in own.items()})
+
+    def _decoder(self, config: ModelConfig) -> Any:
+        """A decoder of random weights, with the memory of one sequence."""
+        longest = max(self.prompts)
+        options = LoadOptions(max_num_seqs=1, block_size=BLOCK_SIZE, max_batch_tokens=longest)
+        if self.device.type == "cuda":
+            kernels = triton_kernels(config, self.device, self.dtype, options)
+        else:
+            kernels = reference_kernels(self.device, self.dtype)
+        layers = [self._weights(kernels, layer) for layer in config.layers]
+        embedding = torch.randn(config.vocab_size, config.hidden_size, device=self.device, dtype=self.dtype)
+        weights = Weights(embedding, layers, self._ones(config.hidden_size), nn.Identity(), is_tied=False)
+        kv = KVCache(
+            KVLayout.of(config, BLOCK_SIZE), -(-longest // BLOCK_SIZE) + 1, kernels.kv_dtype, self.device
+        )
+        states = StateCache(StateLayout.of(config), 2, self.device) if config.spec.states else None
+        return make_decoder(config, weights, kernels, kv, longest, states)
+
+    def _weights(self, kernels: Kernels, layer: Layer) -> LayerWeights:
+        mixer, norm = layer.mixer, self._ones(layer.mixer.hidden_size if layer.mixer else 0)
+        own = {name: self._linear(kernels, map) for name, map in layer.maps().items()}
+        feed_forward = MlpWeights(own.pop("gate_up"), own.pop("down"), kernels.glu)
+        if isinstance(mixer, GatedDelta):
+            mixed: AttentionWeights | StateWeights = StateWeights(
+                spec=mixer, vectors=self._vectors(mixer), **own
+            )
+        else:
+            assert isinstance(mixer, Attention)
+            head_norm = self._ones(mixer.head_dim)
+            mixed = AttentionWeights(qkv=own["qkv"], o=own["o"], q_norm=head_norm, k_norm=head_norm)
+        return LayerWeights(mixer=mixed, feed_forward=feed_forward, input_norm=norm, post_norm=norm)
+
+    def _linear(self, kernels: Kernels, map: LinearMap) -> Linear:
+        rows = sum(part.count for part in map.rows)
+        weight = torch.randn(rows, map.in_features) / map.in_features**0.5
+        return kernels.linear({"weight": weight}, DENSE, None, gated=map.is_gated)
+
+    def _ones(self, size: int) -> Tensor:
+        return torch.ones(size, device=self.device, dtype=self.dtype)
+
+
+def prompt(num_rows: int, device: torch.device) -> Batch:
+    """A prompt that begins a sequence, whose state is kept."""
+    blocks = 1 + torch.arange(-(-num_rows // BLOCK_SIZE), dtype=torch.int32)[None]
+    own = blank_batch([num_rows], [num_rows], blocks)
+    slots = torch.tensor([[0, 1, 0, num_rows]], dtype=torch.int32)
+    return replace(own, token_ids=own.positions % 1024, state_slots=slots).to(device)
+
+
+def dense(config: ModelConfig) -> ModelConfig:
+    """The model with gated attention of as many numbers in the place of each gated delta net."""
+    layers = list[Layer]()
+    attention = next(iter(config.spec.attentions.values()))
+    for layer in config.layers:
+        if isinstance(state := layer.state, GatedDelta):
+            heads = state.value_size // attention.head_dim
+            assert 2 * state.key_size == 2 * heads * attention.head_dim, "of queries and keys"
+            layer = replace(layer, mixer=replace(attention, num_heads=heads, num_kv_heads=heads))
+        layers.append(layer)
+    return replace(config, spec=replace(config.spec, layers=tuple(layers)))
+
+
+@torch.inference_mode()
+def main() -> int:
+    arguments = parse_arguments()
+    dtype = torch.float32 if arguments.is_dry else torch.bfloat16
+    layers = {"gated delta net": SMALL} if arguments.is_dry else LAYERS
+    bench = Bench(arguments.device, dtype, (40,) if arguments.is_dry else PROMPTS)
+    config = parse_config(Fields("", TINY if arguments.is_dry else QWEN_08B))
+    measures = {name: partial(bench.layer, name, spec) for name, spec in layers.items()}
+    name = "a model" if arguments.is_dry else "Qwen 3.5 0.8B"
+    return measure_each("states", "states", {**measures, name: partial(bench.model, name, config)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
