@@ -23,7 +23,8 @@ LENGTHS = (0, 1, 2, 3, 4, 6, MAX_DRAFTS)
 @dataclass(frozen=True, slots=True)
 class Job:
     model: str
-    draft: str
+    draft: str | None
+    """Without one, the model's own layer drafts."""
     quantize: str | None
     threads: int
     streams: list[int]
@@ -63,7 +64,7 @@ class DepthBench:
     def __init__(self, job: Job) -> None:
         self._job = job
         options = LoadOptions(device="cpu", quantize=job.quantize, num_threads=job.threads, num_blocks=1024)
-        draft = DraftSource(Path(job.draft))
+        draft = None if job.draft is None else DraftSource(Path(job.draft))
         self._stepper = Stepper(
             lambda: load_model(Path(job.model), options, lambda _: None, lambda *_: None, draft)
         )

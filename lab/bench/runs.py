@@ -22,6 +22,7 @@ from app.bench.runs import (
 )
 from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from engine.cores import num_cores
+from engine.model.parse import read_config
 from lab.bench.decisions import DecisionsBench
 from lab.bench.drafts import DraftsBench
 from lab.bench.redis_process import RedisProcess, find_redis
@@ -126,7 +127,7 @@ def measure_drafts(options: argparse.Namespace) -> Row:
 
 
 def _drafts(subject: Subject, options: argparse.Namespace) -> list[Row]:
-    """The demo model has its draft model, other models have the lookup alone."""
+    """The demo model has its head, and some models a layer of their own; other models have the lookup alone."""
     types, is_demo = type_arguments(options), subject.path == DEMO_MODEL
     model = ["--draft", str(DEMO_DRAFT)] if is_demo else []
     with (
@@ -135,20 +136,25 @@ def _drafts(subject: Subject, options: argparse.Namespace) -> list[Row]:
     ):
         say(f"{subject.name}: the same requests with drafts and without, in turns")
         bench = DraftsBench(
-            drafting, plain, run_module, subject.token_ids, options.quick, tells_stories=is_demo
+            drafting,
+            plain,
+            run_module,
+            subject.token_ids,
+            options.quick,
+            tells_stories=is_demo or _predicts(subject),
         )
         rows = bench.measure()
     return [{"model": " ".join([subject.name, *types]), **row} for row in rows]
 
 
 def _depths(subject: Subject, options: argparse.Namespace) -> list[Row]:
-    """The gain of each number of drafts, for the demo model alone."""
-    if subject.path != DEMO_MODEL:
+    """The gain of each number of drafts, for the demo model, and for models with a layer of their own that drafts."""
+    if subject.path != DEMO_MODEL and not _predicts(subject):
         return []
     say(f"{subject.name}: as many drafts in every step, for each number of them")
     job = {
-        "model": str(DEMO_MODEL),
-        "draft": str(DEMO_DRAFT),
+        "model": str(subject.path),
+        "draft": str(DEMO_DRAFT) if subject.path == DEMO_MODEL else None,
         "quantize": options.quantize,
         "threads": num_cores(),
         "streams": [1] if options.quick else [1, 8, 32],
@@ -156,6 +162,10 @@ def _depths(subject: Subject, options: argparse.Namespace) -> list[Row]:
         "rounds": 1 if options.quick else 3,
     }
     return run_module("lab.bench.depth", job)  # type: ignore[no-any-return]
+
+
+def _predicts(subject: Subject) -> bool:
+    return subject.path.is_dir() and read_config(subject.path).spec.prediction is not None
 
 
 def _subjects(options: argparse.Namespace) -> list[Subject]:

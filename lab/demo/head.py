@@ -5,6 +5,8 @@ what the one before it made, and every one learns the model's own distribution o
 their format, with a vocabulary of the tokens that the corpus uses most.
 """
 
+from __future__ import annotations
+
 import argparse
 import time
 from collections import Counter
@@ -22,7 +24,7 @@ from lab.demo.batches import Batch, batch
 from lab.demo.corpus import lesson, sample
 from lab.demo.export import model_config, read_weights, write
 from lab.demo.grammar import chance
-from lab.demo.network import MLP, Attention, Llama, RMSNorm, Shape, rope_tables, within_talks
+from lab.demo.network import MLP, Attention, Layer, Llama, RMSNorm, Shape, rope_tables, within_talks
 from lab.demo.optimiser import optimisers
 from lab.demo.tokenizer import BOS, END, VOCAB_SIZE, Message, special_id
 from lab.demo.train import MODEL
@@ -33,10 +35,73 @@ HEAD = Shape(
 TAPS = (1, 2, 3)
 """The layers of the model that are done where the head reads hidden states."""
 UNROLLED = 3
-"""The drafts of a chain that are learnt together."""
 ROW = 512
 LESSONS = 0.3
 """The share of conversations with tools or JSON."""
+
+
+class Drafter(nn.Module):
+    """What drafts from hidden states of the model, a token after the other."""
+
+    shape: Shape
+    drafted: Tensor
+    """The tokens that it can draft, in ascending order."""
+    norm: RMSNorm
+    """The last one."""
+    unrolled = UNROLLED
+    """The drafts of a chain that are learnt together."""
+    follows_norm = False
+    """Whether a chain goes on from what the last norm made."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.rope = rope_tables(shape)
+
+    def features(self, taps: Tensor, last: Tensor) -> Tensor:
+        """What it reads of the model's `hidden_states`."""
+        raise NotImplementedError
+
+    def start(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens as its layer reads them, and the hidden states that the features make."""
+        raise NotImplementedError
+
+    def read(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream of its layer, and what attention reads."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the drafted tokens."""
+        raise NotImplementedError
+
+    @property
+    def layer(self) -> HeadLayer | Layer:
+        raise NotImplementedError
+
+    def unroll(self, ids: Tensor, features: Tensor, talks: Tensor, first: Tensor) -> list[Tensor]:
+        """[B, S, hidden] after the last norm, for each draft of the chains that end at each token.
+
+        Args:
+            features: [B, S, width], of the token before each.
+            first: [B, S], whether a token is the first of its conversation: nobody sees it but itself.
+        """
+        length, layer, found = ids.shape[1], self.layer, list[Tensor]()
+        cos, sin = (table[:length] for table in self.rope)
+        embedded, hidden = self.start(ids, features)
+        seen = within_talks(talks).masked_fill(first[:, None, None, :], -torch.inf)
+        seen = torch.where(torch.eye(length, dtype=torch.bool), 0.0, seen)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for number in range(self.unrolled):
+            stream, x = self.read(embedded, hidden)
+            q, k, v = layer.self_attn.project(x, cos, sin)
+            keys.append(k)
+            values.append(v)
+            attended = _attend(q, keys, values, seen, number)
+            stream = stream + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+            found.append(self.norm(stream))
+            hidden = before(found[-1] if self.follows_norm else stream, 1)
+        return found
 
 
 class HeadLayer(nn.Module):
@@ -49,11 +114,11 @@ class HeadLayer(nn.Module):
         self.mlp = MLP(shape)
 
 
-class Head(nn.Module):
+class Head(Drafter):
     """Parameter names are those of EAGLE-3's checkpoints."""
 
     def __init__(self, shape: Shape, target: Llama, drafted: Tensor) -> None:
-        super().__init__()
+        super().__init__(shape)
         self.shape, self.drafted = shape, drafted
         hidden = shape.hidden_size
         self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)
@@ -61,7 +126,6 @@ class Head(nn.Module):
         self.midlayer = HeadLayer(shape)
         self.norm = RMSNorm(hidden, shape.norm_eps)
         self.lm_head = nn.Linear(hidden, len(drafted), bias=False)
-        self.rope = rope_tables(shape)
         self._begin_with(target)
 
     @torch.no_grad()
@@ -78,34 +142,25 @@ class Head(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.zeros_(parameter)
 
-    def unroll(self, ids: Tensor, features: Tensor, talks: Tensor, first: Tensor) -> list[Tensor]:
-        """[B, S, hidden] after the last norm, for each draft of the chains that end at each token.
+    @property
+    def layer(self) -> HeadLayer:
+        return self.midlayer
 
-        Args:
-            features: [B, S, 3 * the model's width], of the token before each.
-            first: [B, S], whether a token is the first of its conversation: nobody sees it but itself.
-        """
-        length = ids.shape[1]
-        cos, sin = (table[:length] for table in self.rope)
-        layer, hidden, found = self.midlayer, self.fc(features), []
-        embedded = layer.input_layernorm(self.embed_tokens(ids))
-        seen = within_talks(talks).masked_fill(first[:, None, None, :], -torch.inf)
-        seen = torch.where(torch.eye(length, dtype=torch.bool), 0.0, seen)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for number in range(UNROLLED):
-            q, k, v = layer.self_attn.project(torch.cat((embedded, layer.hidden_norm(hidden)), -1), cos, sin)
-            keys.append(k)
-            values.append(v)
-            attended = _attend(q, keys, values, seen, number)
-            hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            found.append(self.norm(hidden))
-            hidden = _before(hidden, 1)
-        return found
+    def features(self, taps: Tensor, last: Tensor) -> Tensor:  # noqa: ARG002
+        return taps
+
+    def start(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        return self.midlayer.input_layernorm(self.embed_tokens(ids)), self.fc(features)
+
+    def read(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, torch.cat((embedded, self.midlayer.hidden_norm(hidden)), -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.lm_head(hidden)
+        return result
 
 
-def _before(x: Tensor, number: int) -> Tensor:
+def before(x: Tensor, number: int) -> Tensor:
     """[..., S, d], what was so many tokens before; zeros at the start."""
     return F.pad(x, (0, 0, number, 0))[..., : x.shape[-2], :]
 
@@ -117,12 +172,12 @@ def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor], seen: Tensor, n
     mask = mask.clone()
     mask[..., :number, 0] = 0.0  # of chains that began before the row: they are not learnt from
     scores = [scale * q @ keys[0].transpose(-2, -1) + mask]
-    drafts = [_before(k, number - i) for i, k in enumerate(keys) if i]
+    drafts = [before(k, number - i) for i, k in enumerate(keys) if i]
     scores += [scale * (q * k).sum(-1, keepdim=True) for k in drafts]
     weights = torch.cat(scores, -1).softmax(-1)
     out = weights[..., :length] @ values[0]
     for i, v in enumerate(values[1:], 1):
-        out = out + weights[..., length + i - 1, None] * _before(v, number - i)
+        out = out + weights[..., length + i - 1, None] * before(v, number - i)
     return out
 
 
@@ -139,18 +194,18 @@ def hidden_states(target: Llama, some: Batch) -> tuple[Tensor, Tensor]:
     return torch.cat(taps, -1), target.model.norm(x)
 
 
-def loss_of(head: Head, target: Llama, some: Batch) -> tuple[Tensor, Tensor]:
-    """The loss, and by draft of a chain how often it is the token that the model thinks likeliest, [UNROLLED]."""
+def loss_of(head: Drafter, target: Llama, some: Batch) -> tuple[Tensor, Tensor]:
+    """The loss, and by draft of a chain how often it is the token that the model thinks likeliest, [unrolled]."""
     taps, last = hidden_states(target, some)
     rows = torch.arange(some.inputs.shape[1])
     first = F.pad(some.talks[:, 1:] != some.talks[:, :-1], (1, 0), value=True)
     start = torch.where(first, rows, 0).cummax(1).values
-    found = head.unroll(some.inputs, _before(taps, 1), some.talks, first)
-    learnt = (some.targets != -100) & (rows - start > UNROLLED)
+    found = head.unroll(some.inputs, before(head.features(taps, last), 1), some.talks, first)
+    learnt = (some.targets != -100) & (rows - start > head.unrolled)
     with torch.no_grad():
         logits = target.logits(last[learnt])
         likeliest, wanted = logits.argmax(-1), logits[:, head.drafted].softmax(-1)
-    drafts = [head.lm_head(hidden[learnt]) for hidden in found]
+    drafts = [head.logits(hidden[learnt]) for hidden in found]
     right = [(head.drafted[draft.argmax(-1)] == likeliest).float().mean() for draft in drafts]
     loss = torch.stack([F.cross_entropy(draft, wanted) for draft in drafts]).mean()
     return loss, torch.stack(right)
@@ -216,10 +271,10 @@ def export_head(head: Head, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def train(
-    head: Head, target: Llama, tokenizer: Tokenizer, steps: int, rows: int, seed: int, lr: float = 0.02
+    head: Drafter, target: Llama, tokenizer: Tokenizer, steps: int, rows: int, seed: int, lr: float = 0.02
 ) -> None:
     steppers, began = optimisers(head, lr, 0.3 * lr), time.monotonic()
-    share = torch.zeros(UNROLLED)
+    share = torch.zeros(head.unrolled)
     for step in range(steps):
         loss, right = loss_of(head, target, batch(tokenizer, heard, Random(f"{seed}/{step}"), rows, ROW))
         loss.backward()  # type: ignore[no-untyped-call]

@@ -91,7 +91,9 @@ def _mlp(sizes: Sizes, prefix: str, inner_size: int) -> Mlp:
 
 def _experts(fields: Fields, sizes: Sizes) -> Experts:
     if fields.has("moe_latent_size"):
-        raise fields.error("moe_latent_size is not supported")
+        raise fields.error(
+            "moe_latent_size is not supported: experts read hidden states of another width (Nemotron 3 Super, Ultra)"
+        )
     router = read_router(
         fields,
         has_groups=True,
