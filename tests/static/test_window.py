@@ -155,7 +155,7 @@ def test_every_chart_can_be_read_without_seeing_it(page: Page, server: ScriptedS
     page.keyboard.press("ArrowLeft")
     expect(picture).to_have_attribute("aria-label", re.compile("^Tokens per second, 0.5 s ago"))
     window.get_by_role("button", name="As tables").click()
-    expect(window.locator("table:visible")).to_have_count(9)
+    expect(window.locator("table:visible")).to_have_count(10)
     assert chart(window, "Sequences").locator("tbody tr").all_inner_texts() == ["now\t3\t2"]
     for named in window.get_by_role("img").all():
         expect(named).to_have_attribute("aria-label", re.compile("."))
