@@ -27,6 +27,7 @@ from app.log import Progress, log, progress
 from app.settings import EngineSettings, FrontSettings, Settings
 from app.store import make_store
 from engine.config import MAX_DRAFTS, LoadOptions, ModelConfig
+from engine.cores import num_nodes, stay_on_node
 from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
@@ -228,7 +229,7 @@ def build_core(
     sink = TextSink(tokenizer, config.eos_token_ids)
     grammars = Grammars(tokenizer, config.eos_token_ids)
     engine = Engine(
-        lambda: _make_runner(folder, options, draft, show),
+        lambda: _make_runner(folder, options, draft, show, settings.numa),
         queue,
         sink,
         _limits(settings, config),
@@ -349,8 +350,20 @@ def _make_traces(endpoint: str | None, model: str, replica: str) -> Traces | Non
     return Traces(endpoint, model, replica, time.monotonic)
 
 
-def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None, show: Progress) -> Runner:
-    """Called on the step thread: importing torch takes seconds, and belongs there."""
+def _place(numa: int | None, options: LoadOptions) -> None:
+    """Keeps what this thread loads, and the threads that it starts, on their NUMA node."""
+    if numa is not None:
+        stay_on_node(numa)
+    elif options.device != "cuda" and (num := num_nodes()) > 1:
+        log.info("the cores are those of %d NUMA nodes; with --numa, a model and its memory stay on one", num)
+
+
+def _make_runner(
+    folder: Path, options: LoadOptions, draft: DraftSource | None, show: Progress, numa: int | None = None
+) -> Runner:
+    """Called on the step thread: importing torch takes seconds, and belongs there, and so do threads that stay on a
+    node."""
+    _place(numa, options)
     log.info("loading torch")
     from app.estimate import card_table
     from engine.execution.loaded import LoadedModel

@@ -31,7 +31,7 @@ from app.checkpoint import asked_for
 from app.errors import OperatorError, suggestion
 from app.policies import policy_text, read_policy
 from engine.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
-from engine.cores import num_cores
+from engine.cores import node_cores, num_cores
 from engine.kernels.cpu import levels, prebuilt
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
@@ -190,6 +190,10 @@ class EngineSettings(CommonSettings):
     threads: int | None = Field(default=None, ge=1)
     """Threads of the model on a CPU, at most four for each core; without it, one for each."""
 
+    numa: int | None = Field(default=None, ge=0)
+    """NUMA node that the model runs on, its threads on the cores and its weights and KV cache in the memory of that
+    node alone; without it, the system places them."""
+
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of one prompt and its answer; without it, what the model was made for."""
 
@@ -253,6 +257,13 @@ class EngineSettings(CommonSettings):
                 f"and never more than {MAX_THREADS}"
             )
         return threads
+
+    @field_validator("numa")
+    @classmethod
+    def _node_with_cores(cls, node: int | None) -> int | None:
+        if node is not None and not node_cores(node):
+            raise ValueError(f"NUMA node {node} has no core that this process may use")
+        return node
 
     @model_validator(mode="after")
     def _one_pool_size(self) -> Self:

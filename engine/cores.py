@@ -1,10 +1,12 @@
-"""The number of cores that this process may use."""
+"""The cores that this process may use: how many, and on which nodes of memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+_SYSTEM = Path("/sys/devices/system/node")
 
 
 def num_cores(proc: Path = Path("/proc/self")) -> int:
@@ -64,3 +66,37 @@ def _quota(group: Path) -> float | None:
     except OSError:
         return None
     return int(quota) / int(period) if quota.strip() not in ("max", "-1") else None
+
+
+def num_nodes(system: Path = _SYSTEM) -> int:
+    """The NUMA nodes that have a core which this thread may use; 1 if the system does not say."""
+    numbers = [int(folder.name.removeprefix("node")) for folder in system.glob("node[0-9]*")]
+    return max(1, sum(bool(node_cores(number, system)) for number in numbers))
+
+
+def node_cores(node: int, system: Path = _SYSTEM) -> set[int]:
+    """The cores of a NUMA node that this thread may use; none if there is no such node.
+
+    Args:
+        system: the folder that has one for each node, whose cores it lists as 0-15,32-47.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return set()
+    try:
+        listed = (system / f"node{node}" / "cpulist").read_text(encoding="utf-8").strip()
+    except OSError:
+        return set()
+    ranges = (part.partition("-") for part in listed.split(",") if part)
+    cores = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+    return cores & os.sched_getaffinity(0)
+
+
+def stay_on_node(node: int, system: Path = _SYSTEM) -> None:
+    """Keeps this thread, and those that it starts from now on, on the cores of a NUMA node.
+
+    Linux gives memory on the node of the thread that touches it first, so that what they load lies there, too.
+
+    Raises:
+        OSError: no core of it may be used.
+    """
+    os.sched_setaffinity(0, node_cores(node, system))

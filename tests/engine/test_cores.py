@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cores import num_cores
+from engine.cores import num_cores, num_nodes, stay_on_node
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +94,47 @@ def test_where_there_is_no_proc_all_cores_count(tmp_path: Path, monkeypatch: pyt
     for known, cores in ((8, 8), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda known=known: known)
         assert num_cores(tmp_path / "none") == cores
+
+
+# Nodes of memory
+
+
+def nodes(tmp_path: Path, *lists: str) -> Path:
+    """A folder as /sys/devices/system/node."""
+    for number, listed in enumerate(lists):
+        folder = tmp_path / f"node{number}"
+        folder.mkdir()
+        (folder / "cpulist").write_text(listed + "\n")
+    (tmp_path / "possible").write_text("0-1\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("lists", "num"),
+    [((), 1), (("0-63",), 1), (("0-31", "32-63"), 2), (("0-63", ""), 1), (("0", "64-127"), 1)],
+)
+def test_a_node_counts_if_a_core_of_it_may_be_used(tmp_path: Path, lists: tuple[str, ...], num: int) -> None:
+    """Nodes without cores are memory alone; the last of these machines has cores that the process may not use."""
+    assert num_nodes(nodes(tmp_path, *lists)) == num
+
+
+def test_a_thread_stays_on_those_cores_of_a_node_that_it_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(cores), raising=False)
+    folder = nodes(tmp_path, "0-15,32-47", "16-31,48-79", "90")
+    for number in range(4):
+        stay_on_node(number, folder)
+    assert kept == [{*range(16), *range(32, 48)}, {*range(16, 32), *range(48, 64)}, set(), set()]
+
+
+def test_a_machine_has_its_nodes() -> None:
+    assert num_nodes() >= 1
+
+
+def test_no_thread_can_be_kept_on_no_core(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    with pytest.raises(OSError, match="Invalid argument"):
+        stay_on_node(5, tmp_path)
+    assert os.sched_getaffinity(0) == before
