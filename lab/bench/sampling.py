@@ -21,6 +21,7 @@ from engine.cores import num_cores
 from engine.kernels.cpu.native import NativeChoose, NativeMostLikely, Team, load_library
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.sampling.sampler import Sampler
+from engine.sampling.tables import num_words
 
 SETTINGS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -31,6 +32,12 @@ SETTINGS = {
     "min-p 0.05": SamplingParams(temperature=0.6, min_p=0.05),
     "penalties": SamplingParams(temperature=0.6, presence_penalty=0.5),
 }
+MASKS = {
+    "mask of every other token": 0x55555555,
+    "mask of no token in 32 but the first": 1,
+    "mask of a few tokens": 0,
+}
+"""The words of masks; the last has one word with tokens."""
 
 
 def main() -> None:
@@ -59,16 +66,20 @@ def _lines(team: Team, num_rows: int, vocab: int, repeats: int) -> Iterator[str]
     yield f"{team.num_threads} threads, {num_rows} rows of {vocab}:"
     rows, likely = torch.arange(num_rows, dtype=torch.int32), NativeMostLikely(team)
     steps = {name: _step(team, logits, params) for name, params in SETTINGS.items()}
+    steps |= {name: _step(team, logits, SETTINGS["no filters"], word) for name, word in MASKS.items()}
     steps |= {f"{num} most likely": partial(likely, logits, rows, num) for num in (0, 20)}
     for name, step in steps.items():
         reading, chosen = float("inf"), float("inf")
         for _ in range(repeats):  # in turns, so that other processes slow both
             reading = min(reading, measure_reading(team, logits, 1))
             chosen = min(chosen, _seconds(step))
-        yield f"  {name:26} {chosen * 1e6:9.0f} us   {chosen / reading:5.2f} x reading ({reading * 1e6:.0f} us)"
+        yield f"  {name:37} {chosen * 1e6:9.0f} us   {chosen / reading:5.2f} x reading ({reading * 1e6:.0f} us)"
 
 
-def _step(team: Team, logits: torch.Tensor, params: SamplingParams) -> Callable[[], object]:
+def _step(
+    team: Team, logits: torch.Tensor, params: SamplingParams, word: int | None = None
+) -> Callable[[], object]:
+    """`word`: of each row's mask; None for no masks."""
     num_rows, vocab = logits.shape
     sampler = Sampler(num_rows, vocab, (), torch.device("cpu"), NativeChoose(team))
     for slot in range(num_rows):
@@ -76,7 +87,11 @@ def _step(team: Team, logits: torch.Tensor, params: SamplingParams) -> Callable[
         sampler.assign(slot, sequence)
     slots = torch.arange(num_rows, dtype=torch.int32)
     numbers, filters = torch.zeros_like(slots), sampler.filters(range(num_rows))
-    return lambda: sampler.sample(logits, slots, numbers, filters)
+    masks = None
+    if word is not None:
+        masks = torch.full((num_rows, num_words(vocab)), word, dtype=torch.int32)
+        masks[:, 7] = 255
+    return lambda: sampler.sample(logits, slots, numbers, filters, masks)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -140,11 +140,21 @@ static_assert(kBlock % 32 == 0, "a word of a mask lies in one block");
 
 // `mask` is a row's; a piece of it begins with a block.
 inline void apply_mask(const uint32_t* mask, int from, int to, float* x) {
+    const v8i bits = {1, 2, 4, 8, 16, 32, 64, 128};
     for (int i = from; i < to; i += 32) {
         const uint32_t word = mask[i / 32];
         if (word == 0xffffffffu) continue;
-        for (int j = i; j < std::min(i + 32, to); j++)
-            if (!(word >> (j - i) & 1)) x[j] = -kInfinity;
+        if (word == 0 && i + 32 <= to) {
+            std::fill_n(x + i, 32, -kInfinity);
+        } else if (i + 32 <= to) {
+            for (int j = 0; j < 32; j += kLanes) {
+                const v8i some = splat_int(static_cast<int>(word >> j)) & bits;
+                store(x + i + j, some != splat_int(0) ? load(x + i + j) : splat(-kInfinity));
+            }
+        } else {
+            for (int j = i; j < to; j++)
+                if (!(word >> (j - i) & 1)) x[j] = -kInfinity;
+        }
     }
 }
 
