@@ -262,7 +262,7 @@ class EngineSettings(CommonSettings):
     @classmethod
     def _node_with_cores(cls, node: int | None) -> int | None:
         if node is not None and not node_cores(node):
-            raise ValueError(f"NUMA node {node} has no core that this process may use")
+            raise ValueError("must be a NUMA node that has a core which this process may use")
         return node
 
     @model_validator(mode="after")

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
-from engine.launching import launch_fitting
+from engine.launching import goes_beside, launch_fitting
 from engine.planning.block_map import BlockMap, block_map
 from engine.planning.blocks import PoolViolation
+from engine.planning.chunks import withdraw_ended
 from engine.planning.drafting import Drafting
 from engine.planning.grammars import ForcedTokens, Grammars
 from engine.planning.lookup import Lookup
@@ -263,9 +264,13 @@ class Engine:
             self._land_but(scheduler, 0)
         plan = scheduler.plan(started)
         self._forget_departed(scheduler)
+        plan.is_beside = goes_beside(plan, scheduler, self._facts)
+        if self._flights and self._facts.plain_ahead_s is not None and not plan.is_beside:
+            self._land_but(scheduler, 0)  # or else their tokens would wait for this step, too
+            withdraw_ended(plan)
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
         is_at_rest = not self._flights
-        self._land_but(scheduler, self._facts.num_ahead if is_launched and not plan.num_drafts else 0)
+        self._land_but(scheduler, self._facts.num_ahead if is_launched and plan.is_beside else 0)
         if self._undelivered:
             self._report(scheduler, Plan(), started)
         self.last_progress_s = self._clock()

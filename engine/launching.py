@@ -5,11 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from engine.planning.chunks import is_plain
 from engine.planning.drafting import Drafting
 from engine.planning.scheduler import Scheduler
-from engine.planning.step import OutOfMemory, Plan, Runner, StepInFlight, StepResult
+from engine.planning.step import OutOfMemory, Plan, Runner, RunnerFacts, StepInFlight, StepResult
 
 log = logging.getLogger("penstock.engine")
+
+
+def goes_beside(plan: Plan, scheduler: Scheduler, facts: RunnerFacts) -> bool:
+    """Whether the next step is to be planned while this one runs."""
+    longest_s = facts.plain_ahead_s
+    if longest_s is None or not facts.num_ahead:
+        return facts.num_ahead > 0 and not plan.num_drafts
+    if scheduler.awaits_tokens or not plan.chunks or not is_plain(plan):
+        return False
+    return scheduler.queue.step_seconds(0, plan.num_tokens, plan.num_context, 0) <= longest_s
 
 
 def launch_fitting(

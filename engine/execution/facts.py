@@ -9,20 +9,25 @@ from engine.planning.step import RunnerFacts
 _MOST_SCORED = 64
 """Tokens of prompts that a step on a CPU scores while other sequences run: their logits take longer than their layers
 where the vocabulary is large and the model small."""
+_LONGEST_AHEAD_S = 0.05
+"""What Python does between two steps takes a few milliseconds: a twentieth of longer ones."""
 
 
-def facts_of(model: LoadedModel, num_ahead: int | None = None) -> RunnerFacts:
+def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bool = False) -> RunnerFacts:
     """The facts of a model.
 
     Args:
         num_ahead: overrides how many steps may be in flight while the next is planned.
+        runs_plain: whether plain steps run beside the host.
     """
     is_on_cpu, options, states = model.device.type == "cpu", model.options, model.states
+    is_plain_beside = is_on_cpu and num_ahead is None and runs_plain
     return RunnerFacts(
         num_blocks=model.kv.num_blocks,
         block_size=model.kv.block_size,
         max_batch_tokens=options.max_batch_tokens,
-        num_ahead=int(not is_on_cpu) if num_ahead is None else num_ahead,
+        num_ahead=int(not is_on_cpu or is_plain_beside) if num_ahead is None else num_ahead,
+        plain_ahead_s=_LONGEST_AHEAD_S if is_plain_beside else None,
         max_model_len=model.max_model_len,
         windows=model.kv.layout.windows,
         max_drafts=options.max_drafts,

@@ -9,9 +9,9 @@ one and replayed. A CPU runs the same code: there a step has ended when its laun
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.execution.buffers import StepBuffers
 from engine.execution.drafter import Drafter
 from engine.execution.facts import facts_of
+from engine.execution.faults import told
 from engine.execution.graphs import (
     CudaDevice,
     Device,
@@ -33,6 +34,7 @@ from engine.execution.graphs import (
 )
 from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loaded import LoadedModel
+from engine.execution.plain_steps import PlainSteps
 from engine.execution.prompt_rows import PromptFindings, PromptRows
 from engine.execution.seats import Placed, Seats, StepShape
 from engine.execution.state_slots import StateBuffers, tell_slots
@@ -40,7 +42,14 @@ from engine.execution.uploads import send_apart
 from engine.execution.verification import Verification
 from engine.model.weights import Progress
 from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.step import OPEN, Chunk, DeviceError, OutOfMemory, Plan, RunnerFacts, StepResult
+from engine.planning.step import (
+    OPEN,
+    Chunk,
+    Plan,
+    RunnerFacts,
+    StepInFlight,
+    StepResult,
+)
 from engine.sampling.reference import logprobs_of
 from engine.sampling.tables import GRAPH_FILTERS, Filters
 from engine.sizes import size_text
@@ -91,14 +100,19 @@ class ModelRunner:
             torch.set_num_threads(1)
         self._steps = Steps(model)
         self._steps.prepare(self._make_device(model), self._progress)
-        return facts_of(model, self._num_ahead)
+        return facts_of(model, self._num_ahead, runs_plain=self._steps.plain is not None)
 
     def draft(self, plan: Plan) -> list[list[int]]:
-        assert self.steps.drafter is not None
-        return self.steps.drafter.draft(plan)
+        steps = self.steps
+        assert steps.drafter is not None
+        if steps.plain is not None:
+            steps.plain.drain()
+        return steps.drafter.draft(plan)
 
-    def launch(self, plan: Plan) -> LaunchedStep:
-        return self.steps.launch(plan)
+    def launch(self, plan: Plan) -> StepInFlight:
+        steps = self.steps
+        plain = None if steps.plain is None else steps.plain.launch(plan)
+        return plain or steps.launch(plan)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         self.steps.forget(sequences)
@@ -122,6 +136,9 @@ class Steps:
         self._refused: dict[Sequence, str] = {}
         """Sequences whose parameters the sampler cannot serve, and why."""
         self.seats: Seats = self._new_seats() if target is None else target.seats
+        self.plain: PlainSteps | None = None
+        if target is None:
+            self.plain = PlainSteps.of(model, self.seats)
         self.state_buffers: StateBuffers | None = None
         if model.states is not None and model.buffers is not None:
             self.state_buffers = StateBuffers(model.options.max_num_seqs, model.device)
@@ -156,7 +173,7 @@ class Steps:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
-        """See `planning.step.Runner`."""
+        """Launches a step kernel by kernel, or as a graph; see `planning.step.Runner`."""
         with self.faults(plan):
             shape = StepShape.of(plan)
             prompts = PromptRows.of(plan, self.model.options.max_rows)
@@ -194,19 +211,8 @@ class Steps:
             if chunk.samples
         ]
 
-    @contextmanager
-    def faults(self, plan: Plan) -> Iterator[None]:
-        """Tells what went wrong in planning's terms; what the device knows of the plan's sequences is sent again."""
-        try:
-            yield
-        except Exception as error:
-            self.seats.distrust(plan)
-            if _is_out_of_memory(error):
-                _give_back_cached(self.model.device)
-                raise OutOfMemory(str(error)) from error
-            if isinstance(error, torch.AcceleratorError):
-                raise DeviceError(str(error)) from error
-            raise
+    def faults(self, plan: Plan) -> AbstractContextManager[None]:
+        return told(plan, self.seats, self.model.device)
 
     def _pass(
         self, plan: Plan, placed: Placed, verification: Verification | None, prompts: PromptRows | None
@@ -431,15 +437,3 @@ class LaunchedStep:
 
 def _cuda_device(model: LoadedModel) -> Device | None:
     return CudaDevice(model.device) if model.buffers is not None and model.device.type == "cuda" else None
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether CUDA, a native kernel, or torch's allocator on a CPU (which has no error of its own) found no memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _give_back_cached(device: torch.device) -> None:
-    """Frees memory that torch keeps for itself, in pieces that nothing fitted into."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # and pinned buffers, however often the step is launched again
-        torch.cuda.empty_cache()

@@ -83,6 +83,17 @@ class Placed:
     """Blocks to be copied first: sources and targets."""
 
 
+@dataclass(slots=True)
+class PlainPlaced:
+    """What is to be sent for a plain step, beside its slots."""
+
+    num_blocks: int
+    """No sequence has more."""
+    places: list[int]
+    """Words of the table that are to be overwritten before the step begins."""
+    values: list[int]
+
+
 class Seats:
     """Keeps the device's table of the running sequences up to date.
 
@@ -127,18 +138,21 @@ class Seats:
         Args:
             shape: the step's own, or a larger one that it is padded to.
         """
-        changes, seat_of = _Changes(self.table), self._seat_of
-        seats = []
-        for chunk in plan.chunks:
-            sequence, start = chunk.sequence, chunk.start
-            seat = seat_of.get(sequence) or self._seat(sequence)
-            seats.append(seat)
-            # The table has all of a step whose one token is the one sampled last, in blocks that it knows.
-            is_next = start == seat.length == seat.sampled_at and chunk.num_tokens == 1
-            if not is_next or len(sequence.block_table) != len(seat.blocks) or plan.copies:
-                changes.note(seat, chunk, is_decode=shape.is_decode)
+        seat_of = self._seat_of
+        seats = [seat_of.get(chunk.sequence) or self._seat(chunk.sequence) for chunk in plan.chunks]
+        changes = self._changes(plan, seats, is_decode=shape.is_decode)
         place = self._place_decode if shape.is_decode else self._place_mixed
         return place(plan, shape, seats, changes)
+
+    def seated(self, plan: Plan) -> list[Seat] | None:
+        """The seats of a plan's sequences; None if one has none yet."""
+        seats = [seat for chunk in plan.chunks if (seat := self._seat_of.get(chunk.sequence)) is not None]
+        return seats if len(seats) == len(plan.chunks) else None
+
+    def place_plain(self, plan: Plan, seats: list[Seat]) -> PlainPlaced:
+        """Places a plain step whose sequences have these seats: it is for the caller to send what it says."""
+        changes = self._changes(plan, seats, is_decode=True)
+        return PlainPlaced(_most_blocks(plan), changes.places, changes.values)
 
     def note_launched(self, plan: Plan, seats: ListLike[Seat]) -> None:
         """The step is on its way: from now on the device is supposed to know what it brings."""
@@ -168,6 +182,15 @@ class Seats:
         """A decode step over these slots, padding included."""
         num = slots.numel()
         return StepTokens(slots, self._decode_starts[: num + 1], self._decode_tokens[:num], num_blocks, 1)
+
+    def _changes(self, plan: Plan, seats: ListLike[Seat], *, is_decode: bool) -> _Changes:
+        changes = _Changes(self.table)
+        for seat, chunk in zip(seats, plan.chunks, strict=True):
+            # The table has all of a step whose one token is the one sampled last, in blocks that it knows.
+            is_next = chunk.start == seat.length == seat.sampled_at and chunk.num_tokens == 1
+            if not is_next or len(chunk.sequence.block_table) != len(seat.blocks) or plan.copies:
+                changes.note(seat, chunk, is_decode=is_decode)
+        return changes
 
     def _seat(self, sequence: Sequence) -> Seat:
         seat = self._seat_of[sequence] = Seat(self._free.pop())

@@ -11,10 +11,10 @@ from typing import assert_never
 
 from engine.errors import CheckpointError, NotEnoughMemory
 from engine.execution.loader import load_model
-from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.execution.runner import ModelRunner
 from engine.parallel.group import Group
 from engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Load
-from engine.planning.step import Plan
+from engine.planning.step import Plan, StepInFlight
 
 
 def main(descriptor: int, rank: int, size: int, meeting: str, on_cuda: bool) -> None:
@@ -51,7 +51,7 @@ class _Follower:
         self._runner: ModelRunner
         self._listener: Listener
         self._plan: Plan
-        self._step: LaunchedStep
+        self._step: StepInFlight
 
     def take(self, message: Load | Launch | ChooseTokens | Forget) -> None:
         match message:

@@ -1,4 +1,4 @@
-"""Taking chunks out of a step that is planned and not launched."""
+"""What a planned step has, and taking chunks out of one that is not launched."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ from collections.abc import Sequence as TokenIds
 
 from engine.planning.request import Sequence
 from engine.planning.step import Chunk, Plan
+
+
+def is_plain(plan: Plan) -> bool:
+    """Whether every sequence of a step computes the token that it sampled last, and only the next one is to be told."""
+    return not plan.copies and all(map(_is_plain, plan.chunks))
+
+
+def _is_plain(chunk: Chunk) -> bool:
+    sequence = chunk.sequence
+    request = sequence.request
+    return (
+        chunk.samples
+        and chunk.num_tokens == 1
+        and chunk.start >= sequence.num_prompt_tokens
+        and request.num_logprobs is None
+        and not request.branches
+        and not request.sampling.is_guided
+    )
 
 
 def withdraw(plan: Plan, sequence: Sequence) -> int:
@@ -20,6 +38,12 @@ def withdraw(plan: Plan, sequence: Sequence) -> int:
     held = set(sequence.block_table)
     plan.copies = [copy for copy in plan.copies if copy[1] not in held]
     return num_tokens
+
+
+def withdraw_ended(plan: Plan) -> None:
+    """Takes the sequences out of a plan that have ended since it was made."""
+    for sequence in [c.sequence for c in plan.chunks if c.sequence.finish_reason is not None]:
+        withdraw(plan, sequence)
 
 
 def cut(plan: Plan, chunk: Chunk, num_tokens: int) -> None:

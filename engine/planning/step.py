@@ -115,6 +115,8 @@ class Plan:
     """Whether a proposer of its drafts has yet to read what it proposes from."""
     experts: ExpertUse | None = None
     """Those of its result."""
+    is_beside: bool = False
+    """Whether the host goes on while it runs, and plans the next."""
 
     @property
     def num_drafts(self) -> int:
@@ -237,6 +239,9 @@ class RunnerFacts:
     """Tokens of the largest step."""
     num_ahead: int = 0
     """Steps that may be launched while an earlier one has not been waited for: 0 or 1."""
+    plain_ahead_s: float | None = None
+    """If given, none but plain steps run beside the host, and none that is expected to take longer: who arrives while
+    one runs may have to wait for the next one, too."""
     max_model_len: int = NO_LIMIT
     """Tokens of the longest sequence that it has positions for."""
     windows: tuple[int, ...] = (0,)

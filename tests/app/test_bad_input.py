@@ -53,7 +53,7 @@ TABLE = [
     ("serve --port 0 --redis-url nonsense", "--redis-url"),
     ("serve --otlp-endpoint localhost", "--otlp-endpoint"),
     ("serve --threads 1000000", "--threads: must be at most"),
-    ("serve --numa 999", "--numa: NUMA node 999 has no core that this process may use"),
+    ("serve --numa 999", "--numa: must be a NUMA node that has a core which this process may use"),
     ("serve --dtype int3", "--dtype"),
     ("serve --quantize int3", "--quantize"),
     ("serve --quantize-group-size 64", "quantize_group_size 64 needs quantize"),

@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from queue import SimpleQueue
 
@@ -15,7 +16,7 @@ from engine.engine import Engine, EngineState
 from engine.planning.drafting import Drafting
 from engine.planning.request import FinishReason, Output, Sequence
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import DeviceError, OutOfMemory, Plan, StepReport, StepResult
+from engine.planning.step import DeviceError, OutOfMemory, Plan, RunnerFacts, StepReport, StepResult
 from priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeProposer, FakeSink, drafting_always, expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner, QueuedStep
@@ -34,7 +35,11 @@ class TroubledRunner(QueuedRunner):
         self.entered: SimpleQueue[int] = SimpleQueue()
         """Steps that are waited for."""
         self.gate = threading.Semaphore(1_000_000)
+        self.plain_ahead_s: float | None = None
         self._number_of: dict[int, int] = {}
+
+    def load(self) -> RunnerFacts:
+        return replace(super().load(), plain_ahead_s=self.plain_ahead_s)
 
     def launch(self, plan: Plan) -> QueuedStep:
         self.asked.append(("launch", plan.number))
@@ -330,3 +335,55 @@ def test_a_device_lost_while_stopping_is_told() -> None:
     harness.stop()
     assert harness.states.get(timeout=PATIENCE_S) is EngineState.FAILED
     assert harness.last("r").error == "the engine failed"
+
+
+# A host beside which plain steps alone run
+
+
+def test_none_but_plain_steps_are_ahead_and_a_newcomer_holds_back_no_token(harness: EngineHarness) -> None:
+    """What is in flight is waited for before a step with a prompt is launched, which has ended then."""
+    harness.runner.plain_ahead_s = 1e9
+    harness.runner.gate = threading.Semaphore(0)
+    harness.submit("r", [1, 2, 3], max_tokens=6)
+    harness.start()
+    for number in (1, 2):
+        assert harness.runner.entered.get(timeout=PATIENCE_S) == number
+        if number == 2:
+            harness.submit("new", [4, 5, 6], max_tokens=2)
+        harness.runner.gate.release()
+    harness.runner.gate.release(1_000)
+    harness.assert_whole("r", [1, 2, 3], 6)
+    harness.assert_whole("new", [4, 5, 6], 2)
+    harness.stop()
+    launch, wait = "launch", "wait"
+    assert harness.runner.asked[:8] == [
+        (launch, 1), (wait, 1), (launch, 2), (launch, 3), (wait, 2), (wait, 3), (launch, 4), (wait, 4),
+    ]  # fmt: skip
+
+
+def test_who_ended_while_the_next_step_was_planned_is_not_in_it(harness: EngineHarness) -> None:
+    harness.runner.plain_ahead_s = 1e9
+    harness.runner.gate = threading.Semaphore(0)
+    harness.submit("r", [1, 2, 3], max_tokens=90)
+    harness.start()
+    assert harness.runner.entered.get(timeout=PATIENCE_S) == 1
+    harness.runner.gate.release()
+    assert harness.runner.entered.get(timeout=PATIENCE_S) == 2
+    harness.runner.wait_faults[3] = ValueError("late")
+    harness.submit("new", [4, 5, 6], max_tokens=2)
+    harness.runner.gate.release(1_000)
+    assert harness.last("r").error == "the step failed"
+    harness.assert_whole("new", [4, 5, 6], 2)
+    harness.submit("r again", [1, 2, 3])
+    harness.assert_whole("r again", [1, 2, 3])
+
+
+def test_a_step_that_takes_long_is_waited_for_before_the_next_is_planned(harness: EngineHarness) -> None:
+    """Its clock counts its readings, so that every step is said to take seconds."""
+    harness.runner.plain_ahead_s = 0.05
+    harness.submit("r", [1, 2, 3], max_tokens=60)
+    harness.start()
+    harness.assert_whole("r", [1, 2, 3], 60)
+    harness.stop()
+    asked = harness.runner.asked[-20:]
+    assert asked == [(what, number) for number in range(51, 61) for what in ("launch", "wait")]

@@ -6,6 +6,7 @@
 #include "measure.h"
 #include "pack.h"
 #include "sample.h"
+#include "steps.h"
 
 using namespace penstock;
 
@@ -124,6 +125,29 @@ int32_t penstock_likely(Team* team, const LikelyArgs* args) {
 int32_t penstock_draft(Team* team, Decoder* decoder, const Linear* head, Chooser* chooser, const DraftArgs* args) {
     return status_of([&] { return draft(*team, *decoder, *head, *chooser, *args); });
 }
+
+StepQueue* penstock_steps_new(Team* team, Decoder* decoder, const Linear* head, Chooser* chooser,
+                              const StepTables* tables) {
+    return guarded([&] { return new StepQueue(*team, *decoder, *head, *chooser, *tables); });
+}
+
+void penstock_steps_free(StepQueue* steps) {
+    if (steps->is_whole()) delete steps;
+}
+
+int64_t penstock_steps_put(StepQueue* steps, const PlainStep* step) {
+    return guarded([&] { return steps->put(*step); });
+}
+
+int32_t penstock_steps_run(StepQueue* steps, const PlainStep* step, int32_t* token_ids) {
+    return status_of([&] { return steps->run(*step, token_ids); });
+}
+
+int32_t penstock_steps_wait(StepQueue* steps, int64_t number, int32_t* token_ids) {
+    return steps->wait(number, token_ids);
+}
+
+void penstock_steps_drain(StepQueue* steps) { steps->drain(); }
 
 int32_t penstock_gather(const GatherArgs* args) { return gather(*args); }
 

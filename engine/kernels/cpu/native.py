@@ -10,6 +10,7 @@ from engine.kernels.cpu.linear import PACKED, PackedLinear
 from engine.kernels.cpu.program import NativeHeads, NativeOp
 from engine.kernels.cpu.sampling import NativeChoose, NativeMostLikely
 from engine.kernels.cpu.states import NativeMixer
+from engine.kernels.cpu.steps import NativeStep, NativeSteps, PlainStep
 
 __all__ = [
     "BLOCK_SIZE",
@@ -27,8 +28,11 @@ __all__ = [
     "NativeOp",
     "NativeRoute",
     "NativeRunExperts",
+    "NativeStep",
+    "NativeSteps",
     "NativeUnavailable",
     "PackedLinear",
+    "PlainStep",
     "Team",
     "load_library",
     "packed_experts",

@@ -65,6 +65,7 @@ class Watched(ModelRunner):
         self.num_copies += len(plan.copies)
         with self._cuda.watching():
             step = super().launch(plan)
+        assert isinstance(step, LaunchedStep)
         choose = step.choose
 
         def watched() -> None:

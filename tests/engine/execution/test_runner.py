@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import MAX_DRAFTS
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.planning.request import Request, SamplingParams
 from engine.planning.step import DeviceError, RunnerFacts
 from tests.engine.checkpoints import make_checkpoint
@@ -67,11 +67,13 @@ def test_a_closed_runner_has_no_model(driver: Driver) -> None:
         _ = driver.runner.model
 
 
-def test_on_a_cpu_a_step_has_ended_when_its_launch_returns(driver: Driver) -> None:
+def test_on_a_cpu_plain_steps_alone_run_beside_the_host(driver: Driver) -> None:
     assert driver.facts == RunnerFacts(
         num_blocks=32,
         block_size=16,
         max_batch_tokens=64,
+        num_ahead=1,
+        plain_ahead_s=0.05,
         max_model_len=512,
         max_drafts=MAX_DRAFTS,
         max_rows=64,
@@ -97,6 +99,7 @@ def test_a_mask_can_arrive_between_the_pass_and_the_choice(driver: Driver) -> No
     driver.queue.put(make_request("r", [5, 6]), 0.0)
     plan = driver.scheduler.plan(0.0)
     step = driver.runner.launch(plan)
+    assert isinstance(step, LaunchedStep)
     with torch.inference_mode():
         step.logits[:, :17] = step.logits[:, 18:] = -1e9
     step.choose()

@@ -1,0 +1,43 @@
+"""What goes wrong on the device, in planning's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.execution.seats import Seats
+from engine.planning.step import DeviceError, OutOfMemory, Plan
+
+
+@contextmanager
+def told(plan: Plan, seats: Seats, device: torch.device) -> Iterator[None]:
+    """Tells what went wrong with a plan; what the device knows of its sequences is sent again.
+
+    Raises:
+        OutOfMemory: in place of the errors by which the device says so.
+        DeviceError: the device is lost.
+    """
+    try:
+        yield
+    except Exception as error:
+        seats.distrust(plan)
+        if _is_out_of_memory(error):
+            _give_back_cached(device)
+            raise OutOfMemory(str(error)) from error
+        if isinstance(error, torch.AcceleratorError):
+            raise DeviceError(str(error)) from error
+        raise
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether CUDA, a native kernel, or torch's allocator on a CPU (which has no error of its own) found no memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _give_back_cached(device: torch.device) -> None:
+    """Frees memory that torch keeps for itself, in pieces that nothing fitted into."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # and pinned buffers, however often the step is launched again
+        torch.cuda.empty_cache()

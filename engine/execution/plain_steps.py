@@ -1,0 +1,88 @@
+"""Plain steps on a CPU: one native call each, beside which the host goes on.
+
+A step whose sequences all compute the token that they sampled last needs hardly anything of the host. What Python does
+between two such steps, the text of the tokens and their way out included, takes a tenth of a small model's step and
+more, for the weights have driven it out of the caches; so it is done while the next step runs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.execution.faults import told
+from engine.execution.landing import NOT_FINITE
+from engine.execution.loaded import LoadedModel
+from engine.execution.seats import Seats
+from engine.kernels.cpu.native import (
+    NativeChoose,
+    NativeDecoder,
+    NativeStep,
+    NativeSteps,
+    PackedLinear,
+    PlainStep,
+)
+from engine.planning.chunks import is_plain
+from engine.planning.step import Plan, Sampled, StepResult
+from engine.sampling.sampler import Sampler
+
+_CPU = torch.device("cpu")
+
+
+class PlainSteps:
+    """The plain steps of a model that native kernels run as a whole."""
+
+    def __init__(self, sampler: Sampler, native: NativeSteps, seats: Seats) -> None:
+        self._sampler, self._native, self._seats = sampler, native, seats
+
+    @classmethod
+    def of(cls, model: LoadedModel, seats: Seats) -> PlainSteps | None:
+        """None if something of a step needs the host."""
+        team, decoder, lm_head = model.kernels.team, model.decoder, model.lm_head
+        if team is None or model.states is not None or model.expert_counts is not None:
+            return None
+        if not isinstance(decoder, NativeDecoder) or not isinstance(lm_head, PackedLinear):
+            return None
+        tables = model.sampler.tables
+        native = NativeSteps(team, decoder, lm_head, NativeChoose(team), model.table, tables)
+        return cls(model.sampler, native, seats)
+
+    def launch(self, plan: Plan) -> PlainStepInFlight | None:
+        """Launches a plain step, or runs it if the host is not to go on beside it.
+
+        Returns:
+            None if the step needs more of the host; then nothing is in flight any more.
+        """
+        with told(plan, self._seats, _CPU):
+            seats = self._seats.seated(plan) if is_plain(plan) else None
+            slots = [seat.slot for seat in seats or ()]
+            filters = self._sampler.filters(slots)
+            if seats is None or filters.sifted:
+                plan.is_beside = False
+                self.drain()
+                return None
+            placed = self._seats.place_plain(plan, seats)
+            step = PlainStep(slots, placed.num_blocks, filters, placed.places, placed.values)
+            launched = self._native.launch(step) if plan.is_beside else self._native.run(step)
+            self._seats.note_launched(plan, seats)
+            return PlainStepInFlight(plan, launched, self._seats)
+
+    def drain(self) -> None:
+        """Waits until no step is in flight, so that the host may change what steps read."""
+        self._native.drain()
+
+
+class PlainStepInFlight:
+    """A plain step that was launched; see `planning.step.StepInFlight`."""
+
+    def __init__(self, plan: Plan, launched: NativeStep | list[int], seats: Seats) -> None:
+        self._plan, self._launched, self._seats = plan, launched, seats
+
+    def choose(self) -> None:
+        """Its tokens are chosen where it runs."""
+
+    def wait(self) -> StepResult:
+        launched = self._launched
+        if isinstance(launched, NativeStep):
+            with told(self._plan, self._seats, _CPU):
+                launched = launched.wait()
+        return StepResult([Sampled([one]) if one >= 0 else Sampled([], error=NOT_FINITE) for one in launched])

@@ -1,0 +1,100 @@
+"""Steps that are one native call, with the host beside them or not, change no answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import LoadOptions
+from engine.execution.loaded import LoadedModel
+from engine.execution.loader import load_model
+from engine.execution.plain_steps import PlainStepInFlight
+from engine.execution.runner import ModelRunner
+from engine.kernels.cpu.native import NativeStep
+from engine.planning.chunks import is_plain
+from engine.planning.setup import make_tables
+from engine.planning.step import Plan, StepInFlight
+from tests.engine.checkpoints import make_checkpoint
+from tests.engine.execution.test_steps import REQUESTS, SEATS, StepDriver, ask
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
+}
+"""The second has several block tables."""
+MORE = (ask("sifted", 7, seed=8, typical_p=0.8), ask("late", 40, seed=9, temperature=0.7, max_tokens=50))
+
+
+class PlainDriver(StepDriver):
+    """Goes on beside plain steps, as the engine does, or beside none."""
+
+    def __init__(self, model: LoadedModel, *, beside: bool, whole: bool, budget: int = 32) -> None:
+        runner = ModelRunner(lambda: model)
+        facts = runner.load()
+        if not whole:
+            runner.steps.plain = None
+        tables = make_tables(facts, prefix_cache=True, log=None)
+        super().__init__(runner, budget=budget, tables=tables)
+        self.beside = beside
+        self.kinds: list[str] = []
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        plan.is_beside = self.beside and is_plain(plan)
+        step = super().launch(plan)
+        if isinstance(step, PlainStepInFlight):
+            self.kinds.append("beside" if isinstance(step._launched, NativeStep) else "whole")
+        else:
+            self.kinds.append("apart")
+        return step
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder: Path = make_checkpoint(request.param, tmp_path_factory.mktemp("model"), **SHAPES[request.param])
+    options = LoadOptions(
+        device="cpu", dtype="float32", num_blocks=120, max_batch_tokens=32, max_num_seqs=SEATS
+    )
+    return load_model(folder, options, lambda _: None, lambda *_: None)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("budget", [32, 5])
+def test_plain_steps_change_no_answer(model: LoadedModel, beside: bool, budget: int) -> None:
+    """Also when sequences give way, so that tables are sent anew, and while others need more of the host."""
+    requests = (*REQUESTS, *MORE)
+    expected = PlainDriver(model, beside=False, whole=False).run(*requests).tokens()
+    driver = PlainDriver(model, beside=beside, whole=True, budget=budget)
+    assert driver.run(*requests, preempt_at=(9, 14)).tokens() == expected
+    assert driver.kinds.count("apart") > 5
+    assert driver.kinds.count("beside" if beside else "whole") > 4
+    assert "whole" not in driver.kinds or not beside
+
+
+def test_a_step_that_was_never_waited_for_holds_nobody(model: LoadedModel) -> None:
+    """As when the engine ends, or a fault comes between: the next is run all the same, after it."""
+    request = ask("one", 20, max_tokens=30)
+    expected = PlainDriver(model, beside=False, whole=False).run(request).tokens()["one", 0]
+    driver = PlainDriver(model, beside=True, whole=True)
+    driver.queue.put(request, 0.0)
+    while "beside" not in driver.kinds:
+        driver.step()
+    assert driver.runner.steps.plain is not None  # type: ignore[attr-defined]
+    driver.runner.steps.plain.drain()  # type: ignore[attr-defined]
+    del driver
+    assert PlainDriver(model, beside=True, whole=True).run(request).tokens()["one", 0] == expected
+
+
+def test_a_slot_that_does_not_exist_is_refused(model: LoadedModel) -> None:
+    driver = PlainDriver(model, beside=True, whole=True)
+    driver.queue.put(ask("one", 20, max_tokens=30), 0.0)
+    while "beside" not in driver.kinds:
+        driver.step()
+    driver.land(0)
+    (sequence,) = driver.scheduler.running
+    seats = driver.runner.steps.seats  # type: ignore[attr-defined]
+    seats._seat_of[sequence].slot = SEATS + 3
+    driver.step()
+    with pytest.raises(ValueError, match="a slot does not exist"):
+        driver.land(0)
