@@ -148,6 +148,7 @@ def test_what_is_wanted_most_fits_the_ten_minutes() -> None:
         ("qwen3-0.6b", "serving", 150, ("qwen3-0.6b",), True),
         ("quantized", "quantized", 150, (), True),
         ("experts", "experts", 100, (), True),
+        ("states", "states", 100, (), True),
         ("drafts", "drafts", 170, (), True),
         ("llama-8b-int4", "serving", 100, ("llama-8b-int4",), True),
         ("llama-8b-fp8", "serving", 100, ("llama-8b-fp8",), False),
