@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team
-from tests.engine.kernels.levels import LEVELS, build_levels, library_of, params
+from tests.engine.kernels.levels import LEVELS, MAIN_LEVELS, build_levels, library_of, params
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def built(request: pytest.FixtureRequest) -> None:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module", params=params(LEVELS))
+@pytest.fixture(scope="module", params=params(MAIN_LEVELS))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
