@@ -102,6 +102,4 @@ def print_compared(results: Row) -> None:
         ratios = ", ".join(f"{ratio:.2f}" for ratio in row["ratios"])
         print(f"{row['workload']}: {row['verdict']} ({ratios} times the tokens a second with drafts)")
     print(f"ITL: between pieces of text; promised are {results['promised_ms']:g} ms a token")
-    print_failures(
-        (f"{row['workload']}, {name}", row[name]) for row in results["drafts"] for name in ("with", "without")
-    )
+    print_failures(sides)

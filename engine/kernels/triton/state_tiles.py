@@ -128,6 +128,8 @@ def run_tiles(
             places, heads, of_values, found, decays, weights, **shared, num_warps=SOLVING_WARPS
         )
     carried, read = min(CARRIED[type(spec)], values), min(READ, values)
+    carrying = {name: constexprs[name] for name in ("IS_DELTA", "KEY_DIM", "VALUE_DIM")} | shared
+    carrying |= {"COLUMNS": carried, "FEWEST": FEWEST, "SEQUENCES": SEQUENCES}
     carry_state_kernel[(num_heads * (values // carried), num_sequences)](
         heads,
         of_values,
@@ -143,13 +145,7 @@ def run_tiles(
         kept.saves,
         kept.num_saves,
         num_sequences,
-        **shared,
-        IS_DELTA=constexprs["IS_DELTA"],
-        KEY_DIM=constexprs["KEY_DIM"],
-        VALUE_DIM=constexprs["VALUE_DIM"],
-        COLUMNS=carried,
-        FEWEST=FEWEST,
-        SEQUENCES=SEQUENCES,
+        **carrying,
         SAVES=SAVES,
     )
     if kept.slots is not None:
@@ -165,13 +161,7 @@ def run_tiles(
             kept.slots,
             kept.saves,
             num_sequences,
-            **shared,
-            IS_DELTA=constexprs["IS_DELTA"],
-            KEY_DIM=constexprs["KEY_DIM"],
-            VALUE_DIM=constexprs["VALUE_DIM"],
-            COLUMNS=carried,
-            FEWEST=FEWEST,
-            SEQUENCES=SEQUENCES,
+            **carrying,
         )
     read_tiles_kernel[(num_heads * (values // read), tiles)](
         made,
