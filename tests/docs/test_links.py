@@ -20,6 +20,7 @@ from app.settings import ENV_PREFIX, Settings, flag
 from docs.generate import FOLDER, parser_of
 from engine.kernels.cpu import levels, prebuilt
 from tests.docs.markdown import ROOT, Page, pages, tracked
+from tests.engine.kernels.levels import ARM_VARIABLE
 
 every_page = pytest.mark.parametrize("page", pages(), ids=str)
 
@@ -86,7 +87,7 @@ def test_modules_that_are_run_are_there(page: Page) -> None:
 @every_page
 def test_variables_are_settings(page: Page) -> None:
     known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
-    known |= {levels.VARIABLE, prebuilt.VARIABLE}
+    known |= {levels.VARIABLE, prebuilt.VARIABLE, ARM_VARIABLE}
     assert set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", page.text)) <= known
 
 

@@ -31,7 +31,8 @@ _EMULATED_ARM = () if this_machine().architecture == _ARM or emulated_arm.missin
 
 _OWN = (*(level.name for level in this_machine().usable()), TILES)
 LEVELS = (*_OWN, *_EMULATED_ARM)
-MAIN_LEVELS = LEVELS if os.environ.get("PENSTOCK_TEST_ARM") else _OWN
+ARM_VARIABLE = "PENSTOCK_TEST_ARM"
+MAIN_LEVELS = LEVELS if os.environ.get(ARM_VARIABLE) else _OWN
 """Without those of ARM, which `test_same_bits.py` holds against these, unless the variable asks for them."""
 _QUICK = (LEVELS[0], "portable")
 FEW_LEVELS = tuple(dict.fromkeys((*_QUICK, *_EMULATED_ARM)))
