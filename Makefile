@@ -2,6 +2,9 @@
 
 ARGS ?=
 
+# Hundreds of processes are started in the tests, and each would compile again all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: serve check docs test test-long test-all explore mutants loadtest soak bench clean
 
 serve:     ## sets up everything and serves the demo model on http://127.0.0.1:8000
