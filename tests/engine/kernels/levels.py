@@ -35,8 +35,8 @@ ARM_VARIABLE = "PENSTOCK_TEST_ARM"
 MAIN_LEVELS = LEVELS if os.environ.get(ARM_VARIABLE) else _OWN
 """Without those of ARM, which `test_same_bits.py` holds against these, unless the variable asks for them."""
 _QUICK = (LEVELS[0], "portable")
-FEW_LEVELS = tuple(dict.fromkeys((*_QUICK, *_EMULATED_ARM)))
-"""Those enough for kernels that have no code of their own for the levels between."""
+FEW_LEVELS = tuple(dict.fromkeys((*_QUICK, *_EMULATED_ARM[:1])))
+"""Those enough for kernels that have no code of their own for the levels between, or for NEON's products of bytes."""
 
 SHAPE_LEVELS = tuple(name for name in MAIN_LEVELS if name != AVX512BF16 or name == LEVELS[0])
 """Without the level that has only its products of linear maps to itself, unless it is what serves here."""
