@@ -14,8 +14,8 @@ from pathlib import Path
 from gguf import GGMLQuantizationType as Type
 
 from app.bench.checkpoint import Shape, write_all_but_weights
+from lab.bench.random_states import QWEN_08B
 from lab.bench.sparse_gguf import write_random
-from lab.bench.states import QWEN_08B
 from lab.demo.gguf_files import model_metadata, tokenizer_metadata
 
 _KIND = "qwen35"

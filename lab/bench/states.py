@@ -24,31 +24,15 @@ from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, Team, load_libr
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
-from engine.kernels.recurrent import StateVectors
 from engine.kernels.select import native_kernels
 from engine.kernels.state_cache import StateCache, StateLayout
-from engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, StateWeights, Weights
+from engine.model.parameters import Weights
 from engine.model.parse import parse_config
 from engine.model.transformer import make_decoder
-from engine.quant.formats import DENSE
-from engine.spec import Attention, GatedDelta, Layer, LinearMap
+from engine.spec import LinearMap
 from lab.bench.experts import kept_in
+from lab.bench.random_states import QWEN_08B, dense, random_layer, random_linear, random_weight
 
-QWEN_08B = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-}
 PROMPT, NUM_SLOTS = 512, 3
 
 
@@ -79,7 +63,7 @@ class Model:
         self, team: Team, type: str, config: ModelConfig, num_own: int | None = None, num_pending: int = 0
     ) -> None:
         self.type, self.team, kernels = type, team, native_kernels(team, torch.bfloat16)
-        own = [self._layer(kernels, layer) for layer in config.layers[:num_own]]
+        own = [random_layer(kernels, layer, self._linear, torch.ones) for layer in config.layers[:num_own]]
         layers = list(islice(cycle(own), config.num_layers))
         embedding = torch.randn(config.vocab_size, config.hidden_size).bfloat16()
         weights = Weights(embedding, layers, torch.ones(config.hidden_size), nn.Identity(), is_tied=False)
@@ -90,33 +74,11 @@ class Model:
         assert isinstance(decoder, NativeDecoder)
         self.decoder, self.blocks = decoder, torch.arange(num_blocks, dtype=torch.int32)[None]
 
-    def _layer(self, kernels: Kernels, layer: Layer) -> LayerWeights:
-        mixer = layer.mixer
-        assert mixer is not None
-        norm = torch.ones(mixer.hidden_size)
-        own = {name: self._linear(kernels, map) for name, map in layer.maps().items()}
-        feed_forward = None
-        if layer.feed_forward is not None:
-            feed_forward = MlpWeights(own.pop("gate_up"), own.pop("down"), kernels.glu)
-        if isinstance(mixer, Attention):
-            head_norm = torch.ones(mixer.head_dim)
-            mixed: AttentionWeights | StateWeights = AttentionWeights(
-                qkv=own["qkv"], o=own["o"], q_norm=head_norm, k_norm=head_norm
-            )
-        else:
-            vectors = {name: torch.randn(vector.shape) for name, vector in mixer.vectors().items()}
-            vectors |= {name: torch.ones(norm.size) for name, norm in mixer.norms().items()}
-            if "decay" in vectors:
-                vectors["decay"] = -vectors["decay"].exp() / 10
-            mixed = StateWeights(spec=mixer, vectors=StateVectors(**vectors), **own)
-        return LayerWeights(mixer=mixed, feed_forward=feed_forward, input_norm=norm, post_norm=norm)
-
     def _linear(self, kernels: Kernels, map: LinearMap) -> Linear:
-        rows, kept = sum(part.count for part in map.rows), kept_in(self.type, map.in_features)
-        weight = torch.randn(rows, map.in_features) / map.in_features**0.5
+        kept = kept_in(self.type, map.in_features)
         if map.stays or isinstance(kept, torch.dtype):
-            return kernels.linear({"weight": weight}, DENSE, None, gated=map.is_gated)
-        return kernels.linear(kept.quantize(weight), kept, None, gated=map.is_gated)
+            return random_linear(kernels, map)
+        return kernels.linear(kept.quantize(random_weight(map)), kept, None, gated=map.is_gated)
 
     @property
     def num_bytes(self) -> int:
@@ -148,19 +110,6 @@ class Model:
 def ints(row: list[int]) -> Tensor:
     """[1, row]"""
     return torch.tensor([row], dtype=torch.int32)
-
-
-def dense(config: ModelConfig) -> ModelConfig:
-    """The model with gated attention of as many numbers in the place of each gated delta net."""
-    layers = list[Layer]()
-    attention = next(iter(config.spec.attentions.values()))
-    for layer in config.layers:
-        if isinstance(state := layer.state, GatedDelta):
-            heads = state.value_size // attention.head_dim
-            assert 2 * state.key_size == 2 * heads * attention.head_dim, "of queries and keys"
-            layer = replace(layer, mixer=replace(attention, num_heads=heads, num_kv_heads=heads))
-        layers.append(layer)
-    return replace(config, spec=replace(config.spec, layers=tuple(layers)))
 
 
 def measure(team: Team, type: str, config: ModelConfig, repeats: int) -> Figure:

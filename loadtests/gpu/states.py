@@ -16,16 +16,14 @@ from engine.fields import Fields
 from engine.kernels import recurrent
 from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.recurrent import StateVectors
+from engine.kernels.ops import reference_kernels
 from engine.kernels.select import triton_kernels
 from engine.kernels.state_cache import StateCache, StateLayout, StatePlace
-from engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, StateWeights, Weights
+from engine.model.parameters import Weights
 from engine.model.parse import parse_config
 from engine.model.transformer import make_decoder
-from engine.quant.formats import DENSE
-from engine.spec import Attention, GatedDelta, Layer, LinearMap, Mamba2, StateMixer
+from engine.spec import GatedDelta, Mamba2, StateMixer
+from lab.bench.random_states import QWEN_08B, dense, random_layer, random_linear, random_vectors
 from loadtests.gpu.figures import emit
 from loadtests.gpu.sizes import parse_arguments
 from loadtests.gpu.timing import measure_each, seconds
@@ -38,22 +36,6 @@ LAYERS: dict[str, StateMixer] = {
     "Mamba-2 of Granite 4 H": GRANITE,
 }
 PROMPTS = (512, 2048, 8192)
-QWEN_08B: dict[str, object] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 16_384,
-    "rms_norm_eps": 1e-6,
-}
 TINY = {
     **QWEN_08B,
     "hidden_size": 32,
@@ -81,7 +63,7 @@ class Bench:
 
     def layer(self, name: str, spec: StateMixer) -> None:
         """One layer between its linear maps, by tiles and row by row."""
-        run, own = self._kernel(spec), self._vectors(spec)
+        run, own = self._kernel(spec), random_vectors(spec, self.device)
         place = StatePlace.at(0, spec, 0)
         cache = StateCache(
             StateLayout(places={0: place}, num_pending=0, slot_floats=place.end), 2, self.device
@@ -140,12 +122,6 @@ class Bench:
             return states.gated_delta if isinstance(spec, GatedDelta) else states.mamba2
         return recurrent.gated_delta if isinstance(spec, GatedDelta) else recurrent.mamba2
 
-    def _vectors(self, spec: StateMixer) -> StateVectors:
-        own = {name: torch.randn(vector.shape) / 2 for name, vector in spec.vectors().items()}
-        own["decay"] = -own["decay"].exp() / 10
-        own |= {name: torch.ones(norm.size) for name, norm in spec.norms().items()}
-        return StateVectors(**{name: tensor.to(self.device) for name, tensor in own.items()})
-
     def _decoder(self, config: ModelConfig) -> Any:
         """A decoder of random weights, with the memory of one sequence."""
         longest = max(self.prompts)
@@ -154,7 +130,7 @@ class Bench:
             kernels = triton_kernels(config, self.device, self.dtype, options)
         else:
             kernels = reference_kernels(self.device, self.dtype)
-        layers = [self._weights(kernels, layer) for layer in config.layers]
+        layers = [random_layer(kernels, layer, random_linear, self._ones) for layer in config.layers]
         embedding = torch.randn(config.vocab_size, config.hidden_size, device=self.device, dtype=self.dtype)
         weights = Weights(embedding, layers, self._ones(config.hidden_size), nn.Identity(), is_tied=False)
         kv = KVCache(
@@ -162,25 +138,6 @@ class Bench:
         )
         states = StateCache(StateLayout.of(config), 2, self.device) if config.spec.states else None
         return make_decoder(config, weights, kernels, kv, longest, states)
-
-    def _weights(self, kernels: Kernels, layer: Layer) -> LayerWeights:
-        mixer, norm = layer.mixer, self._ones(layer.mixer.hidden_size if layer.mixer else 0)
-        own = {name: self._linear(kernels, map) for name, map in layer.maps().items()}
-        feed_forward = MlpWeights(own.pop("gate_up"), own.pop("down"), kernels.glu)
-        if isinstance(mixer, GatedDelta):
-            mixed: AttentionWeights | StateWeights = StateWeights(
-                spec=mixer, vectors=self._vectors(mixer), **own
-            )
-        else:
-            assert isinstance(mixer, Attention)
-            head_norm = self._ones(mixer.head_dim)
-            mixed = AttentionWeights(qkv=own["qkv"], o=own["o"], q_norm=head_norm, k_norm=head_norm)
-        return LayerWeights(mixer=mixed, feed_forward=feed_forward, input_norm=norm, post_norm=norm)
-
-    def _linear(self, kernels: Kernels, map: LinearMap) -> Linear:
-        rows = sum(part.count for part in map.rows)
-        weight = torch.randn(rows, map.in_features) / map.in_features**0.5
-        return kernels.linear({"weight": weight}, DENSE, None, gated=map.is_gated)
 
     def _ones(self, size: int) -> Tensor:
         return torch.ones(size, device=self.device, dtype=self.dtype)
@@ -192,19 +149,6 @@ def prompt(num_rows: int, device: torch.device) -> Batch:
     own = blank_batch([num_rows], [num_rows], blocks)
     slots = torch.tensor([[0, 1, 0, num_rows]], dtype=torch.int32)
     return replace(own, token_ids=own.positions % 1024, state_slots=slots).to(device)
-
-
-def dense(config: ModelConfig) -> ModelConfig:
-    """The model with gated attention of as many numbers in the place of each gated delta net."""
-    layers = list[Layer]()
-    attention = next(iter(config.spec.attentions.values()))
-    for layer in config.layers:
-        if isinstance(state := layer.state, GatedDelta):
-            heads = state.value_size // attention.head_dim
-            assert 2 * state.key_size == 2 * heads * attention.head_dim, "of queries and keys"
-            layer = replace(layer, mixer=replace(attention, num_heads=heads, num_kv_heads=heads))
-        layers.append(layer)
-    return replace(config, spec=replace(config.spec, layers=tuple(layers)))
 
 
 @torch.inference_mode()

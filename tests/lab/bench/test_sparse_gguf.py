@@ -10,10 +10,10 @@ from engine.model.files import open_files
 from engine.model.stacks import unstacked
 from engine.model.tensors import check_tensors, make_recipe
 from engine.spec import Attention, Experts, GatedDelta
+from lab.bench.random_states import QWEN_08B
 from lab.bench.sparse_files import SparseShape
 from lab.bench.sparse_gguf import write_sparse_gguf
 from lab.bench.state_gguf import write_state_gguf
-from lab.bench.states import QWEN_08B
 
 SHAPE = SparseShape("tiny", 64, 2, 4, 2, 16, 4, 2, 32, 512)
 
