@@ -10,7 +10,7 @@ from app.bench.workloads import Workload
 
 FLOAT_INSTRUCTIONS = ("fma8", "fma16")
 BFLOAT_INSTRUCTIONS = ("pairs_bf16", "tile_bf16")
-INT8_INSTRUCTIONS = ("vnni", "tile_int8")
+INT8_INSTRUCTIONS = ("bytes8", "vnni", "tile_int8")
 LABELS = {
     "fma8": "float32 FMA, 8 wide",
     "fma16": "float32 FMA, 16 wide",
@@ -18,6 +18,7 @@ LABELS = {
     "vnni": "VNNI, int8",
     "tile_bf16": "AMX tiles, bfloat16",
     "tile_int8": "AMX tiles, int8",
+    "bytes8": "AVX2, int8",
 }
 
 

@@ -16,10 +16,11 @@ _WALKED_BYTES = 64e6
 _READ_BYTES, _PIECE_BYTES = 512 << 20, 16 << 20
 """In all, several times what the last-level cache of a large server holds; at once, about a millisecond's reading."""
 
-INSTRUCTIONS = ("fma8", "fma16", "pairs_bf16", "vnni", "tile_bf16", "tile_int8")
+INSTRUCTIONS = ("fma8", "fma16", "pairs_bf16", "vnni", "tile_bf16", "tile_int8", "bytes8")
 """Instructions that multiply and add; measure.h has the same order.
 
-fma8, fma16: 8 or 16 float32; pairs_bf16: 32 bfloat16; vnni: 64 or 32 int8 into int32; tile_bf16, tile_int8: AMX.
+fma8, fma16: 8 or 16 float32; pairs_bf16: 32 bfloat16; vnni: 64 or 32 int8 into int32; tile_bf16, tile_int8: AMX;
+bytes8: the four of AVX2 that take 32 int8 into int32, as the kernels use them.
 """
 
 

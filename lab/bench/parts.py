@@ -153,7 +153,8 @@ class StepParts:
         pairs = sum(own.q_size * (end if number >= last else seen) for number, own in heads.items())
         numbers = 2 * sum(own.kv_size for own in heads.values()) * case.sequences * end
         size = self.model.kv.data.dtype.itemsize
-        return Work(4 * case.sequences * pairs, numbers * size, size)
+        factor_bytes = max(size, 2)  # no kernel multiplies keys and values in 8 bits
+        return Work(4 * case.sequences * pairs, numbers * size, factor_bytes)
 
     def _states(self, case: Case) -> dict[str, Work]:
         """Of layers with a state: a step reads each sequence's, unless it begins with it, and writes it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from app.bench.ceilings import Ceilings
@@ -151,16 +152,17 @@ def _store_row(row: Row) -> list[str]:
 
 
 def print_parts(results: Row) -> None:
-    """A table for each case: what every part takes, and below which no machine with these rates could come."""
+    """A table for each case: what every part takes, below which no machine with these rates could come, and how near
+    to that it is."""
     print_ceilings(results["ceilings"])
     ceilings = Ceilings(**results["ceilings"])
-    head = ["ms", "share", "waiting", "GFLOP/s", "GB/s", "floor ms"]
+    head = ["ms", "share", "waiting", "GFLOP/s", "GB/s", "floor ms", "of limit"]
     for case in results["parts"]:
         name = f"{case['model']}, {case['dtype']}: {case['case']}"
         parts = sorted(case["parts"], key=lambda part: -float(part["ms"]))
         rows = [_part_row(part, case, ceilings) for part in parts]
         floor_ms = sum(_floor_ms(part["work"], ceilings) for part in parts if part["work"])
-        rows.append(["all", number(case["ms"]), "", "", "", "", number(floor_ms)])
+        rows.append(["all", number(case["ms"]), "", "", "", "", *_limit(floor_ms, case["ms"])])
         print(table([name, *head], rows))
         print(f"a whole step that is not timed: {number(case['untimed_ms'])} ms", end="\n\n")
 
@@ -169,9 +171,14 @@ def _part_row(part: Row, case: Row, ceilings: Ceilings) -> list[str]:
     waiting = "-" if part["waiting"] is None else f"{part['waiting']:.0%}"
     cells = [part["part"], number(part["ms"]), f"{part['ms'] / case['ms']:.1%}", waiting]
     if part["work"] is None:
-        return [*cells, "-", "-", "-"]
+        return [*cells, "-", "-", "-", "-"]
     rates = [part["work"][what] / part["ms"] / 1e6 for what in ("flop", "bytes")]
-    return [*cells, *map(number, rates), number(_floor_ms(part["work"], ceilings))]
+    return [*cells, *map(number, rates), *_limit(_floor_ms(part["work"], ceilings), part["ms"])]
+
+
+def _limit(floor_ms: float, ms: float) -> list[str]:
+    """The least time, and the share of the machine's rates that was reached; neither where no rate is known."""
+    return ["-", "-"] if math.isnan(floor_ms) else [number(floor_ms), f"{floor_ms / ms:.0%}"]
 
 
 def _floor_ms(work: Row, ceilings: Ceilings) -> float:

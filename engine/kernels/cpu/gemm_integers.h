@@ -5,8 +5,8 @@
 // that every instruction set gives the same bits.
 //
 // Instructions that multiply bytes want one side unsigned. VNNI adds 128 to int8 weights, plain AVX2 moves the sign of a
-// weight to the activation; the parts of the bytes of fewer bits are unsigned as they are. What they are above the weights
-// is taken off with the sum of the group's activations.
+// weight to the activation, for many rows by an instruction that more ports have; the parts of the bytes of fewer bits are
+// unsigned as they are. What they are above the weights is taken off with the sum of the group's activations.
 #pragma once
 
 #include "gemm_tiles.h"
@@ -26,7 +26,10 @@ constexpr int kSignedOffset = 128;
 constexpr int kIntegerRows = 6, kIntegerPanels = kWide == 16 ? 4 : 1;
 #else
 constexpr int kSignedOffset = 0;
-constexpr int kIntegerRows = PENSTOCK_DOTPROD ? 6 : 4, kIntegerPanels = 1;
+constexpr int kIntegerRows = 4, kIntegerPanels = 1;
+#endif
+#if PENSTOCK_AVX2 && !PENSTOCK_VNNI
+#define PENSTOCK_BYTE_PAIRS 1  // products of bytes are added in 16 bits
 #endif
 
 // The bytes of four neighbours in k of 16 outputs.
@@ -67,17 +70,6 @@ PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four, w));
         sums.part[i] += (v8i)_mm256_madd_epi16(pairs, ones);
     }
-#elif PENSTOCK_DOTPROD
-    for (int i = 0; i < kParts; i++)
-        sums.part[i] = (wide_int)vdotq_s32((int32x4_t)sums.part[i], (int8x16_t)quads.w[i], vreinterpretq_s8_s32(vdupq_n_s32(a)));
-#elif PENSTOCK_NEON  // nor do they here
-    static_assert(kType == Type::int8 || kType == Type::int4 || kType == Type::nibbles);
-    const int8x8_t four = vreinterpret_s8_s32(vdup_n_s32(a));
-    for (int i = 0; i < kParts; i++) {
-        const int8x16_t w = (int8x16_t)quads.w[i];
-        const int16x8_t low = vmull_s8(vget_low_s8(w), four), high = vmull_s8(vget_high_s8(w), four);
-        sums.part[i] = (wide_int)vpadalq_s16((int32x4_t)sums.part[i], vpaddq_s16(low, high));
-    }
 #else
     int8_t four[4];
     std::memcpy(four, &a, sizeof four);
@@ -101,11 +93,12 @@ struct Weights {
     const uint8_t* planes;  // of bits above the low ones, where weights are read as they are stored; or a table
     size_t by_panel;  // bytes
     bool streamed;    // from memory: fetched ahead
+    const int32_t* missing = nullptr;  // of magnitudes: see split_signs, [groups][16]
 };
 
 template <Type kType>
 constexpr size_t bytes_of(int k) {
-    return static_cast<size_t>(k) * kPanel * low_bits_of(kType) / 8;
+    return static_cast<size_t>(k) * kPanel * low_bits_of(kType) / (kType == Type::magnitudes ? 4 : 8);
 }
 
 template <Type kType>
@@ -113,7 +106,7 @@ constexpr size_t plane_bytes_of(int k) {
     return static_cast<size_t>(k) * kPanel / 8 * planes_of(kType);
 }
 
-#if PENSTOCK_AVX2 && !PENSTOCK_VNNI
+#if PENSTOCK_BYTE_PAIRS
 
 // Eight sums of two products of int4 fit 16 bits: 16 * 15 * 127 is below 2^15.
 template <Type kType, int Rows>
@@ -151,6 +144,44 @@ PENSTOCK_INLINE void add_nibbles(IntegerSums (&sums)[Rows][1], const Weights& we
     }
 }
 
+// Writes `count` k of int8 as magnitudes and as masks of those below zero, [count / 4][2][16][4]. With a mask's bits turned, an
+// activation a is -a - 1: the product with the magnitude lacks the magnitude. `missing` [16] has the sums of what lacks.
+inline void split_signs(const uint8_t* in, int count, uint8_t* out, int32_t* missing) {
+    const __m256i one = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
+    v8i lacking[kParts] = {};
+    for (int k = 0; k < count; k += 4, in += kQuad, out += 2 * kQuad)
+        for (int i = 0; i < kParts; i++) {
+            const __m256i w = (__m256i)load_bytes(in + 4 * kWide * i), magnitude = _mm256_abs_epi8(w);
+            const __m256i mask = _mm256_cmpgt_epi8(_mm256_setzero_si256(), w);
+            std::memcpy(out + 4 * kWide * i, &magnitude, sizeof magnitude);
+            std::memcpy(out + kQuad + 4 * kWide * i, &mask, sizeof mask);
+            const __m256i pairs = _mm256_maddubs_epi16(_mm256_and_si256(magnitude, mask), one);
+            lacking[i] += (v8i)_mm256_madd_epi16(pairs, ones);
+        }
+    std::memcpy(missing, lacking, sizeof lacking);
+}
+
+// Two of these instructions are the multipliers', where int8 as it is takes three.
+template <int Rows>
+PENSTOCK_INLINE void add_magnitudes(IntegerSums (&sums)[Rows][1], const uint8_t* w, const Activations& x, int k, int count) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (const int end = k + count; k < end; k += 4, w += 2 * kQuad) {
+        __m256i magnitudes[kParts], masks[kParts];
+        unrolled<kParts>(PENSTOCK_EACH(i) {
+            magnitudes[i] = (__m256i)load_bytes(w + 4 * kWide * i);
+            masks[i] = (__m256i)load_bytes(w + kQuad + 4 * kWide * i);
+        });
+        unrolled<Rows>(PENSTOCK_EACH(r) {
+            const __m256i four = _mm256_set1_epi32(four_of(x.row<int8_t>(r) + k));
+            unrolled<kParts>(PENSTOCK_EACH(i) {
+                const __m256i pairs = _mm256_maddubs_epi16(magnitudes[i], _mm256_xor_si256(four, masks[i]));
+                sums[r][0].part[i] += (v8i)_mm256_madd_epi16(pairs, ones);
+                asm("" : "+x"(sums[r][0].part[i]));  // or GCC adds in an order that spills
+            });
+        });
+    }
+}
+
 #endif
 
 // Adds `count` products to each of Rows x Panels sums of 16 outputs.
@@ -159,8 +190,10 @@ PENSTOCK_INLINE void add_products_of_group(IntegerSums (&sums)[Rows][Panels], co
                                            const Activations& x, int k, int count) {
     constexpr int kQuads = 8 / low_bits_of(kType), kStep = 4 * kQuads;
     const uint8_t *w = weights.data, *planes = weights.planes;
-#if PENSTOCK_AVX2 && !PENSTOCK_VNNI
-    if constexpr (kType != Type::int8)
+#if PENSTOCK_BYTE_PAIRS
+    if constexpr (kType == Type::magnitudes)
+        add_magnitudes(sums, w, x, k, count);
+    else if constexpr (kType != Type::int8)
         add_nibbles<kType>(sums, weights, x, k, count);
     else
 #endif
@@ -182,6 +215,12 @@ PENSTOCK_INLINE void add_products_of_group(IntegerSums (&sums)[Rows][Panels], co
 }
 
 // ---- groups ----------------------------------------------------------------------------------------------------------
+
+PENSTOCK_INLINE wide_int load_ints(const void* p) {
+    wide_int x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
 
 // a * b + c, rounded once: at this width by float64 where there is no such instruction. The sum is rounded to odd, as in
 // fused_multiply_add of linear.py.
@@ -220,35 +259,45 @@ PENSTOCK_INLINE wide add_group(wide_int products, float activations, const Facto
     return by.offsets ? add_offset(activations, by, part, sum) : sum;
 }
 
-// Adds the groups [from, to) to Rows x Panels sums of 16 outputs, or sets them where `from` is the first.
+// Adds the groups [from, to) to Rows x Panels sums of 16 outputs, or sets them where `from` is the first. `factors` are ready,
+// if there are no more groups than they hold at a time.
 // Not inline: sums of fewer rows would take the registers of more.
 template <Type kType, int Rows, int Panels>
-__attribute__((noinline)) void integer_block(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x,
-                   float* sums, size_t by_panel) {
+__attribute__((noinline)) void integer_block(const Linear& linear, GroupFactors<Panels, kGroupsTogether>& factors,
+                                             Weights weights, int from, int to, const Activations& x, float* sums,
+                                             size_t by_panel) {
     const int length = linear.group_depth();
-    const bool is_signed = kType == Type::int8 || kType == Type::int_places;
+    const bool is_signed = kType == Type::int8 || kType == Type::int_places || kType == Type::magnitudes;
     const int shift = is_signed ? kSignedOffset : -linear.lowest();
-    GroupFactors<Panels, kGroupsTogether> factors(linear, panel);
+    const bool by_parts = factors.narrow() && to - from > kGroupsTogether;
     for (int g = from; g < to; g++) {
         if (weights.streamed) unrolled<Panels>(PENSTOCK_EACH(p) { factors.fetch(Panels + p, g); });
-        if (factors.narrow() && (g - from) % factors.kGroups == 0) factors.prepare(g, std::min(to, g + factors.kGroups));
+        if (by_parts && (g - from) % kGroupsTogether == 0) factors.prepare(g, std::min(to, g + kGroupsTogether));
         IntegerSums products[Rows][Panels];
-        unrolled<Rows * Panels>(PENSTOCK_EACH(i) { products[i / Panels][i % Panels] = {}; });
+        unrolled<Rows>(PENSTOCK_EACH(r) {
+            const int32_t taken_off = shift * static_cast<int32_t>(x.sums[g * x.sums_stride + r]);
+            unrolled<Panels * kParts>(PENSTOCK_EACH(i) {
+                wide_int& begun = products[r][i / kParts].part[i % kParts];
+                if constexpr (kType == Type::magnitudes)
+                    begun = load_ints(weights.missing + i % kParts * kWide);
+                else
+                    begun = wide_int{} - taken_off;
+            });
+        });
         add_products_of_group<kType>(products, weights, x, g * length, length);
         unrolled<Panels>(PENSTOCK_EACH(p) {
             const Factors by = factors.of(p, g);
             unrolled<Rows>(PENSTOCK_EACH(r) {
                 const float activations = x.sums[g * x.sums_stride + r];
-                const int32_t taken_off = shift * static_cast<int32_t>(activations);
                 unrolled<kParts>(PENSTOCK_EACH(i) {
                     float* out = sums + p * by_panel + r * kPanel + i * kWide;
-                    store(out, add_group(products[r][p].part[i] - taken_off, activations, by, i,
-                                         g == 0 ? wide{} : load_as<wide>(out)));
+                    store(out, add_group(products[r][p].part[i], activations, by, i, g == 0 ? wide{} : load_as<wide>(out)));
                 });
             });
         });
         weights.data += bytes_of<kType>(length);
         weights.planes += plane_bytes_of<kType>(length);
+        if (kType == Type::magnitudes) weights.missing += kPanel;
     }
 }
 
@@ -256,9 +305,11 @@ __attribute__((noinline)) void integer_block(const Linear& linear, int panel, We
 template <Type kType, int Panels>
 void integer_panels(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x, int rows,
                     float* sums, size_t by_panel) {
+    GroupFactors<Panels, kGroupsTogether> factors(linear, panel);
+    if (to - from <= kGroupsTogether) factors.prepare(from, to);
     for (int r = 0; r < rows; r += kIntegerRows) {
         with_count<kIntegerRows>(std::min(rows - r, kIntegerRows), [&](auto count) {
-            integer_block<kType, count(), Panels>(linear, panel, weights, from, to, x.from(r), sums + r * kPanel, by_panel);
+            integer_block<kType, count(), Panels>(linear, factors, weights, from, to, x.from(r), sums + r * kPanel, by_panel);
         });
         weights.streamed = false;
     }
@@ -270,7 +321,8 @@ void unpacked_panels(const Linear& linear, int panel, const Activations& x, int 
     alignas(64) uint8_t unpacked[Panels * kMostUnpacked * kPanel];
     const int groups = linear.groups(), length = linear.group_depth();
     const int lowest = kType == Type::int8 ? linear.lowest() : 0;
-    const int at_once = std::max(1, (rows > kIntegerRows ? kMostUnpacked : kFewUnpacked) / length);
+    const int most = std::min((rows > kIntegerRows ? kMostUnpacked : kFewUnpacked) / length, kGroupsTogether);
+    const int at_once = std::max(1, most);
     const Weights weights{unpacked, unpacked, static_cast<size_t>(at_once * length) * kPanel, false};
     for (int from = 0; from < groups; from += at_once) {
         const int to = std::min(groups, from + at_once);
@@ -279,6 +331,73 @@ void unpacked_panels(const Linear& linear, int panel, const Activations& x, int 
         integer_panels<kType, Panels>(linear, panel, weights, from, to, x, rows, sums, by_panel);
     }
 }
+
+// Where a row is one group, its parts are summed up in `sums` as integers, which become outputs here; `missing` [16] is what
+// they lack, or null.
+inline void fold_rows(const Linear& linear, int panel, const Activations& x, int rows, const int32_t* missing, float* sums) {
+    const Factors by = GroupFactors<1, 1>(linear, panel).of(0, 0);
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < kParts; i++, sums += kWide) {
+            const wide_int lacking = missing ? load_ints(missing + i * kWide) : wide_int{};
+            store(sums, add_group(load_ints(sums) + lacking, x.sums[r], by, i, wide{}));
+        }
+}
+
+#if PENSTOCK_BYTE_PAIRS
+
+constexpr int kSplitDepth = 512;  // k of a panel that stay in the first-level cache as magnitudes
+constexpr int kSplitRows = 19;    // from so many on it is worth it
+
+// The weights of `count` k as magnitudes, and what is missing of a group.
+inline void split_weights(const Linear& linear, int panel, int k, int count, uint8_t* out, int32_t* missing) {
+    if (linear.type == Type::int8) return split_signs(linear.panel<uint8_t>(panel) + k * kPanel, count, out, missing);
+    alignas(64) uint8_t bytes[kSplitDepth * kPanel];
+    unpack_weights(linear, panel, k, count, linear.lowest(), bytes);
+    split_signs(bytes, count, out, missing);
+}
+
+// Adds the products of `count` k to those of rows of one group, or sets them where k is 0.
+template <int Rows>
+__attribute__((noinline)) void add_part(const uint8_t* w, const Activations& x, int k, int count, float* sums) {
+    IntegerSums products[Rows][1];
+    unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
+        products[i / kParts][0].part[i % kParts] = k == 0 ? wide_int{} : load_ints(sums + i * kWide);
+    });
+    add_magnitudes(products, w, x, k, count);
+    unrolled<Rows * kParts>(PENSTOCK_EACH(i) { store(sums + i * kWide, (wide)products[i / kParts][0].part[i % kParts]); });
+}
+
+// A panel of weights of any bits for many rows, split once for all of them.
+inline void split_panel(const Linear& linear, int panel, const Activations& x, int rows, float* sums, size_t by_panel) {
+    alignas(64) uint8_t split[2 * kSplitDepth * kPanel];
+    alignas(64) int32_t missing[kSplitDepth / kLeastGroup * kPanel];
+    const int groups = linear.groups(), length = linear.group_depth();
+    if (groups == 1) {
+        int32_t total[kPanel] = {};
+        const int depth = round_up(even_part(length, kSplitDepth), 32);
+        for (int k = 0; k < length; k += depth) {
+            const int count = std::min(depth, length - k);
+            split_weights(linear, panel, k, count, split, missing);
+            for (int i = 0; i < kPanel; i++) total[i] += missing[i];
+            for (int r = 0; r < rows; r += kIntegerRows)
+                with_count<kIntegerRows>(std::min(rows - r, kIntegerRows), [&](auto some) {
+                    add_part<some()>(split, x.from(r), k, count, sums + r * kPanel);
+                });
+        }
+        return fold_rows(linear, panel, x, rows, total, sums);
+    }
+    const int at_once = std::min(kSplitDepth / length, kGroupsTogether);
+    const Weights weights{split, nullptr, sizeof split, false, missing};
+    for (int from = 0; from < groups; from += at_once) {
+        const int to = std::min(groups, from + at_once);
+        for (int g = from; g < to; g++)
+            split_weights(linear, panel, g * length, length, split + bytes_of<Type::magnitudes>((g - from) * length),
+                          missing + (g - from) * kPanel);
+        integer_panels<Type::magnitudes, 1>(linear, panel, weights, from, to, x, rows, sums, by_panel);
+    }
+}
+
+#endif
 
 template <int Panels = kIntegerPanels>
 void multiply_by_vectors(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
@@ -291,6 +410,13 @@ void multiply_by_vectors(const Linear& linear, int panel, int panels, const Acti
             integer_panels<type(), Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
         };
         const bool often = rows > kIntegerRows && linear.group_depth() <= kMostUnpacked;
+#if PENSTOCK_BYTE_PAIRS
+        const bool splits = rows >= kSplitRows && linear.type != Type::int4;
+        if (splits && (linear.groups() == 1 || linear.group <= kSplitDepth)) {
+            split_panel(linear, panel, x, rows, sums, by_panel);
+            continue;
+        }
+#endif
         if (linear.type == Type::int8)
             as_stored(TypeIs<Type::int8>());
         else if (linear.type == Type::int4 && often)
@@ -306,127 +432,6 @@ void multiply_by_vectors(const Linear& linear, int panel, int panels, const Acti
     }
     if constexpr (Panels > 1)
         if (panels > 0) multiply_by_vectors<Panels / 2>(linear, panel, panels, x, rows, sums, by_panel);
-}
-
-// ---- by tiles ----------------------------------------------------------------------------------------------------------
-
-#if PENSTOCK_TILES
-
-// Steps of a half and a quarter of the depth, for groups that are no multiple of a whole one.
-constexpr TileShapes kHalfTiles = {1, 0, {}, {64, 64, 64, 64, 32, 32, 64, 64}, {16, 16, 16, 16, 16, 16, 8, 8}};
-constexpr TileShapes kQuarterTiles = {1, 0, {}, {64, 64, 64, 64, 16, 16, 64, 64}, {16, 16, 16, 16, 16, 16, 4, 4}};
-
-constexpr int kTileSums = kTileHeight * kPanel;
-constexpr int kGroupsAtOnce = 4;   // each has a tile of sums
-constexpr int kPanelsAtOnce = 2;   // weights of so many panels, and
-constexpr int kDepthAtOnce = 256;  // of so many k, if they are in groups, stay in the first-level cache for all rows
-
-typedef GroupFactors<kPanelsAtOnce, kDepthAtOnce / kLeastGroup> TileFactors;
-
-// Adds the groups [from, to) to the first Rows rows of a tile of sums. What the tiles find passes through memory to the
-// sums, which are in registers.
-template <int Rows>
-void add_tile_groups(const Linear& linear, const TileFactors& factors, int panel, int from, int to, const Activations& x,
-                     const char* b, int step, bool streamed, float* sums) {
-    alignas(64) int32_t found[kGroupsAtOnce * kTileSums];
-    wide total[Rows * kParts];
-    unrolled<Rows * kParts>(PENSTOCK_EACH(i) { total[i] = from == 0 ? wide{} : load_as<wide>(sums + i * kWide); });
-    const size_t b_step = static_cast<size_t>(step) * kPanel;
-    const char* a = x.row<char>(0) + from * linear.group;
-    for (int g = from; g < to; g += kGroupsAtOnce) {
-        const int some = std::min(kGroupsAtOnce, to - g);
-        unrolled<kGroupsAtOnce>(PENSTOCK_EACH(j) {
-            if (j >= some) return;
-            constexpr int kA = 4 + j % 2, kB = 6 + j % 2;
-            tile_zero<j>();
-            for (int k = 0; k < linear.group; k += step, a += step, b += b_step) {
-                if (streamed)
-                    for (size_t i = 0; i < b_step; i += 64) __builtin_prefetch(b + kStreamAhead + i);
-                tile_load<kA>(a, x.stride);
-                tile_load<kB>(b, 64);
-                tile_dot_int8<j, kA, kB>();
-            }
-            tile_store<j>(found + j * kTileSums, kPanel * sizeof(int32_t));
-        });
-        for (int j = 0; j < some; j++) {
-            const Factors by = factors.of(panel, g + j);
-            unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
-                wide_int products;
-                std::memcpy(&products, found + j * kTileSums + i * kWide, sizeof products);
-                total[i] = add_scaled(products, by, i % kParts, total[i]);
-            });
-            if (!by.offsets) continue;
-            const float* activations = x.sums + (g + j) * x.sums_stride;
-            unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
-                total[i] = add_offset(activations[i / kParts], by, i % kParts, total[i]);
-            });
-        }
-    }
-    unrolled<Rows * kParts>(PENSTOCK_EACH(i) { store(sums + i * kWide, total[i]); });
-}
-
-// Where a row is one group, its tiles are summed up in `sums` as integers, which become outputs here.
-inline void fold_rows(const Linear& linear, int panel, const Activations& x, int rows, float* sums) {
-    const Factors by = GroupFactors<1, 1>(linear, panel).of(0, 0);
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < kParts; i++, sums += kWide) {
-            wide_int products;
-            std::memcpy(&products, sums, sizeof products);
-            store(sums, add_group(products, x.sums[r], by, i, wide{}));
-        }
-}
-
-// sums [panels][rows, padded to tiles][16] by tiles. Of the weights, no more are taken at a time than the first-level
-// cache has room for.
-inline void integers_by_tiles(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
-                              size_t by_panel) {
-    alignas(64) uint8_t unpacked[kPanelsAtOnce * kMostUnpacked * kPanel];
-    const bool unpacks = linear.type != Type::int8;
-    const int length = linear.group_depth(), step = length % 64 == 0 ? 64 : length % 32 == 0 ? 32 : 16;
-    const bool is_whole = linear.groups() == 1;
-    const int at_once = is_whole ? kMostUnpacked : std::max(1, kDepthAtOnce / length) * length;
-    const size_t b_panel = unpacks ? static_cast<size_t>(at_once) * kPanel : linear.panel_bytes();
-    const TileStrides by{x.stride, b_panel, by_panel, step};
-    const auto add = rows > kTileHeight / 2 ? add_tile_groups<kTileHeight> : add_tile_groups<kTileHeight / 2>;
-    use_tiles(step == 64 ? kWholeTiles : step == 32 ? kHalfTiles : kQuarterTiles);
-    for (int p = 0; p < panels; p += kPanelsAtOnce) {
-        const int some = std::min(kPanelsAtOnce, panels - p);
-        TileFactors factors(linear, panel + p);
-        for (int k = 0; k < linear.depth; k += at_once) {
-            const int count = std::min(at_once, linear.depth - k);
-            const char* b = linear.panel<char>(panel + p) + static_cast<size_t>(k) * kPanel;
-            if (!is_whole) factors.prepare(k / length, (k + count) / length);
-            if (unpacks) {
-                for (int q = 0; q < some; q++)
-                    unpack_weights(linear, panel + p + q, k, count, linear.lowest(), unpacked + q * b_panel);
-                b = reinterpret_cast<const char*>(unpacked);
-            }
-            for (int t = 0; t < rows; t += is_whole ? 2 * kTileHeight : kTileHeight) {
-                float* out = sums + p * by_panel + t * kPanel;
-                const bool streamed = !unpacks && t == 0;
-                if (is_whole)
-                    tile_panels<true>(rows - t > kTileHeight ? 2 : 1, some, x.row<char>(t) + k, b, count / step,
-                                      reinterpret_cast<char*>(out), by, k == 0, streamed);
-                else
-                    for (int q = 0; q < some; q++)
-                        add(linear, factors, q, k / length, (k + count) / length, x.from(t), b + q * b_panel, step,
-                            streamed, out + q * by_panel);
-            }
-        }
-        if (is_whole)
-            for (int q = p; q < p + some; q++) fold_rows(linear, panel + q, x, rows, sums + q * by_panel);
-    }
-}
-
-#endif
-
-// sums [panels][rows, padded to tiles][16] = rows of int8 times the panels.
-inline void multiply_integers(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums) {
-    const size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
-#if PENSTOCK_TILES
-    if (rows > kIntegerRows) return integers_by_tiles(linear, panel, panels, x, rows, sums, by_panel);
-#endif
-    multiply_by_vectors(linear, panel, panels, x, rows, sums, by_panel);
 }
 
 }  // namespace penstock

@@ -12,7 +12,7 @@ inline double now() {
 // ---- the rate that each product instruction reaches alone -------------------------------------------------------
 
 // measures.py has the names in the same order.
-enum class Instruction : int32_t { fma8, fma16, pairs_bf16, vnni, tile_bf16, tile_int8 };
+enum class Instruction : int32_t { fma8, fma16, pairs_bf16, vnni, tile_bf16, tile_int8, bytes8 };
 
 // `rounds` turns of loops whose operands are in registers, of tiles in the first-level cache; each returns how many
 // multiplications and additions that was. The products go into `kChains` sums, which hides the latency.
@@ -48,6 +48,19 @@ double run_chains(int rounds, V operand, int operations, const Add& add) {
     [](auto& sum, const auto& x) __attribute__((always_inline)) {                      \
         asm volatile(instruction " %1, %1, %0" : "+" constraint(sum) : constraint(x)); \
     }
+
+#if PENSTOCK_AVX2
+// The four instructions that AVX2 alone takes for 32 products of int8: see add_magnitudes.
+inline double run_bytes8(int rounds, float*) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return run_chains(rounds, _mm256_set1_epi8(1), 2 * 32, [&](auto& sum, const auto& x) __attribute__((always_inline)) {
+        __m256i pairs;
+        asm volatile("vpxor %2, %2, %1; vpmaddubsw %1, %2, %1; vpmaddwd %3, %1, %1; vpaddd %1, %0, %0"
+                     : "+x"(sum), "=&x"(pairs)
+                     : "x"(x), "x"(one));
+    });
+}
+#endif
 
 #if defined(__AVX512F__)
 inline double run_fma16(int rounds, float*) {
@@ -111,6 +124,9 @@ inline Loop loop_of(Instruction instruction) {
 #if PENSTOCK_AMX
         case Instruction::tile_bf16: return {run_tiles<false>, 10'000};
         case Instruction::tile_int8: return {run_tiles<true>, 10'000};
+#endif
+#if PENSTOCK_AVX2
+        case Instruction::bytes8: return {run_bytes8, 100'000};
 #endif
         default: return {nullptr, 0};
     }

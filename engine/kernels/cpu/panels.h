@@ -37,14 +37,15 @@ constexpr int kUnit = 8;                // k of places in a table that lie toget
 constexpr float kNumberUnit = 256.0f;   // how many times larger scales of e4m3 are kept: see load_numbers
 
 enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4, e4m3 = 5, places = 6, int5 = 7, int6 = 8,
-                           int2 = 9, int3 = 10, int_places = 11, nibbles = 12 };  // int4 in bytes, while multiplied
+                           int2 = 9, int3 = 10, int_places = 11,
+                           nibbles = 12, magnitudes = 13 };  // while multiplied: int4 in bytes, int8 in two of them
 
 // Of floating-point types.
 inline size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
 // Of integers, or of their places; 0 of other types.
 constexpr int bits_of(Type type) {
-    constexpr int kBits[] = {0, 0, 0, 8, 4, 0, 0, 5, 6, 2, 3, 4, 8};
+    constexpr int kBits[] = {0, 0, 0, 8, 4, 0, 0, 5, 6, 2, 3, 4, 8, 8};
     return kBits[static_cast<int>(type)];
 }
 
@@ -87,6 +88,9 @@ auto with_type(Type type, Function function) {
 
 inline int divide_up(int a, int b) { return (a + b - 1) / b; }
 inline int round_up(int a, int b) { return divide_up(a, b) * b; }
+
+// The parts of n, of at most `most` each, that are nearly equal: how large the largest is.
+inline int even_part(int n, int most) { return divide_up(n, std::max(1, divide_up(n, most))); }
 
 // What a product reads its activations as.
 enum class Form { f32, bf16, int8 };

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gemm_coded.h"
-#include "gemm_integers.h"
+#include "gemm_integer_tiles.h"
 
 namespace penstock {
 

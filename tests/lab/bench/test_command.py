@@ -74,9 +74,9 @@ def test_parts_stand_beside_the_time_in_which_the_machine_could_do_them(
     lines = capsys.readouterr().out.splitlines()
     at = lines.index(next(line for line in lines if line.startswith("m, auto: c")))
     assert [line.split() for line in lines[at + 2 : at + 5]] == [
-        ["qkv", "8", "80.0%", "25%", "1,000", "5", "4"],  # the larger of 8 / 2000 and 0.04 / 20 s
-        ["host", "2", "20.0%", "-", "-", "-", "-"],
-        ["all", "10", "4"],
+        ["qkv", "8", "80.0%", "25%", "1,000", "5", "4", "50%"],  # the larger of 8 / 2000 and 0.04 / 20 s
+        ["host", "2", "20.0%", "-", "-", "-", "-", "-"],
+        ["all", "10", "4", "40%"],
     ]
     assert lines[at + 5] == "a whole step that is not timed: 9.5 ms"
 

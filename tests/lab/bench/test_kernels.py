@@ -32,6 +32,7 @@ def test_an_instruction_that_the_processor_lacks_has_no_rate(team: Team) -> None
         "vnni": "avx512_vnni",
         "tile_bf16": "amx_bf16",
         "tile_int8": "amx_int8",
+        "bytes8": "avx2",
     }
     there = {instruction for instruction in INSTRUCTIONS if measure_peak(team, instruction) > 0}
     assert "fma8" in there
