@@ -1,4 +1,8 @@
 // Both products of attention in float32, with a block of the cache in the place of a weight panel.
+//
+// A few rows go through the tiles of linear maps, which fetch what comes next step by step. Many rows are bound by
+// arithmetic: they pass one group after another through a span, whose scores then stay in the first-level cache. Either way
+// an output is one chain of fused multiply-adds, ascending.
 #pragma once
 
 #include "attention_rows.h"
@@ -7,15 +11,42 @@
 namespace penstock {
 
 template <class W>
-struct FloatProducts {
+class FloatProducts {
+   public:
     using Operand = float;
 
     static void begin(int) {}
 
+    static void advance(const Rows<float>& rows, const Span<W>& span, const SpanTokens& tokens,
+                        AttentionScratch& scratch) {
+        const SpanScales* scales = gather_scales(span, tokens, scratch);
+        if (rows.count <= kStreamedRows) {
+            score(rows, span, tokens.column());
+            for (int r = 0; r < rows.count; r++) fold_row(rows, r, tokens, scales);
+            return add_values(rows, span, tokens.column(), tokens.to - tokens.from);
+        }
+        bool fetches = true;
+        for_passes(rows.count, [&](int start, int count) {
+            const Rows<float> pass = rows.part(start, count);
+            const SpanTokens seen = tokens.seen_by(pass);
+            if (seen.from >= seen.to) return;
+            const int block = (seen.from - tokens.from) / kBlockTokens;
+            score_pass(pass, span, block, seen, fetches);
+            for (int r = 0; r < count; r++) fold_row(pass, r, seen, scales);
+            add_pass(pass, span, block, seen, fetches);
+            fetches = false;
+        });
+    }
+
+   private:
+    // ---- a few rows --------------------------------------------------------------------------------------------
+
+    static constexpr int kStreamedRows = 2 * kTileRows;  // bound by memory as much as by arithmetic
+
     // A step of k fetches so many bytes of what comes next: a block is fetched by the time that one is multiplied.
     static constexpr size_t kSpeed = std::min<size_t>(kCacheLine, 2 * kBlockTokens * sizeof(W));
 
-    // scores [rows][tokens of the span] = queries times keys; a few rows take two blocks at a time, as panels.
+    // scores [rows][tokens of the span] = queries times keys; up to three rows take two blocks at a time, as panels.
     static void score(const Rows<float>& rows, const Span<W>& span, int column) {
         const int d = rows.head_dim, together = rows.count <= 3 ? 2 : 1, half = d / 2;
         for (int b = 0; b < span.blocks;) {
@@ -51,12 +82,131 @@ struct FloatProducts {
         });
     }
 
-    static void advance(const Rows<float>& rows, const Span<W>& span, const SpanTokens& tokens,
-                        AttentionScratch& scratch) {
-        const SpanScales* scales = gather_scales(span, tokens, scratch);
-        score(rows, span, tokens.column());
-        for (int r = 0; r < rows.count; r++) fold_row(rows, r, tokens, scales);
-        add_values(rows, span, tokens.column(), tokens.to - tokens.from);
+    // ---- many rows ---------------------------------------------------------------------------------------------
+
+    static constexpr int kPassRows = 4 * kTileRows;
+
+    // Calls function(first row, rows) for passes of nearly equal size.
+    template <class Function>
+    static PENSTOCK_INLINE void for_passes(int rows, const Function& function) {
+        const int passes = divide_up(rows, kPassRows), tiles = divide_up(rows, kTileRows);
+        for (int i = 0; i < passes; i++) {
+            const int start = tiles * i / passes * kTileRows, end = tiles * (i + 1) / passes * kTileRows;
+            function(start, std::min(end, rows) - start);
+        }
+    }
+
+    static void score_pass(const Rows<float>& rows, const Span<W>& span, int block, const SpanTokens& seen, bool fetches) {
+        const size_t bytes = rows.head_dim * kBlockTokens * sizeof(W);
+        for (int b = 0; b < seen.blocks();) {
+            const bool several = b + kTilePanels <= seen.blocks();
+            for_tiles(rows.count, [&](int start, int height) {
+                const float* q = rows.q + start * rows.q_stride;
+                float* scores = rows.scores + start * kScoresStride + seen.column() + b * kBlockTokens;
+                with_count<kTileRows>(height, PENSTOCK_EACH(count) {
+                    if (several)
+                        score_blocks<count(), kTilePanels>(q, rows, span.keys + block + b, scores);
+                    else
+                        score_blocks<count(), 1>(q, rows, span.keys + block + b, scores);
+                });
+                for (int i = 0; fetches && i < (several ? kTilePanels : 1); i++)
+                    fetch(span.fetched_values[block + b + i], bytes * start / rows.count,
+                          bytes * (start + height) / rows.count);
+            });
+            b += several ? kTilePanels : 1;
+        }
+    }
+
+    // scores [kRows][tokens of the blocks] = queries times the keys of some blocks
+    template <int kRows, int kBlocks>
+    static void score_blocks(const float* q, const Rows<float>& rows, const W* const* blocks, float* scores) {
+        constexpr int kVectors = kBlocks * kBlockParts;
+        const size_t stride = rows.q_stride;
+        const W* keys[kBlocks];
+        wide sums[kRows][kVectors];
+        unrolled<kBlocks>(PENSTOCK_EACH(b) { keys[b] = blocks[b]; });
+        unrolled<kRows>(PENSTOCK_EACH(r) { unrolled<kVectors>(PENSTOCK_EACH(j) { sums[r][j] = wide{}; }); });
+        for (const float* end = q + rows.head_dim; q < end; q += 2) {
+            unrolled<2>(PENSTOCK_EACH(i) {
+                multiply_add_rows(q + i, stride, sums, [&](int j) __attribute__((always_inline)) {
+                    return keys[j / kBlockParts] + i * kBlockTokens + j % kBlockParts * kWide;
+                });
+            });
+            unrolled<kBlocks>(PENSTOCK_EACH(b) { keys[b] += 2 * kBlockTokens; });
+        }
+        unrolled<kRows>(PENSTOCK_EACH(r) {
+            unrolled<kVectors>(PENSTOCK_EACH(j) { store(scores + r * kScoresStride + j * kWide, sums[r][j]); });
+        });
+    }
+
+    static void add_pass(const Rows<float>& rows, const Span<W>& span, int block, const SpanTokens& seen, bool fetches) {
+        constexpr int kMost = kTilePanels * kPanel;
+        const int d = rows.head_dim, tokens = seen.to - seen.from;
+        const size_t bytes = d * kBlockTokens * sizeof(W);
+        for (int column = 0, width; column < d; column += width) {
+            width = std::min(d - column, d - column < kMost ? kPanel : kMost);
+            for_tiles(rows.count, [&](int start, int height) {
+                const float* weights = rows.weights(start) + seen.column();
+                float* out = rows.out + start * rows.out_stride + column;
+                const auto add = [&](auto count, auto v, auto vectors) __attribute__((always_inline)) {
+                    add_columns<count(), decltype(v), vectors()>(weights, span.values + block, column, tokens, rows, out);
+                };
+                with_count<kTileRows>(height, PENSTOCK_EACH(count) {
+                    if (width == kMost)
+                        add(count, wide{}, std::integral_constant<int, kMost / kWide>());
+                    else if (width == kPanel)
+                        add(count, wide{}, std::integral_constant<int, kPanel / kWide>());
+                    else
+                        add(count, v8{}, std::integral_constant<int, 1>());
+                });
+                if (!fetches) return;
+                const auto share_until = [&](int row) {
+                    return to_line(bytes * (column * rows.count + row * width) / (d * rows.count));
+                };
+                for (int b = 0; b < span.blocks; b++)
+                    fetch(span.fetched_keys[b], share_until(start), share_until(start + height));
+            });
+        }
+    }
+
+    static size_t to_line(size_t bytes) { return bytes / kCacheLine * kCacheLine; }
+
+    // out [kRows][some columns] += weights times the values of some tokens
+    template <int kRows, class V, int kVectors>
+    static void add_columns(const float* weights, const W* const* values, int column, int tokens, const Rows<float>& rows,
+                            float* out) {
+        constexpr int kWidth = sizeof(V) / sizeof(float);
+        const size_t d = rows.head_dim, stride = rows.out_stride;
+        V sums[kRows][kVectors];
+        unrolled<kRows>(PENSTOCK_EACH(r) {
+            unrolled<kVectors>(PENSTOCK_EACH(j) { sums[r][j] = load_as<V>(out + r * stride + j * kWidth); });
+        });
+        for (; tokens > 0; tokens -= kBlockTokens, values++) {
+            const W* from = *values + column;
+            const float* end = weights + std::min(tokens, kBlockTokens);
+            const auto add = [&](int token) __attribute__((always_inline)) {
+                multiply_add_rows(weights + token, kScoresStride, sums, [&](int j) __attribute__((always_inline)) {
+                    return from + token * d + j * kWidth;
+                });
+            };
+            for (; weights + 2 <= end; weights += 2, from += 2 * d) unrolled<2>(PENSTOCK_EACH(token) { add(token); });
+            if (weights < end) add(0), weights++;
+        }
+        unrolled<kRows>(PENSTOCK_EACH(r) {
+            unrolled<kVectors>(PENSTOCK_EACH(j) { store(out + r * stride + j * kWidth, sums[r][j]); });
+        });
+    }
+
+    // One step of k: sums [row][j] += x [row] * the vector at place(j).
+    template <int kRows, int kVectors, class V, class Place>
+    static PENSTOCK_INLINE void multiply_add_rows(const float* x, size_t stride, V (&sums)[kRows][kVectors],
+                                                  const Place& place) {
+        V y[kVectors];
+        unrolled<kVectors>(PENSTOCK_EACH(j) { y[j] = load_as<V>(place(j)); });
+        unrolled<kRows>(PENSTOCK_EACH(r) {
+            const V factor = all<V>(x[r * stride]);
+            unrolled<kVectors>(PENSTOCK_EACH(j) { sums[r][j] = fma(factor, y[j], sums[r][j]); });
+        });
     }
 };
 
