@@ -1,8 +1,10 @@
 // Attention over the paged KV cache.
 //
 // The order of sums is fixed by absolute positions alone: spans of 128 tokens, ascending, are folded one after
-// another into the running maximum, sum and output. A span or block that a row cannot see contributes exactly
-// nothing, so neither the batch nor the cut of a prompt into chunks changes a bit.
+// another into the running maximum, sum and output; every 2,048 tokens these begin anew, and what such segments left is
+// merged, ascending, too. A span or block that a row cannot see contributes exactly nothing, so neither the batch nor the
+// cut of a prompt into chunks changes a bit, nor whether the segments of a long context are computed by one thread or by
+// many.
 //
 // The products are those of floats or of tiles. Which it is depends on the build and the type of the cache, and never
 // on the step, because their orders of sums differ. Vectors that give the bits of tiles stand in for these where rows
@@ -22,9 +24,23 @@ inline void to_operands(const float* x, int n, int, WideOperand* out) {
 }
 #endif
 
+// Before the first token of a segment. A sink is as one more token before all that a row sees.
+template <class Operand>
+void start_segment(const AttentionStep& step, const Task& task, int kv_head, const Rows<Operand>& rows, int segment) {
+    std::fill(rows.peak, rows.peak + rows.count, kNone);
+    std::memset(rows.total, 0, rows.count * kBlockTokens * sizeof(float));
+    std::memset(rows.out, 0, rows.count * rows.out_stride * sizeof(float));
+    const int group = step.shape->group();
+    for (int r = 0; r < rows.count && step.shape->sinks; r++) {
+        if (rows.first[r] / kSegment != segment) continue;
+        rows.peak[r] = step.shape->sinks[kv_head * group + r % group] * 1.44269504088896341f;  // a power of 2, as scores are
+        rows.total[r * kBlockTokens] = 1.0f;
+    }
+}
+
 // Copies the queries of one kv head in and says what each row sees.
 template <class Operand>
-void start_rows(const AttentionStep& step, const Task& task, int kv_head, const Rows<Operand>& rows) {
+void start_rows(const AttentionStep& step, const Task& task, int kv_head, const Rows<Operand>& rows, int segment) {
     const int d = rows.head_dim, group = step.shape->group();
     for (int r = 0; r < rows.count; r++) {
         const int token = task.token + r / group, position = step.positions[token];
@@ -32,25 +48,58 @@ void start_rows(const AttentionStep& step, const Task& task, int kv_head, const 
         to_operands(q, d, static_cast<int>(rows.q_stride), rows.q + r * rows.q_stride);
         rows.first[r] = first_seen(step, position);
         rows.limit[r] = position + 1;
-        rows.peak[r] = -std::numeric_limits<float>::infinity();
+        rows.record(r)[0] = kNone;
     }
-    std::memset(rows.total, 0, rows.count * kBlockTokens * sizeof(float));
-    if (const float* sinks = step.shape->sinks)
-        for (int r = 0; r < rows.count; r++) {
-            rows.peak[r] = sinks[kv_head * group + r % group] * 1.44269504088896341f;  // a power of 2, as scores are
-            rows.total[r * kBlockTokens] = 1.0f;
-        }
-    std::memset(rows.out, 0, rows.count * rows.out_stride * sizeof(float));
+    start_segment(step, task, kv_head, rows, segment);
+}
+
+// Adds a segment to what those before it left.
+template <class Operand>
+void end_segment(const Rows<Operand>& rows) {
+    for (int r = 0; r < rows.count; r++)
+        merge(rows.record(r), rows.head_dim, rows.peak[r], total_of(rows, r), rows.out + r * rows.out_stride);
+}
+
+inline void finish_row(const AttentionStep& step, const Task& task, int kv_head, int row, float total, const float* sums) {
+    const int d = step.shape->head_dim, group = step.shape->group();
+    float* out = step.out + (task.token + row / group) * step.ldo + (kv_head * group + row % group) * d;
+    for (int i = 0; i < d; i += kLanes) store(out + i, load(sums + i) / splat(total));
 }
 
 template <class Operand>
-void finish_rows(const AttentionStep& step, const Task& task, int kv_head, const Rows<Operand>& rows) {
-    const int d = rows.head_dim, group = step.shape->group();
+void finish_rows(const AttentionStep& step, const Task& task, int kv_head, const Rows<Operand>& rows, bool has_records) {
     for (int r = 0; r < rows.count; r++) {
-        float* out = step.out + (task.token + r / group) * step.ldo + (kv_head * group + r % group) * d;
-        const v8 total = splat(total_of(rows, r));
-        for (int i = 0; i < d; i += kLanes) store(out + i, load(rows.out + r * rows.out_stride + i) / total);
+        const float* record = rows.record(r);
+        if (has_records)
+            finish_row(step, task, kv_head, r, record[1], record + kRecordStart);
+        else
+            finish_row(step, task, kv_head, r, total_of(rows, r), rows.out + r * rows.out_stride);
     }
+}
+
+// Leaves a segment's records. Whoever leaves the last merges those of all.
+template <class RowsOf>
+void finish_split(const AttentionStep& step, const Task& task, const RowsOf& rows) {
+    Split& split = *task.split;
+    const int d = step.shape->head_dim, count = rows(0).count;
+    const size_t by_segment = task.kv_heads * count * record_size(d);
+    float* record = split.records + (task.segment - split.first) * by_segment;
+    for (int head = 0; head < task.kv_heads; head++)
+        for (int r = 0; r < count; r++, record += record_size(d)) {
+            record[0] = kNone;
+            merge(record, d, rows(head).peak[r], total_of(rows(head), r), rows(head).out + r * rows(head).out_stride);
+        }
+    if (split.left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    split.left.store(split.segments, std::memory_order_relaxed);  // of the next layer
+    record = split.records;
+    for (int head = 0; head < task.kv_heads; head++)
+        for (int r = 0; r < count; r++, record += record_size(d)) {
+            for (int i = 1; i < split.segments; i++) {
+                const float* other = record + i * by_segment;
+                merge(record, d, other[0], other[1], other + kRecordStart);
+            }
+            finish_row(step, task, task.kv_head + head, r, record[1], record + kRecordStart);
+        }
 }
 
 // Several heads of a task advance together, span by span: their parts of a block are neighbours in memory.
@@ -58,26 +107,41 @@ template <class W, class Products>
 void attend_by(const AttentionStep& step, const Task& task, AttentionScratch& scratch) {
     const Shape& shape = *step.shape;
     const int count = task.tokens * shape.group(), padded = kRowLimits<W>.padded(count);
-    const int first = step.positions[task.token], end = step.positions[task.token + task.tokens - 1] + 1;
-    const int begin = first_seen(step, first), lowest = begin / kBlockTokens;
+    const int first = first_seen(step, step.positions[task.token]);
+    const int last = step.positions[task.token + task.tokens - 1] + 1;
+    const int begin = task.split ? std::max(first, task.segment * kSegment) : first;
+    const int end = task.split ? std::min(last, (task.segment + 1) * kSegment) : last;
+    const int lowest = begin / kBlockTokens;
     const auto buffers = scratch.rows<typename Products::Operand>(shape);
     const auto rows = [&](int head) { return buffers.part(head * padded, count); };
     const auto history = [&](int head) { return History<W>(step, task, task.kv_head + head, end); };
     for (int b = lowest; b < lowest + kSpanBlocks; b++)
         fetch(history(0).keys(b).elements, 0, shape.head_elements() * sizeof(W));
     Products::begin(count);
-    for (int head = 0; head < task.kv_heads; head++) start_rows(step, task, task.kv_head + head, rows(head));
+    for (int head = 0; head < task.kv_heads; head++)
+        start_rows(step, task, task.kv_head + head, rows(head), begin / kSegment);
+    bool has_records = false;
     for (int at = begin / kSpan * kSpan; at < end; at += kSpan) {
         const int block = std::max(at / kBlockTokens, lowest);
         const SpanTokens tokens{at, block * kBlockTokens, std::min(at + kSpan, end)};
+        const bool is_next = at > begin && at % kSegment == 0;
+        has_records |= is_next;
         for (int head = 0; head < task.kv_heads; head++) {
             const bool more = head + 1 < task.kv_heads;
             const Span<W> span = make_span(history(head), block, tokens.blocks(), history(more ? head + 1 : 0),
                                            more ? block : block + tokens.blocks());
+            if (is_next) {
+                end_segment(rows(head));
+                start_segment(step, task, task.kv_head + head, rows(head), at / kSegment);
+            }
             Products::advance(rows(head), span, tokens, scratch);
         }
     }
-    for (int head = 0; head < task.kv_heads; head++) finish_rows(step, task, task.kv_head + head, rows(head));
+    if (task.split) return finish_split(step, task, rows);
+    for (int head = 0; head < task.kv_heads; head++) {
+        if (has_records) end_segment(rows(head));
+        finish_rows(step, task, task.kv_head + head, rows(head), has_records);
+    }
 }
 
 template <class W>

@@ -1,14 +1,54 @@
 // The rows of attention, and the softmax that folds one span of tokens after another into them.
 #pragma once
 
+#include <atomic>
+
 #include "kv_layout.h"
 
 namespace penstock {
 
 constexpr int kSpan = 128;  // tokens per fold
 constexpr int kSpanBlocks = kSpan / kBlockTokens;
+constexpr int kSegment = 16 * kSpan;  // tokens whose softmax is one of its own, until it is merged
 constexpr int kScoresStride = kSpan + 16;  // a power of 2 would put the rows of a tile into the same cache sets
 constexpr size_t kCacheLine = 64;
+constexpr float kNone = -std::numeric_limits<float>::infinity();  // the largest score of no tokens
+
+// ---- records ---------------------------------------------------------------------------------------------------
+
+// What segments made of a row: the largest score, the sum of 2^(score - largest), and from kRecordStart on the sum of
+// that times the values. They are merged in ascending order, whoever computed them and when.
+constexpr int kRecordStart = kLanes;
+
+constexpr size_t record_size(int head_dim) { return kRecordStart + head_dim; }
+
+// Adds what a further segment made of the row.
+inline void merge(float* record, int head_dim, float peak, float total, const float* sums) {
+    float* own = record + kRecordStart;
+    if (peak == kNone) return;
+    if (record[0] == kNone) {
+        record[0] = peak;
+        record[1] = total;
+        std::memcpy(own, sums, head_dim * sizeof(float));
+        return;
+    }
+    const float highest = std::max(record[0], peak);
+    const v8 before = exp2(splat(record[0] - highest)), now = exp2(splat(peak - highest));
+    record[0] = highest;
+    record[1] = record[1] * before[0] + total * now[0];
+    for (int i = 0; i < head_dim; i += kLanes) store(own + i, fma(load(own + i), before, load(sums + i) * now));
+}
+
+// Some rows whose segments are tasks of their own.
+struct Split {
+    int first, segments;
+    size_t place;    // of the records among those of all
+    float* records;  // [segments][kv heads of a task][rows][record]
+    std::atomic<int> left;
+
+    Split(int first, int segments, size_t place)
+        : first(first), segments(segments), place(place), records(nullptr), left(segments) {}
+};
 
 // ---- rows ------------------------------------------------------------------------------------------------------
 
@@ -20,6 +60,8 @@ struct Task {
     int kv_head;  // first one
     int kv_heads;
     int64_t cost;
+    Split* split;  // or null, if the task is all that its rows see
+    int segment;
 };
 
 // The rows of one kv head in a task: its query heads of each token. Operand is what both products multiply: float32,
@@ -36,6 +78,7 @@ struct Rows {
     float* peak;
     float* total;            // [count][16 lanes]
     int32_t *first, *limit;  // the tokens that a row sees
+    float* records;          // [count][record]: of all segments before
 
     Rows part(int from, int rows) const {
         Rows some = *this;
@@ -46,8 +89,11 @@ struct Rows {
         some.total += from * kBlockTokens;
         some.first += from;
         some.limit += from;
+        some.records += from * record_size(head_dim);
         return some;
     }
+
+    float* record(int row) const { return records + row * record_size(head_dim); }
 
     // A row's weights take the place of its scores.
     Operand* weights(int row) const { return reinterpret_cast<Operand*>(scores + row * kScoresStride); }
@@ -91,7 +137,7 @@ constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{96, 16} : RowLimits{48,
 
 // What a worker needs for a task.
 struct AttentionScratch {
-    Buffer<float> q, out, scores, peak, total;
+    Buffer<float> q, out, scores, peak, total, records;
     Buffer<int32_t> first, limit;
     Buffer<BFloat> blocks;  // keys and values of a span
     Buffer<SpanScales> scales;
@@ -106,6 +152,7 @@ struct AttentionScratch {
         total = allocate<float>(rows * kBlockTokens);
         first = allocate<int32_t>(rows);
         limit = allocate<int32_t>(rows);
+        records = allocate<float>(rows * record_size(head_dim));
         blocks = allocate<BFloat>(2 * kSpan * depth);
         scales = allocate<SpanScales>(1);
     }
@@ -116,8 +163,8 @@ struct AttentionScratch {
     template <class Operand>
     Rows<Operand> rows(const Shape& shape) const {
         const size_t depth = depth_of(shape.head_dim);
-        return {0,         shape.head_dim, shape.softcap, depth,       depth,      reinterpret_cast<Operand*>(q.get()),
-                out.get(), scores.get(),   peak.get(),    total.get(), first.get(), limit.get()};
+        return {0,         shape.head_dim, shape.softcap, depth,       depth,       reinterpret_cast<Operand*>(q.get()),
+                out.get(), scores.get(),   peak.get(),    total.get(), first.get(), limit.get(), records.get()};
     }
 };
 

@@ -211,7 +211,8 @@ class Decoder {
         const Queries queries = is_sampled_     ? Queries::gathered
                                 : op.is_sampled ? Queries::sampled
                                                 : Queries::all;
-        attentions_.push_back({attention_step(op), &tasks_.of(*op.shape, queries), rows_});
+        const AttentionStep step = attention_step(op);
+        attentions_.push_back({step, &tasks_.of(step, queries), rows_});
         const uint32_t number = static_cast<uint32_t>(attentions_.size() - 1);
         add<&Decoder::run_place>(number, divide_up(rows_, rows_to_place(rows_)), Kind::place);
         add<&Decoder::run_attend>(number, static_cast<int>(attentions_.back().tasks->size()), Kind::attention);

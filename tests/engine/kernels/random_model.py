@@ -246,10 +246,12 @@ def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
 class Prompts:
     """Sequences of random tokens with scattered blocks; `batch` asks for a range of each."""
 
-    def __init__(self, vocab: int, lengths: Sequence[int], seed: int = 1) -> None:
+    def __init__(
+        self, vocab: int, lengths: Sequence[int], seed: int = 1, num_blocks: int = NUM_BLOCKS
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tokens = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
-        blocks = (torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1).tolist()
+        blocks = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
         self.tables: list[list[int]] = []
         for n in lengths:
             count = -(-n // BLOCK_SIZE)

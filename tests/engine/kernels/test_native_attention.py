@@ -22,7 +22,7 @@ from engine.kernels.cpu.native import (
 from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from tests.engine import ranges
 from tests.engine.kernels.levels import ARM_LEVELS, LEVELS, SHAPE_LEVELS, build_levels, library_of, params
-from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, WITH_TILES, Prompts
+from tests.engine.kernels.random_model import CPU, NUM_BLOCKS, WITH_TILES, Prompts
 from tests.engine.ranges import UNIT, Range, assert_within, concatenated, dot, exactly
 
 pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
@@ -30,6 +30,10 @@ pytestmark = pytest.mark.combinations("combinations of what the native kernels t
 KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 TILED = {torch.bfloat16, torch.int8}
 VOCAB = 300
+SEGMENT = 2048
+"""Tokens of a context whose softmax is one of its own, until it is merged with those of others."""
+LONG = 2 * SEGMENT + 54
+MAX_POSITION, MANY_BLOCKS = LONG, 1 + -(-LONG // BLOCK_SIZE)
 EXACT = 2.0**20
 """With a weight of this and its square as epsilon, RMSNorm returns what it is given, bit for bit."""
 
@@ -94,13 +98,19 @@ class Layer:
     """
 
     def __init__(
-        self, shape: Shape, team: Team, dtype: torch.dtype, *, embedding: Tensor | None = None
+        self,
+        shape: Shape,
+        team: Team,
+        dtype: torch.dtype,
+        *,
+        embedding: Tensor | None = None,
+        num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.shape = shape
         self.embedding = made_up(shape) if embedding is None else embedding
         hidden = shape.qkv_size + shape.q_size
         kv_shape = KVShape(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=BLOCK_SIZE)
-        self.kv = KVCache(KVLayout.even(kv_shape, 1), NUM_BLOCKS, dtype, CPU)
+        self.kv = KVCache(KVLayout.even(kv_shape, 1), num_blocks, dtype, CPU)
         self.kv.data.fill_(-1 if dtype == torch.int8 else torch.nan)  # four bytes of -1 are a NaN
 
         def linear(weight: Tensor) -> PackedLinear:
@@ -251,6 +261,36 @@ def test_neither_company_nor_threads_change_a_bit(team: Team, shape: Shape, dtyp
         assert torch.equal(first, torch.cat([rows[:-1] for rows in alone]))
         assert torch.equal(last, torch.cat([rows[-1:] for rows in alone]))
         many.close()
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [Shape(8, 1, 1), Shape(8, 2, 1, 2500, has_sinks=True)], ids=str)
+def test_who_computes_the_segments_of_a_long_context_changes_no_bit(
+    team: Team, shape: Shape, dtype: torch.dtype
+) -> None:
+    """The segments of a few rows are left to several threads, those of many rows are not."""
+    prompts = Prompts(VOCAB, [LONG, 1], num_blocks=MANY_BLOCKS + 1)
+    prompt = Layer(shape, team, dtype, num_blocks=MANY_BLOCKS + 1)
+    whole = prompt(prompts.batch({0: (0, LONG)}))
+    for num_threads in (1, 2, 64):
+        many = team.library.start_team(num_threads)
+        layer = Layer(shape, many, dtype, num_blocks=MANY_BLOCKS + 1)
+        layer.kv.data.copy_(prompt.kv.data)
+        for start, end in ((SEGMENT - 1, SEGMENT + 1), (2 * SEGMENT - 90, LONG - 1), (LONG - 7, LONG)):
+            rows = layer(prompts.batch({0: (start, end), 1: (0, 1)}))
+            assert torch.equal(rows[: end - start], whole[start:end]), (num_threads, start)
+        assert torch.equal(layer(prompts.batch({0: (LONG - 1, LONG)})), whole[-1:])
+        many.close()
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+def test_a_long_context_is_within_what_its_formats_round(team: Team, dtype: torch.dtype) -> None:
+    length, shape = SEGMENT + 60, Shape(24, 1, 1, has_sinks=True)
+    prompts, tiles = Prompts(VOCAB, [length], num_blocks=MANY_BLOCKS), team.library.level in WITH_TILES
+    layer = Layer(shape, team, dtype, num_blocks=MANY_BLOCKS)
+    attended = layer(prompts.batch({0: (0, length)}))
+    wanted = expected(layer, prompts.tokens[0], dtype, tiles=tiles and dtype in TILED)
+    assert_within(attended, wanted, "attention")
 
 
 @pytest.mark.long("other instruction sets")
