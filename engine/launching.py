@@ -18,7 +18,7 @@ def goes_beside(plan: Plan, scheduler: Scheduler, facts: RunnerFacts) -> bool:
     longest_s = facts.plain_ahead_s
     if longest_s is None or not facts.num_ahead:
         return facts.num_ahead > 0 and not plan.num_drafts
-    if scheduler.awaits_tokens or not plan.chunks or not is_plain(plan):
+    if scheduler.awaits_tokens or not plan.chunks or plan.num_drafts or not is_plain(plan):
         return False
     return scheduler.queue.step_seconds(0, plan.num_tokens, plan.num_context, 0) <= longest_s
 

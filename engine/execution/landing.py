@@ -110,7 +110,7 @@ def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any], places: Mapp
     if wanted.refusal is not None or first < 0:
         return Sampled([], error=wanted.refusal or NOT_FINITE)
     if wanted.drafts:
-        rows = _right(wanted, token_ids)
+        rows = rows[: num_right([token_ids[row] for row in rows], wanted.drafts)]
         sampled = Sampled([token_ids[row] for row in rows])
     else:
         sampled = Sampled([first])
@@ -121,14 +121,18 @@ def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any], places: Mapp
     return sampled
 
 
-def _right(wanted: Wanted, token_ids: list[int]) -> list[int]:
-    """The rows that have nothing but right drafts before them, up to one that has no token."""
-    rows = [wanted.rows[0]]
-    for row, draft in zip(wanted.rows[1:], wanted.drafts, strict=True):
-        if token_ids[rows[-1]] != draft or token_ids[row] < 0:
+def num_right(token_ids: ListLike[int], drafts: ListLike[int]) -> int:
+    """How many of a chunk's rows count: those after right drafts alone, up to one that has no token.
+
+    Args:
+        token_ids: by row, one more than there are drafts.
+    """
+    num = 1
+    for token_id, draft, after in zip(token_ids, drafts, token_ids[1:], strict=False):
+        if token_id != draft or after < 0:
             break
-        rows.append(row)
-    return rows
+        num += 1
+    return num
 
 
 def _logprobs(num: int, logprob: float, token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:

@@ -1,16 +1,19 @@
 """Plain steps on a CPU: one native call each, beside which the host goes on.
 
-A step whose sequences all compute the token that they sampled last needs hardly anything of the host. What Python does
-between two such steps, the text of the tokens and their way out included, takes a tenth of a small model's step and
-more, for the weights have driven it out of the caches; so it is done while the next step runs.
+A step whose sequences all compute the token that they sampled last, and perhaps drafts, needs hardly anything of the
+host. What Python does between two such steps, the text of the tokens and their way out included, takes a tenth of a
+small model's step and more, for the weights have driven it out of the caches; so it is done while the next step runs,
+unless that one has drafts, which follow tokens that the host knows.
 """
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 
 from engine.execution.faults import told
-from engine.execution.landing import NOT_FINITE
+from engine.execution.landing import NOT_FINITE, num_right
 from engine.execution.loaded import LoadedModel
 from engine.execution.seats import Seats
 from engine.kernels.cpu.native import (
@@ -23,7 +26,7 @@ from engine.kernels.cpu.native import (
 )
 from engine.planning.chunks import is_plain
 from engine.planning.step import Plan, Sampled, StepResult
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, has_penalties
 
 _CPU = torch.device("cpu")
 
@@ -53,7 +56,7 @@ class PlainSteps:
             None if the step needs more of the host; then nothing is in flight any more.
         """
         with told(plan, self._seats, _CPU):
-            seats = self._seats.seated(plan) if is_plain(plan) else None
+            seats = self._seats.seated(plan) if _is_whole(plan) else None
             slots = [seat.slot for seat in seats or ()]
             filters = self._sampler.filters(slots)
             if seats is None or filters.sifted:
@@ -61,9 +64,13 @@ class PlainSteps:
                 self.drain()
                 return None
             placed = self._seats.place_plain(plan, seats)
-            step = PlainStep(slots, placed.num_blocks, filters, placed.places, placed.values)
+            drafts = [chunk.drafts for chunk in plan.chunks] if plan.num_drafts else []
+            step = PlainStep(slots, placed.num_blocks, filters, placed.places, placed.values, drafts)
             launched = self._native.launch(step) if plan.is_beside else self._native.run(step)
             self._seats.note_launched(plan, seats)
+            if drafts:
+                pairs = zip(seats, drafts, strict=True)
+                self._seats.note_verified(seat for seat, its_drafts in pairs if its_drafts)
             return PlainStepInFlight(plan, launched, self._seats)
 
     def drain(self) -> None:
@@ -85,4 +92,21 @@ class PlainStepInFlight:
         if isinstance(launched, NativeStep):
             with told(self._plan, self._seats, _CPU):
                 launched = launched.wait()
-        return StepResult([Sampled([one]) if one >= 0 else Sampled([], error=NOT_FINITE) for one in launched])
+        if not self._plan.num_drafts:
+            return StepResult([_sampled([one]) for one in launched])
+        rows, sampled = iter(launched), list[Sampled]()
+        for chunk in self._plan.chunks:
+            tokens = list(islice(rows, chunk.num_tokens))
+            sampled.append(_sampled(tokens[: num_right(tokens, chunk.drafts)]))
+        return StepResult(sampled)
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Penalties of a sequence with drafts look at those of its rows that were right, one after another."""
+    return is_plain(plan) and not any(
+        chunk.drafts and has_penalties(chunk.sequence.request.sampling) for chunk in plan.chunks
+    )
+
+
+def _sampled(tokens: list[int]) -> Sampled:
+    return Sampled(tokens) if tokens[0] >= 0 else Sampled([], error=NOT_FINITE)

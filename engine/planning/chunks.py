@@ -9,7 +9,10 @@ from engine.planning.step import Chunk, Plan
 
 
 def is_plain(plan: Plan) -> bool:
-    """Whether every sequence of a step computes the token that it sampled last, and only the next one is to be told."""
+    """Whether every sequence of a step computes the token that it sampled last, and its drafts, if it has any.
+
+    Only the next tokens are to be told then.
+    """
     return not plan.copies and all(map(_is_plain, plan.chunks))
 
 
@@ -18,7 +21,7 @@ def _is_plain(chunk: Chunk) -> bool:
     request = sequence.request
     return (
         chunk.samples
-        and chunk.num_tokens == 1
+        and chunk.num_tokens == 1 + len(chunk.drafts)
         and chunk.start >= sequence.num_prompt_tokens
         and request.num_logprobs is None
         and not request.branches

@@ -1,5 +1,5 @@
-// Plain steps, in which every sequence computes the token that it sampled last and chooses the next, run behind the
-// caller: a thread takes them from a queue one by one, as a device would.
+// Plain steps, in which every sequence computes the token that it sampled last and the drafts behind it, if there are any,
+// and chooses the next of each, run behind the caller: a thread takes them from a queue one by one, as a device would.
 //
 // What a step needs of the caller is copied when it is put; all else it finds in the tables, where the steps before
 // left it. Nobody else may touch the tables, the decoder, the head or the chooser until `drain` has returned.
@@ -24,6 +24,8 @@ struct StepTables {
 struct PlainStep {
     const int32_t* slots;             // [num_sequences]
     const int32_t *places, *values;   // [num_changes]: words of the table that are overwritten first
+    const int32_t* counts;            // [num_sequences]: the drafts of each; null if none has any
+    const int32_t* drafts;            // one sequence's after another's
     int32_t num_sequences, num_changes;
     int32_t num_blocks;               // no sequence has more, in all its tables
     int32_t top_k, top_p;
@@ -65,7 +67,7 @@ class StepQueue {
         return run(Job(step), token_ids);
     }
 
-    // Waits for a step and writes its tokens, [num_sequences]; its status. Each is waited for once, in any order.
+    // Waits for a step and writes its tokens, one a row; its status. Each is waited for once, in any order.
     int32_t wait(int64_t number, int32_t* token_ids) {
         std::unique_lock<std::mutex> lock(mutex_);
         wait_until(lock, ended_, [&] { return num_ended_ >= number; });
@@ -91,11 +93,24 @@ class StepQueue {
             : step(step),
               slots(step.slots, step.slots + step.num_sequences),
               places(step.places, step.places + step.num_changes),
-              values(step.values, step.values + step.num_changes) {}
+              values(step.values, step.values + step.num_changes) {
+            const int32_t* drafts = step.drafts;
+            for (int s = 0; s < step.num_sequences; s++) {
+                const int count = step.counts ? step.counts[s] : 0;
+                starts.push_back(static_cast<int32_t>(tokens.size()));
+                tokens.push_back(-1);  // from the table
+                for (int i = 0; i < count; i++) tokens.push_back(*drafts++);
+                row_slots.resize(tokens.size(), slots[s]);
+            }
+            starts.push_back(static_cast<int32_t>(tokens.size()));
+        }
+
+        size_t rows() const { return tokens.size(); }
 
         int64_t number = 0;
         PlainStep step;  // its pointers are not valid any more
         std::vector<int32_t> slots, places, values;
+        std::vector<int32_t> starts, tokens, row_slots;  // where a sequence's rows start; of each row
     };
 
     struct Result {
@@ -120,7 +135,7 @@ class StepQueue {
             lock.unlock();
             Result result{job.number, kNoMemory, {}};
             try {
-                result.token_ids.assign(job.slots.size(), -1);
+                result.token_ids.assign(job.rows(), -1);
                 result.status = run(job, result.token_ids.data());
             } catch (...) {  // no memory
             }
@@ -136,42 +151,45 @@ class StepQueue {
         reserve(job);
         const GatherArgs inputs = inputs_of(job);
         if (const Status status = gather(inputs); status != kOk) return status;
-        const int num = inputs.num_sequences;
+        const int num = inputs.num_sequences, rows = inputs.num_tokens;
+        for (int s = 0; s < num; s++)  // each row chooses what follows it
+            for (int at = job.starts[s], end = job.starts[s + 1]; at < end; at++)
+                numbers_[at] = inputs.numbers()[s] - (end - 1 - at);
         const Step step{inputs.out_token_ids(), inputs.positions(), inputs.query_starts, inputs.context_lens(),
-                        block_tables_of(inputs), inputs.sample_rows(), num, num,
-                        inputs.num_blocks / tables_.num_tables, num, nullptr, nullptr, 0};
+                        block_tables_of(inputs), counting_.data(), rows, num,
+                        inputs.num_blocks / tables_.num_tables, rows, nullptr, nullptr, 0};
         if (const int status = decoder_.run(step, hidden_.data()); status != kOk) return status;
-        for (int from = 0; from < num; from += kTogether)
-            if (!choose(job, inputs, from, std::min(kTogether, num - from), token_ids)) return kBadSlot;
+        for (int from = 0; from < rows; from += kTogether)
+            if (!choose(job, from, std::min(kTogether, rows - from), token_ids)) return kBadSlot;
         return kOk;
     }
 
-    // The tokens of some of the sequences, from their rows of hidden states.
-    bool choose(const Job& job, const GatherArgs& inputs, int from, int num, int32_t* token_ids) {
+    // The tokens of some of the rows, from their hidden states. The table keeps a sequence's last one.
+    bool choose(const Job& job, int from, int num, int32_t* token_ids) {
         const size_t width = tables_.width;
         apply(team_, head_, hidden_.data() + from * width, width, num, logits_.get());
         ChooseArgs choose = tables_.choose;
         choose.logits = logits_.get();
-        choose.slots = job.slots.data() + from;
-        choose.numbers = inputs.numbers() + from;
+        choose.slots = job.row_slots.data() + from;
+        choose.numbers = numbers_.data() + from;
         choose.token_ids = token_ids + from;
         choose.masks = nullptr;
         choose.num_rows = num;
         choose.top_k = job.step.top_k;
         choose.top_p = job.step.top_p;
         if (!chooser_.choose(choose)) return false;
-        for (int s = 0; s < num; s++) tables_.last_tokens[choose.slots[s]] = choose.token_ids[s];
+        for (int r = 0; r < num; r++) tables_.last_tokens[choose.slots[r]] = choose.token_ids[r];
         return true;
     }
 
     void reserve(const Job& job) {
-        const size_t num = job.slots.size();
-        words_.resize(5 * num + num * job.step.num_blocks);
+        const size_t num = job.slots.size(), rows = job.rows();
+        words_.resize(2 * rows + 3 * num + num * job.step.num_blocks);
         blocks_.resize(tables_.num_tables > 1 ? num * job.step.num_blocks : 0);
-        hidden_.resize(num * tables_.width);
-        while (starts_.size() <= num) starts_.push_back(static_cast<int32_t>(starts_.size()));
-        from_table_.resize(num, -1);
-        const size_t num_logits = std::min<size_t>(num, kTogether);
+        hidden_.resize(rows * tables_.width);
+        numbers_.resize(rows);
+        while (counting_.size() < rows) counting_.push_back(static_cast<int32_t>(counting_.size()));
+        const size_t num_logits = std::min<size_t>(rows, kTogether);
         if (num_logits <= num_logits_) return;
         num_logits_ = 0;
         logits_ = allocate<float>(num_logits * tables_.choose.vocab);
@@ -181,8 +199,8 @@ class StepQueue {
     GatherArgs inputs_of(const Job& job) {
         const int num = job.step.num_sequences;
         return {tables_.lengths, tables_.prompt_lens, tables_.last_tokens, tables_.block_tables, tables_.num_rows,
-                tables_.max_blocks, job.slots.data(), starts_.data(), from_table_.data(), num, num,
-                job.step.num_blocks, words_.data()};
+                tables_.max_blocks, job.slots.data(), job.starts.data(), job.tokens.data(), num,
+                static_cast<int32_t>(job.rows()), job.step.num_blocks, words_.data()};
     }
 
     // [num_tables][sequences][blocks]
@@ -201,7 +219,7 @@ class StepQueue {
     Chooser& chooser_;
     const StepTables tables_;
 
-    std::vector<int32_t> words_, blocks_, starts_, from_table_;
+    std::vector<int32_t> words_, blocks_, numbers_, counting_;
     std::vector<float> hidden_;
     Buffer<float> logits_;
     size_t num_logits_ = 0;  // rows

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.kernels.cpu.decoder import NativeDecoder
 from engine.kernels.cpu.library import Team, check, created, fields
@@ -27,7 +28,7 @@ class _Tables(ctypes.Structure):
 
 @dataclass(slots=True)
 class PlainStep:
-    """What the host sends for a step in which every sequence computes the token that it sampled last."""
+    """What the host sends for a step whose sequences compute the token that they sampled last, and their drafts."""
 
     slots: Sequence[int]
     num_blocks: int
@@ -36,19 +37,28 @@ class PlainStep:
     places: Sequence[int] = ()
     """Words of the table that get new values when the step begins, after the steps before it."""
     values: Sequence[int] = ()
+    drafts: Sequence[Sequence[int]] = ()
+    """Of each sequence, the tokens behind the one that it sampled last; empty if none has any."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots) + sum(map(len, self.drafts))
 
 
 class _PlainStep(ctypes.Structure):
     _fields_ = [
-        *fields(c_void_p, "slots places values"),
+        *fields(c_void_p, "slots places values counts drafts"),
         *fields(c_int32, "num_sequences num_changes num_blocks top_k top_p"),
     ]
 
     @classmethod
     def of(cls, step: PlainStep) -> _PlainStep:
-        sent = array("i", step.slots), array("i", step.places), array("i", step.values)
+        sent = [array("i", part) for part in (step.slots, step.places, step.values)]
+        if step.drafts:
+            sent += [array("i", map(len, step.drafts)), array("i", chain.from_iterable(step.drafts))]
+        addresses = [part.buffer_info()[0] for part in sent] + ([] if step.drafts else [None, None])
         made = cls(
-            *(part.buffer_info()[0] for part in sent),
+            *addresses,
             len(step.slots),
             len(step.places),
             step.num_blocks,
@@ -60,12 +70,12 @@ class _PlainStep(ctypes.Structure):
 
 
 class NativeSteps:
-    """Runs steps in which every sequence computes the token that it sampled last, and chooses the next.
+    """Runs steps in which every sequence computes the token that it sampled last and its drafts, and chooses the next.
 
-    Such a step is what `Gather`, the decoder, the output head and `Choose` make of the table, and its tokens are the
-    table's last ones then. It runs on threads that need no GIL, after those launched before. Until `drain` has
-    returned, nobody else may use the table, the sampling tables, the decoder or its KV cache. Calls must come from one
-    thread at a time.
+    Such a step is what `Gather`, the decoder, the output head and `Choose` make of the table, which then has the last
+    token of each sequence as its last one. A row's token is not counted for the penalties of the next row of its
+    sequence. A step runs on threads that need no GIL, after those launched before. Until `drain` has returned, nobody
+    else may use the table, the sampling tables, the decoder or its KV cache. Calls must come from one thread at a time.
 
     Args:
         table: has the block tables of the decoder's KV cache.
@@ -107,11 +117,11 @@ class NativeSteps:
         number = self._put(self._handle, ctypes.byref(_PlainStep.of(step)))
         if not number:
             raise MemoryError("the native kernels could not get their memory")
-        return NativeStep(self, number, len(step.slots))
+        return NativeStep(self, number, step.num_rows)
 
     def run(self, step: PlainStep) -> list[int]:
         """Runs a step on this thread, after all that were launched; see `NativeStep.wait`."""
-        token_ids = (c_int32 * len(step.slots))()
+        token_ids = (c_int32 * step.num_rows)()
         check(self._run(self._handle, ctypes.byref(_PlainStep.of(step)), token_ids))
         return token_ids[:]
 
@@ -133,7 +143,7 @@ class NativeStep:
         self._steps, self._number, self._num = steps, number, num
 
     def wait(self) -> list[int]:
-        """Waits until it has ended; the token of each sequence, -1 where no logit was finite. Called once.
+        """Waits until it has ended; the token of each row, -1 where no logit was finite. Called once.
 
         Raises:
             MemoryError: there was not enough for it.

@@ -14,10 +14,12 @@ from engine.execution.plain_steps import PlainStepInFlight
 from engine.execution.runner import ModelRunner
 from engine.kernels.cpu.native import NativeStep
 from engine.planning.chunks import is_plain
+from engine.planning.drafting import Drafting
 from engine.planning.setup import make_tables
 from engine.planning.step import Plan, StepInFlight
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import REQUESTS, SEATS, StepDriver, ask
+from tests.engine.execution.test_verified_steps import AnswerProposer, Drafts
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -30,20 +32,30 @@ MORE = (ask("sifted", 7, seed=8, typical_p=0.8), ask("late", 40, seed=9, tempera
 class PlainDriver(StepDriver):
     """Goes on beside plain steps, as the engine does, or beside none."""
 
-    def __init__(self, model: LoadedModel, *, beside: bool, whole: bool, budget: int = 32) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        beside: bool,
+        whole: bool,
+        budget: int = 32,
+        drafting: Drafting | None = None,
+    ) -> None:
         runner = ModelRunner(lambda: model)
         facts = runner.load()
         if not whole:
             runner.steps.plain = None
         tables = make_tables(facts, prefix_cache=True, log=None)
-        super().__init__(runner, budget=budget, tables=tables)
+        super().__init__(runner, budget=budget, tables=tables, drafting=drafting)
         self.beside = beside
         self.kinds: list[str] = []
 
     def launch(self, plan: Plan) -> StepInFlight:
-        plan.is_beside = self.beside and is_plain(plan)
+        plan.is_beside = self.beside and is_plain(plan) and not plan.num_drafts
         step = super().launch(plan)
-        if isinstance(step, PlainStepInFlight):
+        if isinstance(step, PlainStepInFlight) and plan.num_drafts:
+            self.kinds.append("verified")
+        elif isinstance(step, PlainStepInFlight):
             self.kinds.append("beside" if isinstance(step._launched, NativeStep) else "whole")
         else:
             self.kinds.append("apart")
@@ -70,6 +82,18 @@ def test_plain_steps_change_no_answer(model: LoadedModel, beside: bool, budget: 
     assert driver.kinds.count("apart") > 5
     assert driver.kinds.count("beside" if beside else "whole") > 4
     assert "whole" not in driver.kinds or not beside
+
+
+@pytest.mark.parametrize("accuracy", [1.0, 0.7])
+def test_drafts_that_are_verified_in_one_call_change_no_answer(model: LoadedModel, accuracy: float) -> None:
+    requests = (*REQUESTS, *MORE)
+    expected = PlainDriver(model, beside=False, whole=False).run(*requests).tokens()
+    drafts = Drafts(AnswerProposer(expected, accuracy))
+    driver = PlainDriver(model, beside=True, whole=True, drafting=drafts)
+    assert driver.run(*requests, preempt_at=(9, 14)).tokens() == expected
+    assert driver.kinds.count("verified") > 4
+    assert drafts.count[True] > 20
+    assert bool(drafts.count[False]) == (accuracy < 1)
 
 
 def test_a_step_that_was_never_waited_for_holds_nobody(model: LoadedModel) -> None:
