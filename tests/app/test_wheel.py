@@ -19,6 +19,7 @@ import pytest
 
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.bench.server_process import ServerProcess
+from engine.kernels.cpu.build import TIMEOUT_S
 from engine.kernels.cpu.build import build as build_library
 from engine.kernels.cpu.levels import this_machine
 from hatch_build import platform_tag
@@ -47,7 +48,7 @@ def build(target: str, source: Path, folder: Path, **variables: str) -> Path:
         cwd=source,
         check=True,
         capture_output=True,
-        timeout=300,
+        timeout=TIMEOUT_S,
         env=os.environ | (variables or {"HATCH_BUILD_NO_HOOKS": "1"}),
     )
     (path,) = folder.iterdir()
