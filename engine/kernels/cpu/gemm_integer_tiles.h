@@ -46,9 +46,7 @@ void add_tile_groups(const Linear& linear, const TileFactors& factors, int panel
         for (int j = 0; j < some; j++) {
             const Factors by = factors.of(panel, g + j);
             unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
-                wide_int products;
-                std::memcpy(&products, found + j * kTileSums + i * kWide, sizeof products);
-                total[i] = add_scaled(products, by, i % kParts, total[i]);
+                total[i] = add_scaled(load_ints(found + j * kTileSums + i * kWide), by, i % kParts, total[i]);
             });
             if (!by.offsets) continue;
             const float* activations = x.sums + (g + j) * x.sums_stride;

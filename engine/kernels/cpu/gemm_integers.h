@@ -26,7 +26,7 @@ constexpr int kSignedOffset = 128;
 constexpr int kIntegerRows = 6, kIntegerPanels = kWide == 16 ? 4 : 1;
 #else
 constexpr int kSignedOffset = 0;
-constexpr int kIntegerRows = 4, kIntegerPanels = 1;
+constexpr int kIntegerRows = PENSTOCK_DOTPROD ? 6 : 4, kIntegerPanels = 1;
 #endif
 #if PENSTOCK_AVX2 && !PENSTOCK_VNNI
 #define PENSTOCK_BYTE_PAIRS 1  // products of bytes are added in 16 bits
@@ -69,6 +69,17 @@ PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t
         const __m256i w = (__m256i)quads.w[i];
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four, w));
         sums.part[i] += (v8i)_mm256_madd_epi16(pairs, ones);
+    }
+#elif PENSTOCK_DOTPROD
+    for (int i = 0; i < kParts; i++)
+        sums.part[i] = (wide_int)vdotq_s32((int32x4_t)sums.part[i], (int8x16_t)quads.w[i], vreinterpretq_s8_s32(vdupq_n_s32(a)));
+#elif PENSTOCK_NEON  // nor do they here
+    static_assert(kType == Type::int8 || kType == Type::int4 || kType == Type::nibbles);
+    const int8x8_t four = vreinterpret_s8_s32(vdup_n_s32(a));
+    for (int i = 0; i < kParts; i++) {
+        const int8x16_t w = (int8x16_t)quads.w[i];
+        const int16x8_t low = vmull_s8(vget_low_s8(w), four), high = vmull_s8(vget_high_s8(w), four);
+        sums.part[i] = (wide_int)vpadalq_s16((int32x4_t)sums.part[i], vpaddq_s16(low, high));
     }
 #else
     int8_t four[4];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from engine.kernels.cpu.levels import this_machine
 from engine.kernels.cpu.native import PackedLinear, Team
 from tests.engine.kernels.emulated_arm import EmulatedLibrary, missing
-from tests.engine.kernels.levels import level_of, library_of
+from tests.engine.kernels.levels import build_levels, level_of, library_of
 
 pytestmark = [
     pytest.mark.long("other instruction sets"),
@@ -58,3 +59,16 @@ def test_an_address_of_nothing_ends_the_emulator_and_is_said(emulated: EmulatedL
     linear = PackedLinear(team, torch.ones(16, 8), None, torch.float32)
     with pytest.raises(RuntimeError, match="ended in penstock_linear_apply with status -11"):
         apply(team, linear, 64, torch.empty(16).data_ptr())
+
+
+@pytest.mark.parametrize(("name", "instruction"), [("neon", "sadalp"), ("dotprod", "sdot")])
+def test_products_of_bytes_are_those_of_the_level(name: str, instruction: str) -> None:
+    """Without them the bits are the same, and take many times as long."""
+    build_levels([name])
+    listing = subprocess.run(
+        ["aarch64-linux-gnu-objdump", "--disassemble", library_of(name).path],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert f"\t{instruction}\t" in listing.stdout
