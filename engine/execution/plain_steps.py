@@ -8,6 +8,7 @@ unless that one has drafts, which follow tokens that the host knows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListLike
 from itertools import islice
 
 import torch
@@ -71,7 +72,7 @@ class PlainSteps:
             if drafts:
                 pairs = zip(seats, drafts, strict=True)
                 self._seats.note_verified(seat for seat, its_drafts in pairs if its_drafts)
-            return PlainStepInFlight(plan, launched, self._seats)
+            return PlainStepInFlight(plan, launched, drafts, self._seats)
 
     def drain(self) -> None:
         """Waits until no step is in flight, so that the host may change what steps read."""
@@ -81,8 +82,14 @@ class PlainSteps:
 class PlainStepInFlight:
     """A plain step that was launched; see `planning.step.StepInFlight`."""
 
-    def __init__(self, plan: Plan, launched: NativeStep | list[int], seats: Seats) -> None:
-        self._plan, self._launched, self._seats = plan, launched, seats
+    def __init__(
+        self, plan: Plan, launched: NativeStep | list[int], drafts: ListLike[ListLike[int]], seats: Seats
+    ) -> None:
+        """
+        Args:
+            drafts: by chunk; empty if none has any.
+        """
+        self._plan, self._launched, self._drafts, self._seats = plan, launched, drafts, seats
 
     def choose(self) -> None:
         """Its tokens are chosen where it runs."""
@@ -92,12 +99,12 @@ class PlainStepInFlight:
         if isinstance(launched, NativeStep):
             with told(self._plan, self._seats, _CPU):
                 launched = launched.wait()
-        if not self._plan.num_drafts:
+        if not self._drafts:
             return StepResult([_sampled([one]) for one in launched])
         rows, sampled = iter(launched), list[Sampled]()
-        for chunk in self._plan.chunks:
-            tokens = list(islice(rows, chunk.num_tokens))
-            sampled.append(_sampled(tokens[: num_right(tokens, chunk.drafts)]))
+        for drafts in self._drafts:
+            tokens = list(islice(rows, 1 + len(drafts)))
+            sampled.append(_sampled(tokens[: num_right(tokens, drafts)]))
         return StepResult(sampled)
 
 
