@@ -21,7 +21,6 @@ from functools import partial
 from engine.launching import goes_beside, launch_fitting
 from engine.planning.block_map import BlockMap, block_map
 from engine.planning.blocks import PoolViolation
-from engine.planning.chunks import withdraw_ended
 from engine.planning.drafting import Drafting
 from engine.planning.grammars import ForcedTokens, Grammars
 from engine.planning.lookup import Lookup
@@ -267,7 +266,7 @@ class Engine:
         plan.is_beside = goes_beside(plan, scheduler, self._facts)
         if self._flights and self._facts.plain_ahead_s is not None and not plan.is_beside:
             self._land_but(scheduler, 0)  # or else their tokens would wait for this step, too
-            withdraw_ended(plan)
+            scheduler.withdraw_ended(plan)
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
         is_at_rest = not self._flights
         self._land_but(scheduler, self._facts.num_ahead if is_launched and plan.is_beside else 0)

@@ -267,7 +267,7 @@ def _not_idle(target: ServerUnderTest, files: int) -> list[str]:
             wrong.append(
                 f"{found['penstock_kv_free_blocks']:g} of {found['penstock_kv_blocks']:g} KV blocks are free"
             )
-        if found.get("penstock_pool_violations_total"):
+        if found["penstock_pool_violations"]:
             wrong.append("the KV pool had to start afresh")
         if target.num_files > files + 8:
             wrong.append(f"{target.num_files} open files, {files} at the start")

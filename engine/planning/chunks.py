@@ -43,12 +43,6 @@ def withdraw(plan: Plan, sequence: Sequence) -> int:
     return num_tokens
 
 
-def withdraw_ended(plan: Plan) -> None:
-    """Takes the sequences out of a plan that have ended since it was made."""
-    for sequence in [c.sequence for c in plan.chunks if c.sequence.finish_reason is not None]:
-        withdraw(plan, sequence)
-
-
 def cut(plan: Plan, chunk: Chunk, num_tokens: int) -> None:
     """Leaves the last tokens of a chunk, but not all of them, to a later step."""
     chunk.sequence.num_computed -= num_tokens

@@ -34,7 +34,8 @@ class Scheduler(StepResults):
     """Plans steps of the engine's sequences and applies their results.
 
     It is not thread-safe: the step thread owns it. Every plan with chunks is ended by `commit` or `fail_step`, in the
-    order in which the plans were made; `cancel`, `preempt` and `fail` may come at any time between these calls.
+    order in which the plans were made, unless `withdraw_ended` leaves nothing of it; `cancel`, `preempt` and `fail` may
+    come at any time between these calls.
     """
 
     def __init__(
@@ -134,6 +135,17 @@ class Scheduler(StepResults):
         if not plan.chunks:
             self._preempt_torn(plan)
         return True
+
+    def withdraw_ended(self, plan: Plan) -> None:
+        """Takes the sequences out of a plan that have ended since it was made.
+
+        If it has no other, it will never be launched and is ended here, or what is given back would wait for it.
+        """
+        ended = [chunk.sequence for chunk in plan.chunks if chunk.sequence.finish_reason is not None]
+        for sequence in ended:
+            withdraw(plan, sequence)
+        if ended and not plan.chunks:
+            self.tables.end_step(plan.number, has_failed=True)
 
     # Planning running sequences
 

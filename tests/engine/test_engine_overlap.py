@@ -378,6 +378,25 @@ def test_who_ended_while_the_next_step_was_planned_is_not_in_it(harness: EngineH
     harness.assert_whole("r again", [1, 2, 3])
 
 
+def test_a_step_that_nobody_is_left_in_holds_no_block_back(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only sequence ends with the step before, which is waited for because this one would take long."""
+    monkeypatch.setattr(harness.queue, "step_seconds", lambda *load: 0.0 if load[2] < 8 else 2.0)
+    harness.runner.plain_ahead_s = 1.0
+    harness.runner.wait_faults[5] = ValueError("late")
+    harness.submit("r", [1, 2, 3], max_tokens=90)
+    harness.start()
+    assert harness.last("r").error == "the step failed"
+    harness.submit("new", [4, 5, 6])
+    harness.assert_whole("new", [4, 5, 6])
+    harness.stop()
+    launched = [number for what, number in harness.runner.asked if what == "launch"]
+    assert launched == [1, 2, 3, 4, 5, 7, 8, 9]
+    stats = harness.engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+
+
 def test_a_step_that_takes_long_is_waited_for_before_the_next_is_planned(harness: EngineHarness) -> None:
     """Its clock counts its readings, so that every step is said to take seconds."""
     harness.runner.plain_ahead_s = 0.05

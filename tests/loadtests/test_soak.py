@@ -284,6 +284,7 @@ IDLE: dict[str, float] = {
     "penstock_queued_requests": 0,
     "penstock_kv_free_blocks": 64,
     "penstock_kv_blocks": 64,
+    "penstock_pool_violations": 0,
     "penstock_store_bytes": 3 * 2**20,
     "penstock_recording_bytes": 2**20,
 }
@@ -348,7 +349,7 @@ def test_a_soak_is_every_trouble_and_then_quiet(
 
 
 def test_what_did_not_hold_is_told_when_patience_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = {**IDLE, "penstock_streams": 2, "penstock_kv_free_blocks": 60, "penstock_pool_violations_total": 1}
+    busy = {**IDLE, "penstock_streams": 2, "penstock_kv_free_blocks": 60, "penstock_pool_violations": 1}
     target = Target(busy)
     files = iter([10, *[19] * 1_000])
     monkeypatch.setattr(Target, "num_files", property(lambda _: next(files), lambda *_: None), raising=False)
