@@ -264,11 +264,12 @@ class Engine:
         plan = scheduler.plan(started)
         self._forget_departed(scheduler)
         plan.is_beside = goes_beside(plan, scheduler, self._facts)
+        is_at_rest = not plan.chunks and not self._flights
         if self._flights and self._facts.plain_ahead_s is not None and not plan.is_beside:
             self._land_but(scheduler, 0)  # or else their tokens would wait for this step, too
-            scheduler.withdraw_ended(plan)
+            if scheduler.withdraw_ended(plan):
+                self._report(scheduler, Plan(), started)  # or else what it held would not be shown as free
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
-        is_at_rest = not self._flights
         self._land_but(scheduler, self._facts.num_ahead if is_launched and plan.is_beside else 0)
         if self._undelivered:
             self._report(scheduler, Plan(), started)

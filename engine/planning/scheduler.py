@@ -136,16 +136,20 @@ class Scheduler(StepResults):
             self._preempt_torn(plan)
         return True
 
-    def withdraw_ended(self, plan: Plan) -> None:
+    def withdraw_ended(self, plan: Plan) -> bool:
         """Takes the sequences out of a plan that have ended since it was made.
 
-        If it has no other, it will never be launched and is ended here, or what is given back would wait for it.
+        Returns:
+            Whether it had no other. Then it will never be launched and is ended here, or what is given back would wait
+            for it.
         """
         ended = [chunk.sequence for chunk in plan.chunks if chunk.sequence.finish_reason is not None]
         for sequence in ended:
             withdraw(plan, sequence)
-        if ended and not plan.chunks:
+        is_empty = bool(ended) and not plan.chunks
+        if is_empty:
             self.tables.end_step(plan.number, has_failed=True)
+        return is_empty
 
     # Planning running sequences
 

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from engine import engine
 from engine.engine import Engine, EngineState
 from engine.planning.drafting import Drafting
 from engine.planning.request import FinishReason, Output, Sequence
@@ -388,6 +389,7 @@ def test_a_step_that_nobody_is_left_in_holds_no_block_back(
     harness.submit("r", [1, 2, 3], max_tokens=90)
     harness.start()
     assert harness.last("r").error == "the step failed"
+    harness.wait_for(lambda: harness.reports[-1].num_free_blocks == 63)
     harness.submit("new", [4, 5, 6])
     harness.assert_whole("new", [4, 5, 6])
     harness.stop()
@@ -395,6 +397,19 @@ def test_a_step_that_nobody_is_left_in_holds_no_block_back(
     assert launched == [1, 2, 3, 4, 5, 7, 8, 9]
     stats = harness.engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_who_waits_for_a_seat_starts_as_soon_as_one_is_free(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others end with the step in flight, so that nothing is planned beside it."""
+    monkeypatch.setattr(engine, "_IDLE_WAIT_S", 10 * PATIENCE_S)
+    harness.runner.plain_ahead_s = 1e9
+    for i in range(8):
+        harness.submit(f"r{i}", [i, 2, 3], max_tokens=6)
+    harness.submit("next", [4, 5, 6])
+    harness.start()
+    harness.assert_whole("next", [4, 5, 6])
 
 
 def test_a_step_that_takes_long_is_waited_for_before_the_next_is_planned(harness: EngineHarness) -> None:
