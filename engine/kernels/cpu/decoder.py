@@ -8,14 +8,13 @@ bit.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.cpu.library import DTYPES, Team, check, created, expect_shape, float32
+from engine.kernels.cpu.library import DTYPES, Team, check, created, expect_shape, float32, freed_with
 from engine.kernels.cpu.library import KINDS as TIMES
 from engine.kernels.cpu.linear import PackedLinear
 from engine.kernels.cpu.program import (
@@ -97,7 +96,7 @@ class NativeDecoder:
         self._set_embedding(model, embedding)
         self._library = library = team.library
         self.handle = created(library.call("penstock_decoder_new", team.handle, ctypes.byref(model)))
-        weakref.finalize(self, library.call, "penstock_decoder_free", self.handle)
+        freed_with(self, library, "penstock_decoder_free", self.handle)
         self._run = library.function("penstock_decoder_run")
         self._taken = (ctypes.c_int64 * 2)()
 

@@ -220,7 +220,7 @@ class KindTime:
 class Team:
     """Threads that work on one call at a time, the caller as one of them, and sleep in between.
 
-    Whoever starts a team owns it. `close` joins the threads, and so does the end of the interpreter.
+    Whoever starts a team owns it. `close` joins the threads; the end of the program finds them asleep, or at work.
     """
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
@@ -229,7 +229,7 @@ class Team:
         self.library = library
         self.num_threads = num_threads
         self.handle = created(library.call("penstock_team_new", num_threads))
-        self._close = weakref.finalize(self, library.call, "penstock_team_free", self.handle)
+        self._close = freed_with(self, library, "penstock_team_free", self.handle)
         self._kept: npt.NDArray[np.float32] = np.empty(0, np.float32)
 
     def empty(self, num_rows: int, num_columns: int) -> Tensor:
@@ -267,6 +267,16 @@ def created(handle: int | None) -> int:
     if handle is None:
         raise MemoryError("the native kernels could not get their memory")
     return handle
+
+
+def freed_with(owner: object, library: NativeLibrary, free: str, handle: int) -> weakref.finalize[..., Any]:
+    """Frees a native object when its owner goes, or when the result is called.
+
+    The end of the program frees nothing: another thread may be at work with it until the very last.
+    """
+    end = weakref.finalize(owner, library.call, free, handle)
+    end.atexit = False
+    return end
 
 
 def check(status: int) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import DTYPES, Team, check, created, fields, float32, pointer
+from engine.kernels.cpu.library import DTYPES, Team, check, created, fields, float32, freed_with, pointer
 from engine.quant.codebook import Codebook
 from engine.quant.float8 import BLOCK, Float8
 from engine.quant.formats import NamedTensors
@@ -189,4 +188,4 @@ class PackedLinear:
             table=pointer(kept.get("table")),
         )
         self.handle = created(team.library.call("penstock_linear_new", team.handle, ctypes.byref(source)))
-        weakref.finalize(self, team.library.call, "penstock_linear_free", self.handle)
+        freed_with(self, team.library, "penstock_linear_free", self.handle)

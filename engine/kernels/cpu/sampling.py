@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from ctypes import c_int32, c_void_p
 
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import Team, check, created, expect_ints, fields, float32
+from engine.kernels.cpu.library import Team, check, created, expect_ints, fields, float32, freed_with
 from engine.sampling.tables import Filters, SamplingTables, num_words
 
 
@@ -39,7 +38,7 @@ class NativeChoose:
         self._arguments = ChooseArguments()
         library = team.library
         self.handle = created(library.call("penstock_chooser_new", team.handle))
-        weakref.finalize(self, library.call, "penstock_chooser_free", self.handle)
+        freed_with(self, library, "penstock_chooser_free", self.handle)
         self._choose = library.function("penstock_choose")
 
     def __call__(

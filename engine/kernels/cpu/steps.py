@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from array import array
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from engine.kernels.cpu.decoder import NativeDecoder
-from engine.kernels.cpu.library import Team, check, created, fields
+from engine.kernels.cpu.library import Team, check, created, fields, freed_with
 from engine.kernels.cpu.linear import PackedLinear
 from engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
 from engine.kernels.sequence_table import SequenceTable
@@ -106,7 +105,7 @@ class NativeSteps:
         handles = team.handle, decoder.handle, lm_head.handle, choose.handle
         library = team.library
         self._handle = created(library.call("penstock_steps_new", *handles, ctypes.byref(made)))
-        weakref.finalize(self, library.call, "penstock_steps_free", self._handle)
+        freed_with(self, library, "penstock_steps_free", self._handle)
         self._put = library.function("penstock_steps_put")
         self._run = library.function("penstock_steps_run")
         self._wait = library.function("penstock_steps_wait")

@@ -273,6 +273,26 @@ if child:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_thread_may_be_at_work_when_the_program_ends() -> None:
+    program = """
+import threading, torch
+from engine.kernels.cpu.native import PackedLinear, load_library
+team = load_library(print).start_team(3)
+linear = PackedLinear(team, torch.eye(512), None, torch.float32)
+x, begun = torch.randn(40, 512), threading.Event()
+
+def work():
+    while True:
+        assert torch.equal(linear(x), x)
+        begun.set()
+
+threading.Thread(target=work, daemon=True).start()
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_team_has_members(library: NativeLibrary) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Team(library, 0)
