@@ -87,6 +87,16 @@ def _kv_beside(target: LoadedModel, layout: KVLayout, kernels: Kernels) -> KVCac
     return KVCache(layout, target.kv.num_blocks, kernels.kv_dtype, kernels.device)
 
 
+def _native(
+    target: LoadedModel, decoder: ForwardPass, lm_head: Linear, drafted: Tensor | None = None
+) -> NativeDraft:
+    """All passes of a draft in one call, on native kernels; see NativeDraft."""
+    assert target.kernels.team is not None
+    assert isinstance(decoder, NativeDecoder)
+    assert isinstance(lm_head, PackedLinear)
+    return NativeDraft(target.kernels.team, decoder, lm_head, target.table, target.sampler.tables, drafted)
+
+
 def _longest(target: LoadedModel) -> int:
     """The positions that a draft needs: what is drafted beyond the end is of no use, and no harm."""
     return target.max_model_len + target.options.max_drafts
@@ -183,9 +193,7 @@ def _load_draft(
         translation = Translation.of(tokens, vocab, config.vocab_size).to(kernels.device)
         decoder, lm_head = translation.decoder(decoder), translation.head(lm_head)
     elif kernels.team is not None:
-        assert isinstance(decoder, NativeDecoder)
-        assert isinstance(lm_head, PackedLinear)
-        native = NativeDraft(kernels.team, decoder, lm_head)
+        native = _native(target, decoder, lm_head)
     return _with_draft(target, config, kernels, kv, decoder, lm_head, native=native)
 
 
@@ -236,12 +244,10 @@ def _load_head(
     features = _features(kv, head.layer)
     embedding = weights.rows if own.embedding is None else own.embedding
     decoder = make_head(head, own, embedding, kernels, kv, features, _longest(target))
-    assert kernels.team is not None
     assert isinstance(target.decoder, NativeDecoder)
-    assert isinstance(own.lm_head, PackedLinear)
     assert isinstance(own.fuse, PackedLinear)
     target.decoder.tap(head.taps_of(target.config), own.fuse, features)
-    native = NativeDraft(kernels.team, decoder, own.lm_head, own.drafted)
+    native = _native(target, decoder, own.lm_head, own.drafted)
     model = _with_draft(
         target, head.layer, kernels, kv, decoder, own.lm_head, native=native, reads_target=True
     )
@@ -295,11 +301,9 @@ def _load_own(
     features = _features(kv, source.config)
     decoder = make_predictor(source, own, weights.rows, kernels, kv, features, _longest(target))
     lm_head = weights.lm_head
-    assert kernels.team is not None
     assert isinstance(target.decoder, NativeDecoder)
-    assert isinstance(lm_head, PackedLinear)
     target.decoder.keep(features)
-    native = NativeDraft(kernels.team, decoder, lm_head)
+    native = _native(target, decoder, lm_head)
     model = _with_draft(
         target, source.config, kernels, kv, decoder, lm_head, native=native, reads_target=True
     )

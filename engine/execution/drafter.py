@@ -16,12 +16,12 @@ import torch
 
 from engine.execution.draft_kv import DraftChunk, DraftKV
 from engine.execution.loaded import LoadedModel
-from engine.execution.seats import Seats, StepShape
+from engine.execution.seats import Seats
 from engine.execution.uploads import send_apart
+from engine.kernels.cpu.native import NativeDraft
 from engine.planning.request import Sequence
 from engine.planning.step import Plan, StepInFlight
 from engine.sampling.sampler import has_penalties
-from engine.sampling.tables import Filters
 
 
 class Drafter:
@@ -76,7 +76,7 @@ class Drafter:
             counts: the drafts that are wanted of each chunk that samples, the most first.
         """
         if self.model.native is not None:
-            return self._make_natively(_plan_of(chunks), counts)
+            return self._make_natively(self.model.native, _plan_of(chunks), counts)
         steps = list[StepInFlight]()
         for number in range(max(counts, default=1)):
             if number:
@@ -88,29 +88,18 @@ class Drafter:
             steps.append(step)
         return [[(one.token_ids or [-1])[0] for one in step.wait().sampled] for step in steps]
 
-    def _make_natively(self, plan: Plan, counts: list[int]) -> list[list[int]]:
+    def _make_natively(self, native: NativeDraft, plan: Plan, counts: list[int]) -> list[list[int]]:
         """The drafts that `_make` makes, from one native call for all passes."""
-        model, num = self.model, len(counts)
-        assert model.native is not None
         try:
-            placed = self._seats.place(plan, StepShape.of(plan))
-            inputs = model.kernels.gather(model.table, placed.tokens)
-            inputs.batch.sample_rows = inputs.batch.sample_rows[:num]
-            asked = model.sampler.filters(seat.slot for seat in placed.seats[:num])
-            drafts = model.native(
-                inputs.batch,
-                counts,
-                model.sampler.tables,
-                placed.sample_slots[:num],
-                inputs.numbers[:num],
-                Filters(top_k=asked.top_k, top_p=asked.top_p),
-            )
+            seats = self._seats.seated(plan)
+            assert seats is not None
+            asked = self.model.sampler.filters(seat.slot for seat in seats[: len(counts)])
+            made = native(self._seats.table_step(plan, seats), counts, asked)
         except Exception:
             self._seats.distrust(plan)
             raise
-        for seat, chunk in zip(placed.seats, plan.chunks, strict=True):
+        for seat, chunk in zip(seats, plan.chunks, strict=True):
             seat.length = chunk.start + chunk.num_tokens
-        made: list[list[int]] = drafts.tolist()
         return made
 
     @contextmanager

@@ -17,14 +17,7 @@ from engine.execution.faults import told
 from engine.execution.landing import NOT_FINITE, num_right
 from engine.execution.loaded import LoadedModel
 from engine.execution.seats import Seats
-from engine.kernels.cpu.native import (
-    NativeChoose,
-    NativeDecoder,
-    NativeStep,
-    NativeSteps,
-    PackedLinear,
-    PlainStep,
-)
+from engine.kernels.cpu.native import NativeChoose, NativeDecoder, NativeStep, NativeSteps, PackedLinear
 from engine.planning.chunks import is_plain
 from engine.planning.step import Plan, Sampled, StepResult
 from engine.sampling.sampler import Sampler, has_penalties
@@ -58,16 +51,14 @@ class PlainSteps:
         """
         with told(plan, self._seats, _CPU):
             seats = self._seats.seated(plan) if _is_whole(plan) else None
-            slots = [seat.slot for seat in seats or ()]
-            filters = self._sampler.filters(slots)
+            filters = self._sampler.filters(seat.slot for seat in seats or ())
             if seats is None or filters.sifted:
                 plan.is_beside = False
                 self.drain()
                 return None
-            placed = self._seats.place_plain(plan, seats)
+            step = self._seats.table_step(plan, seats)
             drafts = [chunk.drafts for chunk in plan.chunks] if plan.num_drafts else []
-            step = PlainStep(slots, placed.num_blocks, filters, placed.places, placed.values, drafts)
-            launched = self._native.launch(step) if plan.is_beside else self._native.run(step)
+            launched = (self._native.launch if plan.is_beside else self._native.run)(step, filters)
             self._seats.note_launched(plan, seats)
             if drafts:
                 pairs = zip(seats, drafts, strict=True)

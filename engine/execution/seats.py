@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.uploads import send_apart
-from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens
+from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens, TableStep
 from engine.planning.request import Sequence
 from engine.planning.step import Chunk, Plan
 
@@ -83,17 +83,6 @@ class Placed:
     """Blocks to be copied first: sources and targets."""
 
 
-@dataclass(slots=True)
-class PlainPlaced:
-    """What is to be sent for a plain step, beside its slots."""
-
-    num_blocks: int
-    """No sequence has more."""
-    places: list[int]
-    """Words of the table that are to be overwritten before the step begins."""
-    values: list[int]
-
-
 class Seats:
     """Keeps the device's table of the running sequences up to date.
 
@@ -149,10 +138,13 @@ class Seats:
         seats = [seat for chunk in plan.chunks if (seat := self._seat_of.get(chunk.sequence)) is not None]
         return seats if len(seats) == len(plan.chunks) else None
 
-    def place_plain(self, plan: Plan, seats: list[Seat]) -> PlainPlaced:
-        """Places a plain step whose sequences have these seats: it is for the caller to send what it says."""
-        changes = self._changes(plan, seats, is_decode=True)
-        return PlainPlaced(_most_blocks(plan), changes.places, changes.values)
+    def table_step(self, plan: Plan, seats: ListLike[Seat]) -> TableStep:
+        """Makes a step of a plan whose sequences have these seats, and which the caller is to run or launch."""
+        is_decode, slots = StepShape.of(plan).is_decode, [seat.slot for seat in seats]
+        changes = self._changes(plan, seats, is_decode=is_decode)
+        num = len(slots)
+        token_ids, starts = ([FROM_TABLE] * num, range(num + 1)) if is_decode else _token_ids(plan.chunks)
+        return TableStep(slots, starts, token_ids, _most_blocks(plan), changes.places, changes.values)
 
     def note_launched(self, plan: Plan, seats: ListLike[Seat]) -> None:
         """The step is on its way: from now on the device is supposed to know what it brings."""
@@ -242,27 +234,26 @@ class _Changes:
     def __init__(self, table: SequenceTable) -> None:
         self.places: list[int] = []
         self.values: list[int] = []
-        self._table = table
+        self._num_rows, self._max_blocks = table.num_rows, table.max_blocks
 
     def note(self, seat: Seat, chunk: Chunk, *, is_decode: bool) -> None:
         """Notes what the table does not have of a sequence's next step."""
-        sequence, slot, table = chunk.sequence, seat.slot, self._table
+        sequence, slot, num_rows = chunk.sequence, seat.slot, self._num_rows
         if seat.length < 0:
-            self._set(table.prompt_lens, slot, [sequence.num_prompt_tokens])
+            self._set(num_rows + slot, [sequence.num_prompt_tokens])
         if seat.length != chunk.start:
-            self._set(table.lengths, slot, [chunk.start])
+            self._set(slot, [chunk.start])
         if is_decode and seat.sampled_at != chunk.start:
-            self._set(table.last_tokens, slot, [sequence.token_ids[chunk.start]])
+            self._set(2 * num_rows + slot, [sequence.token_ids[chunk.start]])
         blocks, known = sequence.block_table, seat.blocks
         if blocks != known:
             pairs = enumerate(zip(blocks, known, strict=False))
             num_same = next((i for i, (a, b) in pairs if a != b), min(len(blocks), len(known)))
-            self._set(table.block_tables, slot, blocks[num_same:], num_same)
+            self._set(3 * num_rows + slot * self._max_blocks + num_same, blocks[num_same:])
             seat.blocks = list(blocks)
 
-    def _set(self, column: Tensor, slot: int, values: list[int], offset: int = 0) -> None:
-        """A slot's words from `offset` on, in this column of the table."""
-        first = column.storage_offset() + slot * column.stride(0) + offset
+    def _set(self, first: int, values: list[int]) -> None:
+        """The words of the table from `first` on; see `SequenceTable.words`."""
         self.places += range(first, first + len(values))
         self.values += values
 

@@ -6,8 +6,8 @@ size of a graph, reads and writes that row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -55,6 +55,23 @@ class StepTokens:
     """No sequence of the step has more, in all its tables."""
     max_query_len: int
     """No sequence of the step has more tokens."""
+
+
+@dataclass(slots=True)
+class TableStep:
+    """A step as the host sends it where all else is in tables."""
+
+    slots: list[int]
+    """By sequence."""
+    starts: Sequence[int]
+    """[S + 1] sequence s has the tokens starts[s] to starts[s + 1] - 1."""
+    token_ids: list[int]
+    """FROM_TABLE, for the last token of a sequence only, where the host does not know it."""
+    num_blocks: int
+    """No sequence of the step has more, in all its tables."""
+    places: list[int] = field(default_factory=list)
+    """Words of the table that get new values before the step."""
+    values: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

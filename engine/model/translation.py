@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.cpu.native import VERY_UNLIKELY
 from engine.kernels.linear import Linear, chained
 from engine.model.drafts import SharedTokens
 from engine.model.transformer import ForwardPass
+
+VERY_UNLIKELY = -1e30
+"""The logit of a token that is never drafted."""
 
 
 @dataclass(frozen=True, slots=True)

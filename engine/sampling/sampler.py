@@ -94,7 +94,7 @@ class Sampler:
 
     def filters(self, slots: Iterable[int]) -> Filters:
         """What a step over these slots asks for at least; a slot that nobody has, or -1, asks for nothing."""
-        asked = {self._filters.get(slot, _NOTHING) for slot in slots}
+        asked = [self._filters.get(slot, _NOTHING) for slot in slots]
         return Filters(
             top_k=any(filters.top_k for filters in asked),
             top_p=any(filters.top_p for filters in asked),

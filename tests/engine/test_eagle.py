@@ -210,3 +210,17 @@ def test_only_tokens_of_the_head_are_drafted(
     found = {token for one in drafted for token in one.drafts}
     assert len(found) > NUM_DRAFTED / 2
     assert found <= {*ReferenceHead.of(folders[1], torch.empty(0)).drafted().tolist()}
+
+
+def test_more_sequences_than_have_their_logits_at_once(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = Target(folders[0]), DraftSource(folders[1])
+    driver = Driver(folders[0], num_blocks=256, budget=512, max_num_seqs=70, draft=draft)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts = [prompt_of(3, i) for i in range(70)]
+    requests = [Request(request_id=str(p), prompt_token_ids=p, sampling=sampling) for p in prompts]
+    drafted = recorded(driver, monkeypatch)
+    run(driver, requests, None, model=True)
+    assert sum(one.num_outputs == 1 for one in drafted) == 70
+    assert_as_the_oracle_says(drafted, target, ReferenceHead.of(folders[1], target.embedding))

@@ -122,8 +122,16 @@ int32_t penstock_likely(Team* team, const LikelyArgs* args) {
     });
 }
 
-int32_t penstock_draft(Team* team, Decoder* decoder, const Linear* head, Chooser* chooser, const DraftArgs* args) {
-    return status_of([&] { return draft(*team, *decoder, *head, *chooser, *args); });
+Drafts* penstock_drafts_new(Team* team, Decoder* decoder, const Linear* head, Chooser* chooser,
+                            const StepTables* tables) {
+    return guarded([&] { return new Drafts(*team, *decoder, *head, *chooser, *tables); });
+}
+
+void penstock_drafts_free(Drafts* drafts) { delete drafts; }
+
+int32_t penstock_drafts_run(Drafts* drafts, const TableStep* first, const int32_t* counts, int32_t num,
+                            int32_t* token_ids) {
+    return status_of([&] { return drafts->run(*first, counts, num, token_ids); });
 }
 
 StepQueue* penstock_steps_new(Team* team, Decoder* decoder, const Linear* head, Chooser* chooser,
@@ -135,11 +143,11 @@ void penstock_steps_free(StepQueue* steps) {
     if (steps->is_whole()) delete steps;
 }
 
-int64_t penstock_steps_put(StepQueue* steps, const PlainStep* step) {
+int64_t penstock_steps_put(StepQueue* steps, const TableStep* step) {
     return guarded([&] { return steps->put(*step); });
 }
 
-int32_t penstock_steps_run(StepQueue* steps, const PlainStep* step, int32_t* token_ids) {
+int32_t penstock_steps_run(StepQueue* steps, const TableStep* step, int32_t* token_ids) {
     return status_of([&] { return steps->run(*step, token_ids); });
 }
 

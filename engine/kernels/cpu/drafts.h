@@ -1,65 +1,54 @@
 // Drafting: a few tokens of every sequence, one pass after another, without the host between them.
 #pragma once
 
-#include "decoder.h"
-#include "sample.h"
+#include "table_steps.h"
 
 namespace penstock {
 
-struct DraftArgs {
-    Step first;         // its first P sequences are drafted for, and sample their last rows
-    ChooseArgs choose;  // of the P rows; token_ids are written, [counts[0]][P], where there is a draft
-    const int32_t* counts;  // [P]: the drafts of each sequence; none has more than the one before it
-    const int32_t* rows;    // 0, 1, ..., P
-    float* hidden;          // [P][hidden], working memory
-    float* logits;          // [P][vocab], working memory; of tokens that are not drafted, what is never chosen
-    const int32_t* drafted;  // the tokens whose logits the output head makes, or null: all
-    float* narrow;           // [P][drafted], working memory, if not all
-    int32_t width;          // of a row of `hidden`
-    int32_t num_drafted;
-};
+class Drafts {
+   public:
+    Drafts(Team& team, Decoder& decoder, const Linear& head, Chooser& chooser, const StepTables& tables)
+        : decoder_(decoder), rows_(team, head, chooser, tables), inputs_(tables), width_(tables.width) {}
 
-// Puts the logits that there are where those of all tokens are.
-inline void spread(const DraftArgs& args, int rows) {
-    for (int r = 0; r < rows; r++) {
-        const float* from = args.narrow + static_cast<size_t>(r) * args.num_drafted;
-        float* to = args.logits + static_cast<size_t>(r) * args.choose.vocab;
-        for (int i = 0; i < args.num_drafted; i++) to[args.drafted[i]] = from[i];
-    }
-}
-
-// Each pass after the first computes the tokens that the one before it chose, of the sequences that want more drafts.
-inline int draft(Team& team, Decoder& decoder, const Linear& head, Chooser& chooser, const DraftArgs& args) {
-    const Step& first = args.first;
-    const int all = first.samples;
-    ChooseArgs choose = args.choose;
-    choose.logits = args.logits;
-    std::vector<int32_t> known(all), positions(all), contexts(first.context_lens, first.context_lens + all);
-    std::vector<int32_t> numbers(choose.numbers, choose.numbers + all);
-    choose.numbers = numbers.data();
-    if (all == 0) return decoder.run(first, args.hidden);
-    Step step = first;
-    for (int i = 0, num = all; i < args.counts[0]; i++) {
-        while (args.counts[num - 1] <= i) num--;
-        if (i > 0) {
-            for (int r = 0; r < num; r++) {
-                // A row without a finite logit chose -1: its other drafts count for nothing, and those of others go on.
-                known[r] = std::max(choose.token_ids[r], 0);
-                positions[r] = contexts[r]++;
-                numbers[r]++;
+    // Runs the first pass, then one after another over the tokens that the one before it chose, of the sequences that want
+    // more drafts.
+    //
+    //   counts     [num]: the drafts of the first sequences; none has more than the one before it. The others are read
+    //   token_ids  [counts[0]][num]: written where there is a draft
+    int run(const TableStep& first, const int32_t* counts, int num, int32_t* token_ids) {
+        if (num > first.num_sequences) return kBadStarts;
+        if (const Status status = inputs_.make(first); status != kOk) return status;
+        const GatherArgs& made = inputs_.made();
+        Step step = inputs_.step(made.sample_rows(), num);
+        std::vector<int32_t> known(num), positions(num), contexts(made.context_lens(), made.context_lens() + num);
+        std::vector<int32_t> numbers(made.numbers(), made.numbers() + num);
+        hidden_.resize(static_cast<size_t>(num) * width_);
+        const int32_t* rows = inputs_.counting(num + 1);
+        if (num == 0) return decoder_.run(step, hidden_.data());
+        for (int i = 0, all = num; i < counts[0]; i++, token_ids += all) {
+            while (counts[num - 1] <= i) num--;
+            if (i > 0) {
+                for (int r = 0; r < num; r++) {
+                    // A row without a finite logit chose -1: its other drafts count for nothing, and those of others go on.
+                    known[r] = std::max(token_ids[r - all], 0);
+                    positions[r] = contexts[r]++;
+                    numbers[r]++;
+                }
+                step = {known.data(), positions.data(), rows, contexts.data(), step.block_tables, rows, num, num,
+                        step.max_blocks, num};
             }
-            step = {known.data(), positions.data(), args.rows, contexts.data(), first.block_tables, args.rows, num, num,
-                    first.max_blocks, num};
-            choose.token_ids += all;
+            if (const int status = decoder_.run(step, hidden_.data(), i > 0); status != kOk) return status;
+            if (!rows_.choose(first, hidden_.data(), first.slots(), numbers.data(), num, token_ids)) return kBadSlot;
         }
-        if (const int status = decoder.run(step, args.hidden, i > 0); status != kOk) return status;
-        float* out = args.drafted ? args.narrow : args.logits;
-        apply(team, head, args.hidden, static_cast<size_t>(args.width), num, out);
-        if (args.drafted) spread(args, num);
-        choose.num_rows = num;
-        if (!chooser.choose(choose)) return kBadSlot;
+        return kOk;
     }
-    return kOk;
-}
+
+   private:
+    Decoder& decoder_;
+    RowChooser rows_;
+    TableInputs inputs_;
+    const int width_;
+    std::vector<float> hidden_;
+};
 
 }  // namespace penstock

@@ -2,7 +2,7 @@
 
 from engine.kernels.cpu.build import NativeUnavailable
 from engine.kernels.cpu.decoder import BLOCK_SIZE, NativeDecoder
-from engine.kernels.cpu.drafts import VERY_UNLIKELY, NativeDraft
+from engine.kernels.cpu.drafts import NativeDraft
 from engine.kernels.cpu.experts import NativeExperts, NativeRoute, NativeRunExperts, packed_experts
 from engine.kernels.cpu.inputs import NativeGather
 from engine.kernels.cpu.library import NativeLibrary, Team, load_library
@@ -10,12 +10,11 @@ from engine.kernels.cpu.linear import PACKED, PackedLinear
 from engine.kernels.cpu.program import NativeHeads, NativeOp
 from engine.kernels.cpu.sampling import NativeChoose, NativeMostLikely
 from engine.kernels.cpu.states import NativeMixer
-from engine.kernels.cpu.steps import NativeStep, NativeSteps, PlainStep
+from engine.kernels.cpu.steps import NativeStep, NativeSteps
 
 __all__ = [
     "BLOCK_SIZE",
     "PACKED",
-    "VERY_UNLIKELY",
     "NativeChoose",
     "NativeDecoder",
     "NativeDraft",
@@ -32,7 +31,6 @@ __all__ = [
     "NativeSteps",
     "NativeUnavailable",
     "PackedLinear",
-    "PlainStep",
     "Team",
     "load_library",
     "packed_experts",

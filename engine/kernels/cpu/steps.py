@@ -3,69 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
-from collections.abc import Sequence
-from ctypes import c_int32, c_void_p
-from dataclasses import dataclass
-from itertools import chain
+from ctypes import c_int32
 
 from engine.kernels.cpu.decoder import NativeDecoder
-from engine.kernels.cpu.library import Team, check, created, fields, freed_with
+from engine.kernels.cpu.library import Team, check, created, freed_with
 from engine.kernels.cpu.linear import PackedLinear
-from engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
-from engine.kernels.sequence_table import SequenceTable
+from engine.kernels.cpu.sampling import NativeChoose
+from engine.kernels.cpu.table_steps import sent, tables_of
+from engine.kernels.sequence_table import SequenceTable, TableStep
 from engine.sampling.tables import Filters, SamplingTables
-
-
-class _Tables(ctypes.Structure):
-    _fields_ = [
-        *fields(c_void_p, "words lengths prompt_lens last_tokens block_tables"),
-        *fields(c_int32, "num_rows max_blocks num_tables width"),
-        ("choose", ChooseArguments),
-    ]
-
-
-@dataclass(slots=True)
-class PlainStep:
-    """What the host sends for a step whose sequences compute the token that they sampled last, and their drafts."""
-
-    slots: Sequence[int]
-    num_blocks: int
-    """No sequence has more, in all its tables."""
-    filters: Filters
-    places: Sequence[int] = ()
-    """Words of the table that get new values when the step begins, after the steps before it."""
-    values: Sequence[int] = ()
-    drafts: Sequence[Sequence[int]] = ()
-    """Of each sequence, the tokens behind the one that it sampled last; empty if none has any."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.slots) + sum(map(len, self.drafts))
-
-
-class _PlainStep(ctypes.Structure):
-    _fields_ = [
-        *fields(c_void_p, "slots places values counts drafts"),
-        *fields(c_int32, "num_sequences num_changes num_blocks top_k top_p"),
-    ]
-
-    @classmethod
-    def of(cls, step: PlainStep) -> _PlainStep:
-        sent = [array("i", part) for part in (step.slots, step.places, step.values)]
-        if step.drafts:
-            sent += [array("i", map(len, step.drafts)), array("i", chain.from_iterable(step.drafts))]
-        addresses = [part.buffer_info()[0] for part in sent] + ([] if step.drafts else [None, None])
-        made = cls(
-            *addresses,
-            len(step.slots),
-            len(step.places),
-            step.num_blocks,
-            step.filters.top_k,
-            step.filters.top_p,
-        )
-        made.kept = sent
-        return made
 
 
 class NativeSteps:
@@ -90,18 +36,8 @@ class NativeSteps:
         table: SequenceTable,
         tables: SamplingTables,
     ) -> None:
-        if lm_head.out_features != tables.vocab_size or lm_head.in_features != decoder.hidden_size:
-            raise ValueError(f"a head of {tables.vocab_size} logits expected, not {lm_head.out_features}")
+        made = tables_of(decoder, lm_head, choose, table, tables)
         self._kept = (team, decoder, lm_head, choose, table, tables)
-        columns = (table.words, table.lengths, table.prompt_lens, table.last_tokens, table.block_tables)
-        made = _Tables(
-            *(column.data_ptr() for column in columns),
-            table.num_rows,
-            table.max_blocks,
-            table.num_tables,
-            decoder.hidden_size,
-            choose.arguments_of(tables),
-        )
         handles = team.handle, decoder.handle, lm_head.handle, choose.handle
         library = team.library
         self._handle = created(library.call("penstock_steps_new", *handles, ctypes.byref(made)))
@@ -111,17 +47,17 @@ class NativeSteps:
         self._wait = library.function("penstock_steps_wait")
         self._drain = library.function("penstock_steps_drain")
 
-    def launch(self, step: PlainStep) -> NativeStep:
+    def launch(self, step: TableStep, filters: Filters) -> NativeStep:
         """Launches a step; what it needs of the host is taken now."""
-        number = self._put(self._handle, ctypes.byref(_PlainStep.of(step)))
+        number = self._put(self._handle, ctypes.byref(sent(step, filters)))
         if not number:
             raise MemoryError("the native kernels could not get their memory")
-        return NativeStep(self, number, step.num_rows)
+        return NativeStep(self, number, len(step.token_ids))
 
-    def run(self, step: PlainStep) -> list[int]:
+    def run(self, step: TableStep, filters: Filters) -> list[int]:
         """Runs a step on this thread, after all that were launched; see `NativeStep.wait`."""
-        token_ids = (c_int32 * step.num_rows)()
-        check(self._run(self._handle, ctypes.byref(_PlainStep.of(step)), token_ids))
+        token_ids = (c_int32 * len(step.token_ids))()
+        check(self._run(self._handle, ctypes.byref(sent(step, filters)), token_ids))
         return token_ids[:]
 
     def wait(self, number: int, num: int) -> list[int]:

@@ -1,0 +1,78 @@
+"""How the native kernels are told of steps that need hardly anything of the host but words."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from ctypes import c_int32, c_void_p
+
+from torch import Tensor
+
+from engine.kernels.cpu.decoder import NativeDecoder
+from engine.kernels.cpu.library import expect_ints, fields, pointer
+from engine.kernels.cpu.linear import PackedLinear
+from engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
+from engine.kernels.sequence_table import SequenceTable, TableStep
+from engine.sampling.tables import Filters, SamplingTables
+
+
+class StepTables(ctypes.Structure):
+    _fields_ = [
+        *fields(c_void_p, "words lengths prompt_lens last_tokens block_tables"),
+        *fields(c_int32, "num_rows max_blocks num_tables width"),
+        ("choose", ChooseArguments),
+        ("choosable", c_void_p),
+        ("num_choosable", c_int32),
+    ]
+
+
+class SentStep(ctypes.Structure):
+    _fields_ = [
+        ("words", c_void_p),
+        *fields(c_int32, "num_sequences num_tokens num_changes num_blocks top_k top_p"),
+    ]
+
+
+def tables_of(
+    decoder: NativeDecoder,
+    lm_head: PackedLinear,
+    choose: NativeChoose,
+    table: SequenceTable,
+    tables: SamplingTables,
+    choosable: Tensor | None = None,
+) -> StepTables:
+    """What all steps of a model have in common; it points into the tables.
+
+    Args:
+        choosable: int32, the tokens whose logits lm_head makes, each once; None for all.
+
+    Raises:
+        ValueError: the head does not fit the decoder, or makes logits of what is no token.
+    """
+    num_logits, vocab = lm_head.out_features, tables.vocab_size
+    if lm_head.in_features != decoder.hidden_size or (choosable is None and num_logits != vocab):
+        raise ValueError(f"a head of {vocab} logits expected, not {num_logits}")
+    if choosable is not None:
+        expect_ints("choosable", choosable, (num_logits,))
+        if not 0 <= int(choosable.min()) <= int(choosable.max()) < vocab:
+            raise ValueError(f"logits of tokens beyond a vocabulary of {vocab}")
+    columns = (table.words, table.lengths, table.prompt_lens, table.last_tokens, table.block_tables)
+    return StepTables(
+        *(column.data_ptr() for column in columns),
+        table.num_rows,
+        table.max_blocks,
+        table.num_tables,
+        decoder.hidden_size,
+        choose.arguments_of(tables),
+        pointer(choosable),
+        num_logits,
+    )
+
+
+def sent(step: TableStep, filters: Filters) -> SentStep:
+    """The step as the kernels read it, with its words."""
+    words = array("i", [*step.slots, *step.starts, *step.token_ids, *step.places, *step.values])
+    counts = len(step.slots), len(step.token_ids), len(step.places), step.num_blocks
+    made = SentStep(words.buffer_info()[0], *counts, filters.top_k, filters.top_p)
+    made.kept = words
+    return made
