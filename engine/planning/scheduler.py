@@ -110,11 +110,14 @@ class Scheduler(StepResults):
         come are as small, until many of them have come back.
 
         Returns:
-            False, and nothing has changed, if the step has one token. Of a step of beams, nothing may be left.
+            False, and nothing has changed, if the step has one token. Of a step of beams, or of sequences that ended
+            while it waited for tokens in flight, nothing may be left.
         """
         num_left = plan.num_tokens - plan.num_tokens // 2
         if num_left == plan.num_tokens:
             return False
+        if self.withdraw_ended(plan):
+            return True
         for sequence in self.tables.take_back(plan):
             self._preempt_planned(plan, sequence)
         drop_drafts(plan)

@@ -148,7 +148,7 @@ class StateTables(KeptStates):
 
     def assign(self, plan: Plan) -> None:
         """Tells the chunks of a step that begins their slots, and which snapshots to take."""
-        read = self._read[plan.number] = []
+        read = self._read.setdefault(plan.number, [])
         for chunk in plan.chunks:
             state = chunk.sequence.state
             assert state is not None
@@ -168,7 +168,7 @@ class StateTables(KeptStates):
         Returns:
             The sequences whose states were written where they were read, so that nobody knows what they are.
         """
-        lost = []
+        lost, read = [], self._read[plan.number]
         for chunk in plan.chunks:
             told, state = chunk.state, chunk.sequence.state
             assert told is not None
@@ -186,7 +186,7 @@ class StateTables(KeptStates):
                 lost.append(chunk.sequence)
             else:
                 state.slot, state.next = told.source, told.target
-        self._read[plan.number] = []  # its references are those of the sequences again
+                read.remove(told.source)  # the reference is the sequence's again
         return lost
 
     def end_step(self, number: int, *, has_failed: bool = False) -> None:

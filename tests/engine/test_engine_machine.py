@@ -8,7 +8,8 @@ free again, and its last report says so.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from threading import Lock
@@ -18,13 +19,29 @@ import pytest
 from engine.engine import Engine
 from engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Chunk, OutOfMemory, Plan, RunnerFacts, StepReport, StepResult
+from engine.planning.step import (
+    Chunk,
+    DeviceError,
+    OutOfMemory,
+    Plan,
+    RunnerFacts,
+    StepReport,
+    StepResult,
+)
 from priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeProposer, UnpricedDrafting, expected_output
+from tests.engine.fake_states import FakeStates
 from tests.engine.queued_runner import QueuedChunk, QueuedRunner, QueuedStep
 from tests.few import examples
 
 MAX_LEN, NUM_SEATS = 28, 4
+
+
+class RefusedStep(QueuedStep):
+    """A step for whose choice there is no memory."""
+
+    def choose(self) -> None:
+        raise OutOfMemory("full")
 
 
 class TroubledRunner(QueuedRunner):
@@ -36,11 +53,34 @@ class TroubledRunner(QueuedRunner):
         self.lost: set[tuple[str, int]] = set()
         """Choices of steps that failed."""
         self._random, self._trouble = pace, trouble
+        self.plain_ahead_s = pace.choice([1.0, 1.0, None])
+        if self.plain_ahead_s is None and pace.random() < 0.5:
+            self.states = FakeStates(pace.choice([6, 12, 24]), 4)
 
     def load(self) -> RunnerFacts:
-        return replace(super().load(), plain_ahead_s=self._random.choice([1.0, 1.0, None]))
+        return replace(super().load(), plain_ahead_s=self.plain_ahead_s)
 
     def launch(self, plan: Plan) -> QueuedStep:
+        with self._mistakes_told():
+            return self._launched(plan)
+
+    def land(self, step: QueuedStep) -> StepResult:
+        with self._mistakes_told():
+            result = super().land(step)
+        if self._happens():
+            self._lose(step.chunks)
+            raise ValueError("late")
+        return result
+
+    @contextmanager
+    def _mistakes_told(self) -> Iterator[None]:
+        """Planning's mistakes end the test: the engine would take them for a step that failed."""
+        try:
+            yield
+        except AssertionError as mistake:
+            raise DeviceError(str(mistake)) from mistake
+
+    def _launched(self, plan: Plan) -> QueuedStep:
         assert all(chunk.sequence.finish_reason is None for chunk in plan.chunks), "nobody waits for it"
         if self._random.random() < 0.1:
             plan.is_beside = False
@@ -52,14 +92,12 @@ class TroubledRunner(QueuedRunner):
             self.fault = ValueError("odd shape")
         if self.fault is not None and (plan.num_tokens == 1 or isinstance(self.fault, ValueError)):
             self._lose(plan.chunks)
+        if self.fault is None and plan.num_tokens > 1 and self._happens():
+            step = RefusedStep(self, plan)
+            self._break_off(step)
+            plan.copies = []
+            return step
         return super().launch(plan)
-
-    def land(self, step: QueuedStep) -> StepResult:
-        result = super().land(step)
-        if self._happens():
-            self._lose(step.chunks)
-            raise ValueError("late")
-        return result
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         self.seats.difference_update(sequences)
@@ -107,6 +145,8 @@ class EngineByTurns:
             self.scheduler.drafting = UnpricedDrafting(FakeProposer(pace, 0.7), 3, pace)
         self.runner.watch(self.scheduler.tables)
         self.engine._rest = self.rest  # type: ignore[method-assign]
+        if self.runner.plain_ahead_s is None:
+            self.engine._limit = self.limit  # type: ignore[method-assign]
 
     def submit(self) -> None:
         pace, name = self.pace, f"r{self.num_submitted}"
@@ -139,12 +179,18 @@ class EngineByTurns:
         self.engine._turn(self.scheduler)
         self.scheduler.check()
 
+    def limit(self, scheduler: Scheduler, plan: Plan) -> None:  # noqa: ARG002
+        """What a step may choose depends on tokens in flight, perhaps."""
+        if self.pace.random() < 0.2:
+            self.engine._land_but(scheduler, 0)
+
     def rest(self, scheduler: Scheduler) -> None:
         self.num_rests += 1
         assert scheduler.is_idle, "it rests while there is work"
         assert not any(self.queue.depths().values()), "it rests while somebody waits"
         assert not self.engine._flights
         assert scheduler.tables.pool.num_free == scheduler.tables.pool.num_blocks - 1
+        assert scheduler.tables.state_use.num_held == 0
         assert not self.runner.seats
         if self.reports:
             last = self.reports[-1]

@@ -39,10 +39,11 @@ class StepQueue {
     int64_t put(const TableStep& step) {
         Job job(step);
         std::lock_guard<std::mutex> lock(mutex_);
-        job.number = ++num_put_;
+        job.number = num_put_ + 1;
+        results_.reserve(results_.size() + jobs_.size() + 2);  // where it ends, nothing may fail
         jobs_.push_back(std::move(job));
         put_.notify_one();
-        return num_put_;
+        return ++num_put_;
     }
 
     // Runs a step on the caller's thread, after all that were put, and writes its tokens; its status.
