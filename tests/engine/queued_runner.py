@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from engine.planning.block_tables import BlockTables
 from engine.planning.request import Sequence
 from engine.planning.states import ChunkState
-from engine.planning.step import Chunk, Plan, Sampled, StepResult
+from engine.planning.step import Chunk, OutOfMemory, Plan, Sampled, StepResult
 from tests.engine.fake_runner import FakeRunner, next_token
 
 
@@ -71,6 +71,13 @@ class QueuedStep:
         return self.runner.land(self)
 
 
+class RefusedStep(QueuedStep):
+    """A step for whose choice there is no memory."""
+
+    def choose(self) -> None:
+        raise OutOfMemory("full")
+
+
 class QueuedRunner(FakeRunner):
     """`runs_early` says, each time the device could run a step that nobody waits for yet, whether it does."""
 
@@ -115,6 +122,13 @@ class QueuedRunner(FakeRunner):
         self._refuse_if_too_large(plan)
         self.in_flight.append(step)
         self._run_some()
+        return step
+
+    def refused_late(self, plan: Plan) -> RefusedStep:
+        """A step whose pass is launched, and nothing else."""
+        step = RefusedStep(self, plan)
+        self._break_off(step)
+        plan.copies = []
         return step
 
     def land(self, step: QueuedStep) -> StepResult:

@@ -37,13 +37,6 @@ from tests.few import examples
 MAX_LEN, NUM_SEATS = 28, 4
 
 
-class RefusedStep(QueuedStep):
-    """A step for whose choice there is no memory."""
-
-    def choose(self) -> None:
-        raise OutOfMemory("full")
-
-
 class TroubledRunner(QueuedRunner):
     """Needs the host for some plain steps, has no memory for some, and loses some at their launch or later."""
 
@@ -93,10 +86,7 @@ class TroubledRunner(QueuedRunner):
         if self.fault is not None and (plan.num_tokens == 1 or isinstance(self.fault, ValueError)):
             self._lose(plan.chunks)
         if self.fault is None and plan.num_tokens > 1 and self._happens():
-            step = RefusedStep(self, plan)
-            self._break_off(step)
-            plan.copies = []
-            return step
+            return self.refused_late(plan)
         return super().launch(plan)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:

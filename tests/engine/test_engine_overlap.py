@@ -310,6 +310,28 @@ def test_memory_that_runs_out_in_decode_takes_no_token_twice(harness: EngineHarn
     assert not sum(report.num_preemptions for report in harness.reports)
 
 
+def test_who_ended_before_the_choice_is_not_launched_again(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens in flight that a choice depends on end a sequence; then there is no memory for the choice."""
+    runner, engine, launched = harness.runner, harness.engine, list[list[str]]()
+    launch = runner.launch
+
+    def refuse_the_second(plan: Plan) -> QueuedStep:
+        launched.append([chunk.sequence.request.request_id for chunk in plan.chunks])
+        return runner.refused_late(plan) if len(launched) == 2 else launch(plan)
+
+    monkeypatch.setattr(runner, "launch", refuse_the_second)
+    monkeypatch.setattr(engine, "_limit", lambda scheduler, _: engine._land_but(scheduler, 0))
+    runner.bad.add(("a", 0))
+    harness.submit("a", [1, 2, 3])
+    harness.submit("b", [4, 5, 6])
+    harness.start()
+    assert harness.last("a").error == "logits were not finite"
+    harness.assert_whole("b", [4, 5, 6])
+    assert launched == [["a", "b"], ["a", "b"], ["b"], ["b"]]
+
+
 # The end
 
 
