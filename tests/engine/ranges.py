@@ -19,6 +19,7 @@ UNIT = 2.0**-24
 """The unit roundoff of float32, in which sums are accumulated."""
 FUNCTION = 4
 """Unit roundoffs that exp, tanh or rsqrt of one argument may be off; CUDA, SLEEF and libm promise 1 to 4."""
+_SPAN = 128
 _TINY = torch.finfo(torch.float32).tiny
 """The largest loss where a result is subnormal."""
 
@@ -142,12 +143,14 @@ def attend(
     values: Range,
     dtype: torch.dtype = torch.float32,
     weights_dtype: torch.dtype | None = None,
+    scales: Tensor | None = None,
 ) -> Range:
     """softmax(scores [m, n]) @ values [n, d]; a score that is not seen is -inf at both ends.
 
     The softmax may be computed tile by tile, from 16 keys on, and what was summed up is scaled whenever a tile brings a
     larger score. Weights are rounded to `weights_dtype`, or else `dtype`, before they are multiplied with the values,
-    and the result to `dtype`.
+    and the result to `dtype`. With the scales [n] of values, weights times these become integers of 16 bits, of which the
+    largest in a span of 128 keys is 32,767.
     """
     seen = scores.low.isfinite()
     largest = scores.middle.abs().where(seen, 0.0).amax(-1, keepdim=True)
@@ -161,6 +164,12 @@ def attend(
     above = (weights * stored) @ values.middle.abs() + (weights * (1 + stored)) @ values.radius
     smallest = torch.finfo(weights_dtype).tiny * torch.finfo(weights_dtype).eps
     above = above + narrow * smallest * values.middle.abs().sum(-2)
+    if scales is not None:
+        scaled = weights * (1 + stored) * scales
+        spans = torch.nn.functional.pad(scaled, (0, -scaled.shape[-1] % _SPAN)).unflatten(-1, (-1, _SPAN))
+        steps = (spans.amax(-1, keepdim=True) / (2**15 - 1)).expand_as(spans).flatten(-2)[..., : scaled.shape[-1]]
+        integers = ((values.middle.abs() + values.radius) / scales[:, None]).nan_to_num(0.0)
+        above = above + (steps * seen) @ integers * (0.5 + 2**15 * 3 * UNIT)
     below = (weights * relative).sum(-1, keepdim=True)
     result = weights @ values.middle
     error = (above + result.abs() * below) / (1 - below)

@@ -84,34 +84,34 @@ inline float largest(const float* x, int n) {
     return found;
 }
 
-typedef int8_t bytes_of_wide __attribute__((vector_size(kWide)));
-
 PENSTOCK_INLINE wide gathered(const float* x, const int32_t* indices) {
     wide y;
     for (int j = 0; j < kWide; j++) y[j] = x[indices[j]];
     return y;
 }
 
-// Rounds x * 127 / max|x| to the nearest integers, halves to even, and returns max|x| / 127. A row without a finite
-// 127 / max|x| becomes zeros; its scale still tells a NaN from a zero. Integer i is that of x[order[i]], if there is
-// an order.
-inline float convert_to_int8(const float* x, const int32_t* order, int n, int depth, int8_t* out) {
-    const float most = largest(x, n), factor = 127.0f / most;
+// Rounds x * limit / max|x| to the nearest integers, halves to even, and returns max|x| / limit. A row without a finite
+// limit / max|x| becomes zeros; its scale still tells a NaN from a zero. Integer i is that of x[order[i]], if there is
+// an order. `out` may be where x is.
+template <class Integer>
+float to_integers(const float* x, const int32_t* order, int n, int depth, int limit, Integer* out) {
+    typedef Integer Integers __attribute__((vector_size(kWide * sizeof(Integer))));
+    const float most = largest(x, n), factor = static_cast<float>(limit) / most, scale = most / static_cast<float>(limit);
     if (!(factor < std::numeric_limits<float>::infinity())) {
-        std::memset(out, 0, depth);
-        return most / 127.0f;
+        std::memset(out, 0, depth * sizeof(Integer));
+        return scale;
     }
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     int i = 0;
     for (; i + kWide <= n; i += kWide) {
         const wide y = order ? gathered(x, order + i) : load_as<wide>(x + i);
         const wide_int rounded = (wide_int)(y * all<wide>(factor) + all<wide>(magic)) - 0x4b400000;
-        const bytes_of_wide bytes = __builtin_convertvector(rounded, bytes_of_wide);
-        std::memcpy(out + i, &bytes, sizeof bytes);
+        const Integers integers = __builtin_convertvector(rounded, Integers);
+        std::memcpy(out + i, &integers, sizeof integers);
     }
-    for (; i < n; i++) out[i] = static_cast<int8_t>(std::nearbyint(x[order ? order[i] : i] * factor));
-    std::memset(out + n, 0, depth - n);
-    return most / 127.0f;
+    for (; i < n; i++) out[i] = static_cast<Integer>(std::nearbyint(x[order ? order[i] : i] * factor));
+    std::memset(out + n, 0, (depth - n) * sizeof(Integer));
+    return scale;
 }
 
 // The exact sum of each group of a linear, `stride` apart.
@@ -147,7 +147,7 @@ class Prepared {
             case Form::bf16: to_operands(x, linear.k, linear.depth, reinterpret_cast<BFloat*>(out)); break;
             case Form::int8:
                 const auto integers = reinterpret_cast<int8_t*>(out);
-                scales_[r] = convert_to_int8(x, linear.permutation.get(), linear.k, linear.depth, integers);
+                scales_[r] = to_integers(x, linear.permutation.get(), linear.k, linear.depth, 127, integers);
                 sum_groups(linear, integers, sums_.get() + r, rows_);
         }
     }

@@ -6,12 +6,13 @@
 // cut of a prompt into chunks changes a bit, nor whether the segments of a long context are computed by one thread or by
 // many.
 //
-// The products are those of floats or of tiles. Which it is depends on the build and the type of the cache, and never
-// on the step, because their orders of sums differ. Vectors that give the bits of tiles stand in for these where rows
-// are few.
+// The products are those of floats, of integers or of tiles. Which it is depends on the build and the type of the cache,
+// and never on the step, because their sums differ. Vectors that give the bits of tiles stand in for these where rows are
+// few.
 #pragma once
 
 #include "attention_floats.h"
+#include "attention_integers.h"
 #include "attention_vectors.h"
 
 namespace penstock {
@@ -45,7 +46,10 @@ void start_rows(const AttentionStep& step, const Task& task, int kv_head, const 
     for (int r = 0; r < rows.count; r++) {
         const int token = task.token + r / group, position = step.positions[token];
         const float* q = step.qkv + token * step.ld + (kv_head * group + r % group) * d;
-        to_operands(q, d, static_cast<int>(rows.q_stride), rows.q + r * rows.q_stride);
+        if constexpr (std::is_integral_v<Operand>)  // the sums of its products fit 32 bits
+            rows.query_scale(r) = to_integers(q, nullptr, d, d, std::min(kMostShort, kMostSum / (127 * d)), rows.q + r * rows.q_stride);
+        else
+            to_operands(q, d, static_cast<int>(rows.q_stride), rows.q + r * rows.q_stride);
         rows.first[r] = first_seen(step, position);
         rows.limit[r] = position + 1;
         rows.record(r)[0] = kNone;
@@ -145,6 +149,9 @@ void attend_by(const AttentionStep& step, const Task& task, AttentionScratch& sc
 }
 
 template <class W>
+using UntiledProducts = std::conditional_t<std::is_same_v<W, Int8>, IntegerProducts, FloatProducts<W>>;
+
+template <class W>
 void attend(const AttentionStep& step, const Task& task, AttentionScratch& scratch) {
 #if PENSTOCK_TILES
     if constexpr (kIsTiled<W>) {
@@ -154,7 +161,7 @@ void attend(const AttentionStep& step, const Task& task, AttentionScratch& scrat
         return attend_by<W, TileProducts<W>>(step, task, scratch);
     } else
 #endif
-        attend_by<W, FloatProducts<W>>(step, task, scratch);
+        attend_by<W, UntiledProducts<W>>(step, task, scratch);
 }
 
 // What a decoder does with a cache of one storage type.

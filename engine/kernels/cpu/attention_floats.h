@@ -17,12 +17,10 @@ class FloatProducts {
 
     static void begin(int) {}
 
-    static void advance(const Rows<float>& rows, const Span<W>& span, const SpanTokens& tokens,
-                        AttentionScratch& scratch) {
-        const SpanScales* scales = gather_scales(span, tokens, scratch);
+    static void advance(const Rows<float>& rows, const Span<W>& span, const SpanTokens& tokens, AttentionScratch&) {
         if (rows.count <= kStreamedRows) {
             score(rows, span, tokens.column());
-            for (int r = 0; r < rows.count; r++) fold_row(rows, r, tokens, scales);
+            for (int r = 0; r < rows.count; r++) fold_row(rows, r, tokens, nullptr);
             return add_values(rows, span, tokens.column(), tokens.to - tokens.from);
         }
         bool fetches = true;
@@ -32,7 +30,7 @@ class FloatProducts {
             if (seen.from >= seen.to) return;
             const int block = (seen.from - tokens.from) / kBlockTokens;
             score_pass(pass, span, block, seen, fetches);
-            for (int r = 0; r < count; r++) fold_row(pass, r, seen, scales);
+            for (int r = 0; r < count; r++) fold_row(pass, r, seen, nullptr);
             add_pass(pass, span, block, seen, fetches);
             fetches = false;
         });
@@ -83,18 +81,6 @@ class FloatProducts {
     }
 
     // ---- many rows ---------------------------------------------------------------------------------------------
-
-    static constexpr int kPassRows = 4 * kTileRows;
-
-    // Calls function(first row, rows) for passes of nearly equal size.
-    template <class Function>
-    static PENSTOCK_INLINE void for_passes(int rows, const Function& function) {
-        const int passes = divide_up(rows, kPassRows), tiles = divide_up(rows, kTileRows);
-        for (int i = 0; i < passes; i++) {
-            const int start = tiles * i / passes * kTileRows, end = tiles * (i + 1) / passes * kTileRows;
-            function(start, std::min(end, rows) - start);
-        }
-    }
 
     static void score_pass(const Rows<float>& rows, const Span<W>& span, int block, const SpanTokens& seen, bool fetches) {
         const size_t bytes = rows.head_dim * kBlockTokens * sizeof(W);

@@ -12,6 +12,8 @@ constexpr int kSpanBlocks = kSpan / kBlockTokens;
 constexpr int kSegment = 16 * kSpan;  // tokens whose softmax is one of its own, until it is merged
 constexpr int kScoresStride = kSpan + 16;  // a power of 2 would put the rows of a tile into the same cache sets
 constexpr size_t kCacheLine = 64;
+constexpr int kMostShort = std::numeric_limits<int16_t>::max();
+constexpr int kMostSum = std::numeric_limits<int32_t>::max();
 constexpr float kNone = -std::numeric_limits<float>::infinity();  // the largest score of no tokens
 
 // ---- records ---------------------------------------------------------------------------------------------------
@@ -65,7 +67,7 @@ struct Task {
 };
 
 // The rows of one kv head in a task: its query heads of each token. Operand is what both products multiply: float32,
-// or bfloat16 with tiles.
+// bfloat16 with tiles, or integers.
 template <class Operand>
 struct Rows {
     int count;
@@ -79,6 +81,7 @@ struct Rows {
     float* total;            // [count][16 lanes]
     int32_t *first, *limit;  // the tokens that a row sees
     float* records;          // [count][record]: of all segments before
+    float* operand_scales;   // [count][2]: of integers, those of a row's query and of its weights
 
     Rows part(int from, int rows) const {
         Rows some = *this;
@@ -90,10 +93,13 @@ struct Rows {
         some.first += from;
         some.limit += from;
         some.records += from * record_size(head_dim);
+        some.operand_scales += 2 * from;
         return some;
     }
 
     float* record(int row) const { return records + row * record_size(head_dim); }
+    float& query_scale(int row) const { return operand_scales[2 * row]; }
+    float& weight_scale(int row) const { return operand_scales[2 * row + 1]; }
 
     // A row's weights take the place of its scores.
     Operand* weights(int row) const { return reinterpret_cast<Operand*>(scores + row * kScoresStride); }
@@ -135,9 +141,21 @@ struct RowLimits {
 template <class W>
 constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{96, 16} : RowLimits{48, 1};
 
+// Calls function(first row, rows) for passes of nearly equal size: so many rows that a span's scores stay in the first-level
+// cache.
+template <class Function>
+PENSTOCK_INLINE void for_passes(int rows, const Function& function) {
+    constexpr int kPassRows = 4 * kTileRows;
+    const int passes = divide_up(rows, kPassRows), tiles = divide_up(rows, kTileRows);
+    for (int i = 0; i < passes; i++) {
+        const int start = tiles * i / passes * kTileRows, end = tiles * (i + 1) / passes * kTileRows;
+        function(start, std::min(end, rows) - start);
+    }
+}
+
 // What a worker needs for a task.
 struct AttentionScratch {
-    Buffer<float> q, out, scores, peak, total, records;
+    Buffer<float> q, out, scores, peak, total, records, operand_scales;
     Buffer<int32_t> first, limit;
     Buffer<BFloat> blocks;  // keys and values of a span
     Buffer<SpanScales> scales;
@@ -153,6 +171,7 @@ struct AttentionScratch {
         first = allocate<int32_t>(rows);
         limit = allocate<int32_t>(rows);
         records = allocate<float>(rows * record_size(head_dim));
+        operand_scales = allocate<float>(2 * rows);
         blocks = allocate<BFloat>(2 * kSpan * depth);
         scales = allocate<SpanScales>(1);
     }
@@ -164,7 +183,8 @@ struct AttentionScratch {
     Rows<Operand> rows(const Shape& shape) const {
         const size_t depth = depth_of(shape.head_dim);
         return {0,         shape.head_dim, shape.softcap, depth,       depth,       reinterpret_cast<Operand*>(q.get()),
-                out.get(), scores.get(),   peak.get(),    total.get(), first.get(), limit.get(), records.get()};
+                out.get(), scores.get(),   peak.get(),    total.get(), first.get(), limit.get(), records.get(),
+                operand_scales.get()};
     }
 };
 
@@ -237,7 +257,10 @@ void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, cons
     const int begin = tokens.column() / 32 * 32, end = divide_up(tokens.to - tokens.start, 32) * 32;
     const int first = std::max(rows.first[row], tokens.from) - tokens.start;
     const int limit = std::min(rows.limit[row], tokens.to) - tokens.start;
-    if (first >= limit) return clear(weights, begin, end);
+    if (first >= limit) {
+        if constexpr (std::is_integral_v<Operand>) rows.weight_scale(row) = 0.0f;
+        return clear(weights, begin, end);
+    }
     const int low = first / kBlockTokens * kBlockTokens, high = divide_up(limit, kBlockTokens) * kBlockTokens;
     if (scales) multiply(scores, scales->keys, low, high);
     if (rows.softcap > 0.0f) cap(scores, low, high, rows.softcap);
@@ -254,7 +277,12 @@ void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, cons
         float* out = rows.out + row * rows.out_stride;
         multiply(out, rows.head_dim, shrink);
     }
-    weigh(scores, low, high, peak, scales ? scales->values : nullptr, weights, sums);
+    if constexpr (std::is_integral_v<Operand>) {
+        weigh(scores, low, high, peak, scales->values, scores, sums);
+        rows.weight_scale(row) = to_integers(scores + low, nullptr, high - low, high - low, kMostShort, weights + low);
+    } else {
+        weigh(scores, low, high, peak, scales ? scales->values : nullptr, weights, sums);
+    }
     unrolled<kBlockParts>(PENSTOCK_EACH(p) { store(total + p * kWide, sums[p]); });
     clear(weights, begin, low);
     clear(weights, high, end);

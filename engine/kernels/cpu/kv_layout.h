@@ -5,9 +5,9 @@
 //
 //                              keys, per kv head               values, per kv head
 //     products in float32      [head_dim][16 tokens]           [16 tokens][head_dim]
-//     products of tiles        [head_dim / 2][16 tokens][2]    [8 pairs of tokens][head_dim][2]
+//     of tiles and integers    [head_dim / 2][16 tokens][2]    [8 pairs of tokens][head_dim][2]
 //
-// bfloat16 and int8 are multiplied by tiles where the build has them. In int8, the integers of all kv heads are
+// bfloat16 and int8 are multiplied by tiles where the build has them, int8 by integers elsewhere. In int8, the integers of all kv heads are
 // followed by float32 scales [kv head][16 tokens]: a number is its integer times the scale of its token and head.
 #pragma once
 
@@ -50,11 +50,13 @@ constexpr bool kHasTiles = true;
 constexpr bool kHasTiles = false;
 #endif
 
-// Whether a storage type of the cache comes with scales, and whether it is multiplied by tiles.
+// Whether a storage type of the cache comes with scales, is multiplied by tiles, and lies in pairs.
 template <class W>
 constexpr bool kIsScaled = std::is_same_v<W, Int8>;
 template <class W>
 constexpr bool kIsTiled = kHasTiles && (std::is_same_v<W, BFloat> || std::is_same_v<W, Int8>);
+template <class W>
+constexpr bool kIsPaired = kIsTiled<W> || std::is_same_v<W, Int8>;
 
 // Calls function with a null pointer of a storage type of the cache.
 template <class Function>
@@ -80,12 +82,12 @@ struct HeadInBlock {
 // The place of element i of the token at an offset in a block.
 template <class W>
 PENSTOCK_INLINE int key_place(int i, int offset) {
-    return kIsTiled<W> ? i / 2 * 2 * kBlockTokens + 2 * offset + i % 2 : i * kBlockTokens + offset;
+    return kIsPaired<W> ? i / 2 * 2 * kBlockTokens + 2 * offset + i % 2 : i * kBlockTokens + offset;
 }
 
 template <class W>
 PENSTOCK_INLINE int value_place(int i, int offset, int head_dim) {
-    return kIsTiled<W> ? offset / 2 * 2 * head_dim + 2 * i + offset % 2 : offset * head_dim + i;
+    return kIsPaired<W> ? offset / 2 * 2 * head_dim + 2 * i + offset % 2 : offset * head_dim + i;
 }
 
 template <class V>

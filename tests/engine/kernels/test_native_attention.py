@@ -163,10 +163,17 @@ def made_up(shape: Shape, seed: int = 0) -> Tensor:
 # What the formats allow
 
 
-def quantized(x: Range) -> Range:
-    """Returns keys or values [T, heads, head_dim] as an int8 cache stores them."""
+def scales_of(x: Range, most: int) -> Range:
     largest = torch.maximum(x.low.abs(), x.high.abs()).amax(-1, keepdim=True)
-    scale = Range(largest, largest).widened(4 * UNIT).scaled(1 / 127)
+    return Range(largest, largest).widened(4 * UNIT).scaled(1 / most)
+
+
+def quantized(x: Range, most: int = 127) -> Range:
+    """Returns heads [T, heads, head_dim] as integers of which the largest is `most`, times their scales.
+
+    So an int8 cache stores keys and values.
+    """
+    scale = scales_of(x, most)
     quotients = torch.stack([a / b for a in (x.low, x.high) for b in (scale.low, scale.high)]).nan_to_num(0)
     integers = Range(quotients.amin(0), quotients.amax(0)).widened(2 * UNIT)
     return Range(integers.low.round(), integers.high.round()) * scale
@@ -184,10 +191,14 @@ def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool
     cos, sin = COS[: len(tokens), :half], SIN[: len(tokens), :half]
     turned = ranges.rotary(exactly(queries), cos, sin).scaled(math.log2(math.e) * shape.head_dim**-0.5)
     turned = turned.widened(2 * UNIT)
+    is_integer = dtype == torch.int8 and not tiles
     if tiles:
         turned = turned.rounded(torch.bfloat16)
+    elif is_integer:
+        turned = quantized(turned, 2**15 - 1)
     keys = stored(ranges.rotary(exactly(written[0]), cos, sin), dtype)
     values = stored(exactly(written[1]), dtype)
+    value_scales = scales_of(exactly(written[1]), 127).high[..., 0]
     places = torch.arange(len(tokens))
     distance = places[:, None] - places
     hidden = (distance < 0) | (distance >= (shape.window if shape.window > 0 else MAX_POSITION))
@@ -199,7 +210,11 @@ def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool
         scores = dot(turned[:, head], k.mT).widened(2 * UNIT).scaled(math.log(2)).masked(hidden)
         narrow = torch.bfloat16 if tiles else torch.float32
         sink = None if shape.sinks is None else shape.sinks[head]
-        by_head.append(ranges.attend(*ranges.with_sinks(scores, v, sink), weights_dtype=narrow)[:, None])
+        seen = ranges.with_sinks(scores, v, sink)
+        scales = torch.zeros(len(seen[1].low), dtype=torch.float64)
+        scales[: len(tokens)] = value_scales[:, head // shape.group]
+        attended = ranges.attend(*seen, weights_dtype=narrow, scales=scales if is_integer else None)
+        by_head.append(attended[:, None])
     return concatenated(by_head, 1)
 
 
