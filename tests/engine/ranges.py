@@ -149,8 +149,8 @@ def attend(
 
     The softmax may be computed tile by tile, from 16 keys on, and what was summed up is scaled whenever a tile brings a
     larger score. Weights are rounded to `weights_dtype`, or else `dtype`, before they are multiplied with the values,
-    and the result to `dtype`. With the scales [n] of values, weights times these become integers of 16 bits, of which the
-    largest in a span of 128 keys is 32,767.
+    and the result to `dtype`. With the scales [n] of values, weights times these become integers of 16 bits, and
+    the largest is 32,767 in every span of 128 keys.
     """
     seen = scores.low.isfinite()
     largest = scores.middle.abs().where(seen, 0.0).amax(-1, keepdim=True)
@@ -166,8 +166,11 @@ def attend(
     above = above + narrow * smallest * values.middle.abs().sum(-2)
     if scales is not None:
         scaled = weights * (1 + stored) * scales
-        spans = torch.nn.functional.pad(scaled, (0, -scaled.shape[-1] % _SPAN)).unflatten(-1, (-1, _SPAN))
-        steps = (spans.amax(-1, keepdim=True) / (2**15 - 1)).expand_as(spans).flatten(-2)[..., : scaled.shape[-1]]
+        padded = torch.nn.functional.pad(scaled, (0, -scaled.shape[-1] % _SPAN))
+        spans = padded.view(*padded.shape[:-1], -1, _SPAN)
+        steps = (
+            (spans.amax(-1, keepdim=True) / (2**15 - 1)).expand_as(spans).flatten(-2)[..., : scaled.shape[-1]]
+        )
         integers = ((values.middle.abs() + values.radius) / scales[:, None]).nan_to_num(0.0)
         above = above + (steps * seen) @ integers * (0.5 + 2**15 * 3 * UNIT)
     below = (weights * relative).sum(-1, keepdim=True)
