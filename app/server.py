@@ -65,10 +65,11 @@ def _exit_at_once(*_: object) -> NoReturn:
 
 
 def _settle_interpreter() -> None:
-    """Once the model is loaded. Both were chosen by the cost of a streamed token (`penstock bench --only http`)."""
+    """Once the model is loaded."""
     settle_garbage()
-    # The step thread plans in Python: the event loop need not wait 5 ms until it gets its turn.
-    sys.setswitchinterval(0.0005)
+    # The step thread plans in Python, and lets go between two steps for less than another thread may need to wake up.
+    # So the event loop gets its turn by asking for it, which it may do when it has waited so long.
+    sys.setswitchinterval(0.0001)
 
 
 class _Process:

@@ -92,7 +92,7 @@ def test_a_model_that_is_loaded_is_told_once_all_is_settled(
     process._on_state(EngineState.STARTING)
     assert (process.was_ready, told(process), settled) == (False, [], [])
     process._on_state(EngineState.READY)
-    assert (process.was_ready, told(process), settled) == (True, ["warm up"], ["garbage", 0.0005])
+    assert (process.was_ready, told(process), settled) == (True, ["warm up"], ["garbage", 0.0001])
     assert caplog.messages == [f"ready in 2.5 s: open {url(process.listener)}"]
     assert not process.server.should_exit
     process._on_state(EngineState.FAILED)
