@@ -23,17 +23,14 @@ class FloatProducts {
             for (int r = 0; r < rows.count; r++) fold_row(rows, r, tokens, nullptr);
             return add_values(rows, span, tokens.column(), tokens.to - tokens.from);
         }
-        bool fetches = true;
-        for_passes(rows.count, [&](int start, int count) {
-            const Rows<float> pass = rows.part(start, count);
-            const SpanTokens seen = tokens.seen_by(pass);
-            if (seen.from >= seen.to) return;
-            const int block = (seen.from - tokens.from) / kBlockTokens;
-            score_pass(pass, span, block, seen, fetches);
-            for (int r = 0; r < count; r++) fold_row(pass, r, seen, nullptr);
-            add_pass(pass, span, block, seen, fetches);
-            fetches = false;
-        });
+        advance_in_passes(
+            rows, tokens, nullptr,
+            [&](const auto& pass, int block, const SpanTokens& seen, bool fetches) __attribute__((always_inline)) {
+                score_pass(pass, span, block, seen, fetches);
+            },
+            [&](const auto& pass, int block, const SpanTokens& seen, bool fetches) __attribute__((always_inline)) {
+                add_pass(pass, span, block, seen, fetches);
+            });
     }
 
    private:

@@ -18,7 +18,8 @@ struct Shorts {
 template <class V>
 using ShortsOf = typename Shorts<V>::Vector;
 
-// Pairs as the cache has them. On NEON their even halves come first, then the odd ones: so products need no sums across lanes.
+// Pairs as the cache has them. On NEON their even halves come first, then the odd ones, so that products need no sums
+// across lanes.
 template <class V>
 PENSTOCK_INLINE ShortsOf<V> load_pairs_of(const Int8* p) {
 #if PENSTOCK_AVX512
@@ -158,17 +159,14 @@ class IntegerProducts {
     static void advance(const Rows<int16_t>& rows, const Span<Int8>& span, const SpanTokens& tokens,
                         AttentionScratch& scratch) {
         const SpanScales* scales = gather_scales(span, tokens, scratch);
-        bool fetches = true;
-        for_passes(rows.count, [&](int start, int count) {
-            const Rows<int16_t> pass = rows.part(start, count);
-            const SpanTokens seen = tokens.seen_by(pass);
-            if (seen.from >= seen.to) return;
-            const int block = (seen.from - tokens.from) / kBlockTokens;
-            score(pass, span, block, seen, fetches);
-            for (int r = 0; r < count; r++) fold_row(pass, r, seen, scales);
-            add_values(pass, span, block, seen, fetches);
-            fetches = false;
-        });
+        advance_in_passes(
+            rows, tokens, scales,
+            [&](const auto& pass, int block, const SpanTokens& seen, bool fetches) __attribute__((always_inline)) {
+                score(pass, span, block, seen, fetches);
+            },
+            [&](const auto& pass, int block, const SpanTokens& seen, bool fetches) __attribute__((always_inline)) {
+                add_values(pass, span, block, seen, fetches);
+            });
     }
 
    private:

@@ -141,18 +141,6 @@ struct RowLimits {
 template <class W>
 constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{96, 16} : RowLimits{48, 1};
 
-// Calls function(first row, rows) for passes of nearly equal size: so many rows that a span's scores stay in the first-level
-// cache.
-template <class Function>
-PENSTOCK_INLINE void for_passes(int rows, const Function& function) {
-    constexpr int kPassRows = 4 * kTileRows;
-    const int passes = divide_up(rows, kPassRows), tiles = divide_up(rows, kTileRows);
-    for (int i = 0; i < passes; i++) {
-        const int start = tiles * i / passes * kTileRows, end = tiles * (i + 1) / passes * kTileRows;
-        function(start, std::min(end, rows) - start);
-    }
-}
-
 // What a worker needs for a task.
 struct AttentionScratch {
     Buffer<float> q, out, scores, peak, total, records, operand_scales;
@@ -286,6 +274,28 @@ void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, cons
     unrolled<kBlockParts>(PENSTOCK_EACH(p) { store(total + p * kWide, sums[p]); });
     clear(weights, begin, low);
     clear(weights, high, end);
+}
+
+// Rows in passes of nearly equal size: of so many that a span's scores stay in the first-level cache. Each goes through
+// score(rows, first block, tokens that they see, fetches), the softmax, and add(...) with the same; the first that sees
+// anything fetches what comes next.
+template <class Operand, class Score, class Add>
+PENSTOCK_INLINE void advance_in_passes(const Rows<Operand>& rows, const SpanTokens& tokens, const SpanScales* scales,
+                                       const Score& score, const Add& add) {
+    constexpr int kPassRows = 4 * kTileRows;
+    const int passes = divide_up(rows.count, kPassRows), tiles = divide_up(rows.count, kTileRows);
+    bool fetches = true;
+    for (int i = 0; i < passes; i++) {
+        const int start = tiles * i / passes * kTileRows, end = tiles * (i + 1) / passes * kTileRows;
+        const Rows<Operand> pass = rows.part(start, std::min(end, rows.count) - start);
+        const SpanTokens seen = tokens.seen_by(pass);
+        if (seen.from >= seen.to) continue;
+        const int block = (seen.from - tokens.from) / kBlockTokens;
+        score(pass, block, seen, fetches);
+        for (int r = 0; r < pass.count; r++) fold_row(pass, r, seen, scales);
+        add(pass, block, seen, fetches);
+        fetches = false;
+    }
 }
 
 // The sum of a row's exponentials.

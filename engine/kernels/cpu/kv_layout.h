@@ -7,8 +7,9 @@
 //     products in float32      [head_dim][16 tokens]           [16 tokens][head_dim]
 //     of tiles and integers    [head_dim / 2][16 tokens][2]    [8 pairs of tokens][head_dim][2]
 //
-// bfloat16 and int8 are multiplied by tiles where the build has them, int8 by integers elsewhere. In int8, the integers of all kv heads are
-// followed by float32 scales [kv head][16 tokens]: a number is its integer times the scale of its token and head.
+// bfloat16 and int8 are multiplied by tiles where the build has them, int8 by integers elsewhere. In int8, the integers
+// of all kv heads are followed by float32 scales [kv head][16 tokens]: a number is its integer times the scale of its token
+// and head.
 #pragma once
 
 #include <limits>
