@@ -234,22 +234,23 @@ class _Changes:
     def __init__(self, table: SequenceTable) -> None:
         self.places: list[int] = []
         self.values: list[int] = []
-        self._num_rows, self._max_blocks = table.num_rows, table.max_blocks
+        self._table = table
 
     def note(self, seat: Seat, chunk: Chunk, *, is_decode: bool) -> None:
         """Notes what the table does not have of a sequence's next step."""
-        sequence, slot, num_rows = chunk.sequence, seat.slot, self._num_rows
+        sequence, slot, table = chunk.sequence, seat.slot, self._table
         if seat.length < 0:
-            self._set(num_rows + slot, [sequence.num_prompt_tokens])
+            self._set(table.prompt_lens_at + slot, [sequence.num_prompt_tokens])
         if seat.length != chunk.start:
             self._set(slot, [chunk.start])
         if is_decode and seat.sampled_at != chunk.start:
-            self._set(2 * num_rows + slot, [sequence.token_ids[chunk.start]])
+            self._set(table.last_tokens_at + slot, [sequence.token_ids[chunk.start]])
         blocks, known = sequence.block_table, seat.blocks
         if blocks != known:
             pairs = enumerate(zip(blocks, known, strict=False))
             num_same = next((i for i, (a, b) in pairs if a != b), min(len(blocks), len(known)))
-            self._set(3 * num_rows + slot * self._max_blocks + num_same, blocks[num_same:])
+            first = table.block_tables_at + slot * table.max_blocks
+            self._set(first + num_same, blocks[num_same:])
             seat.blocks = list(blocks)
 
     def _set(self, first: int, values: list[int]) -> None:

@@ -27,6 +27,7 @@ class SequenceTable:
         last_tokens: [rows] the token sampled last; -1 where that step found none.
         block_tables: [rows, max_blocks] KV blocks; of several tables, the entries for the same tokens side by side.
         words: these four, one after another, in one piece of memory.
+        prompt_lens_at, last_tokens_at, block_tables_at: the place of their first words there; lengths are first.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class SequenceTable:
         self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.lengths, self.prompt_lens, self.last_tokens, blocks = torch.split(self.words, sizes)
         self.block_tables = blocks.view(rows, max_blocks)
+        self.prompt_lens_at, self.last_tokens_at, self.block_tables_at = rows, 2 * rows, 3 * rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,8 +166,8 @@ class Prompting:
             switches = [name for name in ("enable_thinking", "thinking") if name in known]
             if "reasoning_effort" in known:
                 variables.setdefault("reasoning_effort", reasoning_effort)
-            elif reasoning_effort == "none" and switches:
-                variables = dict.fromkeys(switches, False) | variables
+            elif switches:
+                variables = dict.fromkeys(switches, reasoning_effort != "none") | variables
             else:
                 self._ignore("reasoning_effort")
         return variables

@@ -437,8 +437,29 @@ async def test_thinking_can_be_switched_off() -> None:
         assert reply.json()["choices"][0]["message"]["content"] == "Yes."
         assert "x-penstock-ignored" not in reply.headers
     reply, request = await answered(here, chat_body(reasoning_effort="high", include_reasoning=False))
-    assert reply.headers["x-penstock-ignored"] == "reasoning_effort"
+    assert not prompt_of(here, request).endswith("<think></think>")
     assert "reasoning_content" not in reply.json()["choices"][0]["message"]
+
+
+async def test_an_effort_switches_thinking_on_where_it_is_off_by_default() -> None:
+    by_default = "enable_thinking is defined and not enable_thinking"
+    here = Gateway(tokenizer=make_tokenizer(TEMPLATE.replace(by_default, "not enable_thinking")))
+    asked: list[tuple[dict[str, Any], bool]] = [
+        ({}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, False),
+    ]
+    for fields, thinks in asked:
+        reply, request = await answered(here, chat_body(**fields), "Yes.")
+        assert prompt_of(here, request).endswith("<think></think>") is not thinks
+        assert "x-penstock-ignored" not in reply.headers
+
+
+async def test_an_effort_is_named_as_ignored_where_the_template_has_no_switch() -> None:
+    here = Gateway()
+    reply, _ = await answered(here, chat_body(reasoning_effort="high"), "Yes.")
+    assert reply.headers["x-penstock-ignored"] == "reasoning_effort"
 
 
 async def test_a_prompt_that_opens_reasoning() -> None:
