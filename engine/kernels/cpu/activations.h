@@ -123,12 +123,23 @@ inline void sum_groups(const Linear& linear, const int8_t* x, float* out, size_t
     }
 }
 
+// Bytes from one row of activations to the next, of so many. The rows of a tile must not fall into the same cache sets; with
+// an odd multiple of eight lines, 32 rows of eight lines fill all sets alike, and stay there while others pass.
+constexpr size_t row_stride(size_t bytes) {
+#if PENSTOCK_TILES
+    constexpr size_t kLines = 8 * kTileBytes;
+    return (bytes + 3 * kLines - 1) / (2 * kLines) * (2 * kLines) - kLines;
+#else
+    return bytes + 64;
+#endif
+}
+
 // Room for rows of activations in the form of any product.
 class Prepared {
    public:
     // Rows are padded to whole tiles. No form may be wider than `widest`.
     void reserve(int rows, int depth, Form widest = Form::f32) {
-        stride_ = static_cast<size_t>(round_up(depth, 64)) * sizeof(float) + 64;
+        depth_ = round_up(depth, 64);
         data_ = allocate_hot<char>(static_cast<size_t>(round_up(rows, 32)) * stride(widest));
         scales_ = allocate<float>(round_up(rows, 32));
         rows_ = round_up(rows, 32);
@@ -162,9 +173,9 @@ class Prepared {
     }
 
    private:
-    size_t stride(Form form) const { return (stride_ - 64) / sizeof(float) * size_of(form) + 64; }
+    size_t stride(Form form) const { return row_stride(depth_ * size_of(form)); }
 
-    size_t stride_ = 0, rows_ = 0;
+    size_t depth_ = 0, rows_ = 0;
     Buffer<char> data_;
     Buffer<float> scales_, sums_;
 };

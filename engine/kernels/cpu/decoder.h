@@ -58,7 +58,7 @@ class Decoder {
         ld_hidden_ = padded(model_.hidden);
         ld_qkv_ = padded(model_.qkv);
         ld_q_ = padded(model_.attended);
-        ld_inner_ = padded(model_.inner);
+        ld_inner_ = padded_inner(model_.inner);
         if (rows <= capacity_) return;
         capacity_ = 0;
         hidden_ = allocate_hot<float>(rows * ld_hidden_);

@@ -98,8 +98,8 @@ class ExpertsWork {
         const int slots = rows * choices;
         ld_hidden_ = padded(hidden);
         ld_scores_ = padded(scores);
-        ld_inner_ = padded(inner);
-        ld_shared_ = padded(shared);
+        ld_inner_ = padded_inner(inner);
+        ld_shared_ = padded_inner(shared);
         read_ = allocate_hot<float>(rows * ld_hidden_);
         scores_ = allocate_hot<float>(rows * ld_scores_);
         inner_ = allocate_hot<float>((slots + kMostTile) * ld_inner_);

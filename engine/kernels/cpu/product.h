@@ -232,10 +232,14 @@ inline void finish(const Product& job, int panel, int panels, int row, int rows,
 
 #if PENSTOCK_TILES
 
+// How many steps of k go at a time where rows take several passes: the weights of two panels stay in the first-level cache,
+// 48 KB, beside as much of the rows of a pass. One more is as well if that is all.
+constexpr int kBlockSteps = 8;
+
 // Rows times panels, whose k is one group, grid by grid: the vectors finish one while the tiles multiply the next. The
-// panels at `next`, which come next, are fetched meanwhile.
+// panels at `next`, which come next, are fetched meanwhile. Between blocks of k, sums pass through memory, exactly.
 template <class Sum>
-void multiply_by_tiles(const Product& job, int panel, int panels, int row, int rows, const char* next) {
+void multiply_by_tiles(const Product& job, int panel, int panels, int row, int rows, const char* next, Sum* sums) {
     constexpr bool kInt8 = std::is_same_v<Sum, int32_t>;
     constexpr int kGridRows = 2 * kTileHeight, kTile = kTileHeight * kTileBytes;
     constexpr int kPieces = 4;  // of a grid's k, and of the rows that are finished after each
@@ -244,11 +248,12 @@ void multiply_by_tiles(const Product& job, int panel, int panels, int row, int r
     const auto finish = finish_of<Sum>(job);
     const int unit = linear.gated ? 2 : 1, steps = linear.depth * (kInt8 ? 1 : 2) / kTileBytes;
     const int together = rows <= kTileHeight ? 4 : 2, passes = divide_up(rows, kGridRows);
+    const int blocks = passes == 1 || steps <= kBlockSteps + 1 ? 1 : divide_up(steps, kBlockSteps);
+    const int places = blocks == 1 ? 2 : passes;  // of sums: of a grid and the one before, or of all
     const int share = divide_up(together * kTile, kTileBytes * passes) * kTileBytes;
     const size_t panel_bytes = linear.panel_bytes(), out_bytes = kPanel * size_of(job.out_form);
-    alignas(64) Sum sums[2][4 * kTileHeight * kPanel];
     Outputs<Sum> waiting{};
-    int waiting_rows = 0, waiting_panels = 0, turn = 0;
+    int waiting_rows = 0, waiting_panels = 0, place = 0;
     const auto finish_waiting = [&](int from, int end) __attribute__((always_inline)) {
         for (int p = 0; p < waiting_panels; p += unit) finish(waiting, p, from, end);
     };
@@ -256,19 +261,26 @@ void multiply_by_tiles(const Product& job, int panel, int panels, int row, int r
     for (int p = 0; p < panels; p += together) {
         const int some = std::min(together, panels - p);
         const char* ahead = p + together < panels ? linear.panel<char>(panel + p + together) : next;
-        for (int t = 0; t < rows; t += kGridRows) {
+        for (int i = 0; i < blocks * passes; i++) {
+            const int block = i / passes, t = i % passes * kGridRows;
             const int height = std::min(rows - t, kGridRows), tiles = divide_up(height, kTileHeight);
             const TileStrides by{x.stride, panel_bytes, static_cast<size_t>(tiles) * kTileHeight * kPanel, kTileBytes};
-            Sum* found = sums[turn];
-            turn ^= 1;
+            const bool is_last = block == blocks - 1;
+            Sum* found = sums + place * (4 * kTileHeight * kPanel);
+            place = (place + 1) % places;
             const Outputs<Sum> to = outputs_of(job, panel + p, row + t, found, by.c_panel);
             for (int q = 0; q < some;)
                 q += with_grid<kInt8>(tiles, some - q, [&](auto grid) {
                     const char *a = x.row<char>(t), *b = linear.panel<char>(panel + p + q);
-                    grid.clear();
+                    char* c = reinterpret_cast<char*>(found + q * by.c_panel);
+                    if (block == 0)
+                        grid.clear();
+                    else
+                        grid.load(c, by);
                     for (int piece = 0; piece < kPieces; piece++) {
                         const auto share_of = [&](int n, int i) { return n * i / kPieces; };
-                        const int from = share_of(steps, piece), end = share_of(steps, piece + 1);
+                        const auto step_at = [&](int i) { return steps * (block * kPieces + i) / (blocks * kPieces); };
+                        const int from = step_at(piece), end = step_at(piece + 1);
                         const char* b_from = b + from * kTile;
                         grid.add(a + from * kTileBytes, b_from, end - from, by, [&](int s) __attribute__((always_inline)) {
                             if (passes == 1) return fetch_streamed(b_from + s * kTile, some, by);
@@ -276,14 +288,14 @@ void multiply_by_tiles(const Product& job, int panel, int panels, int row, int r
                             ahead += share;
                         });
                         if (q > 0) continue;  // the first grid of a few panels has done it all
-                        for (int o = 0; o < some; o += unit)
+                        for (int o = 0; o < some && is_last; o += unit)
                             fetch_outputs(to, o / unit * out_bytes, share_of(height, piece), share_of(height, piece + 1));
                         finish_waiting(share_of(waiting_rows, piece), share_of(waiting_rows, piece + 1));
                     }
-                    grid.store(reinterpret_cast<char*>(found + q * by.c_panel), by);
+                    grid.store(c, by);
                 });
             waiting = to;
-            waiting_rows = height;
+            waiting_rows = is_last ? height : 0;
             waiting_panels = some;
         }
     }
@@ -310,9 +322,9 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
     const Activations x = job.x.from(row);
 #if PENSTOCK_TILES
     const char* next = static_cast<const char*>(guess_next(job, by, panel));
-    if (linear.type == Type::bf16) return multiply_by_tiles<float>(job, panel, panels, row, rows, next);
+    if (linear.type == Type::bf16) return multiply_by_tiles(job, panel, panels, row, rows, next, sums);
     if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1 && !linear.offsets)
-        return multiply_by_tiles<int32_t>(job, panel, panels, row, rows, next);
+        return multiply_by_tiles(job, panel, panels, row, rows, next, reinterpret_cast<int32_t*>(sums));
 #endif
     size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
     if (linear.form == Form::int8) {

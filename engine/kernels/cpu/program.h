@@ -212,4 +212,9 @@ inline int rows_to_place(int tokens) { return tokens < 8 * kBlockTokens ? kRowsP
 // A row length of an odd number of cache lines, so that the rows of a tile do not fall into the same cache sets.
 inline size_t padded(size_t n) { return ((n + 15) / 16 | 1) * 16; }
 
+// The same of rows that a product may write as operands of tiles for another one.
+inline size_t padded_inner(size_t n) {
+    return kHasTiles ? row_stride(n * sizeof(BFloat)) / sizeof(BFloat) : padded(n);
+}
+
 }  // namespace penstock

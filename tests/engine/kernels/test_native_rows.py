@@ -14,13 +14,17 @@ from engine.quant.integers import Integers
 
 IN, OUT = 96, 88
 """Columns of one group of integers, and rows of a weight: not whole panels, neither together nor in halves."""
+DEEP = 1225
+"""Columns that tiles take in several blocks, of different lengths, where there are many rows."""
 ROWS = (1, 7, 16, 17, 31, 32, 33, 64, 97, 256, 257, 530)
 """Numbers of rows at the edges of tiles, of pairs of tiles, and of what one thread takes up at once."""
 
 
-def made(team: Team, kept: torch.dtype | int, gated: bool, biased: bool) -> PackedLinear:
+def made(
+    team: Team, kept: torch.dtype | int, gated: bool, biased: bool, in_features: int = IN
+) -> PackedLinear:
     generator = torch.Generator().manual_seed(1)
-    weight, bias = torch.randn(OUT, IN, generator=generator), torch.randn(OUT, generator=generator)
+    weight, bias = torch.randn(OUT, in_features, generator=generator), torch.randn(OUT, generator=generator)
     if isinstance(kept, torch.dtype):
         return PackedLinear(team, weight, bias if biased else None, kept, gated)
     format = Integers(8, kept)
@@ -36,6 +40,16 @@ def test_a_row_has_the_same_bits_alone_and_among_many(
     x = torch.randn(max(ROWS), IN, generator=torch.Generator().manual_seed(2))
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in ROWS:
+        assert torch.equal(linear(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, DEEP], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_so_has_a_row_of_many_columns(team: Team, kept: torch.dtype | int, gated: bool) -> None:
+    linear = made(team, kept, gated, biased=True, in_features=DEEP)
+    x = torch.randn(max(ROWS), DEEP, generator=torch.Generator().manual_seed(2))
+    alone = torch.cat([linear(row[None]) for row in x])
+    for rows in (33, 257, max(ROWS)):
         assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
