@@ -13,49 +13,91 @@ constexpr TileShapes kQuarterTiles = {1, 0, {}, {64, 64, 64, 64, 16, 16, 64, 64}
 
 constexpr int kTileSums = kTileHeight * kPanel;
 constexpr int kGroupsAtOnce = 4;   // each has a tile of sums
+constexpr int kGroupsBehind = 8;   // are multiplied before vectors read what the tiles found: see add_tile_groups
 constexpr int kPanelsAtOnce = 2;   // weights of so many panels, and
 constexpr int kDepthAtOnce = 256;  // of so many k, if they are in groups, stay in the first-level cache for all rows
 
 typedef GroupFactors<kPanelsAtOnce, kDepthAtOnce / kLeastGroup> TileFactors;
 
-// Adds the groups [from, to) to the first Rows rows of a tile of sums. What the tiles find passes through memory to the
-// sums, which are in registers.
-template <int Rows>
-void add_tile_groups(const Linear& linear, const TileFactors& factors, int panel, int from, int to, const Activations& x,
-                     const char* b, int step, bool streamed, float* sums) {
-    alignas(64) int32_t found[kGroupsAtOnce * kTileSums];
-    wide total[Rows * kParts];
-    unrolled<Rows * kParts>(PENSTOCK_EACH(i) { total[i] = from == 0 ? wide{} : load_as<wide>(sums + i * kWide); });
-    const size_t b_step = static_cast<size_t>(step) * kPanel;
-    const char* a = x.row<char>(0) + from * linear.group;
-    for (int g = from; g < to; g += kGroupsAtOnce) {
-        const int some = std::min(kGroupsAtOnce, to - g);
-        unrolled<kGroupsAtOnce>(PENSTOCK_EACH(j) {
-            if (j >= some) return;
-            constexpr int kA = 4 + j % 2, kB = 6 + j % 2;
-            tile_zero<j>();
-            for (int k = 0; k < linear.group; k += step, a += step, b += b_step) {
-                if (streamed)
-                    for (size_t i = 0; i < b_step; i += 64) __builtin_prefetch(b + kStreamAhead + i);
-                tile_load<kA>(a, x.stride);
-                tile_load<kB>(b, 64);
-                tile_dot_int8<j, kA, kB>();
-            }
-            tile_store<j>(found + j * kTileSums, kPanel * sizeof(int32_t));
-        });
-        for (int j = 0; j < some; j++) {
-            const Factors by = factors.of(panel, g + j);
-            unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
-                total[i] = add_scaled(load_ints(found + j * kTileSums + i * kWide), by, i % kParts, total[i]);
-            });
-            if (!by.offsets) continue;
-            const float* activations = x.sums + (g + j) * x.sums_stride;
-            unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
-                total[i] = add_offset(activations[i / kParts], by, i % kParts, total[i]);
-            });
-        }
+// The groups [from, to) of the panels of the tiles of rows, one after another.
+struct GroupPlace {
+    int from, to, panels;
+    int row = 0, panel = 0, group = from;
+
+    bool is_first() const { return group == from; }
+    bool is_last() const { return group == to - 1; }
+
+    void move_on() {
+        if (++group < to) return;
+        group = from;
+        if (++panel < panels) return;
+        panel = 0;
+        row += kTileHeight;
     }
-    unrolled<Rows * kParts>(PENSTOCK_EACH(i) { store(sums + i * kWide, total[i]); });
+};
+
+template <int T>
+PENSTOCK_INLINE void multiply_group(const char* a, size_t a_stride, const char* b, int length, int step, bool streamed) {
+    constexpr int kA = 4 + T % 2, kB = 6 + T % 2;
+    const size_t b_step = static_cast<size_t>(step) * kPanel;
+    tile_zero<T>();
+    for (int k = 0; k < length; k += step, a += step, b += b_step) {
+        if (streamed)
+            for (size_t i = 0; i < b_step; i += 64) __builtin_prefetch(b + kStreamAhead + i);
+        tile_load<kA>(a, a_stride);
+        tile_load<kB>(b, 64);
+        tile_dot_int8<T, kA, kB>();
+    }
+}
+
+// Adds what the tiles found of a group to the sums of Rows rows.
+template <int Rows>
+PENSTOCK_INLINE void fold_group(const int32_t* found, const Factors& by, const float* activations,
+                                wide (&total)[Rows * kParts]) {
+    unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
+        total[i] = add_scaled(load_ints(found + i * kWide), by, i % kParts, total[i]);
+    });
+    if (!by.offsets) return;
+    unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
+        total[i] = add_offset(activations[i / kParts], by, i % kParts, total[i]);
+    });
+}
+
+// Adds the groups [from, to) of some panels to sums [panels][by_panel / 16][16], of tiles of which Rows rows count. What the
+// tiles find passes through memory to sums that are in registers. A vector that is loaded while the store of its tile is on
+// its way waits for the store's end, long. So the vectors fold a group when the tiles have multiplied eight more: their
+// stores fill the store buffer, and the group's has left it.
+template <int Rows>
+void add_tile_groups(const Linear& linear, const TileFactors& factors, int panels, int from, int to, const Activations& x,
+                     int rows, const char* b, const TileStrides& by, bool streamed, float* sums) {
+    alignas(64) int32_t found[kGroupsBehind * kTileSums];
+    wide total[Rows * kParts] = {};
+    GroupPlace multiplied{from, to, panels}, folded = multiplied;
+    const int count = divide_up(rows, kTileHeight) * panels * (to - from);
+    for (int n = 0; n < count + kGroupsBehind; n += kGroupsAtOnce)
+        unrolled<kGroupsAtOnce>(PENSTOCK_EACH(j) {
+            int32_t* place = found + (n + j) % kGroupsBehind * kTileSums;
+            const bool is_more = n + j < count;
+            if (is_more) {
+                const char* w = b + multiplied.panel * by.b_panel + (multiplied.group - from) * linear.group * kPanel;
+                multiply_group<j>(x.row<char>(multiplied.row) + multiplied.group * linear.group, x.stride, w, linear.group,
+                                  by.step, streamed && multiplied.row == 0);
+                multiplied.move_on();
+            }
+            if (n >= kGroupsBehind && n + j < count + kGroupsBehind) {
+                float* out = sums + folded.panel * by.c_panel + folded.row * kPanel;
+                if (folded.is_first())
+                    unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
+                        total[i] = from == 0 ? wide{} : load_as<wide>(out + i * kWide);
+                    });
+                fold_group<Rows>(place, factors.of(folded.panel, folded.group),
+                                 x.sums + folded.group * x.sums_stride + folded.row, total);
+                if (folded.is_last())
+                    unrolled<Rows * kParts>(PENSTOCK_EACH(i) { store(out + i * kWide, total[i]); });
+                folded.move_on();
+            }
+            if (is_more) tile_store<j>(place, kPanel * sizeof(int32_t));
+        });
 }
 
 // sums [panels][rows, padded to tiles][16] by tiles. Of the weights, no more are taken at a time than the first-level
@@ -83,17 +125,11 @@ inline void integers_by_tiles(const Linear& linear, int panel, int panels, const
                     unpack_weights(linear, panel + p + q, k, count, linear.lowest(), unpacked + q * b_panel);
                 b = reinterpret_cast<const char*>(unpacked);
             }
-            for (int t = 0; t < rows; t += is_whole ? 2 * kTileHeight : kTileHeight) {
-                float* out = sums + p * by_panel + t * kPanel;
-                const bool streamed = !unpacks && t == 0;
-                if (is_whole)
-                    tile_panels<true>(rows - t > kTileHeight ? 2 : 1, some, x.row<char>(t) + k, b, count / step,
-                                      reinterpret_cast<char*>(out), by, k == 0, streamed);
-                else
-                    for (int q = 0; q < some; q++)
-                        add(linear, factors, q, k / length, (k + count) / length, x.from(t), b + q * b_panel, step,
-                            streamed, out + q * by_panel);
-            }
+            float* out = sums + p * by_panel;
+            if (!is_whole) add(linear, factors, some, k / length, (k + count) / length, x, rows, b, by, !unpacks, out);
+            for (int t = 0; t < rows && is_whole; t += 2 * kTileHeight)
+                tile_panels<true>(rows - t > kTileHeight ? 2 : 1, some, x.row<char>(t) + k, b, count / step,
+                                  reinterpret_cast<char*>(out + t * kPanel), by, k == 0, !unpacks && t == 0);
         }
         if (is_whole)
             for (int q = p; q < p + some; q++) fold_rows(linear, panel + q, x, rows, nullptr, sums + q * by_panel);
