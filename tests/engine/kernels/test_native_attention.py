@@ -232,6 +232,25 @@ def test_attention_is_within_what_its_formats_round(team: Team, shape: Shape, dt
         done = ends
 
 
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+def test_weights_are_exponentials(team: Team, dtype: torch.dtype) -> None:
+    """Tokens all have the score 0 and the value 1, so what a row attends to tells the weight of each beside its sink's.
+
+    With weights w that are stored as v, it is nv / (1 + nw) after n tokens.
+    """
+    shape, length = Shape(8, 1, 53, has_sinks=True), 128
+    embedding = torch.zeros(VOCAB, shape.qkv_size)
+    embedding[:, -shape.head_dim :] = 1
+    layer = Layer(shape, team, dtype, embedding=embedding)
+    attended = layer(Prompts(VOCAB, [length]).batch({0: (0, length)}))[..., 0].double()
+    assert shape.sinks is not None
+    sinks = shape.sinks.double()
+    is_seen = (sinks > 0) & (sinks < 4)  # of less weight, too little is left in 24 bits
+    share = attended[-1] / (length * attended[0])
+    error = ((1 - share) / (length * share - 1) * sinks.exp() - 1)[is_seen].abs().max()
+    assert error < (1.1e-4 if dtype in TILED and team.library.level in WITH_TILES else 1e-5)
+
+
 # The same bits
 
 
