@@ -219,7 +219,8 @@ PENSTOCK_INLINE float highest(const float* scores, int from, int to) {
 }
 
 // 2^x up to x = 0 for weights that are rounded to bfloat16, 1e-4 relative, a twentieth of that rounding; exactly 1 at 0, and 0
-// below -126. As exp2, with a shorter polynomial: 2^x = 2^n 2^r, where n is the integer next to x and r = x - n is exact.
+// below -126. As exp2, with a shorter polynomial: 2^x = 2^n 2^r, where n is the integer next to x, the even one of two, and
+// r = x - n is exact.
 template <class V>
 PENSTOCK_INLINE V short_exp2(V x) {
     const auto power = [](V r) __attribute__((always_inline)) {
@@ -235,9 +236,9 @@ PENSTOCK_INLINE V short_exp2(V x) {
         return (V)_mm512_scalef_ps((__m512)power(r), (__m512)(x - r));
     }
 #endif
-    const V magic = all<V>(12582912.0f + 127);
+    const V magic = all<V>(12582912.0f);  // even, or halves would go to the odd n
     const V shifted = x + magic;
-    const V result = power(x - (shifted - magic)) * (V)((IntsOf<V>)shifted << 23);
+    const V result = power(x - (shifted - magic)) * (V)(((IntsOf<V>)shifted << 23) + (127 << 23));
     return x < all<V>(-126.0f) ? V{} : result;
 }
 
