@@ -163,11 +163,12 @@ class Prompting:
         variables, known = dict(given or {}), self._prompts.variables
         self._prompts.check_variables(variables, "chat_template_kwargs")
         if reasoning_effort is not None:
-            switches = [name for name in ("enable_thinking", "thinking") if name in known]
+            switches = thinking_switches(reasoning_effort != "none")
+            switches = {name: on for name, on in switches.items() if name in known}
             if "reasoning_effort" in known:
                 variables.setdefault("reasoning_effort", reasoning_effort)
             elif switches:
-                variables = dict.fromkeys(switches, reasoning_effort != "none") | variables
+                variables = switches | variables
             else:
                 self._ignore("reasoning_effort")
         return variables
