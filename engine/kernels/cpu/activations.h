@@ -123,12 +123,11 @@ inline void sum_groups(const Linear& linear, const int8_t* x, float* out, size_t
     }
 }
 
-// Bytes from one row of activations to the next, of so many. The rows of a tile must not fall into the same cache sets; with
-// an odd multiple of eight lines, 32 rows of eight lines fill all sets alike, and stay there while others pass.
+// Bytes from one row of activations to the next, of so many: an odd number of lines, so that the rows of a tile do not fall into
+// the same cache sets.
 constexpr size_t row_stride(size_t bytes) {
 #if PENSTOCK_TILES
-    constexpr size_t kLines = 8 * kTileBytes;
-    return (bytes + 3 * kLines - 1) / (2 * kLines) * (2 * kLines) - kLines;
+    return (((bytes + kTileBytes - 1) / kTileBytes + 1) | 1) * kTileBytes;
 #else
     return bytes + 64;
 #endif

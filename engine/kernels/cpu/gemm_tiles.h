@@ -47,13 +47,17 @@ struct TileGrid {
         });
     }
 
-    // Adds the products of some steps of k; beside(step) is what else is done in a step.
-    template <class Beside>
+    // Adds the products of some steps of k; beside(step) is what else is done in a step. kStreamed: the rows of B stay in the
+    // first-level cache, those of A pass through.
+    template <bool kStreamed = false, class Beside>
     static PENSTOCK_INLINE void add(const char* a, const char* b, int steps, const TileStrides& by,
                                     const Beside& beside) {
         const size_t a_stride = by.a, b_panel = by.b_panel, a_step = by.step, b_step = a_step * kPanel;
         for (int s = 0; s < steps; s++, a += a_step, b += b_step) {
-            unrolled<Rows>(PENSTOCK_EACH(r) { tile_load<4 + r>(a + r * kTileHeight * a_stride, a_stride); });
+            unrolled<Rows>(PENSTOCK_EACH(r) {
+                const char* from = a + r * kTileHeight * a_stride;
+                kStreamed ? tile_load_streamed<4 + r>(from, a_stride) : tile_load<4 + r>(from, a_stride);
+            });
             unrolled<Panels>(PENSTOCK_EACH(p) {
                 constexpr int kB = 6 + p % 2;
                 tile_load<kB>(b + p * b_panel, kTileBytes);

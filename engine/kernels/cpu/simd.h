@@ -361,10 +361,11 @@ PENSTOCK_INLINE unsigned bits_of(v8i mask) {
 
 // e^x = 2^n e^r with r in [-ln2/2, ln2/2], ln 2 in two parts (Cody and Waite), e^r by its Taylor polynomial.
 // Below -87.3, where 2^n leaves the normal numbers, the result is 0; above 88.3 it stays at e^88.3.
-template <class V>
+// kBelow: x is not above 0, and what 2^n is where it leaves the normal numbers does not matter.
+template <class V, bool kBelow = false>
 PENSTOCK_INLINE V exp(V x) {
     const V lowest = all<V>(-87.3f), highest = all<V>(88.3f);
-    const V clamped = x < lowest ? lowest : (x > highest ? highest : x);
+    const V clamped = kBelow ? x : x < lowest ? lowest : (x > highest ? highest : x);
     const V magic = all<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const V shifted = fma(clamped, all<V>(1.44269504088896341f), magic);
     const V n = shifted - magic;
@@ -381,6 +382,11 @@ PENSTOCK_INLINE V exp(V x) {
     const IntsOf<V> power = ((IntsOf<V>)shifted - 0x4b400000 + 127) << 23;
     const V result = p * (V)power;
     return x < lowest ? V{} : result;
+}
+
+template <class V>
+PENSTOCK_INLINE V exp_below(V x) {
+    return exp<V, true>(x);
 }
 
 // The hyperbolic tangent, about 1e-7 absolute.

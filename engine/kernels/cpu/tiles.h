@@ -81,6 +81,12 @@ PENSTOCK_INLINE void tile_load(const void* from, size_t stride) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(from), "r"(stride) : "memory");
 }
 
+// The same of what is read again, but after more than the first-level cache holds: as a hint, it leaves that to others.
+template <int T>
+PENSTOCK_INLINE void tile_load_streamed(const void* from, size_t stride) {
+    asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(from), "r"(stride) : "memory");
+}
+
 template <int T>
 PENSTOCK_INLINE void tile_store(void* to, size_t stride) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");

@@ -33,6 +33,11 @@ void tile_load(const void* from, size_t stride) {
 }
 
 template <int T>
+void tile_load_streamed(const void* from, size_t stride) {
+    tile_load<T>(from, stride);
+}
+
+template <int T>
 void tile_store(void* to, size_t stride) {
     EmulatedTiles& tiles = emulated_tiles();
     for (int r = 0; r < tiles.shapes->rows[T]; r++)
