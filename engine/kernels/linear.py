@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.quant.formats import Format, NamedTensors
-from engine.quant.integers import Integers
+from engine.quant.integers import Inputs, Integers
+from engine.quant.rotation import rotated
+
+_REST_STEPS = 254
+"""Of what the integers of a group lack, in their scale: half of it lies on either side."""
 
 _EXACT_INPUTS = 1024
 """So many products of 8-bit integers have a sum below 2^24, so that float32 adds them in any order without rounding."""
@@ -56,10 +60,10 @@ def chained(linear: Linear, then: Callable[[Tensor], Tensor]) -> Linear:
 class IntegerLinear:
     """x [..., in] -> x @ weight.T + bias [..., out] for a weight of integers, by torch.
 
-    This is the specification of the product, which every kernel gives bit for bit. x is quantized row by row (see
-    `quantize_rows`). Group after group, two exact sums of integers, each rounded to float32 once, join an output by
-    fused multiply-adds: those of x * weight times the scale of the group, then those of x times its offset. At the end,
-    the output is multiplied by the scale of the row.
+    This is the specification of the product, which every kernel gives bit for bit. x is rounded as `round_inputs`
+    says. Group after group, two exact sums of integers, each rounded to float32 once and multiplied by the scale that
+    x has there, join an output by fused multiply-adds: those of x * weight times the scale of the group, then those of
+    x times its offset. A scale that a whole row of x has multiplies the output at the end instead.
     """
 
     def __init__(self, tensors: NamedTensors, format: Integers, bias: Tensor | None) -> None:
@@ -68,19 +72,48 @@ class IntegerLinear:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        integers, row_scale = quantize_rows(x)
+        if self._format.rotation:
+            x = rotated(x.float(), self._format.rotation)
         if self._format.is_permuted:
-            integers = integers[..., self._tensors["permutation"].long()]
+            x = x[..., self._tensors["permutation"].long()]
+        first, *rest = (self._product(part, scale) for part, scale in round_inputs(x, self._format))
+        product = sum(rest, first)
+        return product if self._bias is None else product + self._bias
+
+    def _product(self, integers: Tensor, input_scale: Tensor) -> Tensor:
+        """The outputs for integers [..., in] that have a scale [..., groups], or for each row [..., 1]."""
         format, tensors = self._format, self._tensors
         weight, scale, offset = format.grouped(tensors), format.scale(tensors), format.offset(tensors)
-        product = x.new_zeros((*x.shape[:-1], scale.shape[0]))
-        for index, group in enumerate(torch.split(integers, self._format.group_size, dim=-1)):
-            product = fused_multiply_add(_exact_product(group, weight[:, index]), scale[:, index], product)
+        is_row = format.inputs is Inputs.ROW
+        product = input_scale.new_zeros((*integers.shape[:-1], scale.shape[0]))
+        for index, group in enumerate(torch.split(integers, format.group_size, dim=-1)):
+            by = input_scale.new_ones(()) if is_row else input_scale[..., index, None]
+            found = _exact_product(group, weight[:, index]) * by
+            product = fused_multiply_add(found, scale[:, index], product)
             if offset is not None:
-                total = group.double().sum(-1, keepdim=True).float()
+                total = group.double().sum(-1, keepdim=True).float() * by
                 product = fused_multiply_add(total, offset[:, index], product)
-        product = product * row_scale
-        return product if self._bias is None else product + self._bias
+        return product * input_scale if is_row else product
+
+
+def round_inputs(x: Tensor, format: Integers) -> list[tuple[Tensor, Tensor]]:
+    """The integers of 8 bits [..., in] that x becomes, as float32, with their scales; of a fine format two of them.
+
+    Returns:
+        Pairs of integers and scales [..., groups], or [..., 1] where rows have one; the sum of their products is x,
+        nearly.
+    """
+    if format.inputs is Inputs.ROW:
+        return [quantize_rows(x)]
+    groups = x.unflatten(-1, (-1, format.group_size))
+    integers, scale = quantize_rows(groups)
+    parts = [(integers.flatten(-2), scale.squeeze(-1))]
+    if format.inputs is Inputs.FINE:
+        steps = scale.new_full((), _REST_STEPS)
+        rest = ((groups * _factor(groups) - integers) * steps).round_().nan_to_num_(nan=0.0)
+        rest.masked_fill_(~(_factor(groups) < torch.inf), 0.0)
+        parts.append((rest.flatten(-2), (scale / steps).squeeze(-1)))
+    return parts
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,13 +124,22 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The integers as float32, and the scale [..., 1] of each row, which is its largest magnitude / 127.
     """
-    largest = x.abs().amax(-1, keepdim=True)
-    most = torch.full_like(
-        largest, 127
-    )  # torch multiplies by the inverse of a plain number, which is rounded, too
-    factor = most / largest
+    factor = _factor(x)
     integers = (x * factor).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
-    return integers.masked_fill_(~(factor < torch.inf), 0.0), largest / most
+    return integers.masked_fill_(~(factor < torch.inf), 0.0), _largest(x) / _most(x)
+
+
+def _factor(x: Tensor) -> Tensor:
+    return _most(x) / _largest(x)
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax(-1, keepdim=True)
+
+
+def _most(x: Tensor) -> Tensor:
+    """127 as a tensor: torch multiplies by the inverse of a plain number, which is rounded, too."""
+    return x.new_full((), 127.0)
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine.quant.float8 import BLOCK, Float8
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers
+from engine.quant.integers import Inputs, Integers
+from engine.quant.rotation import rotated
 from engine.quant.storages.mxfp4 import DOUBLED
 
 UNIT = 32
@@ -67,6 +68,10 @@ class PackedWeight:
     """Inputs that share a scale; the last group may have fewer."""
     permutation: Tensor | None
     """[in]: input i is multiplied with x[permutation[i]]; None if the inputs have the order of x."""
+    rotation: int = 0
+    """The weight is multiplied with x whose blocks of so many inputs are rotated; 0 stands for x as it is."""
+    rounds_inputs: bool = False
+    """Whether x is rounded to 8 bits row by row, as the format says; or else it stays in 16 bits."""
 
     @property
     def out_features(self) -> int:
@@ -101,7 +106,7 @@ class PackedWeight:
         )
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] in the order of its own inputs, computed in float32 and rounded once.
+        """The weight [out, in] in the order of its own inputs, rotated if they are; float32 that is rounded once.
 
         Kernels must agree with it bit for bit.
         """
@@ -148,7 +153,8 @@ class UnpackedLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, x = self.weight, permuted(x, self.weight)
+        weight = self.weight
+        x = rotated(x.float(), weight.rotation).to(x.dtype) if weight.rotation else permuted(x, weight)
         out = x.new_empty((*x.shape[:-1], weight.out_features))
         for start in range(0, weight.out_features, OUTPUTS_AT_A_TIME):
             end = start + OUTPUTS_AT_A_TIME
@@ -182,6 +188,8 @@ def pack(tensors: NamedTensors, format: Integers | Float8, device: torch.device)
         in_features=weight.shape[1],
         group_size=group_size,
         permutation=tensors.get("permutation"),
+        rotation=format.rotation if isinstance(format, Integers) else 0,
+        rounds_inputs=isinstance(format, Integers) and format.inputs is Inputs.ROW,
     )
 
 

@@ -17,6 +17,7 @@ from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.quant.formats import NamedTensors
 from engine.quant.grid import SHARES
+from engine.quant.rotation import rotated, rotated_back
 
 _Floats = npt.NDArray[np.float32]
 
@@ -50,6 +51,18 @@ class Factors(StrEnum):
     """As integers, which count a unit that 256 inputs of a row share; offsets have units of their own."""
 
 
+class Inputs(StrEnum):
+    """How activations are rounded before they are multiplied with integers, where they are."""
+
+    GROUPS = "groups"
+    """To 8 bits, with a scale for each group of the weight."""
+    ROW = "row"
+    """To 8 bits, with a scale for each row."""
+    FINE = "fine"
+    """To 15 bits, with a scale for each group of the weight: what 8 bits lack is rounded to 8 bits once more. For
+    checkpoints that say that activations have 16 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Integers:
     """A weight of integers with `bits` bits; each group of `group_size` inputs of a row has a scale of its own.
@@ -71,6 +84,10 @@ class Integers:
     factors: Factors = Factors.FLOAT32
     table: tuple[int, ...] = ()
     """16 numbers of 8 bits that all integers are among, if there are no more: a kernel can keep their places."""
+    inputs: Inputs = Inputs.GROUPS
+    rotation: int = 0
+    """The size of the blocks in which inputs are rotated before they are rounded, and the weight is, too (see
+    `rotation.py`); 0 if they are not."""
 
     @property
     def name(self) -> str:
@@ -161,6 +178,8 @@ class Integers:
         if (offset := self.offset(tensors)) is not None:
             grouped += offset.unsqueeze(-1)
         weight = grouped.flatten(1)
+        if self.rotation:
+            return rotated_back(weight, self.rotation)
         if not self.is_permuted:
             return weight
         return torch.empty_like(weight).index_copy_(1, tensors["permutation"].long(), weight)
@@ -221,7 +240,10 @@ class Integers:
         assert self.factors is Factors.FLOAT32
         assert not self.is_permuted
         round_groups = _round_4_bits if self.bits == 4 else _round_8_bits
-        groups = weight.detach().float().cpu().numpy().reshape(weight.shape[0], -1, self.group_size)
+        weight = weight.detach().float().cpu()
+        if self.rotation:
+            weight = rotated(weight, self.rotation) / self.rotation
+        groups = weight.numpy().reshape(weight.shape[0], -1, self.group_size)
         rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
         starts = range(0, len(groups), rows_at_a_time)
         with ThreadPoolExecutor(num_cores()) as pool:
@@ -237,10 +259,11 @@ def common_format(formats: Sequence[Integers]) -> Integers:
     """The format that linear maps of the same inputs can all be widened to: the finest groups, the most bits.
 
     Raises:
-        CheckpointError: some have their inputs permuted, and some do not.
+        CheckpointError: some have their inputs permuted or rotated, and some do not.
     """
-    if len({format.is_permuted for format in formats}) > 1:
+    if len({(format.is_permuted, format.rotation) for format in formats}) > 1:
         raise CheckpointError("only some of the weights that are multiplied together have permuted inputs")
+    rounded = {format.inputs for format in formats}
     return Integers(
         bits=max(format.bits for format in formats),
         group_size=math.gcd(*(format.group_size for format in formats)),
@@ -248,6 +271,8 @@ def common_format(formats: Sequence[Integers]) -> Integers:
         is_permuted=formats[0].is_permuted,
         factors=_common_factors(formats),
         table=formats[0].table if len({format.table for format in formats}) == 1 else (),
+        inputs=next(inputs for inputs in (Inputs.FINE, Inputs.GROUPS, Inputs.ROW) if inputs in rounded),
+        rotation=formats[0].rotation,
     )
 
 

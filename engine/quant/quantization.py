@@ -8,7 +8,8 @@ from engine.errors import CheckpointError
 from engine.quant.codebook import NF4, Codebook
 from engine.quant.float8 import Float8
 from engine.quant.formats import Rounding
-from engine.quant.integers import Integers
+from engine.quant.integers import Inputs, Integers
+from engine.quant.rotation import block_size
 
 _GROUPED = ("int4", "nf4")
 """The quantizations of 4 bits: their rows are cut into groups, and layers that matter most have 8 bits."""
@@ -42,7 +43,7 @@ class Quantization:
             return self.head_format(in_features)
         match self.name:
             case "int8":
-                return Integers(8, self._group(in_features))
+                return self._bytes(in_features, self._group(in_features))
             case "int4":
                 return Integers(4, self._group(in_features), has_offset=True)
             case "nf4":
@@ -51,7 +52,13 @@ class Quantization:
 
     def head_format(self, in_features: int) -> Rounding:
         """The format of the output head."""
-        return Float8() if self.name == "fp8" else Integers(8, in_features)
+        return Float8() if self.name == "fp8" else self._bytes(in_features, in_features)
+
+    def _bytes(self, in_features: int, group_size: int) -> Integers:
+        """Integers of 8 bits, with rotated inputs: a scale for a whole row does not bear channels that stand out."""
+        if group_size < in_features:
+            return Integers(8, group_size)
+        return Integers(8, group_size, inputs=Inputs.ROW, rotation=block_size(in_features))
 
     def _group(self, in_features: int) -> int:
         default = _DEFAULT_SIZES if self.name in _GROUPED else (in_features,)

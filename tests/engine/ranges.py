@@ -118,7 +118,7 @@ def silu_mul(gate: Range, up: Range, dtype: torch.dtype = torch.float32) -> Rang
     ends = [end * torch.sigmoid(end) for end in (gate.low, gate.high)]
     holds_minimum = (gate.low < -1.2784645) & (gate.high > -1.2784645)
     low = torch.minimum(*ends).where(~holds_minimum, ends[0].new_tensor(-0.2784646))
-    lost = gate.low.abs() / torch.finfo(torch.float32).max  # where exp(-gate) is infinite
+    lost = gate.low.abs() * math.exp(-87.3)  # from there on exp may be 0
     # An exponential may be a power of 2, whose argument is rounded: that counts where the exponential does.
     relative = gamma(FUNCTION + 5) + 2 * UNIT * gate.low.abs() * torch.sigmoid(-gate.low)
     silu = Range(low, torch.maximum(*ends)).widened(relative, lost).rounded(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from engine.kernels.triton.packed_linear import (
 )
 from engine.kernels.triton.tiles import ROW_CLASSES, Card
 from engine.quant.float8 import FLOAT8, LARGEST
-from engine.quant.integers import Integers
+from engine.quant.integers import Inputs, Integers
 from tests.engine.kernels.triton.packed_weights import Kind
 from tests.engine.ranges import assert_within
 from tests.gpu.cuda import DEVICE, DTYPES, config_of, needs_cuda, table
@@ -80,12 +82,15 @@ def test_a_row_does_not_depend_on_the_others_of_its_class(name: str) -> None:
         first = most + 1
 
 
+@pytest.mark.parametrize("rotation", [0, 128])
 @pytest.mark.parametrize("rows", [1, 17, 65, 700])
-def test_integer_products_are_those_of_the_specification(rows: int) -> None:
+def test_integer_products_are_those_of_the_specification(rows: int, rotation: int) -> None:
     weight = Kind(code=Code.INT8).random(1000, 1152, DEVICE).weight
+    weight = replace(weight, rotation=rotation, rounds_inputs=True)
     x, bias = random(rows, 1152, dtype=torch.float32), random(1000, dtype=torch.float32)
     tensors = {"weight": weight.codes.cpu(), "scale": weight.scale.float().T.cpu()}
-    expected = IntegerLinear(tensors, Integers(8, 1152), bias.cpu())(x.cpu())
+    format = Integers(8, 1152, inputs=Inputs.ROW, rotation=rotation)
+    expected = IntegerLinear(tensors, format, bias.cpu())(x.cpu())
     assert torch.equal(RoundedLinear(weight, bias, Card.of(DEVICE))(x).cpu(), expected)
 
 

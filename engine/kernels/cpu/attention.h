@@ -47,7 +47,7 @@ void start_rows(const AttentionStep& step, const Task& task, int kv_head, const 
         const int token = task.token + r / group, position = step.positions[token];
         const float* q = step.qkv + token * step.ld + (kv_head * group + r % group) * d;
         if constexpr (std::is_integral_v<Operand>)  // the sums of its products fit 32 bits
-            rows.query_scale(r) = to_integers(q, nullptr, d, d, std::min(kMostShort, kMostSum / (127 * d)), rows.q + r * rows.q_stride);
+            rows.query_scale(r) = to_integers(q, d, std::min(kMostShort, kMostSum / (127 * d)), rows.q + r * rows.q_stride);
         else
             to_operands(q, d, static_cast<int>(rows.q_stride), rows.q + r * rows.q_stride);
         rows.first[r] = first_seen(step, position);

@@ -296,7 +296,7 @@ void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, cons
     }
     if constexpr (std::is_integral_v<Operand>) {
         weigh(scores, low, high, peak, scales->values, scores, sums);
-        rows.weight_scale(row) = to_integers(scores + low, nullptr, high - low, high - low, kMostShort, weights + low);
+        rows.weight_scale(row) = to_integers(scores + low, high - low, kMostShort, weights + low);
     } else {
         weigh(scores, low, high, peak, scales ? scales->values : nullptr, weights, sums);
     }

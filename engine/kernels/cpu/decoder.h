@@ -159,7 +159,7 @@ class Decoder {
         if (op.part >= 0 || op.gates > 0 || (op.mixer && op.mixer->kind != MixerKind::conv)) {
             x = convert(x, rows_, linear, &op);
         } else if (op.norm || op.from == Stream::prepared) {
-            x = input_.activations(linear->form);
+            x = input_.activations(*linear);
         } else {
             if (op.from == Stream::inner && inner_form_ == Form::bf16) x = {Form::bf16, from.rows, 2 * from.ld, nullptr};
             x = converted(x, rows_, linear);
@@ -227,7 +227,7 @@ class Decoder {
         conversions_.push_back({x.row<float>(0), x.stride / sizeof(float), rows, next, through, is_sampled_});
         const uint32_t index = static_cast<uint32_t>(conversions_.size() - 1);
         add<&Decoder::run_convert>(index, divide_up(rows, kRowsPerChunk), Kind::prepare);
-        return input_.activations(next->form);
+        return input_.activations(*next);
     }
 
     template <void (Decoder::*Method)(uint32_t, int, int)>

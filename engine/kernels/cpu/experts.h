@@ -242,7 +242,7 @@ class ExpertsWork {
     void add_scores(const Rows& of, Products& scores) const {
         const auto add = [&](const Linear* linear, const Prepared& x, float* out, size_t ld) {
             if (linear)
-                scores.add({linear, x.activations(linear->form), of.rows, out, ld, Form::f32, nullptr, nullptr},
+                scores.add({linear, x.activations(*linear), of.rows, out, ld, Form::f32, nullptr, nullptr},
                            team_.size(), 1);
         };
         add(of.experts->logits, for_router_, scores_.get(), ld_scores_);
@@ -290,14 +290,14 @@ class ExpertsWork {
             const int start = starts_[expert], rows = starts_[expert + 1] - start;
             if (rows == 0) continue;
             const Linear& first = *e.gate_up[expert];
-            const Activations x = has_slots(plan.of) ? in_slots_.activations(first.form).from(start)
-                                                     : for_experts_.activations(first.form);
+            const Activations x = has_slots(plan.of) ? in_slots_.activations(first).from(start)
+                                                     : for_experts_.activations(first);
             float* inner = at(inner_, start, ld_inner_, form_before(*e.down[expert]));
             add_pair(first, x, rows, inner, ld_inner_, *e.down[expert], in_slots_, start,
                      made_.get() + start * ld_hidden_, Gate::silu, &e.bend, linears);
         }
         if (e.shared_gate_up)
-            add_pair(*e.shared_gate_up, for_shared_.activations(e.shared_gate_up->form), plan.of.rows,
+            add_pair(*e.shared_gate_up, for_shared_.activations(*e.shared_gate_up), plan.of.rows,
                      shared_inner_.get(), ld_shared_, *e.shared_down, for_shared_, 0, shared_made_.get(),
                      e.shared_activation, nullptr, linears);
         (*phases_)[plan.gate_up].chunks = std::max(1u, gate_up_.chunks());
@@ -327,7 +327,7 @@ class ExpertsWork {
         const Form form = form_before(second);
         gate_up_.add({&first, x, rows, inner, ld, form, nullptr, nullptr, gate, 1.0f, 0.0f, bend}, team_.size(), linears);
         const Activations between =
-            converts(second) ? prepared.activations(second.form).from(start) : rows_of(inner, ld, form);
+            converts(second) ? prepared.activations(second).from(start) : rows_of(inner, ld, form);
         down_.add({&second, between, rows, made, ld_hidden_, Form::f32, nullptr, nullptr}, team_.size(), linears);
     }
 

@@ -61,18 +61,6 @@ struct Pieces {
     size_t ahead_speed;
 };
 
-// Calls function with the constants 0 to Count - 1. A loop would do if every compiler unrolled it early enough to
-// keep the sums in registers; GCC does not.
-template <int Count, int At = 0, class Function>
-PENSTOCK_INLINE void unrolled(const Function& function) {
-    if constexpr (At < Count) {
-        function(std::integral_constant<int, At>());
-        unrolled<Count, At + 1>(function);
-    }
-}
-
-#define PENSTOCK_EACH(name) [&](auto name) __attribute__((always_inline))
-
 // Rows x (Panels * Columns) sums over `depth` steps of k, added to c, or set where fresh.
 template <class W, int Rows, int Panels, int Columns>
 PENSTOCK_INLINE void tile(const Activation<W>* a, const Pieces<W>& pieces, int depth, float* c, const Strides& by,

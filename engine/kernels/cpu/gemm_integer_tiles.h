@@ -50,16 +50,17 @@ PENSTOCK_INLINE void multiply_group(const char* a, size_t a_stride, const char* 
     }
 }
 
-// Adds what the tiles found of a group to the sums of Rows rows.
+// Adds what the tiles found of a group to the sums of Rows rows, which x begins with.
 template <int Rows>
-PENSTOCK_INLINE void fold_group(const int32_t* found, const Factors& by, const float* activations,
+PENSTOCK_INLINE void fold_group(const int32_t* found, const Factors& by, const Activations& x, int group,
                                 wide (&total)[Rows * kParts]) {
+    const float *scales = x.group_scales + group * x.by_group, *activations = x.sums + group * x.by_group;
     unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
-        total[i] = add_scaled(load_ints(found + i * kWide), by, i % kParts, total[i]);
+        total[i] = add_scaled(load_ints(found + i * kWide), scales[i / kParts], by, i % kParts, total[i]);
     });
     if (!by.offsets) return;
     unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
-        total[i] = add_offset(activations[i / kParts], by, i % kParts, total[i]);
+        total[i] = add_offset(activations[i / kParts] * scales[i / kParts], by, i % kParts, total[i]);
     });
 }
 
@@ -90,8 +91,7 @@ void add_tile_groups(const Linear& linear, const TileFactors& factors, int panel
                     unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
                         total[i] = from == 0 ? wide{} : load_as<wide>(out + i * kWide);
                     });
-                fold_group<Rows>(place, factors.of(folded.panel, folded.group),
-                                 x.sums + folded.group * x.sums_stride + folded.row, total);
+                fold_group<Rows>(place, factors.of(folded.panel, folded.group), x.from(folded.row), folded.group, total);
                 if (folded.is_last())
                     unrolled<Rows * kParts>(PENSTOCK_EACH(i) { store(out + i * kWide, total[i]); });
                 folded.move_on();

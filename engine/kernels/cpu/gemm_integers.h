@@ -1,8 +1,8 @@
 // Products of integers: rows of int8 activations times panels of int8 or int4 weights.
 //
-// For each group of k, ascending: the exact sum of a * w in int32, as a float32 times the group's scale, then the exact
-// sum of a times the group's offset, are added to the output's sum by fused multiply-adds. Nothing else is rounded, so
-// that every instruction set gives the same bits.
+// For each group of k, ascending: the exact sum of a * w in int32, as a float32 times the scale of the activations, times
+// the weights' scale, then the exact sum of a, times the scale of the activations, times the offset, are added to the
+// output's sum by fused multiply-adds. Nothing else is rounded, so that every instruction set gives the same bits.
 //
 // Instructions that multiply bytes want one side unsigned. VNNI adds 128 to int8 weights, plain AVX2 moves the sign of a
 // weight to the activation, for many rows by an instruction that more ports have; the parts of the bytes of fewer bits are
@@ -257,17 +257,25 @@ PENSTOCK_INLINE wide fused(wide a, wide b, wide c) {
 
 // A sum of outputs, those of one register, with a group added: first the exact sum of its products, then that of its
 // activations.
-PENSTOCK_INLINE wide add_scaled(wide_int products, const Factors& by, int part, wide sum) {
-    return fused(__builtin_convertvector(products, wide), load_as<wide>(by.scales + part * kWide), sum);
+PENSTOCK_INLINE wide add_scaled(wide_int products, float scale, const Factors& by, int part, wide sum) {
+    return fused(__builtin_convertvector(products, wide) * all<wide>(scale), load_as<wide>(by.scales + part * kWide), sum);
 }
 
 PENSTOCK_INLINE wide add_offset(float activations, const Factors& by, int part, wide sum) {
     return fused(all<wide>(activations), load_as<wide>(by.offsets + part * kWide), sum);
 }
 
-PENSTOCK_INLINE wide add_group(wide_int products, float activations, const Factors& by, int part, wide sum) {
-    sum = add_scaled(products, by, part, sum);
-    return by.offsets ? add_offset(activations, by, part, sum) : sum;
+// The scale of a group of a row, and its sum times it.
+struct GroupOfRow {
+    GroupOfRow(const Activations& x, int group, int row)
+        : scale(x.group_scales[group * x.by_group + row]), sum(x.sums[group * x.by_group + row] * scale) {}
+
+    float scale, sum;
+};
+
+PENSTOCK_INLINE wide add_group(wide_int products, const GroupOfRow& of, const Factors& by, int part, wide sum) {
+    sum = add_scaled(products, of.scale, by, part, sum);
+    return by.offsets ? add_offset(of.sum, by, part, sum) : sum;
 }
 
 // Adds the groups [from, to) to Rows x Panels sums of 16 outputs, or sets them where `from` is the first. `factors` are ready,
@@ -286,7 +294,7 @@ __attribute__((noinline)) void integer_block(const Linear& linear, GroupFactors<
         if (by_parts && (g - from) % kGroupsTogether == 0) factors.prepare(g, std::min(to, g + kGroupsTogether));
         IntegerSums products[Rows][Panels];
         unrolled<Rows>(PENSTOCK_EACH(r) {
-            const int32_t taken_off = shift * static_cast<int32_t>(x.sums[g * x.sums_stride + r]);
+            const int32_t taken_off = shift * static_cast<int32_t>(x.sums[g * x.by_group + r]);
             unrolled<Panels * kParts>(PENSTOCK_EACH(i) {
                 wide_int& begun = products[r][i / kParts].part[i % kParts];
                 if constexpr (kType == Type::magnitudes)
@@ -299,10 +307,10 @@ __attribute__((noinline)) void integer_block(const Linear& linear, GroupFactors<
         unrolled<Panels>(PENSTOCK_EACH(p) {
             const Factors by = factors.of(p, g);
             unrolled<Rows>(PENSTOCK_EACH(r) {
-                const float activations = x.sums[g * x.sums_stride + r];
+                const GroupOfRow of(x, g, r);
                 unrolled<kParts>(PENSTOCK_EACH(i) {
                     float* out = sums + p * by_panel + r * kPanel + i * kWide;
-                    store(out, add_group(products[r][p].part[i], activations, by, i, g == 0 ? wide{} : load_as<wide>(out)));
+                    store(out, add_group(products[r][p].part[i], of, by, i, g == 0 ? wide{} : load_as<wide>(out)));
                 });
             });
         });
@@ -350,7 +358,7 @@ inline void fold_rows(const Linear& linear, int panel, const Activations& x, int
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < kParts; i++, sums += kWide) {
             const wide_int lacking = missing ? load_ints(missing + i * kWide) : wide_int{};
-            store(sums, add_group(load_ints(sums) + lacking, x.sums[r], by, i, wide{}));
+            store(sums, add_group(load_ints(sums) + lacking, GroupOfRow(x, 0, r), by, i, wide{}));
         }
 }
 

@@ -13,7 +13,7 @@ from engine.kernels.cpu.library import DTYPES, Team, check, created, fields, flo
 from engine.quant.codebook import Codebook
 from engine.quant.float8 import BLOCK, Float8
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers
+from engine.quant.integers import Inputs, Integers
 
 PACKED = (Integers, Float8, Codebook)
 """The formats that have a layout of their own."""
@@ -21,6 +21,9 @@ PACKED = (Integers, Float8, Codebook)
 _INTEGER_TYPES = {8: 3, 4: 4, 5: 7, 6: 8, 2: 9, 3: 10}
 """The storage types of the kernels for integers, by their bits."""
 _FLOAT8_TYPE, _PLACES_TYPE, _INTEGER_PLACES_TYPE = 5, 6, 11
+
+_ROUNDINGS = (Inputs.ROW, Inputs.GROUPS, Inputs.FINE)
+"""By the number that the kernels have for them."""
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
 """By the number that the kernels have for them."""
@@ -38,7 +41,7 @@ class _Factors(ctypes.Structure):
 
 class _Source(ctypes.Structure):
     _fields_ = [
-        *fields(c_int32, "type rows k gated group span is_exact"),
+        *fields(c_int32, "type rows k gated group span is_exact rounding rotation"),
         ("weight", c_void_p),
         *fields(_Factors, "scales offsets"),
         *fields(c_void_p, "permutation bias table"),
@@ -56,6 +59,8 @@ class _Layout:
     """Inputs that share a scale; all of them where there is one or none."""
     span: int = 1
     """Groups that share a unit."""
+    inputs: Inputs = Inputs.ROW
+    rotation: int = 0
 
 
 def _layout(tensors: NamedTensors, format: Integers | Float8 | Codebook) -> _Layout:
@@ -65,10 +70,12 @@ def _layout(tensors: NamedTensors, format: Integers | Float8 | Codebook) -> _Lay
             format.check(in_features)
             type = _INTEGER_TYPES[format.bits]
             if format.group_size == in_features:  # few scales, which no kernel reads in fewer bits
-                return _Layout(type, format.with_float32(tensors), in_features)
+                few = format.with_float32(tensors)
+                return _Layout(type, few, in_features, 1, format.inputs, format.rotation)
             if format.table:
                 type, tensors = _INTEGER_PLACES_TYPE, {**tensors, "table": torch.tensor(format.table).float()}
-            return _Layout(type, tensors, format.group_size, format.groups_per_unit)
+            span = format.groups_per_unit
+            return _Layout(type, tensors, format.group_size, span, format.inputs, format.rotation)
         case Float8():
             scale = format.row_scales(tensors)
             group_size = in_features if scale.shape[1] == 1 else BLOCK
@@ -180,6 +187,8 @@ class PackedLinear:
             group=layout.group_size,
             span=layout.span,
             is_exact=is_exact,
+            rounding=_ROUNDINGS.index(layout.inputs),
+            rotation=layout.rotation,
             weight=kept["weight"].data_ptr(),
             scales=_Factors.of(kept.get("scale"), kept.get("scale_unit")),
             offsets=_Factors.of(kept.get("offset", kept.get("zero")), kept.get("offset_unit")),

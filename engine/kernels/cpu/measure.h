@@ -172,7 +172,7 @@ inline double measure_products(Team& team, const std::vector<const Linear*>& lin
             multiply(job.product, job.cut, chunk, job.team->scratch(worker));
         };
         phases.push_back({run, static_cast<uint32_t>(jobs.size()), by.chunks()});
-        jobs.push_back({{linear, x.activations(linear->form), rows, out.data(), n + 16, Form::f32, nullptr, nullptr}, by, &team});
+        jobs.push_back({{linear, x.activations(*linear), rows, out.data(), n + 16, Form::f32, nullptr, nullptr}, by, &team});
     }
     for (size_t i = 0; i + 1 < jobs.size(); i++) jobs[i].product.next = linears[i + 1];
     double best = 1e30;

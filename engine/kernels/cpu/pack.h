@@ -18,6 +18,7 @@ struct LinearSource {
     int32_t group;               // k per scale: k itself, or of integers a multiple of 16 that divides it, else of 8
     int32_t span;                // groups per unit
     int32_t is_exact;            // see form_for
+    int32_t rounding, rotation;  // see Linear; of integers only
     const void* weight;          // [rows][k]; a byte each: places, or integers, which see Linear::lowest
     FactorSource scales, offsets;
     const int32_t* permutation;  // [k]: weight i multiplies input permutation[i]; or null. Of integers only
@@ -133,6 +134,8 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     if (is_integer(type) && (k % std::max(1, group) || (group != k && group % kLeastGroup))) return nullptr;
     if (is_coded(type) && group != k && (group < 1 || group % kUnit)) return nullptr;
     if (is_integer(type) && k > kMostIntegers) return nullptr;
+    const int rotation = source.rotation;
+    if (rotation && (rotation > kMostRotated || rotation & (rotation - 1) || k % rotation || source.permutation)) return nullptr;
     if (type == Type::int4 && group != k && group > kMostUnpacked) return nullptr;
     const bool in_groups = is_integer(type) && type != Type::int4 && type != Type::int8;
     const bool narrow = in_groups || source.scales.type != 0 || source.offsets.type != 0;
@@ -143,7 +146,7 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);
     auto linear = std::make_unique<Linear>(
         Linear{type, form, n, k, padded_depth(form, k, group), group, divide_up(k, group), gated, panels,
-               {}, {}, {}, {}, {}, {}});
+               {}, {}, {}, {}, {}, {}, static_cast<Rounding>(source.rounding), rotation});
     SharedPages& pages = team.pages();
     linear->data = pages.allocate<char>(panels * linear->panel_bytes());
     linear->bias = pack_runs(pages, *linear, source.bias, Type::f32, 1);

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "pairs.h"
+#include "rotation.h"
 #include "simd.h"
 #include "threads.h"
 #include "tiles.h"
@@ -97,6 +98,10 @@ enum class Form { f32, bf16, int8 };
 
 inline size_t size_of(Form form) { return form == Form::f32 ? 4 : form == Form::bf16 ? 2 : 1; }
 
+// How activations become int8: with a scale for each row, or for each group of the linear; or finely, by groups, what that
+// lacks being a row of its own behind the row. See Inputs of quant/integers.py.
+enum class Rounding : int32_t { row = 0, groups = 1, fine = 2 };
+
 // is_exact: weights that are decoded are not rounded, nor are their activations.
 inline Form form_for([[maybe_unused]] Type type, [[maybe_unused]] bool is_exact) {
     if (is_integer(type)) return Form::int8;
@@ -156,8 +161,11 @@ struct Linear {
     GroupNumbers scales, offsets;
     Buffer<int32_t> permutation;
     Buffer<float> table;  // [16], or null
+    Rounding rounding = Rounding::row;
+    int rotation = 0;  // inputs of a block in which weights are rotated, or 0; 1 / block is theirs, too
     float scale = 1.0f, softcap = 0.0f;  // of an output head: see Product
 
+    int row_parts() const { return rounding == Rounding::fine ? 2 : 1; }
     int groups() const { return num_groups; }
     int group_depth() const { return groups() == 1 ? depth : group; }  // with the padding
     int outputs() const { return gated ? 2 * n : n; }
@@ -255,6 +263,12 @@ struct Linear {
 
     // Writes the weights of one source row, as they were before packing.
     void unpack_row(int row, float* out) const {
+        unpack_as_stored(row, out);
+        if (rotation > 0) rotate_back(out, k, rotation);
+    }
+
+   private:
+    void unpack_as_stored(int row, float* out) const {
         const int p = panel_of(row), column = column_of(row);
         const uint8_t* bytes = panel<uint8_t>(p);
         const auto write = [&](auto number) {  // number(place) is what lies there

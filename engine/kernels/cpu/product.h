@@ -66,6 +66,8 @@ inline bool by_tiles([[maybe_unused]] const Linear& linear, [[maybe_unused]] int
 // Enough chunks that a thread which loses its core leaves the others work, none so small that claiming it shows. There
 // may be several such linears in a phase.
 inline Cut cut(const Linear& linear, int rows, int threads, int linears = 1) {
+    const int parts = linear.row_parts();
+    rows *= parts;
     const bool tiles = by_tiles(linear, rows);
     const int unit = linear.gated || tiles ? 2 : 1;
     const int held = static_cast<int>(kHeldBytes / (std::max(1, linear.depth) * size_of(linear.form))) / 32 * 32;
@@ -75,9 +77,8 @@ inline Cut cut(const Linear& linear, int rows, int threads, int linears = 1) {
     int panels = linear.panels * linears * row_chunks / (threads * 12) / unit * unit;
     panels = std::max(panels, divide_up(fewest, unit) * unit);
     panels = std::min(panels, tiles ? kChunkPanels / 2 : kChunkPanels);
-    const int rows_of_chunk = divide_up(rows, row_chunks);
-    return {panels, tiles ? round_up(rows_of_chunk, 32) : rows_of_chunk, divide_up(linear.panels, panels), row_chunks,
-            threads};
+    const int rows_of_chunk = round_up(divide_up(rows, row_chunks), tiles ? 32 : parts);
+    return {panels, rows_of_chunk / parts, divide_up(linear.panels, panels), row_chunks, threads};
 }
 
 // 1 / (1 + e^-x), from the exponential that cannot overflow.
@@ -522,6 +523,16 @@ inline const void* guess_next(const Product& job, const Cut& by, int panel) {
 }
 
 // One chunk. By vectors, neighbouring chunks share their weights, which are then still in the cache; by tiles they share their
+// Sums of rows, which were those of pairs of them.
+inline void add_neighbours(float* sums, int panels, int rows, size_t by_panel) {
+    for (int p = 0; p < panels; p++, sums += by_panel)
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < kPanel; i += kWide) {
+                const float* pair = sums + 2 * r * kPanel + i;
+                store(sums + r * kPanel + i, load_as<wide>(pair) + load_as<wide>(pair + kPanel));
+            }
+}
+
 // rows, of which the cache holds more.
 inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* sums) {
     const Linear& linear = *job.linear;
@@ -536,12 +547,15 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
 #if PENSTOCK_TILES
     const char* next = static_cast<const char*>(guess_next(job, by, panel));
     if (linear.type == Type::bf16) return multiply_by_tiles(job, panel, panels, row, rows, next, sums);
-    if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1 && !linear.offsets)
+    if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1 && !linear.offsets &&
+        linear.rounding == Rounding::row)
         return multiply_by_tiles(job, panel, panels, row, rows, next, reinterpret_cast<int32_t*>(sums));
 #endif
-    size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
+    const int parts = linear.row_parts();
+    size_t by_panel = static_cast<size_t>(round_up(rows * parts, 16)) * kPanel;
     if (linear.form == Form::int8) {
-        multiply_integers(linear, panel, panels, x, rows, sums);
+        multiply_integers(linear, panel, panels, x.apart(), rows * parts, sums);
+        if (parts == 2) add_neighbours(sums, panels, rows, by_panel);
     } else if (is_coded(linear.type)) {
         multiply_coded(linear, panel, panels, x, rows, sums, by_panel);
     } else {
@@ -563,7 +577,7 @@ inline void apply(Team& team, const Linear& linear, const float* x, size_t ldx, 
         prepared.reserve(rows, linear.depth);
         const auto convert = [&](uint32_t r, int) { prepared.convert(linear, static_cast<int>(r), x + r * ldx); };
         run_chunks(team, static_cast<uint32_t>(rows), convert, Kind::prepare);
-        activations = prepared.activations(linear.form);
+        activations = prepared.activations(linear);
     }
     const Product job{&linear,   activations, rows,       out,          static_cast<size_t>(linear.n), Form::f32,
                       nullptr,   nullptr,     Gate::silu, linear.scale, linear.softcap};

@@ -103,6 +103,18 @@ PENSTOCK_INLINE wide fma(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps(
 PENSTOCK_INLINE wide fma(wide a, wide b, wide c) { return (wide)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #endif
 
+// Calls function with the constants 0 to Count - 1. A loop would do if every compiler unrolled it early enough to
+// keep the sums in registers; GCC does not.
+template <int Count, int At = 0, class Function>
+PENSTOCK_INLINE void unrolled(const Function& function) {
+    if constexpr (At < Count) {
+        function(std::integral_constant<int, At>());
+        unrolled<Count, At + 1>(function);
+    }
+}
+
+#define PENSTOCK_EACH(name) [&](auto name) __attribute__((always_inline))
+
 // ---- numbers of other types ------------------------------------------------------------------------------------
 
 // Round to nearest even; a NaN stays one.

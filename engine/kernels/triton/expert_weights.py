@@ -16,6 +16,7 @@ from engine.kernels.packed import PACKED, UNIT, Code, PackedWeight, narrowest, p
 from engine.kernels.triton.packed_linear import ONE_GROUP, factor_types, group_size_of, scales_of
 from engine.kernels.triton.tiles import ProductTiling, step_inputs, step_size
 from engine.quant.formats import Format, NamedTensors
+from engine.quant.rotation import rotated, rotated_back
 
 GLU_BLOCK = 8
 """Gates and ups lie in blocks of so many rows, by turns, so that a thread has the sums of both."""
@@ -47,6 +48,11 @@ class PackedExperts:
         return None if isinstance(self.weight, Tensor) else self.weight.code
 
     @property
+    def rotation(self) -> int:
+        """The inputs of a block of x that is rotated before it is multiplied, or 0."""
+        return 0 if isinstance(self.weight, Tensor) else self.weight.rotation
+
+    @property
     def num_rows(self) -> int:
         """The rows of one expert, with those that pad it."""
         return len(self.codes) // self.num_experts
@@ -62,7 +68,8 @@ class PackedExperts:
         if isinstance(weight, Tensor):
             return self.is_gated, missing
         factors = weight.zero is None, *factor_types(weight)
-        return self.is_gated, missing, weight.code, scales_of(weight), group_size_of(weight), factors
+        sizes = group_size_of(weight), weight.rotation
+        return self.is_gated, missing, weight.code, scales_of(weight), sizes, factors
 
     def layout(self, tiling: ProductTiling) -> dict[str, Any]:
         """The arguments of `expert_linear_kernel` that say how the weights lie."""
@@ -101,7 +108,10 @@ class PackedExperts:
         num_inputs = self.in_features + -self.in_features % UNIT
         weight = self.codes.new_zeros((len(self.codes), num_inputs), dtype=dtype)
         for expert in range(self.num_experts):
-            weight[self._rows(expert), : self.in_features] = self._weight(expert, dtype)
+            own = self._weight(expert, torch.float32 if self.rotation else dtype)
+            weight[self._rows(expert), : self.in_features] = (
+                rotated_back(own, self.rotation).to(dtype) if self.rotation else own
+            )
         return replace(self, weight=weight)
 
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -112,6 +122,8 @@ class PackedExperts:
     def _product(self, expert: int, x: Tensor) -> Tensor:
         if self.permutation is not None:
             x = x.index_select(-1, self.permutation[expert])
+        if self.rotation:
+            x = rotated(x.float(), self.rotation).to(x.dtype)
         bias = None if self.bias is None else self.bias[self._rows(expert)]
         made = F.linear(x, self._weight(expert, x.dtype), bias)
         if not self.is_gated:

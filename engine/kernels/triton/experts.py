@@ -24,7 +24,7 @@ from engine.kernels.triton.expert_kernels import (
     sum_choices_kernel,
 )
 from engine.kernels.triton.expert_weights import PackedExperts
-from engine.kernels.triton.packed_linear import in_stages
+from engine.kernels.triton.packed_linear import in_stages, rotate_rows
 from engine.kernels.triton.tiles import ROW_CLASSES, Card, ProductTiling, expert_rows
 from engine.spec import Activation
 
@@ -132,6 +132,8 @@ def multiply(
     Pairs of no expert are left as they are. Gated experts have an activation. Weights multiply what is made.
     """
     assert activation is not None or not experts.is_gated
+    if experts.rotation:
+        x = rotate_rows(x, experts.rotation)
     num_pairs, shape = pairs.ids.numel(), activation or Activation()
     out = x.new_empty((num_pairs, experts.out_features // (2 if experts.is_gated else 1)))
     expert_linear_kernel[triton.cdiv(experts.num_rows, tiling.block_n), pairs.num_tiles](

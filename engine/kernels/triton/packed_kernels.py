@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.numbers import of_4_bits, of_e2m1, of_e4m3, of_int8, rounded_to
+from engine.kernels.triton.numbers import of_4_bits, of_e2m1, of_e4m3, of_int8
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_per_part"])
@@ -223,39 +223,6 @@ def unpack_kernel(
         read = tl.minimum(k, in_features - 1)
         full = _weights(numbers, scale, zero, offset, output, read, out_features, GROUP_SIZE)
         tl.store(weights + row * in_features + k, full.to(weights.dtype.element_ty), mask=k < in_features)
-
-
-@triton.jit
-def quantize_rows_kernel(
-    x: tl.tensor,
-    numbers: tl.tensor,
-    row_scale: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LARGEST: tl.constexpr,
-) -> None:
-    """Scales one row so that its largest magnitude becomes LARGEST, and rounds it to int8 or to the bits of e4m3.
-
-    What enters the rounding has the bits of `kernels.linear.quantize_rows`.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    first = x + row * SIZE
-    magnitudes, nans = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, SIZE, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(first + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-        magnitudes = tl.maximum(magnitudes, tl.abs(values))
-        nans = tl.maximum(nans, (values != values).to(tl.int32))
-    largest = tl.where(tl.max(nans) > 0, float("nan"), tl.max(magnitudes))
-    most = tl.full([], LARGEST, tl.float32)
-    factor = tl.div_rn(most, largest)
-    tl.store(row_scale + row, tl.div_rn(largest, most))
-    for start in range(0, SIZE, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        scaled = tl.load(first + columns, mask=columns < SIZE, other=0.0).to(tl.float32) * factor
-        scaled = tl.where(scaled == scaled, tl.where(factor < float("inf"), scaled, 0.0), 0.0)
-        rounded = rounded_to(scaled, LARGEST, numbers.dtype.element_ty)
-        tl.store(numbers + row * SIZE + columns, rounded, mask=columns < SIZE)
 
 
 @triton.jit

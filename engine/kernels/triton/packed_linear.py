@@ -14,9 +14,9 @@ from engine.kernels.packed import UNIT, Code, PackedWeight, permuted
 from engine.kernels.triton.packed_kernels import (
     add_parts_kernel,
     packed_linear_kernel,
-    quantize_rows_kernel,
     unpack_kernel,
 )
+from engine.kernels.triton.row_kernels import quantize_rows_kernel, rotate_rows_kernel
 from engine.kernels.triton.tiles import ROW_CLASSES, Card, ProductTiling, num_parts, step_inputs
 from engine.quant.float8 import FLOAT8, LARGEST
 
@@ -81,11 +81,16 @@ class TritonLinear:
 class RoundedLinear(TritonLinear):
     """The map that `kernels.linear.IntegerLinear` specifies, bit for bit but for the type of the result.
 
-    For integers of 8 bits with one scale a row: x is quantized row by row, and all sums are exact.
+    For integers of 8 bits with one scale a row: x is rotated, if the weight is, and quantized row by row; all sums are
+    exact.
     """
 
+    @property
+    def kind(self) -> Hashable:
+        return super().kind, self.weight.rotation
+
     def _product(self, rows: Tensor) -> Tensor:
-        integers, row_scale = quantize_rows(rows, torch.int8)
+        integers, row_scale = quantize_rows(rows, torch.int8, self.weight.rotation)
         return multiply(integers, self.weight, row_scale, self._bias, rows.dtype, self._card)
 
 
@@ -117,7 +122,7 @@ class PackedLinears:
     """torch multiplies e4m3 here: see `multiplies_float8`."""
 
     def __call__(self, weight: PackedWeight, bias: Tensor | None) -> TritonLinear:
-        if weight.is_per_row and weight.code is Code.INT8:
+        if weight.is_per_row and weight.code is Code.INT8 and weight.rounds_inputs:
             return RoundedLinear(weight, bias, self.card)
         if weight.is_per_row and weight.code is Code.FLOAT8 and self.scales_float8 and can_scale(weight):
             return ScaledLinear(weight, bias, self.card)
@@ -244,8 +249,28 @@ def unpack(weight: PackedWeight, start: int, end: int, dtype: torch.dtype) -> Te
     return out
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotate_rows(x: Tensor, rotation: int) -> Tensor:
+    """x [..., in] with its blocks of so many inputs rotated in float32, as `quant.rotation.rotated` does."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if num_rows := x.numel() // x.shape[-1]:
+        rotate_rows_kernel[(num_rows,)](
+            x,
+            out,
+            SIZE=x.shape[-1],
+            BLOCK=min(triton.next_power_of_2(x.shape[-1]), ROUND_BLOCK),
+            ROTATION=rotation,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, rotation: int = 0) -> tuple[Tensor, Tensor]:
     """Rounds each row of x [M, in] to int8, as `kernels.linear.quantize_rows` does, or to e4m3.
+
+    Args:
+        rotation: the inputs of a block that is rotated first, or 0.
 
     Returns:
         The numbers [M, in], and the scale [M] of each row: its largest magnitude over 127, or over the largest of e4m3.
@@ -261,6 +286,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             SIZE=x.shape[1],
             BLOCK=min(triton.next_power_of_2(x.shape[1]), ROUND_BLOCK),
             LARGEST=127.0 if is_int8 else LARGEST,
+            ROTATION=rotation,
             num_warps=8,
             enable_fp_fusion=False,
         )

@@ -16,7 +16,14 @@ from engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, St
 from engine.quant.storages.float8 import StoredFloat8, check_block
 from engine.quant.storages.mxfp4 import NO_SCALE
 from engine.quant.storages.names import EMBEDDING, IsMeant, called, regular_expression
-from engine.quant.storages.packing import Codes, StoredIntegers, check_groups, finite, unpack_nibbles
+from engine.quant.storages.packing import (
+    Codes,
+    StoredIntegers,
+    check_groups,
+    finite,
+    inputs_of,
+    unpack_nibbles,
+)
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The floats of 4 bits, in the order of their bits (Open Compute Project, Microscaling Formats Specification, 2023)."""
@@ -30,6 +37,7 @@ def packed_integers(
     symmetric: bool = True,
     act_order: bool = False,
     one_scale: bool = False,
+    rounds_inputs: bool = False,
 ) -> StoredIntegers:
     """The storage of integers with a sign.
 
@@ -56,6 +64,7 @@ def packed_integers(
         groups="weight_g_idx" if act_order else "",
         act_order=act_order,
         shape="weight_shape" if is_packed else "",
+        inputs=inputs_of(group_size, rounds=rounds_inputs),
     )
 
 
@@ -182,7 +191,9 @@ def _storage(group: Fields, default_format: str) -> Storage:
     kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
     match kind, format:
         case "int", "pack-quantized" | "int-quantized" | "naive-quantized":
-            return _integers(weights, is_packed=format == "pack-quantized")
+            inputs = group.nested("input_activations")
+            rounds = inputs.text("type", "") == "int"
+            return _integers(weights, is_packed=format == "pack-quantized", rounds_inputs=rounds)
         case "float", "float-quantized" | "naive-quantized" if bits == 8:
             return StoredFloat8(_scaling(weights))
         case "float", "nvfp4-pack-quantized" if bits == 4:
@@ -194,7 +205,7 @@ def _storage(group: Fields, default_format: str) -> Storage:
     raise group.error(f"format {format or 'null'} with weights of type {kind}, {bits} bits, is not supported")
 
 
-def _integers(weights: Fields, is_packed: bool) -> StoredIntegers:
+def _integers(weights: Fields, is_packed: bool, rounds_inputs: bool) -> StoredIntegers:
     strategy = _strategy(weights, "tensor", "channel", "group")
     return packed_integers(
         weights.one_of("num_bits", 4, 8),
@@ -203,6 +214,7 @@ def _integers(weights: Fields, is_packed: bool) -> StoredIntegers:
         symmetric=weights.flag("symmetric", True),
         act_order=weights.text("actorder", "") in ("group", "dynamic"),
         one_scale=strategy == "tensor",
+        rounds_inputs=rounds_inputs,
     )
 
 

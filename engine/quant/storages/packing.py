@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Factors, Integers
+from engine.quant.integers import Factors, Inputs, Integers
 from engine.quant.storage import FLOATS, BadTensor, StoredTensor
 
 _SMALLEST_GROUP = 16
@@ -70,6 +70,13 @@ class Codes:
         return words.T.contiguous() if self.down else words
 
 
+def inputs_of(group_size: int | None, *, rounds: bool) -> Inputs:
+    """How activations meet weights of a checkpoint that rounds them to 8 bits, or does not."""
+    if not rounds:
+        return Inputs.FINE
+    return Inputs.ROW if group_size is None else Inputs.GROUPS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredIntegers:
     """Integers in groups of the inputs of a row: the weight is (integer - zero) * scale.
@@ -101,6 +108,8 @@ class StoredIntegers:
     """The suffix of [out, in], where a checkpoint has it."""
     is_transposed: bool = False
     """Whether tensors are transposed; their words are all full."""
+    inputs: Inputs = Inputs.FINE
+    """How activations are rounded."""
 
     def format(self, out_features: int, in_features: int) -> Integers:
         if self.is_transposed:
@@ -119,6 +128,7 @@ class StoredIntegers:
             not self.symmetric,
             self.act_order and size < in_features,
             self._factors(size),
+            inputs=self.inputs,
         )
 
     def _factors(self, size: int) -> Factors:

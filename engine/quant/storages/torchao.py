@@ -17,7 +17,7 @@ from engine.quant.integers import Integers
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.float8 import StoredFloat8, check_block
 from engine.quant.storages.names import EMBEDDING, LM_HEAD, all_but, excluded, regular_expression
-from engine.quant.storages.packing import Codes, StoredIntegers, finite, unpack_nibbles
+from engine.quant.storages.packing import Codes, StoredIntegers, finite, inputs_of, unpack_nibbles
 
 _WEIGHT, _SCALE, _ZERO, _INPUT_SCALE = (
     f"_weight_{name}" for name in ("qdata", "scale", "zero_point", "act_pre_scale")
@@ -25,7 +25,11 @@ _WEIGHT, _SCALE, _ZERO, _INPUT_SCALE = (
 
 
 def _integers(
-    bits: int, group_size: int | None, symmetric: bool = True, one_scale: bool = False
+    bits: int,
+    group_size: int | None,
+    symmetric: bool = True,
+    one_scale: bool = False,
+    rounds_inputs: bool = False,
 ) -> StoredIntegers:
     """The storage of integers with a sign, one in a byte (Int8Tensor, IntxUnpackedToInt8Tensor).
 
@@ -43,6 +47,7 @@ def _integers(
         symmetric=symmetric,
         lowest=-(1 << (bits - 1)),
         one_scale=one_scale,
+        inputs=inputs_of(group_size, rounds=rounds_inputs),
     )
 
 
@@ -128,7 +133,7 @@ def _storage(config: Fields) -> Storage:
     match kind:
         case "Int8WeightOnlyConfig" | "Int8DynamicActivationInt8WeightConfig":
             size, one_scale = _groups(data.last_nested("granularity"))
-            return _integers(8, size, one_scale=one_scale)
+            return _integers(8, size, one_scale=one_scale, rounds_inputs="Dynamic" in kind)
         case "IntxWeightOnlyConfig":
             return _unpacked(data, "")
         case "Int8DynamicActivationIntxWeightConfig":
@@ -148,7 +153,8 @@ def _unpacked(data: Fields, prefix: str) -> StoredIntegers:
     dtype = data.nested("weight_dtype").one_of("_data", "int4", "int8")
     mapping = data.nested(f"{prefix}mapping_type").text("_data", "SYMMETRIC")
     size, one_scale = _groups(data.nested(f"{prefix}granularity"))
-    return _integers(4 if dtype == "int4" else 8, size, mapping == "SYMMETRIC", one_scale)
+    bits, symmetric = 4 if dtype == "int4" else 8, mapping == "SYMMETRIC"
+    return _integers(bits, size, symmetric, one_scale, rounds_inputs=bool(prefix))
 
 
 def _groups(granularity: Fields) -> tuple[int | None, bool]:

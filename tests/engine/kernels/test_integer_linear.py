@@ -15,9 +15,10 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.kernels import linear as module
 from engine.kernels.cpu.native import PackedLinear, Team
-from engine.kernels.linear import IntegerLinear, fused_multiply_add, quantize_rows
+from engine.kernels.linear import IntegerLinear, fused_multiply_add, quantize_rows, round_inputs
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Factors, Integers
+from engine.quant.integers import Factors, Inputs, Integers
+from engine.quant.rotation import block_size, rotated
 from tests.engine import ranges
 from tests.engine.integers import any_integers
 from tests.engine.ranges import assert_within
@@ -45,7 +46,10 @@ def formats(draw: st.DrawFn) -> tuple[Integers, int]:
         bits = 4
     has_offset = factors is Factors.ZEROS or draw(st.booleans())
     table = draw(st.sampled_from([(), *TABLES])) if bits == 8 else ()
-    return Integers(bits, group_size, has_offset, draw(st.booleans()), factors, table), in_features
+    is_permuted, is_rotated = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
+    rotation = block_size(in_features) if is_rotated else 0
+    inputs = draw(st.sampled_from(Inputs))
+    return Integers(bits, group_size, has_offset, is_permuted, factors, table, inputs, rotation), in_features
 
 
 HALVES = st.sampled_from([torch.float16, torch.bfloat16])
@@ -63,23 +67,40 @@ def product_by_hand(x: Tensor, tensors: NamedTensors, format: Integers, bias: Te
     weight, scale = tensors["weight"].long().numpy(), format.scale(tensors).numpy()
     offset = None if (found := format.offset(tensors)) is None else found.numpy()
     order = tensors["permutation"].numpy() if format.is_permuted else np.arange(x.shape[1])
+    x = rotated(x, format.rotation) if format.rotation else x[:, order]
     out = np.zeros((x.shape[0], weight.shape[0]), np.float32)
     for row, values in enumerate(x.numpy()):
-        largest = np.abs(values).max()
-        factor = np.float32(127) / largest if largest else np.float32(0)
-        integers = np.clip(np.rint(values * factor), -127, 127).astype(np.int64)[order]
-        for output in range(weight.shape[0]):
-            total = np.float32(0)
-            for group in range(scale.shape[1]):
-                part = slice(group * format.group_size, (group + 1) * format.group_size)
-                terms = [(int(integers[part] @ weight[output, part]), scale[output, group])]
-                if offset is not None:
-                    terms.append((int(integers[part].sum()), offset[output, group]))
-                for exact, by in terms:
-                    rounded = Fraction(float(np.float32(exact)))
-                    total = nearest_float32(rounded * Fraction(float(by)) + Fraction(float(total)))
-            out[row, output] = total * (largest / np.float32(127))
+        size = x.shape[1] if format.inputs is Inputs.ROW else format.group_size
+        parts = integers_by_hand(values.reshape(-1, size))
+        for integers, scales in parts if format.inputs is Inputs.FINE else parts[:1]:
+            found = np.zeros(weight.shape[0], np.float32)
+            for output in range(weight.shape[0]):
+                total = np.float32(0)
+                for group in range(scale.shape[1]):
+                    part = slice(group * format.group_size, (group + 1) * format.group_size)
+                    terms = [(int(integers[part] @ weight[output, part]), scale[output, group])]
+                    if offset is not None:
+                        terms.append((int(integers[part].sum()), offset[output, group]))
+                    for exact, by in terms:
+                        of_group = np.float32(1) if format.inputs is Inputs.ROW else scales[group]
+                        rounded = Fraction(float(np.float32(exact) * of_group))
+                        total = nearest_float32(rounded * Fraction(float(by)) + Fraction(float(total)))
+                found[output] = total * scales[0] if format.inputs is Inputs.ROW else total
+            out[row] += found
     return out if bias is None else out + bias.numpy()
+
+
+def integers_by_hand(groups: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The integers [in] and scales [groups] of groups [groups, size], and those of what they lack."""
+    largest = np.abs(groups).max(1)
+    factor = np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest))
+    scaled, scale = groups * factor[:, None], largest / np.float32(127)
+    integers = np.clip(np.rint(scaled), -127, 127)
+    rest = np.rint((scaled - integers) * np.float32(254))
+    return [
+        (integers.astype(np.int64).ravel(), scale),
+        (rest.astype(np.int64).ravel(), scale / np.float32(254)),
+    ]
 
 
 @settings(max_examples=examples(25))
@@ -105,8 +126,17 @@ def test_the_product_is_near_that_of_the_weight_it_stands_for(
     generator = torch.Generator().manual_seed(seed)
     tensors = any_integers(format, 5, in_features, generator)
     x = torch.randn(3, in_features, generator=generator)
-    integers, row_scale = quantize_rows(x)
-    rounded, weight = (integers * row_scale).double(), format.unpack(tensors).double()
+    weight = format.unpack(tensors)
+    ready = rotated(x, format.rotation) if format.rotation else x
+    if format.rotation:
+        weight = rotated(weight, format.rotation) / format.rotation
+    if format.is_permuted:
+        ready, weight = (each[:, tensors["permutation"].long()] for each in (x, weight))
+    parts = (
+        integers.view(3, scale.shape[1], -1).double() * scale.double()[..., None]
+        for integers, scale in round_inputs(ready, format)
+    )
+    rounded, weight = sum(parts, torch.zeros(())).flatten(1), weight.double()
     error = (IntegerLinear(tensors, format, None)(x) - rounded @ weight.T).abs()
     largest = tensors["weight"].double().abs().max() * format.scale(tensors).double().abs().max()
     if (offset := format.offset(tensors)) is not None:
@@ -222,6 +252,10 @@ def test_the_native_product_has_the_same_bits(
         Integers(2, 16, True, factors=Factors.COUNTS),
         Integers(3, 16, factors=Factors.COUNTS),
         Integers(8, 32, factors=Factors.COUNTS, table=TABLES[0]),
+        Integers(8, 2304, inputs=Inputs.ROW, rotation=128),
+        Integers(8, 64, inputs=Inputs.ROW),
+        Integers(8, 2304, True, inputs=Inputs.FINE),
+        Integers(4, 128, True, factors=Factors.ZEROS, inputs=Inputs.FINE),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.kernels.packed import Code
-from engine.kernels.triton import packed_kernels
+from engine.kernels.triton import packed_kernels, row_kernels
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
 from engine.kernels.triton.packed_linear import ADD_BLOCK, ONE_GROUP, ROUND_BLOCK, UNPACK_BLOCK
 from engine.kernels.triton.tiles import ROW_CLASSES, Card, shared_bytes
@@ -112,15 +112,32 @@ def products() -> Iterator[Case]:
     yield product(120, many, Code.UINT4, "groups", zero=True)
 
 
-def quantize_rows(size: int, dtype: str) -> Case:
+def quantize_rows(size: int, dtype: str, rotation: int = 0) -> Case:
     return Case(
-        name=f"quantize_rows, {size}, {dtype}",
-        kernel=packed_kernels.quantize_rows_kernel,
+        name=f"quantize_rows, {size}, {dtype}{', rotated' if rotation else ''}",
+        kernel=row_kernels.quantize_rows_kernel,
         arguments={"x": "*bf16", "numbers": f"*{dtype}", "row_scale": "*fp32"},
-        constexprs={"SIZE": size, "BLOCK": ROUND_BLOCK, "LARGEST": 127.0 if dtype == "i8" else 448.0},
+        constexprs={
+            "SIZE": size,
+            "BLOCK": ROUND_BLOCK,
+            "LARGEST": 127.0 if dtype == "i8" else 448.0,
+            "ROTATION": rotation,
+        },
         num_warps=8,
         options=OPTIONS,
         architectures=(80,),
+    )
+
+
+def rotate_rows(size: int) -> Case:
+    return Case(
+        name=f"rotate_rows, {size}",
+        kernel=row_kernels.rotate_rows_kernel,
+        arguments={"x": "*bf16", "out": "*bf16"},
+        constexprs={"SIZE": size, "BLOCK": ROUND_BLOCK, "ROTATION": 128},
+        num_warps=8,
+        options=OPTIONS,
+        architectures=ARCHITECTURES,
     )
 
 
@@ -166,6 +183,8 @@ def add_parts(of: str) -> Case:
 CASES = [
     *products(),
     quantize_rows(14_336, "i8"),
+    quantize_rows(14_336, "i8", 128),
+    rotate_rows(4096),
     quantize_rows(53_248, "u8"),
     unpack(Code.UINT4, zero=True, offset=False),
     unpack(Code.INT8, zero=False, offset=True),

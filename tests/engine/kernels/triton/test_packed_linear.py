@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -24,11 +24,13 @@ from engine.kernels.triton.packed_linear import (
     ScaledLinear,
     TritonLinear,
     quantize_rows,
+    rotate_rows,
     unpack,
 )
 from engine.kernels.triton.tiles import ROW_CLASSES, Card
 from engine.quant.float8 import FLOAT8, LARGEST
-from engine.quant.integers import Integers
+from engine.quant.integers import Inputs, Integers
+from engine.quant.rotation import block_size, rotated
 from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.engine.kernels.triton.packed_weights import Kind
 from tests.engine.ranges import UNIT, assert_within, gamma
@@ -141,19 +143,28 @@ def test_no_rows_are_no_launch(card: Card, device: torch.device) -> None:
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 90), st.integers(1, 600)),
     with_bias=st.booleans(),
+    is_rotated=st.booleans(),
     seed=st.integers(0, 100),
 )
 @settings(max_examples=examples(10), deadline=None)
 def test_products_of_rounded_rows_are_those_of_the_specification(
-    sizes: tuple[int, int, int], with_bias: bool, seed: int, card: Card, device: torch.device
+    sizes: tuple[int, int, int],
+    with_bias: bool,
+    is_rotated: bool,
+    seed: int,
+    card: Card,
+    device: torch.device,
 ) -> None:
     """Bit for bit, whatever the number of rows and the parts of the inputs."""
     rows, out_features, in_features = sizes
+    rotation = block_size(in_features) if is_rotated else 0
     weight = Kind(code=Code.INT8).random(out_features, in_features, device, seed).weight
+    weight = replace(weight, rotation=rotation, rounds_inputs=True)
     x = random(rows, in_features, dtype=torch.float32, device=device, seed=seed)
     bias = random(out_features, dtype=torch.float32, device=device) if with_bias else None
     tensors = {"weight": weight.codes[:, :in_features], "scale": weight.scale.float().T}
-    expected = IntegerLinear(tensors, Integers(8, in_features), bias)(x)
+    format = Integers(8, in_features, inputs=Inputs.ROW, rotation=rotation)
+    expected = IntegerLinear(tensors, format, bias)(x)
     assert torch.equal(RoundedLinear(weight, bias, card)(x), expected)
 
 
@@ -186,12 +197,27 @@ def test_rows_are_rounded_to_e4m3_as_torch_does(device: torch.device) -> None:
     assert torch.equal(scale, largest / torch.full_like(largest, LARGEST))
 
 
+@pytest.mark.parametrize("in_features", [5, 8, 96, 5120])
+def test_rows_are_rotated_as_specified(in_features: int, device: torch.device) -> None:
+    x = random(3, in_features, dtype=torch.float32, device=device)
+    rotation = block_size(in_features)
+    assert torch.equal(rotate_rows(x, rotation), rotated(x, rotation))
+
+
 def test_the_kind_of_a_weight_chooses_its_product(card: Card, device: torch.device) -> None:
-    def chosen(kind: Kind, out_features: int = 16, in_features: int = 64, float8: bool = False) -> type:
+    def chosen(
+        kind: Kind,
+        out_features: int = 16,
+        in_features: int = 64,
+        float8: bool = False,
+        rounds_inputs: bool = True,
+    ) -> type:
         weight = kind.random(out_features, in_features, device).weight
+        weight = replace(weight, rounds_inputs=rounds_inputs)
         return type(PackedLinears(card, float8)(weight, None))
 
     assert chosen(Kind(code=Code.INT8)) is RoundedLinear
+    assert chosen(Kind(code=Code.INT8), rounds_inputs=False) is TritonLinear
     assert chosen(Kind(code=Code.INT8, group_size=32)) is TritonLinear
     assert chosen(Kind(code=Code.INT8, zero=True)) is TritonLinear
     assert chosen(Kind(code=Code.FLOAT8)) is TritonLinear
