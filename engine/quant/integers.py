@@ -261,8 +261,12 @@ def common_format(formats: Sequence[Integers]) -> Integers:
     Raises:
         CheckpointError: some have their inputs permuted or rotated, and some do not.
     """
-    if len({(format.is_permuted, format.rotation) for format in formats}) > 1:
-        raise CheckpointError("only some of the weights that are multiplied together have permuted inputs")
+    for what, has in (
+        ("permuted", [f.is_permuted for f in formats]),
+        ("rotated", [f.rotation for f in formats]),
+    ):
+        if len(set(has)) > 1:
+            raise CheckpointError(f"only some of the weights that are multiplied together have {what} inputs")
     rounded = {format.inputs for format in formats}
     return Integers(
         bits=max(format.bits for format in formats),

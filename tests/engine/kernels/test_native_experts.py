@@ -15,7 +15,7 @@ from engine.kernels.cpu.native import NativeRoute, NativeRunExperts, PackedLinea
 from engine.kernels.experts import ListedExperts, route, run_experts
 from engine.quant.codebook import NF4, Codebook
 from engine.quant.float8 import Float8
-from engine.quant.integers import Integers
+from engine.quant.integers import Inputs, Integers
 from engine.spec import SCORINGS, Activation, Router
 from tests.engine.kernels.test_experts import routers
 from tests.few import examples
@@ -30,14 +30,26 @@ FORMATS: list[Kept] = [
     torch.float32,
     torch.float16,
     torch.bfloat16,
-    Integers(8, 0),
+    Integers(8, 0, inputs=Inputs.ROW, rotation=16),
+    Integers(8, 0, inputs=Inputs.FINE),
     Integers(8, 16),
     Integers(4, 16, has_offset=True),
     Integers(6, 16),
     Float8(),
     Codebook("nf4", NF4, 16),
 ]
-NAMES = ["float32", "float16", "bfloat16", "int8", "int8 in groups", "int4", "int6", "fp8", "nf4"]
+NAMES = [
+    "float32",
+    "float16",
+    "bfloat16",
+    "int8",
+    "fine int8",
+    "int8 in groups",
+    "int4",
+    "int6",
+    "fp8",
+    "nf4",
+]
 
 
 def packed(team: Team, kept: Kept, weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLinear:

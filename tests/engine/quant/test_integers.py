@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,8 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.quant import integers as module
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Factors, Integers, common_format, widen
+from engine.quant.integers import Factors, Inputs, Integers, common_format, widen
+from engine.quant.rotation import block_size, rotated, rotated_back
 from tests.engine.integers import any_integers
 from tests.few import examples
 
@@ -74,6 +77,28 @@ def test_four_bits_are_at_least_as_good_as_sixteen_even_steps_of_the_range(
     found = format.unpack(format.quantize(weight)).view_as(groups)
     errors = [(some - groups).square().sum(-1) for some in (found, plain)]
     assert bool((errors[0] <= errors[1] * 1.0001).all())
+
+
+@pytest.mark.parametrize("in_features", [6, 64, 384])
+def test_rotated_weights_are_rounded_by_as_little(in_features: int) -> None:
+    """An outlier is spread over its block, so that it widens the steps of its row less."""
+    weight = random_weight(4, in_features, 1.0, 3)
+    weight[:, 5] *= 50
+    plain = Integers(8, in_features)
+    format = replace(plain, rotation=block_size(in_features))
+    error, before = (
+        (some.unpack(some.quantize(weight)) - weight).square().mean() for some in (format, plain)
+    )
+    assert float(error) < (0.6 if in_features > 6 else 1.1) * float(before)
+
+
+@pytest.mark.parametrize("block", [1, 2, 32, 64, 128])
+def test_a_rotation_keeps_products_and_spreads_what_is_even(block: int) -> None:
+    x, weight = (random_weight(3, 256, 1.0, seed) for seed in (1, 2))
+    assert torch.allclose(rotated(x, block) @ rotated(weight, block).T / block, x @ weight.T, atol=1e-3)
+    assert torch.allclose(rotated_back(rotated(x, block), block) / block, x, atol=1e-5)
+    alike = rotated(torch.ones(block), block).abs()
+    assert float(alike.max()) <= (2 * block) ** 0.5
 
 
 def test_values_that_integers_can_stand_for_come_back() -> None:
@@ -219,6 +244,16 @@ def test_a_common_format_keeps_scales_narrow_where_all_are_kept_alike() -> None:
     with_zeros = [Integers(4, 32, True, factors=Factors.ZEROS), Integers(4, 64, factors=Factors.HALF)]
     assert common_format(with_zeros) == with_zeros[0]
     assert common_format([*with_zeros, Integers(8, 64)]) == Integers(8, 32, True)
+
+
+def test_the_finest_rounding_of_inputs_serves_all() -> None:
+    row, groups, fine = (
+        Integers(8, 64, inputs=inputs) for inputs in (Inputs.ROW, Inputs.GROUPS, Inputs.FINE)
+    )
+    assert common_format([row, groups]) == groups
+    assert common_format([groups, fine, row]) == fine
+    with pytest.raises(CheckpointError, match="rotated"):
+        common_format([row, replace(row, rotation=64)])
 
 
 def test_inputs_in_different_orders_cannot_be_multiplied_together() -> None:

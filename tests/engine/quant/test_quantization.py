@@ -7,12 +7,16 @@ import pytest
 from engine.errors import CheckpointError
 from engine.quant.codebook import NF4, Codebook
 from engine.quant.float8 import Float8, Scaling
-from engine.quant.integers import Integers
+from engine.quant.integers import Inputs, Integers
 from engine.quant.quantization import Quantization
 
 
+def rotated_rows(in_features: int, block: int) -> Integers:
+    return Integers(8, in_features, inputs=Inputs.ROW, rotation=block)
+
+
 def test_groups_are_whole_rows_for_8_bits_and_what_divides_for_4() -> None:
-    assert Quantization("int8").layer_format(3, 100) == Integers(8, 100)
+    assert Quantization("int8").layer_format(3, 100) == rotated_rows(100, 4)
     assert Quantization("int8", 32).layer_format(0, 96) == Integers(8, 32)
     assert Quantization("int4").layer_format(1, 576) == Integers(4, 64, has_offset=True)
     assert Quantization("int4").layer_format(1, 96) == Integers(4, 32, has_offset=True)
@@ -25,8 +29,8 @@ def test_groups_are_whole_rows_for_8_bits_and_what_divides_for_4() -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
 def test_the_first_layer_and_the_head_have_8_bits(name: str) -> None:
-    assert Quantization(name).layer_format(0, 96) == Integers(8, 96)
-    assert Quantization(name).head_format(96) == Integers(8, 96)
+    assert Quantization(name).layer_format(0, 96) == rotated_rows(96, 32)
+    assert Quantization(name).head_format(640) == rotated_rows(640, 128)
 
 
 def test_all_of_fp8_is_fp8() -> None:

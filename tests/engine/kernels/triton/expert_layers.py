@@ -15,7 +15,7 @@ from engine.kernels.triton.experts import TritonExperts
 from engine.kernels.triton.tiles import Card
 from engine.quant.float8 import Float8, Scaling
 from engine.quant.formats import DENSE, Format, NamedTensors
-from engine.quant.integers import Factors, Integers
+from engine.quant.integers import Factors, Inputs, Integers
 from engine.quant.storages.mxfp4 import MXFP4
 from engine.spec import Activation, Experts, Router
 from tests.engine.integers import any_integers
@@ -27,6 +27,7 @@ FORMATS: dict[str, Format] = {
     "int4": Integers(4, 32),
     "int4, offsets, permuted": Integers(4, 32, has_offset=True, is_permuted=True),
     "int8": Integers(8, 64),
+    "int8, rotated": Integers(8, 64, inputs=Inputs.ROW, rotation=64),
     "int8, permuted": Integers(8, 64, is_permuted=True),
     "mxfp4": MXFP4,
     "fp8, blocks": Float8(Scaling.BLOCK),
