@@ -30,7 +30,7 @@ from engine.model.safetensors import TensorFiles
 from engine.model.tensor_writer import TensorWriter, bytes_of
 from engine.model.tensors import Recipe, check_tensors, head_spec, linear_specs, rounded
 from engine.model.weights import Progress
-from engine.quant import codebook, float8, integers, kept
+from engine.quant import codebook, float8, integers, kept, rotation
 from engine.quant.formats import Rounding
 from engine.quant.kept import Kept
 from engine.quant.storages import packing
@@ -169,7 +169,7 @@ def _key(files: TensorFiles, linears: list[_Linear]) -> str:
     bytes: dates alone would not tell one image's model from the next's where all files are dated alike.
     """
     digest = blake2b(digest_size=8)
-    for module in (codebook, float8, integers, kept, packing, tensor_writer):
+    for module in (codebook, float8, integers, kept, packing, rotation, tensor_writer):
         digest.update(Path(str(module.__file__)).read_bytes())
     digest.update(Path(__file__).read_bytes())
     for file in sorted({files.entries[linear.source].file for linear in linears}):
