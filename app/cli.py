@@ -142,10 +142,13 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
     return doctor.run(settings)
 
 
+_CHECK_MODEL = "a directory, a GGUF file, a Hugging Face id; without it, the demo model"
+
+
 def _check(parser: _Parser, arguments: list[str]) -> int:
     from app.settings import EngineSettings
 
-    parser.add_argument("MODEL", nargs="?", help="as --model")
+    parser.add_argument("MODEL", nargs="?", help=_CHECK_MODEL)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     flags = _parse_settings(parser, arguments, EngineSettings)
     model, output = flags.pop("MODEL", None), flags.pop("json", None)
@@ -201,7 +204,10 @@ def _parse_settings(parser: _Parser, arguments: list[str], kind: type[CommonSett
     """
     from app.settings import ENV_PREFIX, default_text, flag
 
-    parser.epilog = f"Each is also a variable ({ENV_PREFIX}PORT) and a key of the --config file (port)."
+    one = "port" if "port" in kind.model_fields else "threads"
+    parser.epilog = (
+        f"Each is also a variable ({ENV_PREFIX}{one.upper()}) and a key of the --config file ({one})."
+    )
     for name, field in kind.model_fields.items():
         text = " ".join((field.description or "").split()).replace("%", "%%")
         if field.annotation is bool:

@@ -15,7 +15,7 @@ from app.check import ours, theirs
 from app.check.compare import Distance, compare, total
 from app.checkpoint import find_checkpoint, model_name
 from app.errors import OperatorError
-from app.log import configure_log, counter
+from app.log import configure_log, progress
 from app.outputs import check_output, write_figures
 from app.settings import EngineSettings
 from engine.errors import CheckpointError
@@ -24,7 +24,7 @@ from engine.model.checkpoint import read_config
 if TYPE_CHECKING:
     from engine.config import ModelConfig
 
-_VERDICTS = (
+VERDICTS = (
     (0.01, "it says what its weights say"),
     (0.1, "it says nearly what its weights say, as weights do that are rounded to 4 bits"),
     (float("inf"), "it is far from what its weights say; another --quantize or --dtype may be nearer"),
@@ -75,11 +75,11 @@ def _compare(folder: Path, config: ModelConfig, told: Sequence[ours.Told]) -> di
     theirs.check_room(folder, config)
     network = theirs.load(folder)
     found = defaultdict[str, list[Distance]](list)
-    with counter("comparing", len(told)) as update:
+    with progress("comparing") as update:
         for number, each in enumerate(told, 1):
             exact = theirs.log_probabilities(network, [*each.token_ids, *each.greedy[:-1]])
             found[each.kind].append(compare(each, exact))
-            update(number)
+            update(number / len(told))
     return {kind: total(distances) for kind, distances in found.items()}
 
 
@@ -104,5 +104,5 @@ def _judge(every: Distance) -> int:
     if not every.agreement >= WRONG_BELOW:
         print(f"wrong: of the likeliest tokens only {every.agreement:.0%} are those of its weights")
         return 1
-    print(next(text for bound, text in _VERDICTS if not every.mean_kl >= bound))
+    print(next(text for bound, text in VERDICTS if not every.mean_kl >= bound))
     return 0

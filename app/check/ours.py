@@ -72,8 +72,13 @@ def read(flags: Mapping[str, str]) -> tuple[list[Told], Speed]:
 def _told(llm: LLM) -> list[Told]:
     kinds = [kind for kind, texts in TEXTS.items() for _ in texts]
     prompts = [text for texts in TEXTS.values() for text in texts]
-    wanted: Sampling = {"max_tokens": NUM_GREEDY, "logprobs": NUM_TOP, "prompt_logprobs": NUM_TOP}
-    answers = llm.generate(prompts, **{**_GREEDY, **wanted})
+    wanted: Sampling = {
+        **_GREEDY,
+        "max_tokens": NUM_GREEDY,
+        "logprobs": NUM_TOP,
+        "prompt_logprobs": NUM_TOP,
+    }
+    answers = llm.generate(prompts, **wanted)
     found = []
     for kind, answer in zip(kinds, answers, strict=True):
         (choice,) = answer.choices

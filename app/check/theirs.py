@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from math import prod
 from pathlib import Path
@@ -50,6 +51,7 @@ def load(folder: Path) -> Any:
     Raises:
         LeftOut: transformers is not installed, or cannot load it.
     """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of its GGUF reader know no other switch
     try:
         import torch
         import transformers
