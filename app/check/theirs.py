@@ -56,7 +56,7 @@ def load(folder: Path) -> Any:
         import torch
         import transformers
     except ImportError as error:
-        raise LeftOut(f"pip install 'penstock[bench]' brings transformers ({error})") from None
+        raise LeftOut(f"pip install 'penstock[compare]' brings transformers ({error})") from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     place, file = (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})

@@ -97,7 +97,7 @@ def test_without_transformers_it_says_how_to_have_it(
     monkeypatch.setitem(sys.modules, "transformers", None)
     status, lines = checked(capsys)
     assert status == 0
-    assert lines[-1].startswith("not compared: pip install 'penstock[bench]' brings transformers")
+    assert lines[-1].startswith("not compared: pip install 'penstock[compare]' brings transformers")
 
 
 def test_what_transformers_does_not_read_is_left_out(tmp_path: Path) -> None:
