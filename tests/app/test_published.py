@@ -20,7 +20,7 @@ from engine.model.checkpoint import read_tokenizer
 from loadtests.forked import ForkedServer
 from tests.published import GEMMA, SMOLLM, published
 
-pytestmark = pytest.mark.long("published models")
+pytestmark = [pytest.mark.long("published models"), pytest.mark.usefixtures("one_thread")]
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "1, 2, 3, 4, 5,"]
 """Nothing that comes after them is nearly as likely as something else."""
