@@ -37,6 +37,7 @@ test:      ## the tests but for the long ones, which its last line counts, with 
 test-long: ## the long ones alone, and the property tests with five times as many examples
 	@.ci/setup check test
 	@.ci/tools test
+	@.venv/bin/python -m tests.published || true
 	@.ci/pytest -m "long or hypothesis" --hypothesis-profile many $(ARGS)
 
 test-all: test test-long ## all tests, as in CI

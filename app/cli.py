@@ -142,6 +142,23 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
     return doctor.run(settings)
 
 
+_CHECK_MODEL = "a directory, a GGUF file, a Hugging Face id; without it, the demo model"
+
+
+def _check(parser: _Parser, arguments: list[str]) -> int:
+    from app.settings import EngineSettings
+
+    parser.add_argument("MODEL", nargs="?", help=_CHECK_MODEL)
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    flags = _parse_settings(parser, arguments, EngineSettings)
+    model, output = flags.pop("MODEL", None), flags.pop("json", None)
+    if model is not None and "model" in flags:
+        parser.error(f"give {model} or --model, not both")
+    from app.check.command import run
+
+    return run(flags if model is None else {**flags, "model": model}, Path(output) if output else None)
+
+
 def _switch(parser: _Parser, arguments: list[str]) -> int:
     from app.settings import FrontSettings
 
@@ -187,7 +204,10 @@ def _parse_settings(parser: _Parser, arguments: list[str], kind: type[CommonSett
     """
     from app.settings import ENV_PREFIX, default_text, flag
 
-    parser.epilog = f"Each is also a variable ({ENV_PREFIX}PORT) and a key of the --config file (port)."
+    one = "port" if "port" in kind.model_fields else "threads"
+    parser.epilog = (
+        f"Each is also a variable ({ENV_PREFIX}{one.upper()}) and a key of the --config file ({one})."
+    )
     for name, field in kind.model_fields.items():
         text = " ".join((field.description or "").split()).replace("%", "%%")
         if field.annotation is bool:
@@ -229,6 +249,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "quantize": ("Makes a checkpoint of 4 or 8 bits from one in floating point.", _module("app.quantize")),
     "key": ("Makes an API key, and its line for the file of keys.", _module("app.keys")),
     "doctor": ("Says what this machine offers and what is missing, or what of a model fits.", _doctor),
+    "check": ("Compares a model with its own weights in float32, and says how fast it is.", _check),
     "kernels": ("Builds the CPU kernels ahead of time, or says which are there.", _module("app.kernels")),
     "bench": (
         "Measures this server against transformers' generate, and against the machine.",

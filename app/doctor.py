@@ -15,7 +15,7 @@ from app.checkpoint import find_checkpoint, is_hub_id
 from app.errors import OperatorError
 from app.kernels import own_level
 from app.listen import bind, check_exposure
-from app.settings import Settings
+from app.settings import EngineSettings, Settings
 from engine.cores import num_cores
 from engine.free_memory import available_bytes
 from engine.kernels.cpu import prebuilt
@@ -190,7 +190,7 @@ def check_model(settings: Settings) -> Check:
         return Check(Level.FAIL, "model", str(error))
 
 
-def check_types(settings: Settings) -> Iterator[Check]:
+def check_types(settings: EngineSettings) -> Iterator[Check]:
     """Says what a model on this machine takes with --dtype, --quantize and --kv-dtype, if they can be served."""
     if settings.model is not None and is_hub_id(settings.model):
         return

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from app.log import log
 from loadtests.forked import ForkedServer
+from tests import published
 from tests.few import leave_combinations
 
 # Triton decides when it is first imported whether it interprets, and other libraries import it, too.
@@ -80,11 +81,15 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left"] = dict(left)
     yield
-    left = session.config.stash.get(_LEFT, left)
-    if left and not hasattr(session.config, "workeroutput"):
+    if hasattr(session.config, "workeroutput"):
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    assert reporter is not None
+    skipped = [str(report.longrepr) for report in reporter.stats.get("skipped", ())]
+    if num_skipped := sum(published.MISSING in reason for reason in skipped):
+        reporter.write_line(f"skipped: {num_skipped} tests; {published.MISSING}")
+    if left := session.config.stash.get(_LEFT, left):
         groups = ", ".join(f"{number} {group}" for group, number in left.most_common())
-        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        assert reporter is not None
         reporter.write_line(f"left to make test-all: {left.total()} tests ({groups})")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.planning.request import Output
+from engine.planning.request import Output, TokenLogprobs
 from engine.planning.tokenizer import Tokenizer
 
 
@@ -62,6 +62,8 @@ class Answer:
     choices: list[Choice]
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was in the prefix cache."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """By token of the prompt, from the second one on, if they were asked for."""
 
     @property
     def text(self) -> str:
@@ -71,12 +73,17 @@ class Answer:
 
 def piece_of(number: int, output: Output, tokenizer: Tokenizer) -> Piece:
     """The piece of a choice of prompt `number` that an output brings."""
-    logprobs = None
-    if output.logprobs is not None:
-        pairs = zip(output.token_ids, output.logprobs, strict=True)
-        logprobs = [_token(tokenizer, token_id, found.logprob, found.top) for token_id, found in pairs]
+    logprobs = None if output.logprobs is None else named(output.token_ids, output.logprobs, tokenizer)
     reason = output.finish_reason and output.finish_reason.value
     return Piece(number, output.index, output.text, output.token_ids, reason, logprobs)
+
+
+def named(
+    token_ids: Sequence[int], found: Iterable[TokenLogprobs], tokenizer: Tokenizer
+) -> list[TokenLogprob]:
+    """Log probabilities with the tokens that they are of."""
+    pairs = zip(token_ids, found, strict=True)
+    return [_token(tokenizer, token_id, each.logprob, each.top) for token_id, each in pairs]
 
 
 def _token(

@@ -25,7 +25,7 @@ from app.errors import OperatorError, describe_failure
 from app.kernels import check_level
 from app.log import counter, silent
 from app.log import progress as progress_bar
-from app.offline.answers import Answer, Choice, Piece, piece_of
+from app.offline.answers import Answer, Choice, Piece, named, piece_of
 from app.offline.calls import Call, Deliveries
 from app.offline.requests import Conversation, Prompt, Requests, Sampling
 from app.offline.settings import offline_settings
@@ -165,6 +165,9 @@ class LLM:
             for number, output in call:
                 answer = answers[number]
                 answer.choices[output.index].add(self._piece(number, output))
+                if (found := output.prompt_logprobs) is not None:
+                    prompt = answer.prompt_token_ids[1:]
+                    answer.prompt_logprobs = named(prompt, found, self._core.tokenizer)
                 if output.timings is not None:
                     answer.num_cached_tokens = max(answer.num_cached_tokens, output.timings.num_cached_tokens)
                     choices_left[number] -= 1

@@ -53,6 +53,8 @@ class Sampling(TypedDict, total=False):
     """For prompts, how many of the most likely tokens to name beside the chosen one; for chats, whether to at all."""
     top_logprobs: int
     """For chats, how many."""
+    prompt_logprobs: int
+    """How many of the most likely tokens to name at every token of the prompt but the first."""
     service_tier: str
     """The lane: priority, default or flex."""
     top_k: int
@@ -160,7 +162,7 @@ class Requests:
             self._core.defaults if beams is None else NEUTRAL,
             max_tokens=max_tokens,
             num_logprobs=num_logprobs,
-            num_prompt_logprobs=None,
+            num_prompt_logprobs=body.prompt_logprobs,
             bad_words=bad_words_of(tokenizer, body.bad_words or ()),
             shown_special=tokenizer.special_ids if body.skip_special_tokens is False else frozenset(),
             vocab_size=self._vocab_size,

@@ -90,6 +90,21 @@ def test_log_probabilities_are_those_of_the_server(llm: LLM, live_server: str) -
     assert plain.choices[0].logprobs is None
 
 
+def test_log_probabilities_of_a_prompt_are_those_of_its_tokens(llm: LLM) -> None:
+    """The last token of the prompt was chosen before, with the same log probabilities."""
+    (first,) = llm.generate(PROMPTS[0], temperature=0, max_tokens=1, logprobs=2)
+    prompt = [*first.prompt_token_ids, *first.choices[0].token_ids]
+    (answer,) = llm.generate([prompt], max_tokens=1, prompt_logprobs=2)
+    assert first.prompt_logprobs is None
+    assert first.choices[0].logprobs is not None
+    assert answer.prompt_logprobs is not None
+    assert [found.token_id for found in answer.prompt_logprobs] == prompt[1:]
+    assert all(len(found.top) == 2 for found in answer.prompt_logprobs)
+    (chosen,), last = first.choices[0].logprobs, answer.prompt_logprobs[-1]
+    assert last.logprob == pytest.approx(chosen.logprob)
+    assert [other.token for other in last.top] == [other.token for other in chosen.top]
+
+
 def test_answers_match_the_form_that_was_asked_for(llm: LLM) -> None:
     words = ["yes", "no", "perhaps"]
     answers = llm.generate(PROMPTS, structured_outputs={"choice": words}, seed=1)

@@ -18,6 +18,7 @@ import pytest
 
 from app.bench.workloads import WORKLOADS
 from app.calibration import PIECE_TOKENS
+from app.check import command, ours
 from app.settings import choices
 from app.simulate.inputs import GPU_COST
 from cluster import members, plan, relay, switch
@@ -215,7 +216,13 @@ CLAIMS |= {
         f"a language model of {MILLIONS} million parameters",
         f"| parameters | {NUM_PARAMETERS['model']:,}, the embedding is the output, too | {NUM_PARAMETERS['draft']:,} |",
     ],
-    "docs/guide/models.md": [f"a Llama of {MILLIONS} million parameters"],
+    "docs/guide/models.md": [
+        f"a Llama of {MILLIONS} million parameters",
+        *(f"| `{text}` | KL is below {bound:g} |" for bound, text in command.VERDICTS[:-1]),
+        f"less than {command.WRONG_BELOW:.0%} of the likeliest tokens agree".replace("%", " %"),
+        f"The {ours.NUM_TOP} tokens that the served model finds likeliest",
+        f"{ours.NUM_GREEDY} tokens are chosen after each text",
+    ],
     "CHANGELOG.md": [f"**The demo model**: {MILLIONS} million parameters"],
 }
 CLAIMS["docs/guide/structured.md"].append(

@@ -1,0 +1,120 @@
+"""What a model says and how fast, as it is served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.check.texts import TEXTS
+from app.errors import OperatorError
+from app.offline.answers import TokenLogprob
+from app.offline.llm import LLM
+from app.offline.requests import Sampling
+
+NUM_TOP = 20
+"""The likeliest tokens whose probabilities are compared; what is left is one more."""
+NUM_GREEDY = 32
+_PROMPT = 512
+_STREAM = 64
+_LONG_S = 3.0
+
+_GREEDY: Sampling = {"temperature": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+
+Top = Sequence[tuple[int, float]]
+"""Ids and log probabilities of the likeliest tokens at one place, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a model says about a text."""
+
+    kind: str
+    token_ids: tuple[int, ...]
+    places: list[Top]
+    """The likeliest tokens after each token of the text."""
+    greedy: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a model is."""
+
+    loading_s: float
+    prompt_length: int
+    prompt: float
+    """Tokens a second."""
+    stream: float
+    """Tokens a second of one stream alone."""
+
+
+def read(flags: Mapping[str, str]) -> tuple[list[Told], Speed]:
+    """Loads a model, asks it about all texts, measures it, and frees it.
+
+    Args:
+        flags: settings by name.
+
+    Raises:
+        OperatorError: it cannot be loaded, or has no room for the texts.
+    """
+    settings: dict[str, Any] = dict(flags)
+    started = time.perf_counter()
+    try:
+        with LLM(**settings) as llm:
+            loading_s = time.perf_counter() - started
+            told = _told(llm)
+            return told, Speed(loading_s, *_prompt_speed(llm, told), _stream_speed(llm, told))
+    except (RuntimeError, ValueError) as error:
+        raise OperatorError(str(error)) from None
+
+
+def _told(llm: LLM) -> list[Told]:
+    kinds = [kind for kind, texts in TEXTS.items() for _ in texts]
+    prompts = [text for texts in TEXTS.values() for text in texts]
+    wanted: Sampling = {
+        **_GREEDY,
+        "max_tokens": NUM_GREEDY,
+        "logprobs": NUM_TOP,
+        "prompt_logprobs": NUM_TOP,
+    }
+    answers = llm.generate(prompts, **wanted)
+    found = []
+    for kind, answer in zip(kinds, answers, strict=True):
+        (choice,) = answer.choices
+        places = [*(answer.prompt_logprobs or ()), *(choice.logprobs or ())[:1]]
+        found.append(Told(kind, answer.prompt_token_ids, list(map(_top, places)), choice.token_ids))
+    return found
+
+
+def _top(found: TokenLogprob) -> Top:
+    return [(token.token_id, token.logprob) for token in found.top]
+
+
+def _prompt_speed(llm: LLM, told: Sequence[Told]) -> tuple[int, float]:
+    """How long a prompt was, and its tokens a second: a short one says how long another may be."""
+    text = [token_id for each in told for token_id in each.token_ids]
+    length, one_token = _PROMPT // 8, Sampling(**_GREEDY, max_tokens=1)
+    for start in (3, 5):  # no block is then one that was computed before
+        began = time.perf_counter()
+        llm.generate([text[start : start + length]], progress=False, **one_token)
+        rate = length / (time.perf_counter() - began)
+        if start == 3:
+            length = max(length, min(_PROMPT, int(_LONG_S * rate)))
+    return length, rate
+
+
+def _stream_speed(llm: LLM, told: Sequence[Told]) -> float:
+    """Tokens a second after the first; random ones, as a model that repeats itself would be easy to draft for."""
+    sampling: Sampling = {"temperature": 1.0, "seed": 1, "max_tokens": _STREAM, "ignore_eos": True}
+    prompt = list(told[0].token_ids[1:])
+    began, num_tokens, seconds = 0.0, 0, 0.0
+    for piece in llm.stream([prompt], **sampling):
+        if not began:
+            began = time.perf_counter()
+            continue
+        num_tokens += len(piece.token_ids)
+        seconds = time.perf_counter() - began
+        if seconds > _LONG_S:
+            break
+    return num_tokens / seconds
