@@ -192,8 +192,8 @@ def _build(
     compiler: list[str], level: Level, path: Path, say: Callable[[str], None], commands: Commands | None
 ) -> None:
     """Compiles a library into its place, where it appears when it is whole."""
-    wait = "beside others" if commands else f"once; about {_expected_s(level, num_cores())} s"
-    say(f"building the CPU kernels for {level.name} with {compiler[0]} ({wait})")
+    expected = "beside others" if commands else f"once; about {_expected_s(level, num_cores())} s"
+    say(f"building the CPU kernels for {level.name} with {compiler[0]} ({expected})")
     start = time.monotonic()
     with nullcontext(commands) if commands else side_by_side() as running:
         _compile(compiler, level, running.folder / path.name, running)
