@@ -31,13 +31,14 @@ class KernelsHook(BuildHookInterface[Any]):
         sys.path.insert(0, self.root)
         from engine.kernels.cpu.build import NativeUnavailable, find_compiler, target_of
 
+        self._folder = TemporaryDirectory()
         try:
             target = target_of(find_compiler())
+            libraries = self._build(Path(self._folder.name), target)
         except NativeUnavailable as error:
             self.app.display_warning(f"The wheel carries no native CPU kernels: {error}")
             return
-        self._folder = TemporaryDirectory()
-        if libraries := self._build(Path(self._folder.name), target):
+        if libraries:
             build_data["force_include"][self._folder.name] = KERNELS
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag(libraries, target)}"
@@ -47,21 +48,22 @@ class KernelsHook(BuildHookInterface[Any]):
             self._folder.cleanup()
 
     def _build(self, folder: Path, target: str) -> list[Path]:
-        """Builds what levels the compiler can, as many at once as there are processors."""
-        from engine.cores import num_cores
+        """Builds what levels the compiler can, all at once: their units wait for processors."""
         from engine.kernels.cpu import prebuilt
-        from engine.kernels.cpu.build import NativeUnavailable
+        from engine.kernels.cpu.build import NativeUnavailable, side_by_side
         from engine.kernels.cpu.levels import Level, levels_of
 
-        def make(level: Level) -> Path | None:
-            try:
-                return prebuilt.make(level, folder, self.app.display_info, target)
-            except NativeUnavailable as error:
-                self.app.display_warning(f"The wheel carries no CPU kernels for {level.name}: {error}")
-                return None
+        levels = levels_of(target)
+        with ThreadPoolExecutor(len(levels)) as pool, side_by_side() as commands:
 
-        with ThreadPoolExecutor(num_cores()) as pool:
-            return [path for path in pool.map(make, levels_of(target)) if path is not None]
+            def make(level: Level) -> Path | None:
+                try:
+                    return prebuilt.make(level, folder, self.app.display_info, target, commands)
+                except NativeUnavailable as error:
+                    self.app.display_warning(f"The wheel carries no CPU kernels for {level.name}: {error}")
+                    return None
+
+            return [path for path in pool.map(make, levels) if path is not None]
 
 
 def platform_tag(libraries: Iterable[Path], target: str) -> str:

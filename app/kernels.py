@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from app.errors import OperatorError
 from engine.errors import InstructionSetError
 from engine.kernels.cpu import prebuilt
-from engine.kernels.cpu.build import NativeUnavailable, find_compiler, stem
+from engine.kernels.cpu.build import NativeUnavailable, find_compiler, side_by_side, stem
+from engine.kernels.cpu.commands import Commands
 from engine.kernels.cpu.levels import Level, Machine, requested, this_machine
 
 
@@ -63,17 +65,22 @@ def _build(levels: tuple[Level, ...], place: Path) -> int:
     """Builds the levels one after the other; 1 if one failed."""
     try:
         find_compiler()
+        with side_by_side() if len(levels) > 1 else nullcontext() as commands:
+            built = [
+                _build_one(level, place, f"{number}/{len(levels)}", commands)
+                for number, level in enumerate(levels, start=1)
+            ]
     except NativeUnavailable as error:
         raise OperatorError(f"kernels build: {error}") from None
-    built = [
-        _build_one(level, place, f"{number}/{len(levels)}") for number, level in enumerate(levels, start=1)
-    ]
     return 0 if all(built) else 1
 
 
-def _build_one(level: Level, place: Path, count: str) -> bool:
+def _build_one(level: Level, place: Path, count: str, commands: Commands | None) -> bool:
+    def say(line: str) -> None:
+        print(f"{count} {line}", flush=True)
+
     try:
-        path = prebuilt.make(level, place, lambda line: print(f"{count} {line}", flush=True))
+        path = prebuilt.make(level, place, say, commands=commands)
     except NativeUnavailable as error:
         print(f"penstock: no CPU kernels for {level.name}: {error}", file=sys.stderr, flush=True)
         return False

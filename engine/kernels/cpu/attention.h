@@ -171,11 +171,19 @@ struct Attention {
     RowLimits limits;
 };
 
+template <class W>
+Attention attention_of() {
+    return {&place_token<W>, &attend<W>, kRowLimits<W>};
+}
+
+// Each is compiled in a unit of its own, attention_*.cpp.
+extern template Attention attention_of<float>();
+extern template Attention attention_of<Half>();
+extern template Attention attention_of<BFloat>();
+extern template Attention attention_of<Int8>();
+
 inline Attention attention_over(Type kv_type) {
-    return with_kv_type(kv_type, [&](auto* w) {
-        using W = std::remove_pointer_t<decltype(w)>;
-        return Attention{&place_token<W>, &attend<W>, kRowLimits<W>};
-    });
+    return with_kv_type(kv_type, [](auto* w) { return attention_of<std::remove_pointer_t<decltype(w)>>(); });
 }
 
 }  // namespace penstock

@@ -19,15 +19,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from engine.cores import num_cores
+from engine.kernels.cpu.commands import Commands
 from engine.kernels.cpu.levels import Level, architecture, requested, this_machine
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 1200
-"""A build takes a minute; on a crowded machine with a slow processor twenty times that."""
+"""The slowest unit takes half a minute; on a crowded machine with a slow processor forty times that."""
+_CORE_S, _WIDE_CORE_S = 60, 120
+"""What the units of a level take together on a quiet core of 2023; of one with vectors of 64 bytes."""
+_MOST_CORES = 5
+"""The slowest unit takes as long as the others on the other cores."""
 HERE = architecture(platform.machine())
 FLAGS = (
     "-std=c++17",
@@ -36,10 +42,20 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-pthread",
-    "-shared",
     "-fPIC",
     "-fvisibility=hidden",
 )
+
+_BEYOND_BYTES = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_BEYOND_FLOATS = ("-mavxvnni", "-mavx512vnni", *_BEYOND_BYTES)
+UNUSED_FLAGS = {
+    "attention_f16": _BEYOND_FLOATS,
+    "attention_f32": _BEYOND_FLOATS,
+    "gemm_integers_1": _BEYOND_BYTES,
+    "gemm_integers_2": _BEYOND_BYTES,
+    "gemm_integers_4": _BEYOND_BYTES,
+}
+"""Flags of levels that change nothing in a unit, by its name: levels that differ in them alone share its object."""
 
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
 """What a compiler, an assembler or a linker says when it cannot write as much as it needs."""
@@ -59,7 +75,11 @@ class LevelUnknown(NativeUnavailable):
 
 
 def build(
-    level: Level, say: Callable[[str], None], target: str = HERE, compiler: list[str] | None = None
+    level: Level,
+    say: Callable[[str], None],
+    target: str = HERE,
+    compiler: list[str] | None = None,
+    commands: Commands | None = None,
 ) -> Path:
     """Returns the path of the shared library of a level in the cache, which is compiled if no earlier call has.
 
@@ -68,6 +88,7 @@ def build(
     Args:
         target: the architecture that the compiler compiles for.
         compiler: the start of its command line; that of `find_compiler` if it is not given.
+        commands: those of `side_by_side` that compile other levels, too.
 
     Raises:
         NativeUnavailable: there is no compiler, it failed, or the cache directory cannot be written.
@@ -77,18 +98,29 @@ def build(
     path = cache_directory() / f"{stem(level, target)}-{key}.so"
     if path.exists():
         return path
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path, f"waiting for the CPU kernels for {level.name}, which another process builds", say):
             if not path.exists():
-                _build(compiler, level, path, say)
-    except OSError as error:
-        if error.errno in _NO_ROOM_CODES:
-            raise _no_room(path.parent, str(error)) from error
-        raise NativeUnavailable(
-            f"cannot write {path}: {error}; XDG_CACHE_HOME can name another folder"
-        ) from error
+                _build(compiler, level, path, say, commands)
     return path
+
+
+@contextmanager
+def side_by_side() -> Iterator[Commands]:
+    """Compilers that run side by side, and what they write, for one library or for several.
+
+    Raises:
+        NativeUnavailable: the cache directory cannot be written.
+    """
+    with _writing(cache_directory()):
+        cache_directory().mkdir(parents=True, exist_ok=True)
+        # Temporary files go where the library goes, so that one folder needs room.
+        with (
+            tempfile.TemporaryDirectory(dir=cache_directory(), prefix="build-") as scratch,
+            Commands(Path(scratch), TIMEOUT_S) as commands,
+        ):
+            yield commands
 
 
 def find_compiler() -> list[str]:
@@ -126,6 +158,19 @@ def fingerprint(level: Level) -> str:
 
 
 @contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Says in one line, and with a way out, why a file of the cache or its folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM_CODES:
+            raise _no_room(cache_directory(), str(error)) from error
+        raise NativeUnavailable(
+            f"cannot write {path}: {error}; XDG_CACHE_HOME can name another folder"
+        ) from error
+
+
+@contextmanager
 def _alone(path: Path, text: str, say: Callable[[str], None]) -> Iterator[None]:
     """Keeps others from building the same library; says the text if that means to wait."""
     name = path.with_suffix(".lock")
@@ -143,14 +188,23 @@ def _alone(path: Path, text: str, say: Callable[[str], None]) -> Iterator[None]:
             name.unlink(missing_ok=True)
 
 
-def _build(compiler: list[str], level: Level, path: Path, say: Callable[[str], None]) -> None:
+def _build(
+    compiler: list[str], level: Level, path: Path, say: Callable[[str], None], commands: Commands | None
+) -> None:
     """Compiles a library into its place, where it appears when it is whole."""
-    say(f"building the CPU kernels for {level.name} with {compiler[0]} (once; about a minute)")
+    expected = "beside others" if commands else f"once; about {_expected_s(level, num_cores())} s"
+    say(f"building the CPU kernels for {level.name} with {compiler[0]} ({expected})")
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
-        _compile(compiler, level, Path(scratch) / path.name)
-        os.replace(Path(scratch) / path.name, path)
+    with nullcontext(commands) if commands else side_by_side() as running:
+        _compile(compiler, level, running.folder / path.name, running)
+        os.replace(running.folder / path.name, path)
     say(f"built the CPU kernels for {level.name} in {time.monotonic() - start:.1f} s")
+
+
+def _expected_s(level: Level, cores: int) -> int:
+    """How long the units of a level take, to 5 s."""
+    core_s = _WIDE_CORE_S if "-mavx512f" in level.flags else _CORE_S
+    return round(core_s / min(cores, _MOST_CORES) / 5) * 5
 
 
 def _knows(compiler: list[str]) -> bool:
@@ -162,25 +216,29 @@ def _knows(compiler: list[str]) -> bool:
         return False
 
 
-def _compile(compiler: list[str], level: Level, output: Path) -> None:
-    command = [*compiler, *FLAGS, *level.flags, str(SOURCES / "api.cpp"), "-o", str(output)]
-    # Temporary files go where the library goes, so that one folder needs room; messages come in the language that
-    # _NO_ROOM is in.
-    variables = {**os.environ, "TMPDIR": str(output.parent), "LC_ALL": "C"}
+def _compile(compiler: list[str], level: Level, output: Path, commands: Commands) -> None:
+    objects: list[str] = []
+    units: list[list[str]] = []
+    for source in sorted(SOURCES.glob("*.cpp")):
+        unused = UNUSED_FLAGS.get(source.stem, ())
+        start = [*compiler, *FLAGS, *(flag for flag in level.flags if flag not in unused)]
+        objects.append(str(commands.folder / f"{source.stem}-{_digest(*start)}.o"))
+        units.append([*start, "-c", str(source), "-o", objects[-1]])
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=variables
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        commands.run(units)
+        commands.run([[*compiler, *FLAGS, "-shared", *objects, "-o", str(output)]])
+    except subprocess.CalledProcessError as error:
+        raise _failed(compiler, level, _telling_line(error.stderr) or str(error.returncode)) from error
+    except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"{compiler[0]} did not run: {error}") from error
-    if done.returncode == 0:
-        return
-    line = _telling_line(done.stderr) or str(done.returncode)
+
+
+def _failed(compiler: list[str], level: Level, line: str) -> NativeUnavailable:
     if any(words in line for words in _NO_ROOM):
-        raise _no_room(output.parent.parent, line)
+        return _no_room(cache_directory(), line)
     if _knows(compiler) and not _knows([*compiler, *level.flags]):
-        raise LevelUnknown(f"{compiler[0]} is too old for {level.name}: {line}")
-    raise NativeUnavailable(f"{compiler[0]} failed: {line}")
+        return LevelUnknown(f"{compiler[0]} is too old for {level.name}: {line}")
+    return NativeUnavailable(f"{compiler[0]} failed: {line}")
 
 
 def _telling_line(stderr: str) -> str:

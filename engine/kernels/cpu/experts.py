@@ -31,7 +31,7 @@ class RouterFields(ctypes.Structure):
 
 
 class ActivationFields(ctypes.Structure):
-    """A Bend of product.h."""
+    """A Bend of linear.h."""
 
     _fields_ = [("function", c_int32), *fields(c_float, "limit alpha shift")]
 

@@ -453,4 +453,9 @@ void multiply_by_vectors(const Linear& linear, int panel, int panels, const Acti
         if (panels > 0) multiply_by_vectors<Panels / 2>(linear, panel, panels, x, rows, sums, by_panel);
 }
 
+// Each is compiled in a unit of its own, gemm_integers_*.cpp, where it is used.
+extern template void multiply_by_vectors<1>(const Linear&, int, int, const Activations&, int, float*, size_t);
+extern template void multiply_by_vectors<2>(const Linear&, int, int, const Activations&, int, float*, size_t);
+extern template void multiply_by_vectors<4>(const Linear&, int, int, const Activations&, int, float*, size_t);
+
 }  // namespace penstock

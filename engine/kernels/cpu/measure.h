@@ -1,7 +1,8 @@
 // What the machine can do: the ceilings that `penstock bench` prints beside what the decoder does.
 #pragma once
 
-#include "product.h"
+#include "gemm_tiles.h"
+#include "linear.h"
 
 namespace penstock {
 

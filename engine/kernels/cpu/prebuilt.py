@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.kernels.cpu.build import HERE, NativeUnavailable, build, fingerprint, stem
+from engine.kernels.cpu.commands import Commands
 from engine.kernels.cpu.levels import Level
 
 VARIABLE = "PENSTOCK_KERNELS"
@@ -57,16 +58,23 @@ def obstacle(path: Path, level: Level) -> str:
         return f"cannot be read ({error.strerror})"
 
 
-def make(level: Level, place: Path, say: Callable[[str], None], target: str = HERE) -> Path:
+def make(
+    level: Level,
+    place: Path,
+    say: Callable[[str], None],
+    target: str = HERE,
+    commands: Commands | None = None,
+) -> Path:
     """Puts the library of a level into a folder; what was there of the same level is removed.
 
     Args:
         target: the architecture that the compiler compiles for.
+        commands: see `build`.
 
     Raises:
         NativeUnavailable: there is no compiler, it failed, or the folder cannot be written.
     """
-    library = build(level, say, target)
+    library = build(level, say, target, commands=commands)
     path = place / f"{stem(level, target)}-{fingerprint(level)}-{_checksum(library)}.so"
     try:
         place.mkdir(parents=True, exist_ok=True)

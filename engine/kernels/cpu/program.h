@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "product.h"
+#include "linear.h"
 #include "routing.h"
 
 namespace penstock {

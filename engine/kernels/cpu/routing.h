@@ -4,7 +4,7 @@
 #include <functional>
 #include <limits>
 
-#include "product.h"
+#include "linear.h"
 
 namespace penstock {
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from engine.kernels.cpu.build import build, fingerprint
+from engine.kernels.cpu.build import build, fingerprint, side_by_side
+from engine.kernels.cpu.commands import Commands
 from engine.kernels.cpu.levels import AMX, AVX512BF16, Level, Machine, levels_of, this_machine
 from engine.kernels.cpu.native import NativeLibrary, load_library
 from tests.engine.kernels import emulated_arm
@@ -62,16 +63,17 @@ def params(levels: Iterable[str]) -> list[Any]:
 
 
 def build_levels(names: Iterable[str]) -> None:
-    """Builds what is not in the cache yet, two at a time; of several test processes one does, and the others wait.
+    """Builds what is not in the cache yet; of several test processes one does, and the others wait.
 
     Raises:
         NativeUnavailable: a level cannot be built.
     """
     # One lock for each state of the sources: a checkout does not wait for another one.
     path = Path(gettempdir()) / f"penstock-{fingerprint(this_machine().usable()[0])}.lock"
-    with path.open("w") as lock, ThreadPoolExecutor(2) as pool:
+    with path.open("w") as lock, ThreadPoolExecutor() as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        list(pool.map(_built, names))
+        with side_by_side() as commands:
+            list(pool.map(lambda name: _built(name, commands), names))
 
 
 @functools.cache
@@ -82,7 +84,7 @@ def library_of(name: str) -> NativeLibrary:
     return load_library(print, level_of(name))
 
 
-def _built(name: str) -> Path:
+def _built(name: str, commands: Commands | None = None) -> Path:
     if name in _EMULATED_ARM:
-        return build(level_of(name), print, _ARM, [emulated_arm.COMPILER])
-    return build(level_of(name), print)
+        return build(level_of(name), print, _ARM, [emulated_arm.COMPILER], commands)
+    return build(level_of(name), print, commands=commands)

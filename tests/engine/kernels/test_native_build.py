@@ -13,9 +13,9 @@ import torch
 
 from engine.config import LoadOptions
 from engine.fields import Fields
-from engine.kernels.cpu import build
+from engine.kernels.cpu import build, commands
 from engine.kernels.cpu.build import NativeUnavailable
-from engine.kernels.cpu.levels import this_machine
+from engine.kernels.cpu.levels import LEVELS, this_machine
 from engine.kernels.select import select
 from engine.model.parse import parse_config
 from tests.engine.checkpoints import make_config
@@ -123,6 +123,47 @@ def test_the_line_that_says_most_is_told(
     use_compiler(monkeypatch, tmp_path, failing_with(stderr))
     assert reason() == f"{tmp_path / 'cc'} failed: {line}"
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_first_unit_that_fails_is_told_and_the_others_are_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.cpp").write_text("")
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(commands, "num_cores", lambda: 2)
+    script = 'case "$*" in *b.cpp*) echo "error: b" >&2; exit 1;; *.cpp*) sleep 1000;; esac'
+    use_compiler(monkeypatch, tmp_path, script)
+    assert reason() == f"{tmp_path / 'cc'} failed: error: b"
+
+
+def test_the_time_that_is_told_is_that_of_the_cores() -> None:
+    levels = {level.name: level for level in LEVELS["x86_64"]}
+    told = {name: [build._expected_s(levels[name], cores) for cores in (1, 2, 5, 64)] for name in levels}
+    assert told["avx2"] == [60, 30, 10, 10]
+    assert told["amx"] == [120, 60, 25, 25]
+
+
+@pytest.mark.long("other instruction sets")
+@pytest.mark.skipif(this_machine().architecture != "x86_64", reason="levels of x86-64")
+@pytest.mark.parametrize("unit", build.UNUSED_FLAGS)
+def test_flags_that_a_unit_does_not_use_change_nothing(tmp_path: Path, unit: str) -> None:
+    """A library has what another unit makes of an inline function, too, so that each must make the same of it."""
+    unused = build.UNUSED_FLAGS[unit]
+    by_flags: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for level in LEVELS["x86_64"]:
+        used = tuple(flag for flag in level.flags if flag not in unused)
+        by_flags.setdefault(used, {used}).add(level.flags)
+    source = build.SOURCES / f"{unit}.cpp"
+    for variants in by_flags.values():
+        made = set()
+        for flags in variants if len(variants) > 1 else ():
+            output = tmp_path / "unit.o"
+            command = [*build.find_compiler(), *build.FLAGS, *flags, "-c", str(source), "-o", str(output)]
+            subprocess.run(command, check=True, timeout=600)
+            made.add(output.read_bytes())
+        assert len(made) <= 1
 
 
 @pytest.mark.usefixtures("cache")

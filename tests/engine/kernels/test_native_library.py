@@ -70,8 +70,9 @@ def test_of_two_processes_one_builds_and_a_third_finds_it(
     monkeypatch: pytest.MonkeyPatch, scratch: Path
 ) -> None:
     copy = _script(
-        scratch / "fake",  # a compiler that takes a while and leaves what the last argument names
-        'case "$*" in *--version*) echo 1;; *) sleep 0.5; for last; do :; done; echo > "$last"; echo >> runs;; esac',
+        scratch
+        / "fake",  # a compiler, and a linker, that takes a while and leaves what the last argument names
+        'case "$*" in *--version*) echo 1;; *) sleep 0.1; for last; do :; done; echo > "$last"; echo >> runs;; esac',
     )
     environment = {**os.environ, "CXX": str(copy), "XDG_CACHE_HOME": str(scratch)}
     program = (
@@ -86,7 +87,7 @@ def test_of_two_processes_one_builds_and_a_third_finds_it(
     ]
     answers = {process.communicate(timeout=300)[0].strip() for process in running}
     assert len(answers) == 1
-    assert (scratch / "runs").read_text() == "\n"
+    assert (scratch / "runs").read_text() == "\n" * (len(list(build.SOURCES.glob("*.cpp"))) + 1)
     assert [str(path) for path in (scratch / "penstock").iterdir()] == list(answers)
     monkeypatch.setenv("CXX", str(copy))
     said: list[str] = []

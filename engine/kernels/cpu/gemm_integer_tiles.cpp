@@ -1,7 +1,6 @@
 // Products of integers by tiles, for many rows: see gemm_integers.h. One or the other multiplies.
-#pragma once
-
 #include "gemm_integers.h"
+#include "gemms.h"
 
 namespace penstock {
 
@@ -138,8 +137,7 @@ inline void integers_by_tiles(const Linear& linear, int panel, int panels, const
 
 #endif
 
-// sums [panels][rows, padded to tiles][16] = rows of int8 times the panels.
-inline void multiply_integers(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums) {
+void multiply_integers(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums) {
     const size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
 #if PENSTOCK_TILES
     if (rows > kIntegerRows) return integers_by_tiles(linear, panel, panels, x, rows, sums, by_panel);

@@ -4,9 +4,7 @@
 // tiles and for pairs), and multiplied as any other weight. So an output has the bits of the product with the weight
 // that the code stands for, rounded to that type. Only where all of a row in e4m3 has one scale, the numbers are
 // multiplied, which bfloat16 holds exactly, and the sums are scaled.
-#pragma once
-
-#include "gemm_tiles.h"
+#include "gemms.h"
 
 namespace penstock {
 
@@ -316,8 +314,7 @@ inline void coded_by_tiles(const Linear& linear, int panel, int panels, const Ac
 
 #endif
 
-// The same, however it is done here.
-inline void multiply_coded(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
+void multiply_coded(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
                            size_t by_panel) {
 #if PENSTOCK_TILES
     if (linear.form == Form::bf16) return coded_by_tiles(linear, panel, panels, x, rows, sums, by_panel);

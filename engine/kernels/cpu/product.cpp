@@ -1,59 +1,9 @@
-// A whole linear applied to rows of activations, cut into chunks for the team.
-#pragma once
-
-#include "gemm_coded.h"
-#include "gemm_integer_tiles.h"
+// One chunk of a product: sums by the kind of its weights, and the outputs that they become.
+#include "gemm_integers.h"
+#include "gemms.h"
+#include "outputs.h"
 
 namespace penstock {
-
-constexpr int kRowBlock = 96;      // rows per chunk, by vectors
-constexpr int kTileRowBlock = 512; // by tiles, and not more than kHeldBytes, but
-constexpr int kLeastRowBlock = 256;
-constexpr size_t kHeldBytes = 800 << 10;  // of rows that stay in the second-level cache while panels pass
-constexpr int kChunkPanels = 16;   // at most, per chunk; half as many by tiles
-
-// What the sums of one chunk take: the scratch of a team's worker.
-constexpr size_t kSumsBytes = sizeof(float) * kPanel * std::max(kChunkPanels * kRowBlock, kChunkPanels / 2 * kTileRowBlock);
-
-// Of a gated linear, the activation of the gates; the last, that of the outputs of one that is not.
-enum class Gate : int32_t { silu = 0, gelu = 1, relu2 = 2 };
-
-// An activation with more to it: f(min(gate, limit)) * (clamp(up, -limit, limit) + shift), where silu is
-// x * sigmoid(alpha * x). Of a linear that is not gated, f(min(x, limit)).
-struct Bend {
-    Gate f;
-    float limit;  // or infinity
-    float alpha, shift;
-};
-
-constexpr Bend kSquaredRelu{Gate::relu2, std::numeric_limits<float>::infinity(), 1.0f, 0.0f};
-
-// out [rows][n] = (x times the linear, + bias; of a gated one activation(gate) * up; or relu2 of it) * scale, capped, +
-// residual. `out` may be `residual`.
-struct Product {
-    const Linear* linear;
-    Activations x;
-    int rows;
-    void* out;
-    size_t ldo;
-    Form out_form;          // float32, or bfloat16 without a residual
-    const float* residual;  // with out's stride, or null
-    const Linear* next;     // the linear of the next product, or null
-    Gate gate = Gate::silu;
-    float scale = 1.0f;
-    float softcap = 0.0f;   // c: y becomes c tanh(y / c); 0 is none
-    const Bend* bend = nullptr;  // in place of the gate, or null
-};
-
-struct Cut {
-    int panels;  // per chunk
-    int rows;    // per chunk
-    int panel_chunks;
-    int row_chunks;
-    int ahead;  // chunks of panels from the one in work to the same thread's next
-
-    uint32_t chunks() const { return static_cast<uint32_t>(panel_chunks * row_chunks); }
-};
 
 inline bool by_tiles([[maybe_unused]] const Linear& linear, [[maybe_unused]] int rows) {
 #if PENSTOCK_TILES
@@ -63,9 +13,7 @@ inline bool by_tiles([[maybe_unused]] const Linear& linear, [[maybe_unused]] int
 #endif
 }
 
-// Enough chunks that a thread which loses its core leaves the others work, none so small that claiming it shows. There
-// may be several such linears in a phase.
-inline Cut cut(const Linear& linear, int rows, int threads, int linears = 1) {
+Cut cut(const Linear& linear, int rows, int threads, int linears) {
     const int parts = linear.row_parts();
     rows *= parts;
     const bool tiles = by_tiles(linear, rows);
@@ -79,146 +27,6 @@ inline Cut cut(const Linear& linear, int rows, int threads, int linears = 1) {
     panels = std::min(panels, tiles ? kChunkPanels / 2 : kChunkPanels);
     const int rows_of_chunk = round_up(divide_up(rows, row_chunks), tiles ? 32 : parts);
     return {panels, rows_of_chunk / parts, divide_up(linear.panels, panels), row_chunks, threads};
-}
-
-// 1 / (1 + e^-x), from the exponential that cannot overflow.
-template <class V>
-PENSTOCK_INLINE V sigmoid(V x) {
-    const V one = all<V>(1.0f), e = exp_below((V)((IntsOf<V>)x | std::numeric_limits<int32_t>::min()));
-    return (x < V{} ? e : one) / (one + e);
-}
-
-template <class V>
-PENSTOCK_INLINE V silu(V x) {
-    return x * sigmoid(x);
-}
-
-// x * Phi(x) by its approximation with tanh, which is x * sigmoid(2 u).
-template <class V>
-PENSTOCK_INLINE V gelu(V x) {
-    return x * sigmoid(all<V>(1.5957691216057308f) * (x + all<V>(0.044715f) * x * x * x));
-}
-
-// f(min(x, limit)); NaN stays as it is.
-PENSTOCK_INLINE wide bent(const Bend& by, wide x) {
-    const wide limit = all<wide>(by.limit), y = x > limit ? limit : x;
-    if (by.f == Gate::gelu) return gelu(y);
-    if (by.f == Gate::relu2) return y < wide{} ? wide{} : y * y;
-    return y * sigmoid(y * all<wide>(by.alpha));
-}
-
-PENSTOCK_INLINE wide lifted(const Bend& by, wide up) {
-    const wide limit = all<wide>(by.limit), below = up > limit ? limit : up;
-    return (below < -limit ? -limit : below) + all<wide>(by.shift);
-}
-
-// Some rows of sums, and the outputs that they become: times scales, plus bias, through the activation, plus residual.
-template <class Sum>
-struct Outputs {
-    const Sum* sums;  // [panels][by_panel / 16][16]
-    size_t by_panel;
-    const float* panel_scales;  // [panels][16], or null
-    const float* row_scales;    // of int8 rows, or null
-    const float* bias;          // [panels][16], or null
-    char* out;
-    const char* residual;  // or null
-    size_t stride;         // bytes between rows of out, and of the residual
-    int columns;           // from the first to the last that there is
-    Gate gate;
-    float scale, softcap;
-    const Bend* bend;
-};
-
-template <class Sum>
-Outputs<Sum> outputs_of(const Product& job, int panel, int row, const Sum* sums, size_t by_panel) {
-    const Linear& linear = *job.linear;
-    const int column = (linear.gated ? panel / 2 : panel) * kPanel;
-    const size_t size = size_of(job.out_form), place = static_cast<size_t>(row) * job.ldo + column;
-    const bool is_scaled = std::is_same_v<Sum, int32_t> || linear.scales_sums();
-    return {sums,
-            by_panel,
-            is_scaled ? linear.panel_scales(panel) : nullptr,
-            job.x.form == Form::int8 ? job.x.scales + row : nullptr,
-            linear.bias.data ? linear.bias.at<float>(panel, 0) : nullptr,
-            static_cast<char*>(job.out) + place * size,
-            job.residual ? reinterpret_cast<const char*>(job.residual + place) : nullptr,
-            job.ldo * size,
-            linear.n - column,
-            job.gate,
-            job.scale,
-            job.softcap,
-            job.gate == Gate::relu2 ? &kSquaredRelu : job.bend};
-}
-
-PENSTOCK_INLINE void store_as(float* out, wide y) { store(out, y); }
-PENSTOCK_INLINE void store_as(BFloat* out, wide y) { store_operands(out, y); }
-PENSTOCK_INLINE void store_as(float* out, float y) { *out = y; }
-PENSTOCK_INLINE void store_as(BFloat* out, float y) { *out = tile_operand(y); }
-
-// Writes the first `count` of y plus the residual.
-template <class Out>
-PENSTOCK_INLINE void put(Out* out, const float* residual, wide y, int count) {
-    if (count >= kWide) return store_as(out, residual ? y + load_as<wide>(residual) : y);
-    for (int i = 0; i < count; i++) store_as(out + i, residual ? residual[i] + y[i] : y[i]);
-}
-
-// Rows [from, end) of a panel, or of a gated linear's two that belong together.
-template <class Sum, bool kGated, class Out>
-void finish_panel(const Outputs<Sum>& to, int panel, int from, int end) {
-    const float scale = to.scale, softcap = to.softcap;  // here, where no store can change them
-    const bool is_silu = to.gate == Gate::silu, is_plain = scale == 1.0f && softcap == 0.0f;
-    for (int j = 0; j < kPanel; j += kWide) {
-        const int column = (kGated ? panel / 2 : panel) * kPanel + j, count = to.columns - column;
-        if (count <= 0) return;
-        const size_t factor = static_cast<size_t>(panel) * kPanel + j;
-        for (int r = from; r < end; r++) {
-            const auto output = [&](int q) __attribute__((always_inline)) {
-                const Sum* sums = to.sums + (panel + q) * to.by_panel + r * kPanel + j;
-                wide y;
-                if constexpr (std::is_same_v<Sum, int32_t>) {
-                    wide_int exact;
-                    std::memcpy(&exact, sums, sizeof exact);
-                    y = __builtin_convertvector(exact, wide);
-                } else {
-                    y = load_as<wide>(sums);
-                }
-                if (to.panel_scales) y = y * load_as<wide>(to.panel_scales + factor + q * kPanel);
-                if (to.row_scales) y = y * all<wide>(to.row_scales[r]);
-                if (to.bias) y = y + load_as<wide>(to.bias + factor + q * kPanel);
-                return y;
-            };
-            wide y = output(0);
-            if (to.bend)
-                y = kGated ? bent(*to.bend, y) * lifted(*to.bend, output(kGated)) : bent(*to.bend, y);
-            else if constexpr (kGated)
-                y = (is_silu ? silu(y) : gelu(y)) * output(1);
-            if (!is_plain) {
-                y = y * all<wide>(scale);
-                if (softcap > 0.0f) y = all<wide>(softcap) * tanh(y / all<wide>(softcap));
-            }
-            const char* residual = to.residual ? to.residual + r * to.stride : nullptr;
-            put(reinterpret_cast<Out*>(to.out + r * to.stride) + column,
-                residual ? reinterpret_cast<const float*>(residual) + column : nullptr, y, count);
-        }
-    }
-}
-
-template <class Sum>
-using FinishPanel = void (*)(const Outputs<Sum>&, int panel, int from, int end);
-
-template <class Sum>
-FinishPanel<Sum> finish_of(const Product& job) {
-    if (job.out_form == Form::bf16)
-        return job.linear->gated ? finish_panel<Sum, true, BFloat> : finish_panel<Sum, false, BFloat>;
-    return job.linear->gated ? finish_panel<Sum, true, float> : finish_panel<Sum, false, float>;
-}
-
-constexpr int kRowsAhead = 12;
-
-// The lines of outputs that will be written lie in the other core's cache, often, and writes wait for one another.
-template <class Sum>
-PENSTOCK_INLINE void fetch_outputs(const Outputs<Sum>& to, size_t column, int from, int end) {
-    for (int r = from; r < end; r++) __builtin_prefetch(to.out + r * to.stride + column, 1);
 }
 
 inline void finish(const Product& job, int panel, int panels, int row, int rows, const float* sums, size_t by_panel) {
@@ -522,7 +330,6 @@ inline const void* guess_next(const Product& job, const Cut& by, int panel) {
     return job.next && job.next->type == job.linear->type ? job.next->panel<char>(0) : job.linear->panel<char>(panel);
 }
 
-// One chunk. By vectors, neighbouring chunks share their weights, which are then still in the cache; by tiles they share their
 // Sums of rows, which were those of pairs of them.
 inline void add_neighbours(float* sums, int panels, int rows, size_t by_panel) {
     for (int p = 0; p < panels; p++, sums += by_panel)
@@ -533,11 +340,12 @@ inline void add_neighbours(float* sums, int panels, int rows, size_t by_panel) {
             }
 }
 
+// One chunk. By vectors, neighbouring chunks share their weights, which are then still in the cache; by tiles they share their
 // rows, of which the cache holds more.
-inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* sums) {
+void multiply(const Product& job, const Cut& by, uint32_t chunk, float* sums) {
     const Linear& linear = *job.linear;
     const int number = static_cast<int>(chunk);
-    const bool shares_rows = by_tiles(linear, job.rows);
+    const bool shares_rows = by_tiles(linear, job.rows * linear.row_parts());
     const int panel = (shares_rows ? number % by.panel_chunks : number / by.row_chunks) * by.panels;
     const int row = (shares_rows ? number / by.panel_chunks : number % by.row_chunks) * by.rows;
     const int panels = std::min(by.panels, linear.panels - panel);
@@ -560,17 +368,12 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
         multiply_coded(linear, panel, panels, x, rows, sums, by_panel);
     } else {
         by_panel = static_cast<size_t>(rows) * kPanel;
-        with_weights(linear, [&](auto* w) {
-            using W = std::remove_pointer_t<decltype(w)>;
-            multiply_floats<W>(linear, panel, panels, x.row<Activation<W>>(0), x.stride / sizeof(Activation<W>), rows,
-                               sums, guess_next(job, by, panel));
-        });
+        multiply_floats(linear, panel, panels, x, rows, sums, guess_next(job, by, panel));
     }
     finish(job, panel, panels, row, rows, sums, by_panel);
 }
 
-// One product of float32 rows as a program of its own; rows are converted first where the linear wants them otherwise.
-inline void apply(Team& team, const Linear& linear, const float* x, size_t ldx, int rows, float* out) {
+void apply(Team& team, const Linear& linear, const float* x, size_t ldx, int rows, float* out) {
     Prepared prepared;
     Activations activations = floats(x, ldx);
     if (linear.form != Form::f32) {
