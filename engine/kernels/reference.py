@@ -190,9 +190,9 @@ def rotate_and_write(
     Queries and keys go through `rms_norm` over each head, or over all heads as one row (if the model has these norms),
     then `rotary`, or the other way round; keys and values are stored in their places.
 
-    Before keys are rounded to 8 bits they are spread: both halves of a head go through `quant.rotation.rotated`, or else
-    a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and the
-    products are what they were. (Values have no such channels.)
+    Before keys are rounded to 8 bits they are spread: both halves of a head go through `quant.rotation.rotated`, or
+    else a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and
+    the products are what they were. Values have no such channels.
 
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.

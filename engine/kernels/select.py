@@ -315,9 +315,7 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
                 batch.positions, torch.zeros(2, dtype=torch.int64, device=device), angles, angles
             )
             spreads = is_quantized(kernels.kv_dtype)
-            kernels.rotate_and_write(
-                qkv, None, None, 1e-6, places, kv.layer(number), shape, spreads=spreads
-            )
+            kernels.rotate_and_write(qkv, None, None, 1e-6, places, kv.layer(number), shape, spreads=spreads)
 
     def attention() -> None:
         for shape, layers in shapes.items():

@@ -93,15 +93,18 @@ def _bits_of_e4m3(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def rotated(x: tl.tensor, ROWS: tl.constexpr, SIZE: tl.constexpr, ROTATION: tl.constexpr) -> tl.tensor:
-    """x of ROWS x SIZE numbers in float32 as [ROWS, SIZE], whose blocks of ROTATION are rotated as in `quant.rotation`."""
+    """ROWS x SIZE numbers in float32 as [ROWS, SIZE], whose blocks are rotated as in `quant.rotation`."""
     x = x.reshape(ROWS, SIZE)
     if ROTATION > 1:
         i = tl.arange(0, SIZE)[None, :] % ROTATION
         both = i & i >> 1
         x *= 1.0 - 2.0 * ((both ^ both >> 2 ^ both >> 4) & 1).to(tl.float32)
     for step in tl.static_range(1, 8):
-        if ROTATION >> step > 0:
-            half: tl.constexpr = ROTATION >> step
-            a, b = x.reshape(ROWS * SIZE // (2 * half), 2, half).permute(0, 2, 1).split()
+        if ROTATION >> step > 0:  # a constexpr for half a block could not be assigned anew
+            a, b = (
+                x.reshape(ROWS * SIZE // (2 * (ROTATION >> step)), 2, ROTATION >> step)
+                .permute(0, 2, 1)
+                .split()
+            )
             x = tl.join(a + b, a - b).permute(0, 2, 1).reshape(ROWS, SIZE)
     return x
