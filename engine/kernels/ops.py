@@ -63,6 +63,7 @@ class RotateAndWrite(Protocol):
         *,
         norms_last: bool = False,
         norms_values: bool = False,
+        spreads: bool = False,
     ) -> Tensor: ...
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import LARGEST_NUMBER, SCALE_BYTES, KVShape, is_quantized
+from engine.quant.rotation import block_size, rotated
 
 MAX_QUERIES = 128
 """Queries of one sequence that attention scores at a time."""
@@ -182,17 +183,23 @@ def rotate_and_write(
     *,
     norms_last: bool = False,
     norms_values: bool = False,
+    spreads: bool = False,
 ) -> Tensor:
     """All that is done to queries, keys and values between their projection and attention.
 
     Queries and keys go through `rms_norm` over each head, or over all heads as one row (if the model has these norms),
     then `rotary`, or the other way round; keys and values are stored in their places.
 
+    Before keys are rounded to 8 bits they are spread: both halves of a head go through `quant.rotation.rotated`, or
+    else a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and
+    the products are what they were. Values have no such channels.
+
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.
         q_norm, k_norm: [head_dim] or [heads * head_dim], both or neither.
         norms_last: whether the norms follow the rotation.
         norms_values: whether values go through the norm of each head, too, without weights.
+        spreads: whether queries and keys are spread, which a quantized cache wants.
         layer_kv: [2, num_blocks, stored elements of a block], is written. None for a layer that has no keys and values
             of its own: `qkv` is [T, num_heads * head_dim], and there is no `k_norm`.
 
@@ -214,10 +221,14 @@ def rotate_and_write(
         values = rms_norm(values, values.new_ones(shape.head_dim), eps)
     if not norms_last:
         queries, keys = rotary(queries, cos, sin), rotary(keys, cos, sin)
-    if layer_kv is not None:
-        write_kv(layer_kv, keys, values, places.in_cache)
     if places.q_scales is not None:
         queries = (queries * places.q_scales[places.positions][:, None, None]).to(queries.dtype)
+    if spreads:
+        block = block_size(shape.head_dim // 2)
+        queries = (rotated(queries.float(), block) / block).to(queries.dtype)
+        keys = rotated(keys.float(), block)
+    if layer_kv is not None:
+        write_kv(layer_kv, keys, values, places.in_cache)
     return queries.contiguous()
 
 

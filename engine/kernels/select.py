@@ -14,7 +14,7 @@ from engine.config import LoadOptions, ModelConfig
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
 from engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape
+from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_quantized
 from engine.kernels.linear import Linear, LinearPacker
 from engine.kernels.ops import Kernels, Say, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
@@ -314,7 +314,8 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
             places = TokenPlaces(
                 batch.positions, torch.zeros(2, dtype=torch.int64, device=device), angles, angles
             )
-            kernels.rotate_and_write(qkv, None, None, 1e-6, places, kv.layer(number), shape)
+            spreads = is_quantized(kernels.kv_dtype)
+            kernels.rotate_and_write(qkv, None, None, 1e-6, places, kv.layer(number), shape, spreads=spreads)
 
     def attention() -> None:
         for shape, layers in shapes.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVCache, KVShape, is_quantized
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Attend, Kernels
 from engine.kernels.ranks import embed
@@ -253,6 +253,7 @@ class Decoder:
             place.shape,
             norms_last=attention.norms_after_rotation,
             norms_values=attention.norms_values,
+            spreads=is_quantized(layer_kv.dtype),
         )
         attended = step.attend[place.shape](
             queries,

@@ -16,6 +16,7 @@
 
 #include "activations.h"
 #include "gemm.h"
+#include "rotation.h"
 #include "tiles.h"
 
 namespace penstock {
@@ -41,6 +42,7 @@ struct Shape {
 
     int group() const { return num_heads / num_kv_heads; }
     int q_size() const { return num_heads * head_dim; }
+    int spread() const { return std::min(kMostRotated, head_dim / 2 & -(head_dim / 2)); }  // inputs of a rotated block
     int kv_size() const { return num_kv_heads * head_dim; }
     size_t head_elements() const { return static_cast<size_t>(head_dim) * kBlockTokens; }  // of a block
 };
@@ -219,7 +221,8 @@ void write_head(const float* x, int head_dim, const HeadInBlock<W>& head, int of
     }
 }
 
-// One token's queries in place (ready to be multiplied with keys), its keys and values into the cache.
+// One token's queries in place (ready to be multiplied with keys), its keys and values into the cache. Keys of 8 bits are
+// spread before they are rounded, and so are queries: see rotate_and_write in kernels/reference.py.
 template <class W>
 void place_token(const AttentionStep& step, int token, size_t block) {
     const Shape& shape = *step.shape;
@@ -230,9 +233,12 @@ void place_token(const AttentionStep& step, int token, size_t block) {
     // Softmax is in powers of 2; scores that are capped come to that later.
     const float scale = (shape.softcap > 0.0f ? 1.0f / shape.softcap : 1.44269504088896341f) / shape.divisor;
     const float more = shape.q_scales ? shape.q_scales[position] : 1.0f;
-    prepare_heads(row, shape.num_heads, shape.q_norm, shape, position, scale * more);
+    const int spread = kIsScaled<W> ? shape.spread() : 1;
+    prepare_heads(row, shape.num_heads, shape.q_norm, shape, position, scale * more / static_cast<float>(spread));
+    if (spread > 1) rotate(row, shape.q_size(), spread, row);
     if (shape.shares) return;
     prepare_heads(keys, shape.num_kv_heads, shape.k_norm, shape, position, 1.0f);
+    if (spread > 1) rotate(keys, shape.kv_size(), spread, keys);
     for (int h = 0; h < shape.num_kv_heads; h++) {
         if (shape.v_norm) rms_norm(values + h * d, shape.v_norm, d, shape.eps, values + h * d);
         const HeadInBlock<W> k(step.keys + block * step.stride, shape, h);

@@ -89,3 +89,22 @@ def _bits_of_e4m3(x: tl.tensor) -> tl.tensor:
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     return tl.where(x < 0.015625, _nearest_integer(x * 512.0).to(tl.int32), normal)
+
+
+@triton.jit
+def rotated(x: tl.tensor, ROWS: tl.constexpr, SIZE: tl.constexpr, ROTATION: tl.constexpr) -> tl.tensor:
+    """ROWS x SIZE numbers in float32 as [ROWS, SIZE], whose blocks are rotated as in `quant.rotation`."""
+    x = x.reshape(ROWS, SIZE)
+    if ROTATION > 1:
+        i = tl.arange(0, SIZE)[None, :] % ROTATION
+        both = i & i >> 1
+        x *= 1.0 - 2.0 * ((both ^ both >> 2 ^ both >> 4) & 1).to(tl.float32)
+    for step in tl.static_range(1, 8):
+        if ROTATION >> step > 0:  # a constexpr for half a block could not be assigned anew
+            a, b = (
+                x.reshape(ROWS * SIZE // (2 * (ROTATION >> step)), 2, ROTATION >> step)
+                .permute(0, 2, 1)
+                .split()
+            )
+            x = tl.join(a + b, a - b).permute(0, 2, 1).reshape(ROWS, SIZE)
+    return x

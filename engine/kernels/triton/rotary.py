@@ -17,7 +17,8 @@ from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVShape, numbers_and_scales
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.triton.norms import rms_norm
-from engine.kernels.triton.numbers import rounded_to
+from engine.kernels.triton.numbers import rotated, rounded_to
+from engine.quant.rotation import block_size
 
 HEADS_PER_PROGRAM = 8
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 64}
@@ -36,6 +37,7 @@ def rotate_and_write(
     *,
     norms_last: bool = False,
     norms_values: bool = False,
+    spreads: bool = False,
 ) -> Tensor:
     """Does what `reference.rotate_and_write` does; the queries are all that is allocated, but for norms of rows.
 
@@ -71,6 +73,7 @@ def rotate_and_write(
             NORMS=q_norm is not None,
             NORMS_LAST=norms_last,
             NORMS_VALUES=norms_values,
+            SPREAD=block_size(shape.head_dim // 2) if spreads else 0,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=shape.head_dim,
@@ -127,6 +130,7 @@ def rotate_and_write_kernel(
     NORMS: tl.constexpr,
     NORMS_LAST: tl.constexpr,
     NORMS_VALUES: tl.constexpr,
+    SPREAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -187,12 +191,17 @@ def rotate_and_write_kernel(
         ready_first = (ready_first.to(tl.float32) * by).to(dtype)
         ready_second = (ready_second.to(tl.float32) * by).to(dtype)
 
+    if SPREAD > 0:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        ready_first = rotated(ready_first.to(tl.float32), GROUP, PAIRS, SPREAD)
+        ready_second = rotated(ready_second.to(tl.float32), GROUP, PAIRS, SPREAD)
     first = tl.where(is_value, first, ready_first)
     second = tl.where(is_value, second, ready_second)
 
     query = queries + row * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + pairs
-    tl.store(query, first, mask=inside & is_query)
-    tl.store(query + half, second, mask=inside & is_query)
+    UNSPREAD: tl.constexpr = 1.0 / SPREAD if SPREAD > 0 else 1.0
+    tl.store(query, (first * UNSPREAD).to(dtype), mask=inside & is_query)
+    tl.store(query + half, (second * UNSPREAD).to(dtype), mask=inside & is_query)
 
     if layer_kv is not None:
         first_stored = tl.where(stored_at >= 0, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.numbers import rounded_to
+from engine.kernels.triton.numbers import rotated, rounded_to
 
 
 @triton.jit
@@ -62,13 +62,4 @@ def rotate_rows_kernel(
 def _values(place: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr, ROTATION: tl.constexpr) -> tl.tensor:
     """SIZE numbers in float32, rotated by blocks of ROTATION."""
     values = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    if ROTATION > 0:
-        i = tl.arange(0, SIZE) % ROTATION
-        both = i & i >> 1
-        values *= 1.0 - 2.0 * ((both ^ both >> 2 ^ both >> 4) & 1).to(tl.float32)
-    for step in tl.static_range(1, 8):
-        if ROTATION >> step > 0:
-            half: tl.constexpr = ROTATION >> step
-            a, b = values.reshape(SIZE // (2 * half), 2, half).permute(0, 2, 1).split()
-            values = tl.join(a + b, a - b).permute(0, 2, 1).reshape(SIZE)
-    return values
+    return rotated(values, 1, SIZE, ROTATION).reshape(SIZE)

@@ -97,9 +97,10 @@ class RotationInput:
         cache = KVCache(KVLayout.even(self.layer.shape, 1), self.num_blocks, dtype, device)
         return cache.data.copy_(torch.arange(cache.data.numel(), device=device).view_as(cache.data) % 251)[0]
 
-    def run(self, function: RotateAndWrite, kv: Tensor) -> Tensor:
+    def run(self, function: RotateAndWrite, kv: Tensor, *, spreads: bool = False) -> Tensor:
         """The queries of the rows that have a slot."""
-        queries = function(self.qkv, self.q_norm, self.k_norm, EPS, self.places, kv, self.layer.shape)
+        norms, rest = (self.q_norm, self.k_norm), (EPS, self.places, kv, self.layer.shape)
+        queries = function(self.qkv, *norms, *rest, spreads=spreads)
         assert queries.is_contiguous()
         return queries[self.places.in_cache >= 0]
 

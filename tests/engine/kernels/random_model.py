@@ -14,7 +14,7 @@ from engine.config import ModelConfig
 from engine.kernels import reference
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
-from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout, KVShape, is_quantized
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.lowering import program
@@ -228,7 +228,9 @@ class PlainModel:
             eps, layer_kv = c.config.spec.norm_eps, self.kv.layer(index)
             window, shape = c.config.attentions[index].window, self.kv.layout.places[index].shape
             qkv = F.linear(reference.rms_norm(hidden, input_norm, eps), *layer["qkv"])
-            queries = reference.rotate_and_write(qkv, q_norm, k_norm, eps, places, layer_kv, shape)
+            queries = reference.rotate_and_write(
+                qkv, q_norm, k_norm, eps, places, layer_kv, shape, spreads=is_quantized(layer_kv.dtype)
+            )
             hidden = hidden + F.linear(attention(queries, layer_kv, window), *layer["o"])
             gate_up = F.linear(reference.rms_norm(hidden, post_norm, eps), *layer["gate_up"])
             hidden = hidden + F.linear(reference.glu(gate_up), *layer["down"])

@@ -20,6 +20,7 @@ from engine.kernels.cpu.native import (
     Team,
 )
 from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from engine.quant.rotation import block_size, rotated
 from tests.engine import ranges
 from tests.engine.kernels.levels import ARM_LEVELS, LEVELS, SHAPE_LEVELS, build_levels, library_of, params
 from tests.engine.kernels.random_model import CPU, NUM_BLOCKS, WITH_TILES, Prompts
@@ -183,6 +184,14 @@ def stored(x: Range, dtype: torch.dtype) -> Range:
     return quantized(x) if dtype == torch.int8 else x.rounded(dtype)
 
 
+def spread(x: Range, dtype: torch.dtype) -> Range:
+    """Queries, times the size of a block, or keys as a cache of a type wants them."""
+    if dtype != torch.int8:
+        return x
+    head_dim = x.low.shape[-1]
+    return dot(x, exactly(rotated(torch.eye(head_dim), block_size(head_dim // 2))))
+
+
 def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool) -> Range:
     """The attention of a whole sequence, [tokens, heads, head_dim]."""
     shape, half = layer.shape, layer.shape.head_dim // 2
@@ -190,13 +199,15 @@ def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool
     queries, *written = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cos, sin = COS[: len(tokens), :half], SIN[: len(tokens), :half]
     turned = ranges.rotary(exactly(queries), cos, sin).scaled(math.log2(math.e) * shape.head_dim**-0.5)
-    turned = turned.widened(2 * UNIT)
+    turned = spread(turned.widened(2 * UNIT), dtype)
+    if dtype == torch.int8:
+        turned = turned.scaled(1 / block_size(half))
     is_integer = dtype == torch.int8 and not tiles
     if tiles:
         turned = turned.rounded(torch.bfloat16)
     elif is_integer:
         turned = quantized(turned, 2**15 - 1)
-    keys = stored(ranges.rotary(exactly(written[0]), cos, sin), dtype)
+    keys = stored(spread(ranges.rotary(exactly(written[0]), cos, sin), dtype), dtype)
     values = stored(exactly(written[1]), dtype)
     value_scales = scales_of(exactly(written[1]), 127).high[..., 0]
     places = torch.arange(len(tokens))

@@ -184,6 +184,29 @@ def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int, kv_d
     assert torch.equal(*found)
 
 
+def test_channels_of_keys_that_stand_out_leave_bits_to_the_others() -> None:
+    """Two channels of keys are 50 times the rest: only spread keys keep what integers of 8 bits can tell of scores."""
+    shape, num_tokens = KVShape(num_kv_heads=1, head_dim=64, block_size=16), 48
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = torch.randn(3, num_tokens, 1, 64, generator=generator)
+    keys[..., [5, 40]] = 50 + keys[..., [5, 40]] / 50
+    queries[..., [5, 40]] /= 50
+    qkv = torch.cat([queries, keys, values], 1).flatten(1)
+    batch = make_batch([(0, num_tokens)])
+    batch.block_tables = int32([[1, 2, 3]])
+    angles = torch.zeros(num_tokens, 32)
+    places = TokenPlaces(batch.positions, kv_places(batch, 16), angles.cos(), angles.sin())
+    attended = {}
+    for dtype, spreads in ((torch.float32, False), (torch.int8, False), (torch.int8, True)):
+        kv = KVCache(KVLayout.even(shape, 1), 4, dtype, CPU)
+        turned = rotate_and_write(qkv, None, None, 0.0, places, kv.layer(0), shape, spreads=spreads)
+        attended[dtype, spreads] = PagedAttention(batch, shape)(turned, kv.layer(0), 0)
+    exact = attended.pop((torch.float32, False))
+    plain, spread = ((found - exact).norm() / exact.norm() for found in attended.values())
+    assert plain > 0.06, spread
+    assert spread < 0.02
+
+
 @pytest.mark.parametrize("norms", [False, True])
 def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(norms: bool) -> None:
     kv, num_tokens = KVCache(KVLayout.even(SHAPE, 1), 3, torch.float32, CPU), 3

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.kernels.triton import activation, inputs, norms, rotary
+from engine.quant.rotation import block_size
 from tests.engine.kernels.triton.compiling import Case
 
 OPTIONS = {"enable_fp_fusion": False}
@@ -107,6 +108,7 @@ def rotate_and_write(
         "BLOCK_STRIDE": size.num_kv_heads * 16 * (size.head_dim + (4 if kv_dtype else 0)),
         "GROUP": rotary.HEADS_PER_PROGRAM,
         "PAIRS": power_of_2(size.head_dim // 2),
+        "SPREAD": block_size(size.head_dim // 2) if kv_dtype else 0,
     }
     if kv_dtype is None:
         constants["layer_scales"] = None

@@ -12,6 +12,7 @@ from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout
 from engine.kernels.reference import TokenPlaces, write_kv
 from engine.kernels.triton import rotary
 from engine.kernels.triton.rotary import kv_places, rotate_and_write
+from engine.quant.rotation import block_size, rotated
 from tests.engine.kernels.random_inputs import EPS, Layer, RotationInput
 from tests.engine.kernels.test_reference import BLOCK_SIZE, SEQUENCES, make_batch
 from tests.engine.kernels.triton.dtypes import DTYPES
@@ -76,23 +77,26 @@ def test_values_may_be_normed_and_queries_may_be_alone(device: torch.device) -> 
 def test_a_quantized_cache_has_the_bits_of_the_specification(
     dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Quantized heads are those of the unquantized kernel, with zeros, large heads and lost ones among them."""
-    layer = Layer(6, 3, 20, 4, norms=False)
+    """Quantized heads are those of the unquantized kernel, with zeros, large heads and lost ones among them; keys are
+    spread before, and so are queries."""
+    layer = Layer(6, 3, 48, 4, norms=False)
     step = RotationInput(layer, 30, dtype, device, seed=4)
     step.places.in_cache.copy_(torch.randperm(NUM_BLOCKS * 4)[:30])
     step.places.in_cache[3] = -1
-    heads = step.qkv.view(30, 12, 20)
+    heads = step.qkv.view(30, 12, 48)
     heads[0, 9:] = 0.0
     heads[1, 9:] = -0.0
     heads[2, 9, 5], heads[4, 7, 2], heads[5, 10, 1] = torch.nan, torch.nan, torch.inf
     heads[6:9] *= 1000
     heads[9:12] *= 1e-6
     plain, found, expected = step.kv(dtype), *(quantized_kv(step, kv_dtype) for _ in range(2))
-    for kv in (plain, found):
-        step.run(rotate_and_write, kv)
-    stored = plain.view(2, NUM_BLOCKS, 3, 4, 20).transpose(2, 3).flatten(1, 2)
+    queries, spread = step.run(rotate_and_write, plain), step.run(rotate_and_write, found, spreads=True)
+    block = block_size(48 // 2)
+    assert torch.equal(spread, (rotated(queries.float(), block) / block).to(dtype))
+    stored = plain.view(2, NUM_BLOCKS, 3, 4, 48).transpose(2, 3).flatten(1, 2)
     slots = step.places.in_cache.clamp(min=0)
-    write_kv(expected, stored[0, slots], stored[1, slots], step.places.in_cache)
+    keys = rotated(stored[0, slots].float(), block)
+    write_kv(expected, keys, stored[1, slots], step.places.in_cache)
     assert not torch.equal(expected.view(torch.int8), quantized_kv(step, kv_dtype).view(torch.int8))
     same = found.view(torch.int32) == expected.view(torch.int32)
     both_nan = found.view(torch.float32).isnan() & expected.view(torch.float32).isnan()
