@@ -163,7 +163,8 @@ def _knows(compiler: list[str]) -> bool:
 
 
 def _compile(compiler: list[str], level: Level, output: Path) -> None:
-    command = [*compiler, *FLAGS, *level.flags, str(SOURCES / "api.cpp"), "-o", str(output)]
+    sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
+    command = [*compiler, *FLAGS, *level.flags, *sources, "-o", str(output)]
     # Temporary files go where the library goes, so that one folder needs room; messages come in the language that
     # _NO_ROOM is in.
     variables = {**os.environ, "TMPDIR": str(output.parent), "LC_ALL": "C"}
