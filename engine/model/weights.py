@@ -99,10 +99,12 @@ def load_weights(
         if config.spec.ties_embeddings:
             tied_head = reader.pack(head, head.given({"weight": copy} if head.stored == DENSE else stored))
     del stored
+    files.give_back()
     layers = []
     for layer in range(config.num_layers):
         specs = linear_specs(config, layer, recipe)
         layers.append(load_layer(config.spec.layers[layer], reader, layer, specs, config.spec.norm_eps))
+        files.give_back()
         trim_heap()  # of what is freed the C library keeps several layers, else
     final_norm = reader.norm(config.spec.final_norm)
     lm_head = tied_head or reader.linear(head)
@@ -367,7 +369,7 @@ class Reader:
         if isinstance(format, Integers) and isinstance(wanted, Integers):
             repacked = widen(repacked, format, wanted)
         elif format != wanted:
-            repacked = {"weight": format.unpack(repacked)}
+            repacked = {"weight": format.unpack(repacked).to(self.kernels.embedding_dtype)}
         return in_our_order(part, repacked)
 
     def _biases(self, spec: LinearSpec) -> Tensor | None:
