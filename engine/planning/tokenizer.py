@@ -224,7 +224,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _is_byte(token: str) -> bool:
-    return _BYTE_TOKEN.fullmatch(token) is not None
+    return token.startswith("<0x") and _BYTE_TOKEN.fullmatch(token) is not None
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special: bool) -> tokenizers.Encoding:
