@@ -23,7 +23,7 @@ from app.errors import OperatorError, describe_failure
 from app.keys import weights_of
 from app.listen import bind, check_exposure, is_loopback, port_of, url
 from app.log import configure_log, log
-from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
+from app.loop import Server, delay_garbage, loop_factory, settle_garbage, uvicorn_config
 from app.settings import Settings
 from engine.engine import EngineState
 from gateway.access.keys import Client
@@ -40,6 +40,7 @@ def serve(settings: Settings) -> int:
         signal.signal(number, _exit_at_once)
     configure_log(settings.log_level, settings.log_format, access=settings.access_log)
     started_s = time.monotonic()
+    delay_garbage()
     with contextlib.ExitStack() as sockets:
         listener = sockets.enter_context(bind(settings.host, settings.port))
         check_exposure(listener, settings)

@@ -156,10 +156,10 @@ class Fields:
     def strings(self, name: str, *allowed: str) -> list[str]:
         """The strings of a list, each of which must be one of the allowed, if any are given."""
         value = self._typed(name, list, "a list of strings", [])
-        if not all(isinstance(item, str) for item in value):
+        if not {*map(type, value)} <= {str}:
             raise self._fault(name, "a list of strings")
-        for item in value:
-            if allowed and item not in allowed:
+        for item in value if allowed else ():
+            if item not in allowed:
                 raise self._unsupported(name, item, allowed)
         return value
 
@@ -180,17 +180,15 @@ class Fields:
         """The entry as a tuple; in the file it is a whole number or a list of them."""
         value = self._values.get(name)
         items = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        if not {*map(type, items)} <= {int}:
             raise self._fault(name, "a whole number or a list of them")
         return tuple(cast("list[int]", items))
 
     def numbers(self, name: str) -> list[float]:
         """The entry as a list of finite numbers."""
         value = self._typed(name, list, "a list of numbers", [])
-        for item in value:
-            is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
-            if not (is_number and abs(item) <= _LARGEST):
-                raise self._fault(name, "a list of numbers")
+        if not ({*map(type, value)} <= {int, float} and all(abs(item) <= _LARGEST for item in value)):
+            raise self._fault(name, "a list of numbers")
         return value
 
     def bounds(self, name: str) -> tuple[float, float] | None:

@@ -35,6 +35,7 @@ from engine.model.checkpoint import read_config
 from engine.model.drafts import DraftSource
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.files import open_files
+from engine.model.gguf.container import forget_headers
 from engine.model.quantize_cache import Checkpoint, quantized
 from engine.model.split import split_config
 from engine.model.split_files import SplitFiles
@@ -90,6 +91,7 @@ def load_model(
     if options.keep_quantized:
         source = quantized(source, say, progress)
     weights = load_weights(source.config, source.files, kernels, progress, source.recipe)
+    forget_headers()
     table, sampler, buffers = _tables(config, kernels, options, max_model_len)
     if limits.card is not None:
         say(

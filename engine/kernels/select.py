@@ -56,16 +56,28 @@ def select(
     except native.NativeUnavailable as error:
         say(f"no native CPU kernels ({error}); plain torch in float32 serves instead, several times slower")
         return reference_kernels(device, dtype)
-    return native_kernels(team, dtype)
+    return native_kernels(team, dtype, keeps_types=_keeps_types(model, limits))
 
 
-def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
-    """C++ for the CPU; activations are float32, weights and KV are `dtype`, quantized weights are integers."""
+def _keeps_types(model: ModelConfig, limits: LoadOptions) -> bool:
+    """Whether what a checkpoint has in floating point stays in its type: in a GGUF file, beside integers, if no type is
+    asked for."""
+    own = model.quantization
+    return own is not None and own.text("quant_method") == "gguf" and limits.dtype == "auto"
+
+
+def native_kernels(team: native.Team, dtype: torch.dtype, *, keeps_types: bool = False) -> Kernels:
+    """C++ for the CPU; activations are float32, weights and KV are `dtype`, quantized weights are integers.
+
+    Args:
+        keeps_types: weights in floating point stay in their own type.
+    """
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
         if isinstance(format, native.PACKED):
             return native.PackedLinear.of(team, tensors, format, bias, gated, is_exact=dtype == torch.float32)
-        return native.PackedLinear(team, format.unpack(tensors), bias, dtype, gated)
+        weight = format.unpack(tensors)
+        return native.PackedLinear(team, weight, bias, weight.dtype if keeps_types else dtype, gated)
 
     def pack_experts(
         experts: Iterable[tuple[NamedTensors, Tensor | None]],

@@ -110,6 +110,12 @@ class TensorFiles:
             shape
         )
 
+    def give_back(self) -> None:
+        """Gives memory back that holds what was read; a tensor that is used again is read again, as it is on disk."""
+        for mapped in self._maps.values():
+            if hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
             with file.open("rb") as opened:

@@ -45,6 +45,9 @@ class SplitFiles(TensorFiles):
             if vector.sections
         }
 
+    def give_back(self) -> None:
+        self._files.give_back()
+
     def read(self, name: str) -> Tensor:
         tensor = self._files.read(name)
         if name in self._summed and self._ranks.rank:

@@ -52,6 +52,9 @@ class _Unstacked(TensorFiles):
             return self._files.own_name(name)
         return f"{self._files.own_name(found.stacked)} of expert {found.expert}"
 
+    def give_back(self) -> None:
+        self._files.give_back()
+
     def read(self, name: str) -> Tensor:
         found = self._slices.get(name)
         if found is None:

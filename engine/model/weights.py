@@ -50,6 +50,7 @@ from engine.quant.float8 import FLOAT8, Float8, Scaling
 from engine.quant.formats import DENSE, Format, NamedTensors, by_rows
 from engine.quant.integers import Integers, widen
 from engine.quant.storage import BadTensor
+from engine.quant.storages.gguf import BlockRows, Blocks, StoredBlocks
 from engine.quant.storages.names import LAYERS
 from engine.spec import (
     Attention,
@@ -98,10 +99,12 @@ def load_weights(
         if config.spec.ties_embeddings:
             tied_head = reader.pack(head, head.given({"weight": copy} if head.stored == DENSE else stored))
     del stored
+    files.give_back()
     layers = []
     for layer in range(config.num_layers):
         specs = linear_specs(config, layer, recipe)
         layers.append(load_layer(config.spec.layers[layer], reader, layer, specs, config.spec.norm_eps))
+        files.give_back()
         trim_heap()  # of what is freed the C library keeps several layers, else
     final_norm = reader.norm(config.spec.final_norm)
     lm_head = tied_head or reader.linear(head)
@@ -308,11 +311,36 @@ class Reader:
     def single(self, spec: LinearSpec) -> NamedTensors:
         """The tensors of its only part, which may be the memory of the mapped file."""
         (part,) = spec.parts
-        return self._part(part, spec.in_features, spec.stored)
+        repack = partial(self._part, part, spec.in_features, spec.stored)
+        return self._blocks(spec, repack) if self._reads_blocks(spec) else repack()
 
     def parts(self, spec: LinearSpec) -> NamedTensors:
-        """Its parts in the format that kernels are given, joined: a copy."""
+        """Its parts in the format that kernels are given, joined: a copy, or as they lie in the file."""
+        return (
+            self._blocks(spec, partial(self._joined, spec))
+            if self._reads_blocks(spec)
+            else self._joined(spec)
+        )
+
+    def _joined(self, spec: LinearSpec) -> NamedTensors:
         return spec.join([spec.given(self._part(part, spec.in_features, spec.stored)) for part in spec.parts])
+
+    def _reads_blocks(self, spec: LinearSpec) -> bool:
+        """Whether the kernels pack it from its parts as they lie in the file: all are ggml's blocks."""
+        return (
+            self.kernels.keeps_narrow
+            and spec.quantized is None
+            and all(isinstance(part.storage, Blocks) for part in spec.parts)
+        )
+
+    def _blocks(self, spec: LinearSpec, repack: Callable[[], NamedTensors]) -> StoredBlocks:
+        return StoredBlocks([self._rows(part) for part in spec.parts], repack)
+
+    def _rows(self, part: Part) -> BlockRows:
+        assert isinstance(part.storage, Blocks)
+        name = f"{part.name}.weight"
+        where = f"{self._files.entries[name].file}: {self._files.own_name(name)}"
+        return BlockRows(where, part.storage, self.read(name), part.order)
 
     def _part(self, part: Part, in_features: int, wanted: Format) -> NamedTensors:
         """The tensors of a part, repacked into the format that it and others are wanted in.
@@ -341,7 +369,7 @@ class Reader:
         if isinstance(format, Integers) and isinstance(wanted, Integers):
             repacked = widen(repacked, format, wanted)
         elif format != wanted:
-            repacked = {"weight": format.unpack(repacked)}
+            repacked = {"weight": format.unpack(repacked).to(self.kernels.embedding_dtype)}
         return in_our_order(part, repacked)
 
     def _biases(self, spec: LinearSpec) -> Tensor | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import models
 
 from engine.errors import CheckpointError
 
@@ -33,18 +34,24 @@ class Tokenizer:
     """
 
     def __init__(
-        self, json_text: str, config: dict[str, Any] | None = None, chat_template: str | None = None
+        self,
+        source: str | dict[str, Any],
+        config: dict[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> None:
-        """`config` is the content of tokenizer_config.json."""
+        """
+        Args:
+            source: the text of tokenizer.json; or the content that it would have, see `_made`.
+            config: the content of tokenizer_config.json.
+        """
         config = config or {}
-        self._parsing = tokenizers.Tokenizer.from_str(json_text)
-        # This twin does not look for special tokens in a text.
-        self._plain = tokenizers.Tokenizer.from_str(json_text)
+        content = json.loads(source) if isinstance(source, str) else source
+        # The second does not look for special tokens in a text.
+        self._parsing, self._plain = _parsed(source) if isinstance(source, str) else _made(source)
         self._plain.encode_special_tokens = True
         for twin in (self._parsing, self._plain):
             twin.no_truncation()
             twin.no_padding()
-        content = json.loads(json_text)
         decoder = content.get("decoder") or {}
         self.is_byte_level: bool = any(
             part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ()))
@@ -186,12 +193,38 @@ class Tokenizer:
             return str(token).encode()
 
 
+def _parsed(text: str) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """Two tokenizers of the text of a tokenizer.json."""
+    return tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(text)
+
+
+def _made(content: dict[str, Any]) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """Two tokenizers of what a tokenizer.json would say of a BPE whose vocabulary has all added tokens.
+
+    They have one model, and nothing that is large is written as JSON and parsed again.
+    """
+    own = content["model"]
+    model = models.BPE(**{name: value for name, value in own.items() if name != "type" and value is not None})
+    empty = {**own, "vocab": {}, "merges": [], "unk_token": None}
+    frame = json.dumps({**content, "added_tokens": [], "model": empty})
+    twins = _parsed(frame)
+    for twin in twins:
+        twin.model = model
+        twin.add_tokens(
+            [
+                tokenizers.AddedToken(**{name: value for name, value in token.items() if name != "id"})
+                for token in content["added_tokens"]
+            ]
+        )
+    return twins
+
+
 _ALPHABET = _byte_of_character()
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _is_byte(token: str) -> bool:
-    return _BYTE_TOKEN.fullmatch(token) is not None
+    return token.startswith("<0x") and _BYTE_TOKEN.fullmatch(token) is not None
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special: bool) -> tokenizers.Encoding:

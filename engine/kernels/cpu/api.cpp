@@ -1,4 +1,5 @@
 // The C interface that library.py declares. Nothing is thrown across it: a null pointer or a status says what failed.
+#include "blocks.h"
 #include "decoder.h"
 #include "drafts.h"
 #include "inputs.h"
@@ -48,6 +49,10 @@ void penstock_team_times(Team* team, KindTime* out) { team->times(out); }
 
 Linear* penstock_linear_new(Team* team, const LinearSource* source) {
     return guarded([&] { return pack(*team, *source).release(); });
+}
+
+Linear* penstock_linear_of_blocks(Team* team, const BlocksSource* source) {
+    return guarded([&] { return pack_blocks(*team, *source).release(); });
 }
 
 void penstock_linear_free(Linear* linear) { delete linear; }

@@ -71,6 +71,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "penstock_team_time": (None, (_POINTER, c_int32)),
     "penstock_team_times": (None, (_POINTER, _POINTER)),
     "penstock_linear_new": (_POINTER, (_POINTER, _POINTER)),
+    "penstock_linear_of_blocks": (_POINTER, (_POINTER, _POINTER)),
     "penstock_linear_free": (None, (_POINTER,)),
     "penstock_linear_cap": (None, (_POINTER, c_float, c_float)),
     "penstock_linear_bytes": (c_int64, (_POINTER,)),

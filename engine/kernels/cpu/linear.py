@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32, c_void_p
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.errors import CheckpointError
 from engine.kernels.cpu.library import DTYPES, Team, check, created, fields, float32, freed_with, pointer
 from engine.quant.codebook import Codebook
 from engine.quant.float8 import BLOCK, Float8
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Inputs, Integers
+from engine.quant.integers import Factors, Inputs, Integers
+from engine.quant.storages.gguf import TYPES, BlockRows, StoredBlocks
 
 PACKED = (Integers, Float8, Codebook)
 """The formats that have a layout of their own."""
@@ -24,6 +27,9 @@ _FLOAT8_TYPE, _PLACES_TYPE, _INTEGER_PLACES_TYPE = 5, 6, 11
 
 _ROUNDINGS = (Inputs.ROW, Inputs.GROUPS, Inputs.FINE)
 """By the number that the kernels have for them."""
+
+BLOCK_TYPES = tuple(TYPES)
+"""ggml's types by the number that the kernels have for them; blocks.h has the same order."""
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
 """By the number that the kernels have for them."""
@@ -84,6 +90,50 @@ def _layout(tensors: NamedTensors, format: Integers | Float8 | Codebook) -> _Lay
             return _Layout(_PLACES_TYPE, {**tensors, "table": torch.tensor(format.table)}, format.group_size)
 
 
+class _BlockRows(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_void_p),
+        ("row_bytes", c_int64),
+        *fields(c_int32, "type num_rows raised fault"),
+        ("order", c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, part: BlockRows, format: Integers, kept: list[Tensor]) -> _BlockRows:
+        """The rows of a part of a weight in a format; what must stay where it is joins what is kept."""
+        rows = part.rows if part.rows.stride(1) == 1 else part.rows.contiguous()
+        order = None if part.order is None else part.order.int().contiguous()
+        kept += [rows] if order is None else [rows, order]
+        return cls(
+            rows=rows.data_ptr(),
+            row_bytes=rows.stride(0),
+            type=BLOCK_TYPES.index(part.blocks.name),
+            num_rows=len(rows),
+            raised=max(format.lowest - part.blocks.groups.lowest, 0),
+            order=pointer(order),
+        )
+
+
+class _BlocksSource(ctypes.Structure):
+    _fields_ = [("linear", c_void_p), *fields(c_int32, "has_offset num_parts"), ("parts", c_void_p)]
+
+
+def _factor_types(parts: Sequence[BlockRows], format: Integers, *, is_row: bool) -> tuple[_Factors, _Factors]:
+    """The types of scales and offsets that the joined tensors of blocks have, see `_layout`."""
+    halves = {part.blocks.half for part in parts}
+    half = halves.pop() if len(halves) == 1 else torch.float32
+    exact = half if all(part.blocks.groups.has_offset for part in parts) else torch.float32
+    match Factors.FLOAT32 if is_row else format.factors:
+        case Factors.COUNTS:
+            types = (torch.int8, half), (torch.int8, exact)
+        case Factors.HALF:
+            types = (half, torch.float32), (exact, torch.float32)
+        case _:
+            types = (torch.float32, torch.float32), (torch.float32, torch.float32)
+    scales, offsets = (_Factors(type=DTYPES[own], unit_type=DTYPES[unit]) for own, unit in types)
+    return scales, offsets
+
+
 class PackedLinear:
     """A linear layer in the layout of the kernels; the tensors it was made from can be freed.
 
@@ -124,7 +174,11 @@ class PackedLinear:
             CheckpointError: the kernels have no such groups of integers.
         """
         linear = cls.__new__(cls)
-        linear._pack(team, _layout(tensors, format), bias, gated, is_exact)
+        if isinstance(tensors, StoredBlocks):
+            assert isinstance(format, Integers)
+            linear._read(team, tensors.parts, format, bias, gated)
+        else:
+            linear._pack(team, _layout(tensors, format), bias, gated, is_exact)
         return linear
 
     def cap(self, scale: float, softcap: float) -> None:
@@ -168,17 +222,9 @@ class PackedLinear:
         self, team: Team, layout: _Layout, bias: Tensor | None, gated: bool, is_exact: bool = False
     ) -> None:
         kept = {name: tensor.contiguous() for name, tensor in layout.tensors.items()}
-        self.num_rows, self.in_features = kept["weight"].shape
-        if gated and self.num_rows % 2:
-            raise ValueError(f"gates and ups must be equally many, not {self.num_rows} together")
-        if bias is not None and bias.shape != (self.num_rows,):
-            raise ValueError(f"a bias of shape {tuple(bias.shape)} for {self.num_rows} outputs")
-        self.out_features = self.num_rows // 2 if gated else self.num_rows
-        self.gated = gated
+        num_rows, in_features = kept["weight"].shape
+        biases = self._describe(team, num_rows, in_features, bias, gated)
         self.is_permuted = "permutation" in kept
-        self._team = team
-        self._apply = team.library.function("penstock_linear_apply")
-        biases = None if bias is None else float32(bias)
         source = _Source(
             type=layout.type,
             rows=self.num_rows,
@@ -196,5 +242,63 @@ class PackedLinear:
             bias=pointer(biases),
             table=pointer(kept.get("table")),
         )
-        self.handle = created(team.library.call("penstock_linear_new", team.handle, ctypes.byref(source)))
-        freed_with(self, team.library, "penstock_linear_free", self.handle)
+        self._keep(team.library.call("penstock_linear_new", team.handle, ctypes.byref(source)))
+
+    def _read(
+        self, team: Team, parts: Sequence[BlockRows], format: Integers, bias: Tensor | None, gated: bool
+    ) -> None:
+        """Packs the blocks of a file's rows as they lie there, to what `_pack` makes of their tensors.
+
+        Raises:
+            CheckpointError: scales or offsets are not finite, or the kernels have no such groups.
+        """
+        kept: list[Tensor] = []
+        rows = (_BlockRows * len(parts))(*(_BlockRows.of(part, format, kept) for part in parts))
+        in_features = parts[0].in_features
+        assert all(part.in_features == in_features for part in parts)
+        format.check(in_features)
+        biases = self._describe(team, sum(part.num_rows for part in rows), in_features, bias, gated)
+        is_row = format.group_size == in_features
+        table = torch.tensor(format.table).float() if format.table and not is_row else None
+        scales, offsets = _factor_types(parts, format, is_row=is_row)
+        source = _Source(
+            type=_INTEGER_TYPES[format.bits] if table is None else _INTEGER_PLACES_TYPE,
+            rows=self.num_rows,
+            k=in_features,
+            gated=gated,
+            group=format.group_size,
+            span=1 if is_row else format.groups_per_unit,
+            rounding=_ROUNDINGS.index(format.inputs),
+            scales=scales,
+            offsets=offsets,
+            bias=pointer(biases),
+            table=pointer(table),
+        )
+        of_blocks = _BlocksSource(
+            ctypes.addressof(source), format.has_offset, len(parts), ctypes.addressof(rows)
+        )
+        handle = team.library.call("penstock_linear_of_blocks", team.handle, ctypes.byref(of_blocks))
+        for part, read in zip(parts, rows, strict=True):
+            if read.fault:
+                fault = "scales" if read.fault & 1 else "offsets"
+                raise CheckpointError(f"{part.name} has {fault} that are not finite")
+        self._keep(handle)
+
+    def _describe(
+        self, team: Team, num_rows: int, in_features: int, bias: Tensor | None, gated: bool
+    ) -> Tensor | None:
+        """Sets what is known before packing, and returns the bias as the kernels read it."""
+        self.num_rows, self.in_features = num_rows, in_features
+        if gated and self.num_rows % 2:
+            raise ValueError(f"gates and ups must be equally many, not {self.num_rows} together")
+        if bias is not None and bias.shape != (self.num_rows,):
+            raise ValueError(f"a bias of shape {tuple(bias.shape)} for {self.num_rows} outputs")
+        self.out_features = self.num_rows // 2 if gated else self.num_rows
+        self.gated, self.is_permuted = gated, False
+        self._team = team
+        self._apply = team.library.function("penstock_linear_apply")
+        return None if bias is None else float32(bias)
+
+    def _keep(self, handle: int | None) -> None:
+        self.handle = created(handle)
+        freed_with(self, self._team.library, "penstock_linear_free", self.handle)

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -146,7 +147,22 @@ def _other_parts(path: Path, count: int) -> Iterator[Path]:
         yield path.with_name(f"{found['stem']}-{number:05}-of-{count:05}{SUFFIX}")
 
 
+def forget_headers() -> None:
+    """Frees the headers that are kept for whoever reads one next: their vocabularies are large."""
+    _read_known.cache_clear()
+
+
 def _read_one(path: Path) -> Header:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    return _read_known(path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read_known(path: Path, num_bytes: int, modified_ns: int) -> Header:  # noqa: ARG001
+    """Reads a file of this length and time."""
     try:
         with path.open("rb") as opened:
             if opened.read(len(_MAGIC)) != _MAGIC:

@@ -5,11 +5,11 @@ What `tokenizer.ggml.pre` and the other keys stand for is as llama.cpp has it (s
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 
 from engine.errors import CheckpointError
@@ -107,13 +107,13 @@ def read_tokenizer(path: Path) -> Tokenizer:
     content = _MODELS[fields.one_of("tokenizer.ggml.model", *_MODELS)](fields, vocabulary)
     template = fields.text("tokenizer.chat_template", "") or None
     try:
-        return Tokenizer(json.dumps(content), vocabulary.named, template)
+        return Tokenizer(content, vocabulary.named, template)
     except Exception as error:  # tokenizers raises plain Exception for what it cannot make
         said = " ".join(str(error).split())
         raise CheckpointError(f"{path}: no tokenizer can be made of its metadata: {said:.200}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Vocabulary:
     tokens: list[str]
     types: tuple[int, ...]
@@ -136,7 +136,7 @@ class _Vocabulary:
         }
         return cls(tokens, types, {name: tokens[i] for name, i in ids.items() if i is not None})
 
-    @property
+    @cached_property
     def ids(self) -> dict[str, int]:
         return {token: i for i, token in enumerate(self.tokens)}
 

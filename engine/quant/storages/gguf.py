@@ -7,8 +7,9 @@ numbers to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,6 +44,11 @@ class Blocks:
     """What a block becomes."""
     unpack: Unpack
 
+    @property
+    def half(self) -> torch.dtype:
+        """The type of the scales, or of their units, in 16 bits."""
+        return torch.bfloat16 if self.name == "MXFP4" else torch.float16
+
     def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
         return self.groups
 
@@ -65,6 +71,47 @@ class Blocks:
             for name, part in tensors.items()
         }
         return {name: part.reshape(len(rows), -1) for name, part in signed.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """The weight of one tensor of a file, as it lies there."""
+
+    name: str
+    """The file and the tensor, for messages."""
+    blocks: Blocks
+    rows: Tensor
+    """[out, bytes of a row] uint8"""
+    order: Tensor | None = None
+    """The row of each output; None if they are in order."""
+
+    @property
+    def in_features(self) -> int:
+        return self.rows.shape[1] // self.blocks.num_bytes * self.blocks.block
+
+
+class StoredBlocks(Mapping[str, Tensor]):
+    """The tensors of a linear map, for kernels that can read it from the blocks of its parts, one after another.
+
+    What the kernels read is what the tensors say; these are made when one is asked for.
+    """
+
+    def __init__(self, parts: Sequence[BlockRows], repack: Callable[[], NamedTensors]) -> None:
+        self.parts = parts
+        self._repack = repack
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @cached_property
+    def _tensors(self) -> NamedTensors:
+        return self._repack()
 
 
 def gguf_storages(quantization: Fields) -> Storages:

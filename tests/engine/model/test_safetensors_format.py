@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,6 +49,30 @@ def refused(folder: Path, content: bytes) -> str:
 
 
 # What is right
+
+
+def resident_bytes(file: Path) -> int:
+    """The memory of this process that is the file's."""
+    found, is_its = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name == "Rss" and is_its:
+            found += int(value.split()[0]) << 10
+        elif "-" in name.split()[0]:
+            is_its = line.endswith(str(file))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a file is read from /proc")
+def test_what_was_read_is_given_back_and_can_be_read_again(tmp_path: Path) -> None:
+    save_file({"all": torch.ones(1 << 20)}, tmp_path / SINGLE)
+    found = TensorFiles(tmp_path)
+    tensor = found.read("all")
+    assert tensor.sum() == 1 << 20
+    assert resident_bytes(tmp_path / SINGLE) >= 4 << 20
+    found.give_back()
+    assert resident_bytes(tmp_path / SINGLE) == 0
+    assert tensor.sum() == 1 << 20
 
 
 @pytest.mark.parametrize("name", DTYPES)

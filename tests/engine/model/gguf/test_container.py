@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from engine.config import LoadOptions
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
 from engine.model.files import open_files
-from engine.model.gguf.container import read_header
+from engine.model.gguf.container import forget_headers, read_header
 from engine.model.tensors import check_tensors, make_recipe
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.gguf_files import same, write_gguf
@@ -62,6 +63,19 @@ def test_a_header_is_what_the_library_reads(good: Path) -> None:
         assert ours.shape == tuple(reversed(tensor.shape.tolist()))
         assert (ours.start, ours.num_bytes) == (tensor.data_offset, tensor.n_bytes)
     assert found.num_bytes <= expected.data_offset < found.num_bytes + 32
+
+
+def test_a_header_is_kept_until_its_file_changes_or_it_is_forgotten(good: Path, tmp_path: Path) -> None:
+    path = tmp_path / "kept.gguf"
+    path.write_bytes(good.read_bytes())
+    first = read_header(path).metadata
+    assert read_header(path).metadata is first
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    second = read_header(path).metadata
+    assert second is not first
+    assert second == first
+    forget_headers()
+    assert read_header(path).metadata is not second
 
 
 def test_every_type_of_metadata_is_read(tmp_path: Path) -> None:

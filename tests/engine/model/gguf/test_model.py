@@ -23,7 +23,7 @@ from engine.errors import CheckpointError
 from engine.execution.loader import load_model
 from engine.fields import Fields
 from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.cpu.native import load_library
+from engine.kernels.cpu.native import NativeDecoder, load_library
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import Kernels, reference_kernels
@@ -309,6 +309,25 @@ def test_logits_are_those_of_transformers_on_the_dequantised_weights(
         assert float((rounded - expected).norm() / expected.norm()) < 0.05
         native = _logits(path, ids[0], native_kernels(load_library(print).start_team(1), torch.float32))
         assert float((native - rounded).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_floats_beside_integers_stay_as_they_are_unless_a_type_is_asked_for(
+    dtype: str, tmp_path: Path
+) -> None:
+    folder, floats = make_checkpoint("llama", tmp_path, **WIDE), {"attn_output": "F32", "ffn_down": "F16"}
+    path = write_gguf(
+        folder,
+        tmp_path / "model.gguf",
+        lambda name: next((type for part, type in floats.items() if part in name), "Q8_0"),
+    )
+    options = LoadOptions(device="cpu", dtype=dtype, num_blocks=8, num_threads=1)
+    model = load_model(path, options, lambda _: None, lambda *_: None)
+    assert isinstance(model.decoder, NativeDecoder)
+    for field, name in (("o", "self_attn.o_proj"), ("down", "mlp.down_proj")):
+        stored = open_files(path).read(f"model.layers.1.{name}.weight")
+        expected = stored if dtype == "auto" else stored.bfloat16()
+        assert torch.equal(model.decoder.linears[1][field].dense(), expected.float())
 
 
 OF_GGUF: dict[str, dict[str, Any]] = {
