@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.quant.formats import NamedTensors
-from engine.quant.rounding import Floats, RoundGroups, column_squares, importance, round_groups
+from engine.quant.rounding import Floats, RoundGroups, column_squares, column_units, importance, round_groups
 
 _Made = TypeVar("_Made")
 
@@ -221,14 +221,17 @@ class Integers:
             return round_groups(part.reshape(len(part), -1, self.group_size), self.bits, counted)
 
         with ThreadPoolExecutor(num_cores()) as pool:
-            counted = self._importance(_in_parts(pool, column_squares, weight)) if self.has_offset else None
+            counted = self._importance(pool, weight) if self.has_offset else None
             chunks = list(_in_parts(pool, rounded, weight))
         made = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
         tensors = {name: _as_tensor(array) for name, array in made.items()}
         return self.with_float32(tensors) if self.factors is Factors.FLOAT32 else tensors
 
-    def _importance(self, squares: Iterator[Floats]) -> Floats:
-        return importance(sum(squares, start=np.float32(0))).reshape(-1, self.group_size)
+    def _importance(self, pool: ThreadPoolExecutor, weight: Tensor) -> Floats:
+        peaks = list(_in_parts(pool, lambda part: np.abs(part).max(0), weight))
+        units = column_units(np.max(peaks, 0))
+        squares = list(_in_parts(pool, lambda part: column_squares(part, units), weight))
+        return importance(np.sum(squares, 0)).reshape(-1, self.group_size)
 
 
 def _in_parts(pool: ThreadPoolExecutor, make: Callable[[Floats], _Made], weight: Tensor) -> Iterator[_Made]:

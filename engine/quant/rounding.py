@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 RoundGroups = Callable[[Floats, int, Floats | None], dict[str, np.ndarray]]
 """Rounds groups of weights to integers of some bits: see `round_groups`."""
 
@@ -21,7 +22,7 @@ FITS = 3
 SMALLEST = np.float32(1e-30)
 """Stands in for a scale of 0, so that nothing is divided by 0."""
 
-_MOST_IMPORTANT = np.float32(4096)
+_MOST_IMPORTANT = 4096
 """The importance of a column, where that of most is 1."""
 
 _LANES = 8
@@ -44,12 +45,20 @@ def round_groups(groups: Floats, bits: int, importance: Floats | None) -> dict[s
     return _with_offsets(groups, np.float32((1 << bits) - 1), importance)
 
 
-def column_squares(weight: Floats) -> Floats:
-    """The sums of the squares of the columns of a weight [rows, columns]."""
-    return _sum(weight * weight)
+def column_units(peaks: Floats) -> Floats:
+    """Powers of 2 that make integers of 12 bits of the columns of a weight, given their largest magnitudes."""
+    _, exponents = np.frexp(np.maximum(peaks, SMALLEST))
+    return np.ldexp(np.float32(1), 12 - exponents)
 
 
-def importance(squares: Floats) -> Floats:
+def column_squares(weight: Floats, units: Floats) -> Doubles:
+    """The sums of the squares of columns, rounded to integers: exact, whatever the order of the rows."""
+    steps = np.rint(weight * units)
+    squares: Doubles = (steps * steps).sum(0, dtype=np.float64)
+    return squares / np.square(units, dtype=np.float64)
+
+
+def importance(squares: Doubles) -> Floats:
     """What an error counts in each column: the less its weights are, beside those of most columns, the more.
 
     Models shrink the weights of inputs that are always large, those of outlier channels, and errors of these weights
@@ -58,9 +67,9 @@ def importance(squares: Floats) -> Floats:
     Args:
         squares: see `column_squares`; those of all rows.
     """
-    middle = np.maximum(np.partition(squares, len(squares) // 2)[len(squares) // 2], SMALLEST)
-    counted: Floats = np.maximum(middle / np.maximum(squares, middle / _MOST_IMPORTANT), 1)
-    return counted
+    middle = max(np.partition(squares, len(squares) // 2)[len(squares) // 2], float(SMALLEST))
+    counted = np.maximum(middle / np.maximum(squares, middle / _MOST_IMPORTANT), 1)
+    return counted.astype(np.float32)
 
 
 def _to_largest(groups: Floats) -> dict[str, np.ndarray]:
@@ -107,7 +116,8 @@ def _nearest(x: Floats, scale: Floats, offset: Floats, top: np.float32) -> Float
     steps = x - offset
     steps *= 1 / np.maximum(scale, SMALLEST)
     np.clip(steps, 0, top, out=steps)
-    return np.rint(steps, out=steps)
+    np.rint(steps, out=steps)
+    return steps
 
 
 def _fit(
@@ -124,16 +134,16 @@ def _fit(
     determinant = weight * squares - d * d
     scale = np.zeros_like(weight)
     np.divide(weight * products - d * total, determinant, out=scale, where=determinant > 0)
-    offset = (total - scale * d) / weight
-    return scale, offset, offset * total + scale * products
+    offset: Floats = (total - scale * d) / weight
+    explained: Floats = offset * total + scale * products
+    return scale, offset, explained
 
 
 def _sum(x: Floats) -> Floats:
-    """The sum of rows in the order in which vectors of _LANES floats add them: sum() has an order of its own choice."""
+    """The sum of rows, a multiple of _LANES: sum() has an order of its own choice."""
     lanes = np.zeros((_LANES, x.shape[1]), np.float32)
     for start in range(0, len(x), _LANES):
-        some = x[start : start + _LANES]
-        lanes[: len(some)] += some
+        lanes += x[start : start + _LANES]
     while len(lanes) > 1:
         lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
     total: Floats = lanes[0]
