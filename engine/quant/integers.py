@@ -237,7 +237,9 @@ class Integers:
 def _in_parts(pool: ThreadPoolExecutor, make: Callable[[Floats], _Made], weight: Tensor) -> Iterator[_Made]:
     """What some rows at a time become, so few that torch takes no threads of its own: they wait for each other."""
     step = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
-    return pool.map(lambda rows: make(rows.float().contiguous().numpy()), weight.detach().cpu().split(step))
+    return pool.map(
+        lambda rows: make(rows.float().contiguous().numpy()), torch.split(weight.detach().cpu(), step)
+    )
 
 
 def _as_tensor(array: np.ndarray) -> Tensor:

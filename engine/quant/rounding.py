@@ -48,7 +48,8 @@ def round_groups(groups: Floats, bits: int, importance: Floats | None) -> dict[s
 def column_units(peaks: Floats) -> Floats:
     """Powers of 2 that make integers of 12 bits of the columns of a weight, given their largest magnitudes."""
     _, exponents = np.frexp(np.maximum(peaks, SMALLEST))
-    return np.ldexp(np.float32(1), 12 - exponents)
+    units: Floats = np.ldexp(np.float32(1), 12 - exponents)
+    return units
 
 
 def column_squares(weight: Floats, units: Floats) -> Doubles:
@@ -69,7 +70,8 @@ def importance(squares: Doubles) -> Floats:
     """
     middle = max(np.partition(squares, len(squares) // 2)[len(squares) // 2], float(SMALLEST))
     counted = np.maximum(middle / np.maximum(squares, middle / _MOST_IMPORTANT), 1)
-    return counted.astype(np.float32)
+    narrow: Floats = counted.astype(np.float32)
+    return narrow
 
 
 def _to_largest(groups: Floats) -> dict[str, np.ndarray]:
@@ -114,7 +116,7 @@ def _with_offsets(groups: Floats, top: np.float32, importance: Floats) -> dict[s
 def _nearest(x: Floats, scale: Floats, offset: Floats, top: np.float32) -> Floats:
     """The integers for which integer * scale + offset is nearest to x."""
     steps = x - offset
-    steps *= 1 / np.maximum(scale, SMALLEST)
+    steps *= np.float32(1) / np.maximum(scale, SMALLEST)
     np.clip(steps, 0, top, out=steps)
     np.rint(steps, out=steps)
     return steps
@@ -132,11 +134,10 @@ def _fit(
     counted, (weight, total) = integers * importance, sums
     d, squares, products = _sum(counted), _sum(counted * integers), _sum(counted * x)
     determinant = weight * squares - d * d
-    scale = np.zeros_like(weight)
+    scale: Floats = np.zeros_like(weight)
     np.divide(weight * products - d * total, determinant, out=scale, where=determinant > 0)
-    offset: Floats = (total - scale * d) / weight
-    explained: Floats = offset * total + scale * products
-    return scale, offset, explained
+    offset = np.divide(total - scale * d, weight, dtype=np.float32)
+    return scale, offset, offset * total + scale * products
 
 
 def _sum(x: Floats) -> Floats:
