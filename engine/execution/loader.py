@@ -25,6 +25,7 @@ from engine.execution.memory import (
 )
 from engine.execution.share import agreed, own_budget, own_device, own_options, ranked
 from engine.kernels.cpu.native import NativeDecoder
+from engine.kernels.cpu.rounding import rounding_of
 from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import Ranks
@@ -89,7 +90,7 @@ def load_model(
     most = agreed(_most_tokens(memory), ranks)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
     if options.keep_quantized:
-        source = quantized(source, say, progress)
+        source = quantized(source, say, progress, rounding_of(kernels.team))
     weights = load_weights(source.config, source.files, kernels, progress, source.recipe)
     forget_headers()
     table, sampler, buffers = _tables(config, kernels, options, max_model_len)

@@ -30,9 +30,10 @@ from engine.model.safetensors import TensorFiles
 from engine.model.tensor_writer import TensorWriter, bytes_of
 from engine.model.tensors import Recipe, check_tensors, head_spec, linear_specs, rounded
 from engine.model.weights import Progress
-from engine.quant import codebook, float8, integers, kept, rotation
+from engine.quant import codebook, float8, integers, kept, rotation, rounding
 from engine.quant.formats import Rounding
 from engine.quant.kept import Kept
+from engine.quant.rounding import RoundGroups
 from engine.quant.storages import packing
 from engine.quant.storages.names import LM_HEAD
 
@@ -96,7 +97,12 @@ class _Unusable(Exception):
     """Nothing can be kept; the message is why."""
 
 
-def quantized(checkpoint: Checkpoint, say: Callable[[str], None], progress: Progress) -> Checkpoint:
+def quantized(
+    checkpoint: Checkpoint,
+    say: Callable[[str], None],
+    progress: Progress,
+    round_groups: RoundGroups = rounding.round_groups,
+) -> Checkpoint:
     """The same checkpoint with its linear maps quantized as its recipe wants it.
 
     They are read from the cache, and made and put there first if they are not in it. At most one linear map is in
@@ -105,6 +111,7 @@ def quantized(checkpoint: Checkpoint, say: Callable[[str], None], progress: Prog
     Args:
         say: is told lines for the operator: what is being made, and why a file cannot be used.
         progress: is told bytes quantized and bytes in all, if something has to be.
+        round_groups: gives what `rounding.round_groups` does.
 
     Returns:
         `checkpoint` itself if nothing is to be quantized, if it is small, or if nothing can be kept.
@@ -127,7 +134,7 @@ def quantized(checkpoint: Checkpoint, say: Callable[[str], None], progress: Prog
         _make_room(path, size)
         say(f"quantizing to {quantization.name}; the result is kept for the next start")
         start = time.monotonic()
-        _make(checkpoint.files, linears, path, lambda done: progress(done, total))
+        _make(checkpoint.files, linears, path, lambda done: progress(done, total), round_groups)
         say(
             f"quantized in {time.monotonic() - start:.1f} s, kept in {path} ({path.stat().st_size >> 20} MiB)"
         )
@@ -169,7 +176,7 @@ def _key(files: TensorFiles, linears: list[_Linear]) -> str:
     bytes: dates alone would not tell one image's model from the next's where all files are dated alike.
     """
     digest = blake2b(digest_size=8)
-    for module in (codebook, float8, integers, kept, packing, rotation, tensor_writer):
+    for module in (codebook, float8, integers, kept, packing, rotation, rounding, tensor_writer):
         digest.update(Path(str(module.__file__)).read_bytes())
     digest.update(Path(__file__).read_bytes())
     for file in sorted({files.entries[linear.source].file for linear in linears}):
@@ -279,7 +286,13 @@ def _make_room(path: Path, num_bytes: int) -> None:
         raise _Unusable(f"{folder} has {free >> 20} MiB free, and they are {num_bytes >> 20} MiB")
 
 
-def _make(files: TensorFiles, linears: list[_Linear], path: Path, quantized: Callable[[int], None]) -> None:
+def _make(
+    files: TensorFiles,
+    linears: list[_Linear],
+    path: Path,
+    quantized: Callable[[int], None],
+    round_groups: RoundGroups,
+) -> None:
     """Quantizes and writes one linear map after the other. A file that is not whole is never seen under its name.
 
     Args:
@@ -294,7 +307,7 @@ def _make(files: TensorFiles, linears: list[_Linear], path: Path, quantized: Cal
         tensors, done = _announced(linears), 0
         with TensorWriter(partial, tensors) as writer:
             for linear in linears:
-                made = rounded(linear.format, files.read(linear.source))
+                made = rounded(linear.format, files.read(linear.source), round_groups)
                 for suffix, tensor in Kept(linear.format).store(made).items():
                     writer.write(f"{linear.name}.{suffix}", tensor)
                 done += files.entries[linear.source].num_bytes

@@ -18,6 +18,7 @@ from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors, Rounding, by_rows
 from engine.quant.integers import Integers, common_format
 from engine.quant.quantization import Quantization
+from engine.quant.rounding import RoundGroups
 from engine.quant.storage import FLOATS, PLAIN, Storage, Storages, StoredTensor
 from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
 from engine.spec import Experts, HeadOrder, LayerEmbeddings, LinearMap, Rows, expert_field
@@ -138,9 +139,11 @@ class LinearSpec:
         """What the kernels are given."""
         return self.quantized or self.stored
 
-    def given(self, tensors: NamedTensors) -> NamedTensors:
+    def given(self, tensors: NamedTensors, round_groups: RoundGroups) -> NamedTensors:
         """Tensors in its stored format as kernels are given them."""
-        return tensors if self.quantized is None else rounded(self.quantized, self.stored.unpack(tensors))
+        if self.quantized is None:
+            return tensors
+        return rounded(self.quantized, self.stored.unpack(tensors), round_groups)
 
     def join(self, parts: Sequence[NamedTensors]) -> NamedTensors:
         """A copy of the parts as one, all of them in the format that kernels are given.
@@ -441,6 +444,12 @@ def _hint(config: ModelConfig, files: TensorFiles, module: str) -> str:
     return f"; {files.config} says num_hidden_layers {config.num_layers}"
 
 
-def rounded(format: Rounding, weight: Tensor) -> NamedTensors:
-    """A weight [out, in] in a format whose rows are rounded each by itself."""
+def rounded(format: Rounding, weight: Tensor, round_groups: RoundGroups) -> NamedTensors:
+    """A weight [out, in] in a format.
+
+    Args:
+        round_groups: gives what `rounding.round_groups` does.
+    """
+    if isinstance(format, Integers):
+        return format.quantize(weight, round_groups)
     return by_rows(lambda rows: format.quantize(weight[rows].contiguous()), *weight.shape)

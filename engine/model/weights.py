@@ -15,6 +15,7 @@ from engine.ahead import in_order
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.heap import trim_heap
+from engine.kernels.cpu.rounding import rounding_of
 from engine.kernels.experts import ExpertLinear
 from engine.kernels.linear import Linear, chained
 from engine.kernels.ops import Kernels
@@ -97,7 +98,9 @@ def load_weights(
     else:
         embedding = copy = reader.embedding(spec, stored)
         if config.spec.ties_embeddings:
-            tied_head = reader.pack(head, head.given({"weight": copy} if head.stored == DENSE else stored))
+            tied_head = reader.pack(
+                head, head.given({"weight": copy} if head.stored == DENSE else stored, reader.round_groups)
+            )
     del stored
     files.give_back()
     layers = []
@@ -253,6 +256,7 @@ class Reader:
         self, files: TensorFiles, kernels: Kernels, progress: Progress = lambda *_: None, total: int = 0
     ) -> None:
         self.kernels = kernels
+        self.round_groups = rounding_of(kernels.team)
         self._files = files
         self._progress = progress
         self._done, self._total = 0, total
@@ -323,7 +327,12 @@ class Reader:
         )
 
     def _joined(self, spec: LinearSpec) -> NamedTensors:
-        return spec.join([spec.given(self._part(part, spec.in_features, spec.stored)) for part in spec.parts])
+        return spec.join(
+            [
+                spec.given(self._part(part, spec.in_features, spec.stored), self.round_groups)
+                for part in spec.parts
+            ]
+        )
 
     def _reads_blocks(self, spec: LinearSpec) -> bool:
         """Whether the kernels pack it from its parts as they lie in the file: all are ggml's blocks."""

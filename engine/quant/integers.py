@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.quant.formats import NamedTensors
-from engine.quant.grid import SHARES
 from engine.quant.rotation import rotated, rotated_back
+from engine.quant.rounding import Floats, RoundGroups, column_squares, column_units, importance, round_groups
 
-_Floats = npt.NDArray[np.float32]
-
-_SMALLEST = np.float32(1e-30)
-"""Stands in for a range of 0, so that nothing is divided by 0."""
+_Made = TypeVar("_Made")
 
 _LEAST_GROUP, _MOST_OF_NARROW = 16, 1024
 """The kernels take so many inputs of a group at least, and so many at most with fewer than 8 bits, or with scales other
@@ -34,8 +31,8 @@ _UNIT_SIZE = 256
 _MOST_INPUTS = 1 << 17
 """The sum of so many products of 8-bit integers fits 32 bits."""
 
-_ELEMENTS_AT_A_TIME = 1 << 16
-"""Rounding works on so many weights at a time, because its temporaries then stay in the cache."""
+_ELEMENTS_AT_A_TIME = 1 << 15
+"""Rounding works on so many weights at a time: temporaries stay in the cache, and torch takes no threads of its own."""
 
 
 class Factors(StrEnum):
@@ -227,32 +224,50 @@ class Integers:
         bits = 4 if self.table and not is_row else self.bits
         return out_features * in_features * bits // 8 + factors + 4 * in_features * self.is_permuted
 
-    def quantize(self, weight: Tensor) -> NamedTensors:
+    def quantize(self, weight: Tensor, round_groups: RoundGroups = round_groups) -> NamedTensors:
         """The tensors of a float weight [out, in], whose inputs the group size divides.
 
-        Weights are rounded to 8 bits without offsets, and to 4 bits with them.
+        Weights are rounded to 8 bits without offsets, and to fewer with them: factors then have bfloat16's numbers.
 
-        Every operation on the way rounds as IEEE 754 says, one by one and in a fixed order, so that all machines get
-        the same integers. The threads run numpy: they have no use for torch's own, which wait for each other.
+        Args:
+            round_groups: gives what `rounding.round_groups` does.
         """
-        assert self.bits in (4, 8)
-        assert self.has_offset == (self.bits == 4)
-        assert self.factors is Factors.FLOAT32
+        assert self.has_offset == (self.bits < 8)
+        assert self.factors is Factors.FLOAT32 or (self.has_offset and self.factors is Factors.HALF)
         assert not self.is_permuted
-        round_groups = _round_4_bits if self.bits == 4 else _round_8_bits
-        weight = weight.detach().float().cpu()
-        if self.rotation:
-            weight = rotated(weight, self.rotation) / self.rotation
-        groups = weight.numpy().reshape(weight.shape[0], -1, self.group_size)
-        rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
-        starts = range(0, len(groups), rows_at_a_time)
+
+        def rounded(part: Floats) -> dict[str, np.ndarray]:
+            if self.rotation:
+                part = (rotated(torch.from_numpy(part), self.rotation) / self.rotation).numpy()
+            return round_groups(part.reshape(len(part), -1, self.group_size), self.bits, counted)
+
         with ThreadPoolExecutor(num_cores()) as pool:
-            chunks = list(
-                pool.map(lambda start: round_groups(groups[start : start + rows_at_a_time]), starts)
-            )
-        return {
-            name: torch.from_numpy(np.concatenate([chunk[name] for chunk in chunks])) for name in chunks[0]
-        }
+            counted = self._importance(pool, weight) if self.has_offset else None
+            chunks = list(_in_parts(pool, rounded, weight))
+        made = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        tensors = {name: _as_tensor(array) for name, array in made.items()}
+        return self.with_float32(tensors) if self.factors is Factors.FLOAT32 else tensors
+
+    def _importance(self, pool: ThreadPoolExecutor, weight: Tensor) -> Floats:
+        peaks = list(_in_parts(pool, lambda part: np.abs(part).max(0), weight))
+        units = column_units(np.max(peaks, 0))
+        squares = list(_in_parts(pool, lambda part: column_squares(part, units), weight))
+        return importance(np.sum(squares, 0)).reshape(-1, self.group_size)
+
+
+def _in_parts(pool: ThreadPoolExecutor, make: Callable[[Floats], _Made], weight: Tensor) -> Iterator[_Made]:
+    """What some rows at a time become, so few that torch takes no threads of its own: they wait for each other."""
+    step = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
+    return pool.map(
+        lambda rows: make(rows.float().contiguous().numpy()), torch.split(weight.detach().cpu(), step)
+    )
+
+
+def _as_tensor(array: np.ndarray) -> Tensor:
+    """A tensor of the same bits; those of 16 are a bfloat16's."""
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def common_format(formats: Sequence[Integers]) -> Integers:
@@ -322,59 +337,3 @@ def _common_permutation(parts: Sequence[NamedTensors]) -> Tensor:
             "weights that are multiplied together have their inputs permuted in different ways"
         )
     return first
-
-
-def _round_8_bits(groups: _Floats) -> dict[str, np.ndarray]:
-    """Rounds [rows, groups, group_size] to the nearest multiples of a 127th of each group's largest magnitude."""
-    scale = np.maximum(np.abs(groups).max(-1, keepdims=True) / np.float32(127), _SMALLEST)
-    integers = np.clip(np.rint(groups / scale), -127, 127)
-    return {"weight": integers.astype(np.int8).reshape(len(groups), -1), "scale": scale[..., 0]}
-
-
-def _round_4_bits(groups: _Floats) -> dict[str, np.ndarray]:
-    """Rounds [rows, groups, group_size] to 16 steps that span each group's range, or a share of it, and 0.
-
-    A step of 0 stands for 0 exactly: its offset is what undoes zero * scale.
-
-    Of several shares, a group takes the one with the smallest squared error. For given steps d = integer - zero, the
-    best scale is <w, d> / <d, d>, and it leaves the error <w, w> - <w, d>^2 / <d, d>.
-    """
-    rows = len(groups)
-    columns = np.ascontiguousarray(
-        groups.reshape(-1, groups.shape[-1]).T
-    )  # a column is a group: long inner loops
-    low = np.minimum(columns.min(0), 0)
-    span = np.maximum(np.maximum(columns.max(0), 0) - low, _SMALLEST)
-    zero = np.rint(low * np.float32(-15) / span)
-    most, factor, scale = np.full_like(span, -1), np.zeros_like(span), np.zeros_like(span)
-    for share in SHARES:
-        tried = np.float32(15 / share) / span
-        steps = _steps(columns, tried, zero)
-        product = _sum_of_rows(columns * steps)
-        fitted = product / np.maximum(_sum_of_rows(steps * steps), 1)
-        is_better = product * fitted > most
-        most = np.where(is_better, product * fitted, most)
-        factor = np.where(is_better, tried, factor)
-        scale = np.where(is_better, fitted, scale)
-    integers = (_steps(columns, factor, zero) + zero).astype(np.int8)
-    return {
-        "weight": np.ascontiguousarray(integers.T).reshape(rows, -1),
-        "scale": scale.reshape(rows, -1),
-        "offset": (-zero * scale).reshape(rows, -1),
-    }
-
-
-def _steps(columns: _Floats, factor: _Floats, zero: _Floats) -> _Floats:
-    steps = columns * factor
-    np.rint(steps, out=steps)
-    np.maximum(steps, -zero, out=steps)
-    np.minimum(steps, 15 - zero, out=steps)
-    return steps
-
-
-def _sum_of_rows(x: _Floats) -> _Floats:
-    """The sum of rows, a power of 2 of them, halves added to halves: sum() has an order of its own choice."""
-    while len(x) > 1:
-        x = x[: len(x) // 2] + x[len(x) // 2 :]
-    total: _Floats = x[0]
-    return total

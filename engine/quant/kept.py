@@ -10,7 +10,7 @@ import torch
 from engine.quant.codebook import Codebook
 from engine.quant.float8 import Float8
 from engine.quant.formats import NamedTensors, Rounding
-from engine.quant.integers import Integers
+from engine.quant.integers import Factors, Integers
 from engine.quant.storage import StoredTensor
 from engine.quant.storages.packing import Codes
 
@@ -34,11 +34,14 @@ class Kept:
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
         wide = "F8_E4M3" if isinstance(self.quantized, Float8) else "I8"
         types = {"weight": wide, "permutation": "I32"}
+        factors = "F32"
+        if isinstance(self.quantized, Integers) and self.quantized.factors is Factors.HALF:
+            factors = "BF16"
         for suffix, shape in self.quantized.shapes(out_features, in_features):
             if suffix == "weight" and (codes := self._codes) is not None:
                 yield StoredTensor(suffix, codes.shape(out_features, in_features), (codes.word,))
             else:
-                yield StoredTensor(suffix, shape, (types.get(suffix, "F32"),))
+                yield StoredTensor(suffix, shape, (types.get(suffix, factors),))
 
     def store(self, tensors: NamedTensors) -> NamedTensors:
         """The tensors of the format as they are stored."""

@@ -8,24 +8,28 @@ from engine.errors import CheckpointError
 from engine.quant.codebook import NF4, Codebook
 from engine.quant.float8 import Float8
 from engine.quant.formats import Rounding
-from engine.quant.integers import Inputs, Integers
+from engine.quant.integers import Factors, Inputs, Integers
 from engine.quant.rotation import block_size
 
 _GROUPED = ("int4", "nf4")
-"""The quantizations of 4 bits: their rows are cut into groups, and layers that matter most have 8 bits."""
+"""The quantizations of 4 bits: their rows are cut into groups."""
 
 _DEFAULT_SIZES = (64, 32)
 """The group sizes for 4 bits where nobody asks; the first that divides the inputs is taken."""
 
+_LEAST_WITH_FLOAT32 = 64
+"""Groups of so many have scales and offsets in float32, which kernels read faster; smaller ones in 16 bits."""
+
 _LAYERS_OF_8_BITS = 1
-"""So many layers at the start have 8 bits where 4 are asked for: all later layers read what they write."""
+"""So many layers at the start have 8 bits in nf4: all later layers read what they write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How the linear maps of a model are quantized.
 
-    The output head and the first layer have 8 bits in any case: rounding them shows most in the logits.
+    The output head has 8 bits in any case, and so has the first layer in nf4: rounding them shows most in the logits.
+    int4 has 5 bits a weight at most, scales and offsets included.
     """
 
     name: str
@@ -39,13 +43,15 @@ class Quantization:
         Raises:
             CheckpointError: no group size that is allowed divides the inputs.
         """
-        if self.name in _GROUPED and layer < _LAYERS_OF_8_BITS:
+        if self.name == "nf4" and layer < _LAYERS_OF_8_BITS:
             return self.head_format(in_features)
         match self.name:
             case "int8":
                 return self._bytes(in_features, self._group(in_features))
             case "int4":
-                return Integers(4, self._group(in_features), has_offset=True)
+                size = self._group(in_features)
+                factors = Factors.HALF if size < _LEAST_WITH_FLOAT32 else Factors.FLOAT32
+                return Integers(4, size, has_offset=True, factors=factors)
             case "nf4":
                 return Codebook("nf4", NF4, self._group(in_features))
         return self.head_format(in_features)

@@ -6,6 +6,7 @@
 #include "likely.h"
 #include "measure.h"
 #include "pack.h"
+#include "rounding.h"
 #include "sample.h"
 #include "steps.h"
 
@@ -161,6 +162,15 @@ int32_t penstock_steps_wait(StepQueue* steps, int64_t number, int32_t* token_ids
 }
 
 void penstock_steps_drain(StepQueue* steps) { steps->drain(); }
+
+void penstock_round_with_offsets(const float* x, const float* importance, int64_t rows, int64_t groups, int32_t n,
+                                 int32_t bits, int8_t* out, uint16_t* scales, uint16_t* offsets) {
+    round_with_offsets(x, importance, rows, groups, n, bits, out, scales, offsets);
+}
+
+void penstock_round_to_largest(const float* x, int64_t groups, int64_t n, int8_t* out, float* scales) {
+    round_to_largest(x, groups, n, out, scales);
+}
 
 int32_t penstock_gather(const GatherArgs* args) { return gather(*args); }
 

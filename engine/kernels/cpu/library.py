@@ -99,6 +99,11 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "penstock_steps_run": (c_int32, (_POINTER,) * 3),
     "penstock_steps_wait": (c_int32, (_POINTER, c_int64, _POINTER)),
     "penstock_steps_drain": (None, (_POINTER,)),
+    "penstock_round_with_offsets": (
+        None,
+        (_POINTER, _POINTER, c_int64, c_int64, c_int32, c_int32, _POINTER, _POINTER, _POINTER),
+    ),
+    "penstock_round_to_largest": (None, (_POINTER, c_int64, c_int64, _POINTER, _POINTER)),
     "penstock_gather": (c_int32, (_POINTER,)),
     "penstock_measure_peak": (c_double, (_POINTER, c_int32)),
     "penstock_measure_reading": (c_double, (_POINTER, _POINTER, c_int64, c_int32, c_int32)),

@@ -70,7 +70,7 @@ def test_a_native_model_keeps_weights_and_cache_in_the_type_asked_for(tmp_path: 
 @pytest.mark.usefixtures("team")
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_quantized_model_has_integers_and_an_embedding_in_16_bits(tmp_path: Path, name: str) -> None:
-    model = load(make_checkpoint("qwen2", tmp_path, intermediate_size=96), quantize=name, kv_dtype="float32")
+    model = load(make_checkpoint("qwen2", tmp_path, intermediate_size=128), quantize=name, kv_dtype="float32")
     assert isinstance(model.decoder, NativeDecoder)
     assert isinstance(model.lm_head, PackedLinear)
     assert model.lm_head.activation_dtype == torch.int8

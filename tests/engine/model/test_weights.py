@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -260,15 +261,18 @@ def test_more_positions_than_the_model_has_are_refused(tmp_path: Path) -> None:
         load_model(folder, LoadOptions(max_model_len=513), lambda _: None, lambda *_: None)
 
 
-def assert_quantized(linear: Linear, weight: Tensor, bias: Tensor | None, layer: int | None) -> None:
-    """The linear map multiplies by the integers of the weight, in the format of its place; None is the head."""
+def assert_quantized(
+    linear: Linear, weights: Sequence[Tensor], bias: Tensor | None, layer: int | None
+) -> None:
+    """The linear map multiplies by the integers of weights, in the format of their place; None is the head."""
     quantization = Quantization("int4")
-    columns = weight.shape[1]
+    columns = weights[0].shape[1]
     format = quantization.head_format(columns) if layer is None else quantization.layer_format(layer, columns)
     assert isinstance(linear, IntegerLinear)
     assert isinstance(format, Integers)
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(linear(x), IntegerLinear(format.quantize(weight), format, bias)(x))
+    joined = format.join([format.quantize(weight) for weight in weights])
+    assert torch.equal(linear(x), IntegerLinear(joined, format, bias)(x))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -279,15 +283,15 @@ def test_linear_maps_are_quantized_as_they_are_loaded(tmp_path: Path, tied: bool
     for i, layer in enumerate(weights.layers):
         own = {name.removeprefix(f"model.layers.{i}."): t for name, t in tensors.items()}
         qkv, biases = (
-            torch.cat([own[f"self_attn.{part}_proj.{kind}"] for part in "qkv"]) for kind in ("weight", "bias")
+            [own[f"self_attn.{part}_proj.{kind}"] for part in "qkv"] for kind in ("weight", "bias")
         )
-        gate_up = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
-        assert_quantized(attention(layer).qkv, qkv, biases, i)
-        assert_quantized(attention(layer).o, own["self_attn.o_proj.weight"], None, i)
+        gate_up = [own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]]
+        assert_quantized(attention(layer).qkv, qkv, torch.cat(biases), i)
+        assert_quantized(attention(layer).o, [own["self_attn.o_proj.weight"]], None, i)
         assert_quantized(mlp(layer).gate_up, gate_up, None, i)
-        assert_quantized(mlp(layer).down, own["mlp.down_proj.weight"], None, i)
+        assert_quantized(mlp(layer).down, [own["mlp.down_proj.weight"]], None, i)
     head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    assert_quantized(weights.lm_head, head, None, None)
+    assert_quantized(weights.lm_head, [head], None, None)
     assert torch.equal(table(weights), tensors["model.embed_tokens.weight"])
     assert not weights.is_tied, "the embedding must not be read out of the head's integers"
 
