@@ -105,7 +105,7 @@ def round_inputs(x: Tensor, format: Integers) -> list[tuple[Tensor, Tensor]]:
     """
     if format.inputs is Inputs.ROW:
         return [quantize_rows(x)]
-    groups = x.unflatten(-1, (-1, format.group_size))
+    groups = torch.unflatten(x, -1, (-1, format.group_size))
     integers, scale = quantize_rows(groups)
     parts = [(integers.flatten(-2), scale.squeeze(-1))]
     if format.inputs is Inputs.FINE:

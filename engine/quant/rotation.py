@@ -36,7 +36,7 @@ def _transformed(x: Tensor, block: int) -> Tensor:
     """H x. Sums and differences of halves come first, then those of quarters, ...: the order of all kernels."""
     half = block // 2
     while half:
-        pairs = x.unflatten(-1, (-1, 2, half))
+        pairs = torch.unflatten(x, -1, (-1, 2, half))
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((a + b, a - b), -2).flatten(-3)
         half //= 2

@@ -99,8 +99,8 @@ class RotationInput:
 
     def run(self, function: RotateAndWrite, kv: Tensor, *, spreads: bool = False) -> Tensor:
         """The queries of the rows that have a slot."""
-        norms, rest = (self.q_norm, self.k_norm), (EPS, self.places, kv, self.layer.shape)
-        queries = function(self.qkv, *norms, *rest, spreads=spreads)
+        norms = self.q_norm, self.k_norm
+        queries = function(self.qkv, *norms, EPS, self.places, kv, self.layer.shape, spreads=spreads)
         assert queries.is_contiguous()
         return queries[self.places.in_cache >= 0]
 

@@ -73,7 +73,7 @@ def product_by_hand(x: Tensor, tensors: NamedTensors, format: Integers, bias: Te
         size = x.shape[1] if format.inputs is Inputs.ROW else format.group_size
         parts = integers_by_hand(values.reshape(-1, size))
         for integers, scales in parts if format.inputs is Inputs.FINE else parts[:1]:
-            found = np.zeros(weight.shape[0], np.float32)
+            made = np.zeros(weight.shape[0], np.float32)
             for output in range(weight.shape[0]):
                 total = np.float32(0)
                 for group in range(scale.shape[1]):
@@ -85,8 +85,8 @@ def product_by_hand(x: Tensor, tensors: NamedTensors, format: Integers, bias: Te
                         of_group = np.float32(1) if format.inputs is Inputs.ROW else scales[group]
                         rounded = Fraction(float(np.float32(exact) * of_group))
                         total = nearest_float32(rounded * Fraction(float(by)) + Fraction(float(total)))
-                found[output] = total * scales[0] if format.inputs is Inputs.ROW else total
-            out[row] += found
+                made[output] = total * scales[0] if format.inputs is Inputs.ROW else total
+            out[row] += made
     return out if bias is None else out + bias.numpy()
 
 

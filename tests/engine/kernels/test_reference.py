@@ -193,7 +193,7 @@ def test_channels_of_keys_that_stand_out_leave_bits_to_the_others() -> None:
     queries[..., [5, 40]] /= 50
     qkv = torch.cat([queries, keys, values], 1).flatten(1)
     batch = make_batch([(0, num_tokens)])
-    batch.block_tables = int32([[1, 2, 3]])
+    batch.block_tables = torch.tensor([[1, 2, 3]], dtype=torch.int32)
     angles = torch.zeros(num_tokens, 32)
     places = TokenPlaces(batch.positions, kv_places(batch, 16), angles.cos(), angles.sin())
     attended = {}

@@ -6,7 +6,9 @@ The model has a few channels whose activations are 50 times the others', and who
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from tests.engine.quant.storages.makers import WAYS
 from tests.engine.quant.storages.test_checkpoints import load, logits
 
 TIMES, CHANNELS = 50, [7, 9, 20]
-SIZES = {"hidden_size": 256, "intermediate_size": 256}
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
 READERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 TOKENS = torch.arange(40) * 7
 
@@ -51,7 +53,7 @@ def dense(folder: Path) -> Path:
     return made
 
 
-def stored(folder: Path, label: str) -> Path:
+def stored(label: str, folder: Path) -> Path:
     """The model with the linear maps of its layers stored in one of WAYS."""
 
     def maker_of(name: str) -> Callable[[Tensor], object]:
@@ -66,7 +68,7 @@ def stored(folder: Path, label: str) -> Path:
     return quantized
 
 
-def gguf(folder: Path, type: str) -> Path:
+def gguf(type: str, folder: Path) -> Path:
     return write_gguf(dense(folder), folder / "model.gguf", same(type))
 
 
@@ -85,12 +87,9 @@ def by_rows(x: Tensor, format: Integers) -> list[tuple[Tensor, Tensor]]:
 EVERY_WAY: dict[str, tuple[Callable[[Path], Path], str | None, float]] = {
     "int8": (dense, "int8", 0.3),
     "int4": (dense, "int4", 0.22),
+    **{type: (partial(gguf, type), None, 0.45) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")},
     **{
-        type: (lambda folder, type=type: gguf(folder, type), None, 0.45)
-        for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-    },
-    **{
-        label: (lambda folder, label=label: stored(folder, label), None, 0.01)
+        label: (partial(stored, label), None, 0.01)
         for label in (
             "gptq",
             "gptq-8-act-order-asym",
