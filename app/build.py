@@ -216,7 +216,6 @@ def build_core(
         OperatorError: a path or a checkpoint is wrong.
     """
     folder = find_checkpoint(settings.model, settings.revision)
-    log.info("reading the config and the tokenizer")
     try:
         config, tokenizer = read_config(folder), read_tokenizer(folder)
         check_split(folder, config, settings.tensor_parallel, settings.expert_parallel)

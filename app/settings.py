@@ -165,7 +165,7 @@ class EngineSettings(CommonSettings):
     quantize: Literal["int8", "int4", "fp8", "nf4"] | None = None
     """Round the weights of linear maps to fewer bits as they are loaded. int8 and int4 are the fastest on a CPU; fp8,
     and nf4, which a GPU lacks, round no activations to 8 bits. With int4 and nf4, the output head
-    still has int8, and with nf4 the first layer. The embedding keeps the type of --dtype."""
+    and the first layer still have int8. The embedding keeps the type of --dtype."""
 
     quantize_group_size: int | None = Field(default=None, json_schema_extra={"metavar": "32|64|128"})
     """Inputs that share a scale with --quantize; without it, 64 or 32 for int4 and nf4, a whole row for int8."""

@@ -12,7 +12,7 @@ from engine.quant.integers import Factors, Inputs, Integers
 from engine.quant.rotation import block_size
 
 _GROUPED = ("int4", "nf4")
-"""The quantizations of 4 bits: their rows are cut into groups."""
+"""The quantizations of 4 bits: their rows are cut into groups, and layers that matter most have 8 bits."""
 
 _DEFAULT_SIZES = (64, 32)
 """The group sizes for 4 bits where nobody asks; the first that divides the inputs is taken."""
@@ -21,15 +21,18 @@ _LEAST_WITH_FLOAT32 = 64
 """Groups of so many have scales and offsets in float32, which kernels read faster; smaller ones in 16 bits."""
 
 _LAYERS_OF_8_BITS = 1
-"""So many layers at the start have 8 bits in nf4: all later layers read what they write."""
+"""So many layers at the start have 8 bits where 4 are asked for: all later layers read what they write."""
+_LAYERS_OF_NARROW_FACTORS = 6
+"""So many layers after those have scales and offsets in 16 bits in int4: half a bit less a weight, which makes up for the
+first layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How the linear maps of a model are quantized.
 
-    The output head has 8 bits in any case, and so has the first layer in nf4: rounding them shows most in the logits.
-    int4 has 5 bits a weight at most, scales and offsets included.
+    The output head and the first layer have 8 bits in any case: rounding them shows most in the logits. int4 has 5 bits
+    a weight on the mean of seven layers or more, scales and offsets included.
     """
 
     name: str
@@ -43,14 +46,17 @@ class Quantization:
         Raises:
             CheckpointError: no group size that is allowed divides the inputs.
         """
-        if self.name == "nf4" and layer < _LAYERS_OF_8_BITS:
+        if self.name in _GROUPED and layer < _LAYERS_OF_8_BITS:
             return self.head_format(in_features)
         match self.name:
             case "int8":
                 return self._bytes(in_features, self._group(in_features))
             case "int4":
                 size = self._group(in_features)
-                factors = Factors.HALF if size < _LEAST_WITH_FLOAT32 else Factors.FLOAT32
+                is_narrow = (
+                    size < _LEAST_WITH_FLOAT32 or layer - _LAYERS_OF_8_BITS < _LAYERS_OF_NARROW_FACTORS
+                )
+                factors = Factors.HALF if is_narrow else Factors.FLOAT32
                 return Integers(4, size, has_offset=True, factors=factors)
             case "nf4":
                 return Codebook("nf4", NF4, self._group(in_features))

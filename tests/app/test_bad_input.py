@@ -111,6 +111,8 @@ TABLE = [
     ("key alice colour=red", "weight=, lane="),
     ("key alice --colour", "unknown argument --colour"),
     ("key alice --hash", "a key is at least 16"),
+    ("check {tmp}", "{tmp}"),
+    ("check --dtype int3", "--dtype"),
     ("doctor {tmp}", "{tmp}"),
     ("doctor {file}", "{file}"),
     ("doctor {tmp}/none", "{tmp}/none"),

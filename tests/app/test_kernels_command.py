@@ -243,7 +243,7 @@ def test_levels_are_built_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def make(level: Any, place: Path, say: Any) -> str:
+    def make(level: Any, place: Path, say: Any, *, commands: Any) -> str:  # noqa: ARG001
         assert place == tmp_path
         say("compiling")
         if level.name == "w":

@@ -299,9 +299,9 @@ def test_the_trials_run_every_operation_of_a_table(config: ModelConfig) -> None:
     def noting(name: str) -> Callable[..., Any]:
         operation = getattr(plain, name)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             called.append(name)
-            return operation(*args)
+            return operation(*args, **named)
 
         return call
 
