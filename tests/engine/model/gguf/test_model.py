@@ -355,11 +355,11 @@ def test_logits_of_a_family_are_those_of_transformers(family: str, type: str, tm
     assert float((found - expected).abs().max()) <= 1e-4 * max(1.0, float(expected.abs().max()))
     if type == "Q8_0":
         assert read_config(path).quantization is not None
-        # Activations have 8 bits, in both.
+        # Activations have 8 bits, in both; a last bit may round some of them to the next integer.
         rounded = _logits(path, torch.tensor(ids), make_kernels(unpacked=False))
         team = load_library(print).start_team(1)
         native = _logits(path, torch.tensor(ids), native_kernels(team, torch.float32))
-        assert float((native - rounded).norm() / expected.norm()) < 0.02
+        assert float((native - rounded).norm() / expected.norm()) < 0.03
 
 
 @pytest.mark.parametrize(("family", "kind"), [("Qwen 2", "qwen2vl"), ("Qwen 3", "qwen3vl")])
