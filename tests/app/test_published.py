@@ -68,7 +68,7 @@ def distance(model: Path, network: Any) -> Distance:
 def test_a_file_is_served_as_its_weights_say(model: Path, exact: Any) -> None:
     found = distance(model, exact)
     assert found.mean_kl < 0.008
-    assert found.agreement > 0.95
+    assert found.agreement > 0.9
 
 
 def test_sixteen_bits_are_served_as_their_weights_say(rounded: tuple[Path, Any]) -> None:
@@ -80,7 +80,7 @@ def test_sixteen_bits_are_served_as_their_weights_say(rounded: tuple[Path, Any])
 def test_the_text_of_sixteen_bits_is_that_of_transformers(rounded: tuple[Path, Any]) -> None:
     folder, network = rounded
     with LLM(folder, device="cpu", progress=False) as llm:
-        answers = llm.generate(PROMPTS, temperature=0, max_tokens=40, ignore_eos=True)
+        answers = llm.generate(PROMPTS, temperature=0, max_tokens=40, min_tokens=40)
     for answer in answers:
         prompt = torch.tensor([answer.prompt_token_ids])
         expected = network.generate(
