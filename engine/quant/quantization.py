@@ -23,8 +23,8 @@ _LEAST_WITH_FLOAT32 = 64
 _LAYERS_OF_8_BITS = 1
 """So many layers at the start have 8 bits where 4 are asked for: all later layers read what they write."""
 _LAYERS_OF_NARROW_FACTORS = 6
-"""So many layers after those have scales and offsets in 16 bits in int4: half a bit less a weight, which makes up for the
-first layer."""
+"""So many layers after those have scales and offsets in 16 bits in int4: half a bit less a weight, which makes up for
+the first layer."""
 
 
 @dataclass(frozen=True, slots=True)
