@@ -61,7 +61,7 @@ def test_quantized_weights_take_their_integers_scales_and_the_rest_in_16_bits(ti
     )
     assert (
         weight_bytes(config, stored_in(torch.float16), Recipe(quantization=Quantization("int4")))
-        == rest + 3 * four_bits
+        == rest + eight_bits + 2 * four_bits
     )
 
 
