@@ -7,7 +7,7 @@ namespace penstock {
 
 struct LinearSource;
 
-// ggml's types; blocks.py has the names in the same order.
+// ggml's types; TYPES of quant/storages/gguf.py has their names in the same order.
 enum class BlockType : int32_t { q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4 };
 
 // A weight of one type, which may be one of several that are packed as one.
