@@ -265,8 +265,8 @@ def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:
     yield from _experts(fitting, {mark(case.weights, case): case for case in by_weights})
     yield from _reasons(fitting, options, quantizations)
     yield ""
-    left_out = {"auto"} if fitting.limits.card else {"auto", "fp8"}  # no native kernel serves it: it is slow
-    ways = [replace(options, kv_dtype=name) for name in choices("kv_dtype") if name not in left_out]
+    names = [name for name in choices("kv_dtype") if name not in ("auto", "fp8")]  # fp8 is int8
+    ways = [replace(options, kv_dtype=name) for name in names]
     by_kv = sorted(fitting.cases(ways), key=lambda case: -case.sizes.kv_of_a_token)
     rows = [
         [

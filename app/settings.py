@@ -174,7 +174,8 @@ class EngineSettings(CommonSettings):
     """With --quantize, quantize at every start, and keep nothing of it in the cache folder."""
 
     kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "int8", "fp8"] = "auto"
-    """Type the KV cache is kept in; auto takes that of --dtype, and int8 and fp8 hold nearly twice as many tokens."""
+    """Type the KV cache is kept in; auto takes that of --dtype. int8 holds nearly twice as many tokens; fp8 is
+    another name for it."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs."""

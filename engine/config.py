@@ -131,7 +131,8 @@ class LoadOptions:
     keep_quantized: bool = False
     """Whether what `quantize` makes is kept in the cache folder for the next start."""
     kv_dtype: str = "auto"
-    """The type of the KV cache: "float32", "bfloat16", "float16", "int8", "fp8", or "auto": that of the weights."""
+    """The type of the KV cache: "float32", "bfloat16", "float16", "int8", "fp8", which is int8, too, or "auto": that
+    of the weights."""
     num_threads: int | None = None
     """The threads that compute on a CPU; None stands for one for each core that this process may use."""
     block_size: int = 16

@@ -87,6 +87,8 @@ def load_model(
     memory = plan().check(lambda: what_would_fit(config, options, lambda other: plan(recipe=other)))
     say(_kernels_text(kernels))
     say(memory.text)
+    if options.kv_dtype == "fp8":
+        say("--kv-dtype fp8: the KV cache is in int8, which has the size of fp8 and is nearer to 16 bits")
     most = agreed(_most_tokens(memory), ranks)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
     if options.keep_quantized:

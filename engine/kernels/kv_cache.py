@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.quant.float8 import FLOAT8, LARGEST
 
 _PAGE = 4096
 
-QUANTIZED = {"int8": torch.int8, "fp8": FLOAT8}
-"""The types of a quantized cache by name: a float32 scale belongs to each head of each token."""
-LARGEST_NUMBER = {torch.int8: 127.0, FLOAT8: LARGEST}
-"""By type of a quantized cache, what the largest magnitude of a head becomes."""
+QUANTIZED = {"int8": torch.int8, "fp8": torch.int8}
+"""The types of a quantized cache by name: a float32 scale belongs to each head of each token.
+
+Both names mean int8. With such scales, e4m3's 3 bits of significand cost several times what rounding to int8 does, for the
+same memory and the same speed: kernels make 16 bits of either.
+"""
+LARGEST_NUMBER = 127.0
+"""What the largest magnitude of a head becomes in a quantized cache."""
 SCALE_BYTES = 4
 """Bytes of a scale, which is float32."""
 MAX_TABLES = 16
@@ -27,18 +30,15 @@ MAX_TABLES = 16
 
 def is_quantized(dtype: torch.dtype) -> bool:
     """Whether a cache of this type has scales."""
-    return dtype in LARGEST_NUMBER
+    return dtype == torch.int8
 
 
 def numbers_and_scales(layer_kv: Tensor) -> tuple[Tensor, Tensor | None]:
     """What kernels are given of one layer's cache: its elements, and the same memory as float32 if it is quantized.
 
-    The bits of e4m3 are uint8, for older cards know no such type. Blocks have multiples of 4 bytes.
+    Blocks have multiples of 4 bytes.
     """
-    if not is_quantized(layer_kv.dtype):
-        return layer_kv, None
-    numbers = layer_kv if layer_kv.dtype == torch.int8 else layer_kv.view(torch.uint8)
-    return numbers, layer_kv.view(torch.float32)
+    return layer_kv, layer_kv.view(torch.float32) if is_quantized(layer_kv.dtype) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class KVCache:
     of the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. Block 0 belongs to
     nobody: unused entries of block tables point to it, and what is written there is never read.
 
-    If the type is quantized, int8 or e4m3, the numbers of a layer are followed by the bytes of float32 scales
+    If the type is int8, the numbers of a layer are followed by the bytes of float32 scales
     [num_kv_heads, block_size]: an element is its number times the scale of its token and head.
     """
 
@@ -182,10 +182,7 @@ class KVCache:
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copies blocks [N] in all layers, as if all at once; the targets are distinct."""
-        data = (
-            self.data.view(torch.int8) if is_quantized(self.data.dtype) else self.data
-        )  # torch moves no e4m3
-        data[:, :, targets.long()] = data[:, :, sources.long()]
+        self.data[:, :, targets.long()] = self.data[:, :, sources.long()]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -114,27 +114,28 @@ def write_kv(layer_kv: Tensor, keys: Tensor, values: Tensor, in_cache: Tensor) -
     blocks, offsets = in_cache[written] // block_size, in_cache[written] % block_size
     for index, tensor in enumerate((keys[written], values[written])):
         if scales is not None:
-            numbers, scale = quantize_kv(tensor, layer_kv.dtype)
+            numbers, scale = quantize_kv(tensor)
             scales[index][blocks, :, offsets] = scale.unsqueeze(-1).view(torch.int8)
-            stored[index][blocks, :, offsets] = numbers.to(layer_kv.dtype).view(torch.int8)
+            stored[index][blocks, :, offsets] = numbers.to(torch.int8)
         else:
             stored[index][blocks, :, offsets] = tensor.to(layer_kv.dtype)
 
 
-def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+def quantize_kv(x: Tensor) -> tuple[Tensor, Tensor]:
     """The form of keys or values [T, num_kv_heads, head_dim] in a quantized cache.
 
     Returns:
-        Numbers of the type in float32, rounded half to even, and the float32 scale [T, num_kv_heads] of each head of a
-        token: its largest magnitude / that of the numbers, which is 127 in int8 and 448 in e4m3.
+        Integers in float32, rounded half to even, and the float32 scale [T, num_kv_heads] of each head of a token: its
+        largest magnitude / 127.
     """
-    wide, largest = x.float(), LARGEST_NUMBER[dtype]
+    wide = x.float()
     own = wide.abs().amax(-1, keepdim=True)
-    scale = own / torch.full_like(
-        own, largest
+    divisor = torch.full_like(
+        own, LARGEST_NUMBER
     )  # by a plain number, CUDA's torch would multiply by its inverse
-    numbers = (wide / scale).clamp_(-largest, largest).nan_to_num_(nan=0.0)
-    return numbers.round_() if dtype == torch.int8 else numbers.to(dtype).float(), scale.squeeze(-1)
+    scale = own / divisor
+    numbers = (wide / scale).clamp_(-LARGEST_NUMBER, LARGEST_NUMBER).nan_to_num_(nan=0.0)
+    return numbers.round_(), scale.squeeze(-1)
 
 
 def gather_kv(half: Tensor, blocks: Tensor, shape: KVShape, dtype: torch.dtype) -> Tensor:
@@ -148,11 +149,9 @@ def gather_kv(half: Tensor, blocks: Tensor, shape: KVShape, dtype: torch.dtype) 
         [..., num_kv_heads, P * block_size, head_dim], contiguous; from a quantized cache the products of numbers and
         scales, rounded once.
     """
-    kv_dtype = half.dtype
-    gathered = (half.view(torch.int8) if is_quantized(kv_dtype) else half)[blocks]
-    stored, scales = _split_scales(gathered, shape.num_kv_heads, shape.head_dim)
+    stored, scales = _split_scales(half[blocks], shape.num_kv_heads, shape.head_dim)
     found = stored.new_empty(stored.transpose(-4, -3).shape, dtype=dtype)
-    found.copy_((stored if scales is None else stored.view(kv_dtype)).transpose(-4, -3))
+    found.copy_(stored.transpose(-4, -3))
     if scales is not None:
         found.mul_(scales.contiguous().view(torch.float32).transpose(-4, -3))
     return found.flatten(-3, -2)

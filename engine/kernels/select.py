@@ -439,8 +439,6 @@ def check_native(model: ModelConfig, limits: LoadOptions) -> None:
         raise native.NativeUnavailable(
             f"they have blocks of {native.BLOCK_SIZE} tokens, not {limits.block_size}"
         )
-    if limits.kv_dtype == "fp8":
-        raise native.NativeUnavailable("they have no KV cache in fp8; one in int8 is as small")
     for attention in model.attentions:
         if attention.head_dim % 8:
             raise native.NativeUnavailable(

@@ -57,7 +57,7 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
     if device.type == "cuda" and dtype != own and not is_quantized(dtype):
         own_name = str(own).removeprefix("torch.")
         raise CheckpointError(
-            f"--kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}, or int8 or fp8"
+            f"--kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}, or int8"
         )
     return dtype
 

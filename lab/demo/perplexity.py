@@ -70,7 +70,6 @@ CASES = (
     Case("made: gptq, act-order", made="--method gptq --act-order"),
     Case("made: gptq, no layer of 8 bits", made="--method gptq --wide-layers 0"),
     Case("auto, KV cache int8", {"kv_dtype": "int8"}),
-    Case("float32, KV cache fp8", {"dtype": "float32", "kv_dtype": "fp8"}),
     Case("int8, KV cache int8", {"quantize": "int8", "kv_dtype": "int8"}),
     Case("int4, KV cache int8", {"quantize": "int4", "kv_dtype": "int8"}),
     Case("made: gptq, KV cache int8", {"kv_dtype": "int8"}, made="--method gptq"),

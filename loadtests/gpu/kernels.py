@@ -86,7 +86,7 @@ def main() -> int:
     bench = Bench(config, _table(config, device, dtype), sizes, device)
     emit_fact("kernels", bench.kernels.name)
     measures = {
-        m.__name__: m for m in (ceilings, decode, slope, prefill, elementwise, sampler, kv_int8, kv_fp8)
+        m.__name__: m for m in (ceilings, decode, slope, prefill, elementwise, sampler, kv_int8)
     }
     names = list(arguments.names or measures)
     while names:
@@ -233,17 +233,8 @@ def _rotate(bench: Bench, rows: int) -> None:
 
 def kv_int8(bench: Bench) -> None:
     """Attention with a KV cache in int8, and what writes it; bytes are those that are stored, scales among them."""
-    _quantized_kv(bench, "int8")
-
-
-def kv_fp8(bench: Bench) -> None:
-    """Attention with a KV cache in e4m3, and what writes it."""
-    _quantized_kv(bench, "fp8")
-
-
-def _quantized_kv(bench: Bench, name: str) -> None:
-    table = _table(bench.config, bench.device, bench.kernels.activation_dtype, name)
-    quantized = replace(bench, kernels=table, kv=f", KV {name}")
+    table = _table(bench.config, bench.device, bench.kernels.activation_dtype, "int8")
+    quantized = replace(bench, kernels=table, kv=", KV int8")
     decode(quantized)
     slope(quantized)
     prefill(quantized)

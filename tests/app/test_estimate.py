@@ -49,9 +49,9 @@ def test_an_estimate_needs_no_kernels() -> None:
     assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
 
 
-def test_an_estimate_in_fp8_has_the_size_of_int8_and_on_a_cpu_plain_torch() -> None:
+def test_a_cache_in_fp8_is_one_in_int8() -> None:
     sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", kv_dtype="fp8"))
-    assert (sizes.dtype, sizes.kv_dtype) == ("float32", "fp8")
+    assert (sizes.dtype, sizes.kv_dtype) == ("float16", "int8")
     assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
 
 

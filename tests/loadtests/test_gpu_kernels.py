@@ -27,7 +27,7 @@ from loadtests.gpu.parts import Outcome
 BYTES_PER_S, FLOP_PER_S = 1e12, 5e14
 META = torch.device("meta")
 Figures = dict[str, tuple[float, str, str]]
-MEASURES = ["ceilings", "decode", "slope", "prefill", "elementwise", "sampler", "kv_int8", "kv_fp8"]
+MEASURES = ["ceilings", "decode", "slope", "prefill", "elementwise", "sampler", "kv_int8"]
 Sizes = list[tuple[int, int]]
 
 
@@ -194,9 +194,8 @@ def expected_of_kernels(decode: Sizes, slope: list[int], sampler_rows: list[int]
     for rows in sampler_rows:
         for name in ("greedy", "drawn", "min-p 0.05", "top-k 40", "top-p 0.9", "top-k 40, top-p 0.9"):
             found[f"sampler, {rows} rows, {name}"] = rows, "us", "128,256 tokens"
-    for kv in (", KV int8", ", KV fp8"):
-        found |= expected_of_kv(kv, decode, slope, 2 * 8 * (128 + 4))
-        found[f"rotate_and_write{kv}, 8,192 rows"] = 1000, "GB/s", "185.1 us"
+    found |= expected_of_kv(", KV int8", decode, slope, 2 * 8 * (128 + 4))
+    found["rotate_and_write, KV int8, 8,192 rows"] = 1000, "GB/s", "185.1 us"
     return found
 
 
@@ -204,12 +203,12 @@ def test_a_full_run_measures_every_kernel(card: FakeCard, monkeypatch: pytest.Mo
     decode = [(1, 1024), (1, 8192), (1, 32_768), (8, 1024), (8, 8192), (64, 1024), (64, 8192), (256, 1024)]
     expected = expected_of_kernels(decode, [2048, 8192, 16_384, 32_768], [1, 64, 256])
     assert_same(measured(kernels, "full", monkeypatch), expected)
-    assert card.kv_dtypes == ["auto", "int8", "fp8"]
+    assert card.kv_dtypes == ["auto", "int8"]
     # A GiB is read before anything is read again: layers of so many bytes of keys and values, or copies of a tensor.
     assert card.num_layers[:12] == [32, 32, 8, 32, 4, 4, 1, 1, 32, 32, 32, 32]
     assert card.num_layers[12:24] == [32, 32, 15, 32, 7, 7, 1, 1, 32, 32, 32, 32]
     assert {name: card.calls[name] for name in ("rms_norm", "add_rms_norm", "silu_mul", "rotate_and_write")} == {
-        "rms_norm": 16, "add_rms_norm": 16, "silu_mul": 2, "rotate_and_write": 3 * 10,
+        "rms_norm": 16, "add_rms_norm": 16, "silu_mul": 2, "rotate_and_write": 2 * 10,
     }  # fmt: skip
     drawn: list[dict[str, Any]] = [
         {"temperature": 0}, {}, {"min_p": 0.05}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}
@@ -345,17 +344,12 @@ def test_a_dry_run_computes_all_of_it_at_tiny_sizes(
         "add_rms_norm, 16 rows": 16 * 4 * (16 * 64 * 4) / 1e9,
         "silu_mul, 16 rows": 5 * 3 * (16 * 96 * 4) / 1e9,
         "rotate_and_write, 16 rows": 8 * 2 * (16 * 128 * 4) / 1e9,
-    } | {
-        name.format(kv): value
-        for kv in ("int8", "fp8")
-        for name, value in {
-            "attention decode, KV {}, batch 1, context 32": 2 * 32 * 2 * 2 * (16 + 4) / 1e9,
-            "attention decode, KV {}, batch 2, context 64": 2 * 2 * 64 * 2 * 2 * (16 + 4) / 1e9,
-            "llama-8b: attention, KV slope of all layers, KV {}": 0,
-            "attention prefill, KV {}, 32 tokens": 4 * 64 * sum(range(1, 33)) / 1e12,
-            "attention prefill, KV {}, 16 after 48": 4 * 64 * sum(range(49, 65)) / 1e12,
-            "rotate_and_write, KV {}, 16 rows": 8 * 16 * (128 * 4 + 64 * 4 + 2 * 2 * (16 + 4)) / 1e9,
-        }.items()
+        "attention decode, KV int8, batch 1, context 32": 2 * 32 * 2 * 2 * (16 + 4) / 1e9,
+        "attention decode, KV int8, batch 2, context 64": 2 * 2 * 64 * 2 * 2 * (16 + 4) / 1e9,
+        "llama-8b: attention, KV slope of all layers, KV int8": 0,
+        "attention prefill, KV int8, 32 tokens": 4 * 64 * sum(range(1, 33)) / 1e12,
+        "attention prefill, KV int8, 16 after 48": 4 * 64 * sum(range(49, 65)) / 1e12,
+        "rotate_and_write, KV int8, 16 rows": 8 * 16 * (128 * 4 + 64 * 4 + 2 * 2 * (16 + 4)) / 1e9,
     })  # fmt: skip
     assert {name for name in found if "sampler" in name} == {
         f"sampler, 2 rows, {how}"

@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from engine.kernels.triton.attention_segments import visible_tiles
-from engine.kernels.triton.numbers import of_e4m3, of_int8
+from engine.kernels.triton.numbers import of_int8
+
+FOLDED = tl.constexpr(64.0)
+"""What weights of values in int8 are multiplied by, and their sums divided by.
+
+About half the largest number: the scale of a value becomes about its largest magnitude. Without it, small weights times
+small scales would vanish in 16 bits.
+"""
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -98,7 +105,8 @@ def decode_attention_kernel(
         CHUNK,
         True,
     )
-    summed = _unfolded(summed, layer_kv)
+    if layer_scales is not None:
+        summed *= 1 / FOLDED
     if num_segments == 1:
         _store_rows(
             attended, summed, total, start, rows, kv_head, valid, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D
@@ -197,7 +205,8 @@ def prefill_attention_kernel(
                 CHUNK,
                 masked == 1,
             )
-    summed = _unfolded(summed, layer_kv)
+    if layer_scales is not None:
+        summed *= 1 / FOLDED
     # Read again: what the places of the queries were computed from would stay in registers until here, and some spill.
     first_row = tl.load(query_starts + sequence, volatile=True) + first_query
     _store_rows(
@@ -240,8 +249,8 @@ def _fold_tiles(
 
     This is the only place that knows what keys and values look like: blocks are BLOCK_STRIDE elements apart. Numbers of
     8 bits become the queries' type where they are loaded, which is exact; the scale of each key then multiplies its
-    column of `scores`, that of each value its column of `weights`. Sums of values are then
-    `_folded` times what they should be.
+    column of `scores`, that of each value its column of `weights`. Sums of values are then FOLDED times what they
+    should be.
     """
     # The unit of scores as a power of 2: it is multiplied with where they become exponents.
     UNIT: tl.constexpr = (SOFTCAP if SOFTCAP > 0 else SCALE) * 1.4426950408889634
@@ -275,7 +284,7 @@ def _fold_tiles(
                 value_scale = tl.load(value_scales + of_tokens, mask=exists, other=0.0)
             else:
                 key_scale, value_scale = tl.load(key_scales + of_tokens), tl.load(value_scales + of_tokens)
-            key = _as_floats(key, query.dtype)
+            key = of_int8(key, query.dtype)
         scores = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee")
         if key_scales is not None:
             scores *= key_scale[None, :]
@@ -293,8 +302,8 @@ def _fold_tiles(
         weights, fade = tl.exp2(scores * UNIT - base[:, None]), tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         if value_scales is not None:
-            weights *= (value_scale * _folded(value))[None, :]
-            value = _as_floats(value, query.dtype)
+            weights *= (value_scale * FOLDED)[None, :]
+            value = of_int8(value, query.dtype)
         summed = tl.dot(weights.to(value.dtype), value, summed * fade[:, None], input_precision="ieee")
         top = higher
     return summed, top, total
@@ -336,33 +345,6 @@ def _scales_of_head(
     else:
         scales = layer_scales + (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM // 4 + kv_head * BLOCK_SIZE)
     return scales
-
-
-@triton.jit
-def _as_floats(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Numbers of a quantized cache."""
-    return of_int8(packed, dtype) if packed.dtype == tl.int8 else of_e4m3(packed, dtype)
-
-
-@triton.jit
-def _folded(packed: tl.tensor) -> tl.constexpr:
-    """A power of 2, about half the largest number: with it, the scale of a value is about its largest magnitude.
-
-    Without it, small weights times small scales would vanish in 16 bits.
-    """
-    return 64.0 if packed.dtype == tl.int8 else 256.0
-
-
-@triton.jit
-def _unfolded(summed: tl.tensor, layer_kv: tl.tensor) -> tl.tensor:
-    """Sums of values without what was `_folded` into their weights."""
-    if layer_kv.dtype.element_ty == tl.int8:
-        result = summed * (1 / 64)
-    elif layer_kv.dtype.element_ty == tl.uint8:
-        result = summed * (1 / 256)
-    else:
-        result = summed
-    return result
 
 
 @triton.jit

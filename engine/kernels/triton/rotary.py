@@ -213,11 +213,9 @@ def rotate_and_write_kernel(
         place = block * BLOCK_STRIDE + token * HEAD_DIM + is_value * values_offset
         kv_dtype: tl.constexpr = layer_kv.dtype.element_ty
         if layer_scales is not None:
-            LARGEST: tl.constexpr = 127.0 if kv_dtype == tl.int8 else 448.0
             first, second = first.to(tl.float32), second.to(tl.float32)
-            scale = _scale(first, second, LARGEST)
-            first = _rounded(first, scale, LARGEST, kv_dtype)
-            second = _rounded(second, scale, LARGEST, kv_dtype)
+            scale = _scale(first, second)
+            first, second = _rounded(first, scale), _rounded(second, scale)
             of_token = block * (BLOCK_STRIDE // 4) + NUMBERS // 4 + token + is_value * (values_offset // 4)
             tl.store(layer_scales + of_token, scale, mask=is_stored)
         tl.store(layer_kv + place + pairs, first.to(kv_dtype), mask=stored)
@@ -225,17 +223,17 @@ def rotate_and_write_kernel(
 
 
 @triton.jit
-def _scale(first: tl.tensor, second: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """The scale of each head, whose halves these are: its largest magnitude over LARGEST, or no number."""
+def _scale(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """The scale of each head, whose halves these are: its largest magnitude over 127, or no number."""
     largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
     nans = tl.max(((first != first) | (second != second)).to(tl.int32), axis=1, keep_dims=True)
-    return tl.div_rn(tl.where(nans > 0, float("nan"), largest), LARGEST)
+    return tl.div_rn(tl.where(nans > 0, float("nan"), largest), 127.0)
 
 
 @triton.jit
-def _rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def _rounded(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    return rounded_to(tl.where(scaled == scaled, scaled, 0.0), LARGEST, dtype)
+    return rounded_to(tl.where(scaled == scaled, scaled, 0.0), 127.0, tl.int8)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "num_halvings", "table_width"])

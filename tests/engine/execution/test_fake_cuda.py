@@ -93,7 +93,6 @@ def assert_complete(driver: StepDriver) -> None:
         (32, True, 3, "auto"),
         (32, False, 3, "auto"),
         (32, True, 0, "int8"),
-        (32, True, 0, "fp8"),
     ],
 )
 def test_no_launch_waits_for_the_device(

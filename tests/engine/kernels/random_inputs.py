@@ -211,7 +211,7 @@ class AttentionInput:
         """Returns exactly what the cache stores of x [tokens, num_kv_heads, head_dim]."""
         if self.kv_dtype is None:
             return x
-        numbers, scale = quantize_kv(x, self.kv_dtype)
+        numbers, scale = quantize_kv(x)
         return numbers.double() * scale.double().unsqueeze(-1)
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape
+from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from engine.kernels.linear import DenseLinear
 from engine.kernels.reference import (
     PagedAttention,
@@ -22,7 +22,6 @@ from engine.kernels.reference import (
     rotate_and_write,
     write_kv,
 )
-from engine.quant.float8 import FLOAT8
 from tests.engine import ranges
 from tests.engine.ranges import assert_within, concatenated, exactly
 from tests.few import examples
@@ -152,19 +151,8 @@ def test_a_head_of_zeros_has_no_scale_and_what_is_no_number_stays_none() -> None
     assert scale[1].isnan()
 
 
-def test_e4m3_is_rounded_half_to_even_below_its_largest_number() -> None:
-    x = torch.tensor([448.0, 17.0, 19.0, -17.0, 0.0, 2**-10, 3 * 2**-10, 450 - 448]).view(1, 1, 8)
-    numbers, scale = quantize_kv(x, FLOAT8)
-    assert numbers.flatten().tolist() == [448.0, 16.0, 20.0, -16.0, 0.0, 0.0, 2**-8, 2.0]
-    assert scale.item() == 1.0
-    half, scale = quantize_kv(x / 2, FLOAT8)
-    assert torch.equal(half, numbers)
-    assert scale.item() == 0.5
-
-
-@pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int, kv_dtype: torch.dtype) -> None:
+def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int) -> None:
     shape = KVShape(num_kv_heads=1, head_dim=6, block_size=block_size)
     num_tokens = 5
     keys, values = torch.randn(2, num_tokens, 1, 6)
@@ -173,11 +161,11 @@ def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int, kv_d
     batch = make_batch([(0, num_tokens)])
     batch.block_tables = torch.arange(1, 1 + num_blocks, dtype=torch.int32).unsqueeze(0)
     found = []
-    for dtype in (kv_dtype, torch.float32):
+    for dtype in (torch.int8, torch.float32):
         kv = KVCache(KVLayout.even(shape, 1), 1 + num_blocks, dtype, CPU)
         written = [keys, values]
-        if dtype != kv_dtype:
-            numbers = [quantize_kv(each, kv_dtype) for each in written]
+        if dtype != torch.int8:
+            numbers = [quantize_kv(each) for each in written]
             written = [scale.unsqueeze(-1) * number for number, scale in numbers]
         write_kv(kv.layer(0), written[0], written[1], kv_places(batch, block_size))
         found.append(PagedAttention(batch, shape)(queries, kv.layer(0), 0))

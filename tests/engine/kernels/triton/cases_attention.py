@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import triton
 
-from engine.kernels.kv_cache import QUANTIZED, KVShape
+from engine.kernels.kv_cache import KVShape
 from engine.kernels.triton import attention_kernels as kernels
 from engine.kernels.triton import attention_segments as segmenting
 from engine.kernels.triton.attention import Workspace
 from engine.kernels.triton.attention_tiling import Chip, KVHead, TensorCores, Tiling, shared_bytes
-from engine.quant.float8 import FLOAT8
 from tests.engine.kernels.triton.compiling import ARCHITECTURES, SHARED_LIMIT, Case
 
 _TYPES = {
@@ -21,7 +20,6 @@ _TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.int8: "i8",
-    FLOAT8: "u8",
 }
 _LENGTHS = ("query_starts", "context_lens", "item_sequences", "first_items", "block_tables")
 _OPTIONS = {"enable_fp_fusion": True}
@@ -203,17 +201,16 @@ _EXACT = {
     for architecture in (_A100, _RTX50)
 }
 _QUANTIZED = {
-    f"{name}-{architecture}": _cases(f"llama-{name}-{architecture}", architecture, kv_dtype=kv_dtype)
+    architecture: _cases(f"llama-int8-{architecture}", architecture, kv_dtype=torch.int8)
     for architecture in (_A100, _HOPPER, _BLACKWELL)
-    for name, kv_dtype in QUANTIZED.items()
 }
 _QUANTIZED_GEMMA = _cases("gemma-int8", _RTX50, group=2, head_dim=256, windowed=True, kv_dtype=torch.int8)
 _QUANTIZED_PHI = _cases(
-    "phi-fp8", _A10, group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16, kv_dtype=FLOAT8
+    "phi-int8", _A10, group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16, kv_dtype=torch.int8
 )
 _QUANTIZED_WIDE = {
     architecture: _cases(
-        f"wide-drafts-fp8-{architecture}", architecture, group=8, max_query_len=16, kv_dtype=FLOAT8
+        f"wide-drafts-int8-{architecture}", architecture, group=8, max_query_len=16, kv_dtype=torch.int8
     )
     for architecture in (_A100, _HOPPER)
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout
+from engine.kernels.kv_cache import KVCache, KVLayout
 from engine.kernels.reference import TokenPlaces, write_kv
 from engine.kernels.triton import rotary
 from engine.kernels.triton.rotary import kv_places, rotate_and_write
@@ -72,10 +72,9 @@ def test_values_may_be_normed_and_queries_may_be_alone(device: torch.device) -> 
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is infinite or no number
-@pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_quantized_cache_has_the_bits_of_the_specification(
-    dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, device: torch.device
 ) -> None:
     """Quantized heads are those of the unquantized kernel, with zeros, large heads and lost ones among them; keys are
     spread before, and so are queries."""
@@ -89,7 +88,7 @@ def test_a_quantized_cache_has_the_bits_of_the_specification(
     heads[2, 9, 5], heads[4, 7, 2], heads[5, 10, 1] = torch.nan, torch.nan, torch.inf
     heads[6:9] *= 1000
     heads[9:12] *= 1e-6
-    plain, found, expected = step.kv(dtype), *(quantized_kv(step, kv_dtype) for _ in range(2))
+    plain, found, expected = step.kv(dtype), *(quantized_kv(step) for _ in range(2))
     queries, spread = step.run(rotate_and_write, plain), step.run(rotate_and_write, found, spreads=True)
     block = block_size(48 // 2)
     assert torch.equal(spread, (rotated(queries.float(), block) / block).to(dtype))
@@ -97,16 +96,16 @@ def test_a_quantized_cache_has_the_bits_of_the_specification(
     slots = step.places.in_cache.clamp(min=0)
     keys = rotated(stored[0, slots].float(), block)
     write_kv(expected, keys, stored[1, slots], step.places.in_cache)
-    assert not torch.equal(expected.view(torch.int8), quantized_kv(step, kv_dtype).view(torch.int8))
+    assert not torch.equal(expected.view(torch.int8), quantized_kv(step).view(torch.int8))
     same = found.view(torch.int32) == expected.view(torch.int32)
     both_nan = found.view(torch.float32).isnan() & expected.view(torch.float32).isnan()
     assert (same | both_nan).all()
 
 
-def quantized_kv(step: RotationInput, dtype: torch.dtype) -> Tensor:
+def quantized_kv(step: RotationInput) -> Tensor:
     """One layer's cache, full of what others wrote."""
-    data = KVCache(KVLayout.even(step.layer.shape, 1), NUM_BLOCKS, dtype, step.qkv.device).data
-    data.view(torch.int8).fill_(77)
+    data = KVCache(KVLayout.even(step.layer.shape, 1), NUM_BLOCKS, torch.int8, step.qkv.device).data
+    data.fill_(77)
     return data[0]
 
 

@@ -101,7 +101,7 @@ def test_a_step_with_drafts_says_what_plain_torch_says_without(folder: Path, dev
 @pytest.mark.long("whole steps by Triton's interpreter")
 def test_a_quantized_cache_says_what_plain_torch_reads_from_one(folder: Path, device: torch.device) -> None:
     """Out of graphs, too."""
-    kv_dtype = "fp8"
+    kv_dtype = "int8"
     options = replace(OPTIONS, kv_dtype=kv_dtype)
 
     def loaded(device: torch.device, kernels: Callable[[ModelConfig], Kernels]) -> LoadedModel:
