@@ -111,7 +111,6 @@ constexpr float kRestSteps = 254.0f;  // in the scale of a group whose rest is r
 // integers lack is rounded to 1 / 254 of the scale.
 template <class Integer, bool kRest = false>
 float to_integers(const float* x, int n, int limit, Integer* out, [[maybe_unused]] Integer* rest = nullptr) {
-    typedef Integer Integers __attribute__((vector_size(kWide * sizeof(Integer))));
     const float most = largest(x, n), factor = static_cast<float>(limit) / most, scale = most / static_cast<float>(limit);
     if (!(factor < std::numeric_limits<float>::infinity())) {
         std::memset(out, 0, n * sizeof(Integer));
@@ -119,10 +118,7 @@ float to_integers(const float* x, int n, int limit, Integer* out, [[maybe_unused
         return scale;
     }
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const auto store_rounded = [&](wide shifted, Integer* to) {
-        const Integers integers = __builtin_convertvector((wide_int)shifted - 0x4b400000, Integers);
-        std::memcpy(to, &integers, sizeof integers);
-    };
+    const auto store_rounded = [&](wide shifted, Integer* to) { store_narrow(to, (wide_int)shifted - 0x4b400000); };
     int i = 0;
     for (; i + kWide <= n; i += kWide) {
         const wide y = load_as<wide>(x + i) * all<wide>(factor), shifted = y + all<wide>(magic);

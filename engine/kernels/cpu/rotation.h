@@ -7,7 +7,9 @@
 
 namespace penstock {
 
-constexpr int kLaneBits = kWide == 16 ? 4 : kWide == 8 ? 3 : 2;  // of the number of a lane
+constexpr int bits_of(int power) { return power > 1 ? 1 + bits_of(power / 2) : 0; }
+
+constexpr int kLaneBits = bits_of(kWide);  // of the number of a lane
 
 // Lanes in which a bit of their number is set change places with those in which it is not.
 template <int kBit, class V, int... I>
@@ -53,33 +55,69 @@ inline void change_signs(const float* x, int n, int block, float* out) {
     for (int i = 0; i < n; i++) out[i] = x[i] * kRotationSigns.of[i & (block - 1)];
 }
 
-// Multiplies each block of a row, in place, by the Hadamard matrix of its size, a power of 2 that divides n.
-inline void transform(float* x, int n, int block) {
-    for (int half = block / 2; half >= kWide; half /= 2)
-        for (int from = 0; from < n; from += 2 * half)
-            for (int i = from; i < from + half; i += kWide) {
-                const wide a = load_as<wide>(x + i), b = load_as<wide>(x + i + half);
-                store(x + i, a + b);
-                store(x + i + half, a - b);
-            }
-    for (int i = 0; i < n; i += kWide) {
-        wide y = load_first<wide>(x + i, n - i);
-        unrolled<kLaneBits>(PENSTOCK_EACH(step) {
-            constexpr int kHalf = kWide >> (step + 1);
-            if (2 * kHalf <= block) y = exchanged<kHalf>(y) + y * signs<kHalf>();
+// The steps of a transform between lanes, of blocks of which a vector has one or more.
+template <int Block>
+PENSTOCK_INLINE wide transformed_lanes(wide y) {
+    unrolled<kLaneBits>(PENSTOCK_EACH(step) {
+        constexpr int kHalf = kWide >> (step + 1);
+        if constexpr (2 * kHalf <= Block) y = fma(y, signs<kHalf>(), exchanged<kHalf>(y));  // exact products
+    });
+    return y;
+}
+
+constexpr int kHeldVectors = 8;  // at most: with what a step takes, they fit the registers
+
+// Multiplies one block by its Hadamard matrix, after its signs if they are wanted; `out` may be x.
+template <int Block, bool kSigned>
+PENSTOCK_INLINE void transform_block(const float* x, float* out) {
+    constexpr int kCount = Block / kWide, kLower = kCount / 2;
+    const auto input = [&](int i) __attribute__((always_inline)) {
+        const wide y = load_as<wide>(x + i * kWide);
+        return kSigned ? y * load_as<wide>(kRotationSigns.of + i * kWide) : y;
+    };
+    if constexpr (kCount > kHeldVectors) {
+        for (int i = 0; i < kLower; i++) {
+            const wide a = input(i), b = input(i + kLower);
+            store(out + i * kWide, a + b);
+            store(out + (i + kLower) * kWide, a - b);
+        }
+        for (int half = 0; half < 2; half++, out += Block / 2) transform_block<Block / 2, false>(out, out);
+    } else {
+        wide y[kCount];
+        unrolled<kCount>(PENSTOCK_EACH(i) { y[i] = input(i); });
+        unrolled<bits_of(kCount)>(PENSTOCK_EACH(step) {
+            constexpr int kHalf = kCount >> (step + 1);
+            unrolled<kLower>(PENSTOCK_EACH(i) {
+                constexpr int kFirst = i / kHalf * 2 * kHalf + i % kHalf;
+                const wide a = y[kFirst], b = y[kFirst + kHalf];
+                y[kFirst] = a + b;
+                y[kFirst + kHalf] = a - b;
+            });
         });
-        store_first(x + i, y, n - i);
+        unrolled<kCount>(PENSTOCK_EACH(i) { store(out + i * kWide, transformed_lanes<Block>(y[i])); });
+    }
+}
+
+// Multiplies each block of a row by the Hadamard matrix of its size, a power of 2 up to Block that divides n.
+template <bool kSigned, int Block = kMostRotated>
+inline void transform(const float* x, int n, int block, float* out) {
+    if (block < Block) {
+        if constexpr (Block > 1) transform<kSigned, Block / 2>(x, n, block, out);
+    } else if constexpr (Block >= kWide) {
+        for (int i = 0; i < n; i += Block) transform_block<Block, kSigned>(x + i, out + i);
+    } else {
+        if (kSigned) change_signs(x, n, Block, out);
+        const float* from = kSigned ? out : x;
+        for (int i = 0; i < n; i += kWide)
+            store_first(out + i, transformed_lanes<Block>(load_first<wide>(from + i, n - i)), n - i);
     }
 }
 
 // As `rotated` and `rotated_back` of quant/rotation.py, bit for bit; `out` may be x.
-inline void rotate(const float* x, int n, int block, float* out) {
-    change_signs(x, n, block, out);
-    transform(out, n, block);
-}
+inline void rotate(const float* x, int n, int block, float* out) { transform<true>(x, n, block, out); }
 
 inline void rotate_back(float* x, int n, int block) {
-    transform(x, n, block);
+    transform<false>(x, n, block, x);
     change_signs(x, n, block, x);
 }
 

@@ -318,20 +318,36 @@ PENSTOCK_INLINE float sum(v8 x) {
 #endif
 }
 
-// a > b ? a : b, which is b where either is no number.
-PENSTOCK_INLINE v8 max(v8 a, v8 b) {
+// a > b ? a : b, and a < b ? a : b: both are b where either is no number.
 #if PENSTOCK_AVX2
-    return (v8)_mm256_max_ps((__m256)a, (__m256)b);
+PENSTOCK_INLINE v8 max(v8 a, v8 b) { return (v8)_mm256_max_ps((__m256)a, (__m256)b); }
+PENSTOCK_INLINE v8 min(v8 a, v8 b) { return (v8)_mm256_min_ps((__m256)a, (__m256)b); }
 #else
-    return a > b ? a : b;
+PENSTOCK_INLINE v8 max(v8 a, v8 b) { return a > b ? a : b; }
+PENSTOCK_INLINE v8 min(v8 a, v8 b) { return a < b ? a : b; }
 #endif
-}
-
 #if PENSTOCK_AVX512
 PENSTOCK_INLINE wide max(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
+PENSTOCK_INLINE wide min(wide a, wide b) { return (wide)_mm512_min_ps((__m512)a, (__m512)b); }
 #elif PENSTOCK_NEON
 PENSTOCK_INLINE wide max(wide a, wide b) { return a > b ? a : b; }
+PENSTOCK_INLINE wide min(wide a, wide b) { return a < b ? a : b; }
 #endif
+
+// Stores integers in the fewer bits of Integer, which hold them.
+template <class Integer>
+PENSTOCK_INLINE void store_narrow(Integer* out, wide_int x) {
+#if PENSTOCK_AVX2 && !PENSTOCK_AVX512  // GCC takes a vector of bytes together one by one
+    if constexpr (sizeof(Integer) == 1) {
+        const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(shorts, shorts));
+        return;
+    }
+#endif
+    typedef Integer Integers __attribute__((vector_size(kWide * sizeof(Integer))));
+    const Integers narrow = __builtin_convertvector(x, Integers);
+    std::memcpy(out, &narrow, sizeof narrow);
+}
 
 // The largest lane.
 PENSTOCK_INLINE float max(v8 x) {
