@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.ahead import in_order
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.kernels.cpu.build import cache_directory
@@ -31,7 +33,7 @@ from engine.model.tensor_writer import TensorWriter, bytes_of
 from engine.model.tensors import Recipe, check_tensors, head_spec, linear_specs, rounded
 from engine.model.weights import Progress
 from engine.quant import codebook, float8, integers, kept, rotation, rounding
-from engine.quant.formats import Rounding
+from engine.quant.formats import NamedTensors, Rounding
 from engine.quant.kept import Kept
 from engine.quant.rounding import RoundGroups
 from engine.quant.storages import packing
@@ -105,8 +107,8 @@ def quantized(
 ) -> Checkpoint:
     """The same checkpoint with its linear maps quantized as its recipe wants it.
 
-    They are read from the cache, and made and put there first if they are not in it. At most one linear map is in
-    memory at a time.
+    They are read from the cache, and made and put there first if they are not in it. No more linear maps are in
+    memory at a time than there are threads, and one.
 
     Args:
         say: is told lines for the operator: what is being made, and why a file cannot be used.
@@ -270,9 +272,9 @@ def _make_room(path: Path, num_bytes: int) -> None:
             f"they are {num_bytes >> 20} MiB, and all that is kept is at most {MOST_BYTES >> 20} MiB"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for partial in folder.glob(f"*{_PARTIAL}"):
-        if time.time() - partial.stat().st_mtime > _ABANDONED_S:
-            partial.unlink(missing_ok=True)
+    for unfinished in folder.glob(f"*{_PARTIAL}"):
+        if time.time() - unfinished.stat().st_mtime > _ABANDONED_S:
+            unfinished.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     others = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda other: other.stat().st_mtime)
     excess = num_bytes + sum(other.stat().st_size for other in others) - MOST_BYTES
@@ -293,7 +295,7 @@ def _make(
     quantized: Callable[[int], None],
     round_groups: RoundGroups,
 ) -> None:
-    """Quantizes and writes one linear map after the other. A file that is not whole is never seen under its name.
+    """Quantizes linear maps, and writes one after the other. A file that is not whole is never seen under its name.
 
     Args:
         quantized: is told the bytes of the checkpoint that are done.
@@ -302,23 +304,27 @@ def _make(
         OSError: the file cannot be written.
     """
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=_PARTIAL, delete=False) as file:
-        partial = Path(file.name)
+        unfinished = Path(file.name)
     try:
         tensors, done = _announced(linears), 0
-        with TensorWriter(partial, tensors) as writer:
-            for linear in linears:
-                made = rounded(linear.format, files.read(linear.source), round_groups)
-                for suffix, tensor in Kept(linear.format).store(made).items():
+        with TensorWriter(unfinished, tensors) as writer:
+            made = in_order(partial(_quantized, files, linear, round_groups) for linear in linears)
+            for linear, kept in zip(linears, made, strict=True):
+                for suffix, tensor in kept.items():
                     writer.write(f"{linear.name}.{suffix}", tensor)
                 done += files.entries[linear.source].num_bytes
                 quantized(done)
             writer.flush()
             first, end = writer.start(next(iter(tensors))), writer.start(_CHECKSUM)
-            writer.write(_CHECKSUM, torch.tensor([_checksum(partial, first, end)]))
-        os.replace(partial, path)
+            writer.write(_CHECKSUM, torch.tensor([_checksum(unfinished, first, end)]))
+        os.replace(unfinished, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise
+
+
+def _quantized(files: TensorFiles, linear: _Linear, round_groups: RoundGroups) -> NamedTensors:
+    return Kept(linear.format).store(rounded(linear.format, files.read(linear.source), round_groups))
 
 
 def _announced(linears: list[_Linear]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.quant.formats import NamedTensors
-from engine.quant.rotation import rotated, rotated_back
+from engine.quant.rotation import rotated_back
 from engine.quant.rounding import Floats, RoundGroups, column_squares, column_units, importance, round_groups
 
 _Made = TypeVar("_Made")
@@ -237,9 +237,8 @@ class Integers:
         assert not self.is_permuted
 
         def rounded(part: Floats) -> dict[str, np.ndarray]:
-            if self.rotation:
-                part = (rotated(torch.from_numpy(part), self.rotation) / self.rotation).numpy()
-            return round_groups(part.reshape(len(part), -1, self.group_size), self.bits, counted)
+            groups = part.reshape(len(part), -1, self.group_size)
+            return round_groups(groups, self.bits, counted, self.rotation)
 
         with ThreadPoolExecutor(num_cores()) as pool:
             counted = self._importance(pool, weight) if self.has_offset else None

@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from engine.quant.rotation import rotated
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-RoundGroups = Callable[[Floats, int, Floats | None], dict[str, np.ndarray]]
+RoundGroups = Callable[[Floats, int, Floats | None, int], dict[str, np.ndarray]]
 """Rounds groups of weights to integers of some bits: see `round_groups`."""
 
 SHARES = (1.0, 0.93, 0.86, 0.79, 0.72, 0.65)
@@ -25,15 +28,15 @@ SMALLEST = np.float32(1e-30)
 _MOST_IMPORTANT = 4096
 """The importance of a column, where that of most is 1."""
 
-_LANES = 8
-"""So many partial sums each sum has, as the vectors of native code do."""
 
-
-def round_groups(groups: Floats, bits: int, importance: Floats | None) -> dict[str, np.ndarray]:
+def round_groups(
+    groups: Floats, bits: int, importance: Floats | None, rotation: int = 0
+) -> dict[str, np.ndarray]:
     """Rounds [rows, groups, group_size] to 8 bits without offsets, or to fewer with them.
 
     Args:
         importance: [groups, group_size] what a squared error counts, with fewer than 8 bits.
+        rotation: the size of the blocks in which groups of 8 bits are rotated before (see `rotation.py`), or 0.
 
     Returns:
         weight: [rows, groups * group_size] int8
@@ -41,6 +44,8 @@ def round_groups(groups: Floats, bits: int, importance: Floats | None) -> dict[s
         offset: likewise, with fewer than 8 bits
     """
     if importance is None:
+        if rotation:
+            groups = (rotated(torch.from_numpy(groups), rotation) / rotation).numpy()
         return _to_largest(groups)
     return _with_offsets(groups, np.float32((1 << bits) - 1), importance)
 
@@ -141,13 +146,10 @@ def _fit(
 
 
 def _sum(x: Floats) -> Floats:
-    """The sum of rows, a multiple of _LANES: sum() has an order of its own choice."""
-    lanes = np.zeros((_LANES, x.shape[1]), np.float32)
-    for start in range(0, len(x), _LANES):
-        lanes += x[start : start + _LANES]
-    while len(lanes) > 1:
-        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-    total: Floats = lanes[0]
+    """The sum of rows, one after another: sum() has an order of its own choice."""
+    total = np.zeros(x.shape[1], np.float32)
+    for row in x:
+        total += row
     return total
 
 

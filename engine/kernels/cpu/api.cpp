@@ -168,8 +168,8 @@ void penstock_round_with_offsets(const float* x, const float* importance, int64_
     round_with_offsets(x, importance, rows, groups, n, bits, out, scales, offsets);
 }
 
-void penstock_round_to_largest(const float* x, int64_t groups, int64_t n, int8_t* out, float* scales) {
-    round_to_largest(x, groups, n, out, scales);
+void penstock_round_to_largest(const float* x, int64_t groups, int64_t n, int32_t rotation, int8_t* out, float* scales) {
+    round_to_largest(x, groups, n, rotation, out, scales);
 }
 
 int32_t penstock_gather(const GatherArgs* args) { return gather(*args); }

@@ -103,7 +103,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         None,
         (_POINTER, _POINTER, c_int64, c_int64, c_int32, c_int32, _POINTER, _POINTER, _POINTER),
     ),
-    "penstock_round_to_largest": (None, (_POINTER, c_int64, c_int64, _POINTER, _POINTER)),
+    "penstock_round_to_largest": (None, (_POINTER, c_int64, c_int64, c_int32, _POINTER, _POINTER)),
     "penstock_gather": (c_int32, (_POINTER,)),
     "penstock_measure_peak": (c_double, (_POINTER, c_int32)),
     "penstock_measure_reading": (c_double, (_POINTER, _POINTER, c_int64, c_int32, c_int32)),

@@ -16,7 +16,9 @@ def rounding_of(team: Team | None) -> RoundGroups:
 def native_rounding(library: NativeLibrary) -> RoundGroups:
     """What `round_groups` does, several times as fast. It holds no GIL."""
 
-    def rounded(groups: Floats, bits: int, importance: Floats | None) -> dict[str, np.ndarray]:
+    def rounded(
+        groups: Floats, bits: int, importance: Floats | None, rotation: int = 0
+    ) -> dict[str, np.ndarray]:
         groups = np.ascontiguousarray(groups)
         rows, num_groups, n = groups.shape
         weight = np.empty((rows, num_groups * n), np.int8)
@@ -27,6 +29,7 @@ def native_rounding(library: NativeLibrary) -> RoundGroups:
                 groups.ctypes.data,
                 scale.size,
                 n,
+                rotation,
                 weight.ctypes.data,
                 scale.ctypes.data,
             )

@@ -51,6 +51,7 @@ def test_native_rounding_gives_the_same_bits(
     counted = importance(column_squares(columns, units)).reshape(groups, n)
     assert_same(weight, bits, counted)
     assert_same(weight, 8, None)
+    assert_same(weight, 8, None, rotation=min(n & -n, 128))
 
 
 @pytest.mark.parametrize("n", [1, 7, 255, 577])
@@ -58,9 +59,9 @@ def test_native_rounding_takes_rows_of_any_size(n: int) -> None:
     assert_same(random_groups(5, 1, n, 0.02, 0), 8, None)
 
 
-def assert_same(weight: Floats, bits: int, counted: Floats | None) -> None:
-    wanted = round_groups(weight, bits, counted)
-    found = native_rounding(load_library(print))(weight, bits, counted)
+def assert_same(weight: Floats, bits: int, counted: Floats | None, rotation: int = 0) -> None:
+    wanted = round_groups(weight, bits, counted, rotation)
+    found = native_rounding(load_library(print))(weight, bits, counted, rotation)
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         assert found[name].dtype == array.dtype
