@@ -12,12 +12,14 @@ import openai
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from app.check import ours, theirs
 from app.check.compare import Distance, compare, total
 from app.offline.llm import LLM
 from engine.model.checkpoint import read_tokenizer
 from loadtests.forked import ForkedServer
+from tests.engine.quant.storages.makers import WAYS
 from tests.published import GEMMA, SMOLLM, published
 
 pytestmark = [pytest.mark.long("published models"), pytest.mark.usefixtures("one_thread")]
@@ -43,18 +45,19 @@ def rounded(model: Path, exact: Any, tmp_path_factory: pytest.TempPathFactory) -
     folder, network = tmp_path_factory.mktemp("rounded"), deepcopy(exact)
     for parameter in network.parameters():
         parameter.data = parameter.bfloat16().float()
-    tensors = {
-        name: tensor.bfloat16()
-        for name, tensor in network.state_dict().items()
-        if name != "lm_head.weight"  # the embedding
-    }
+    save(folder, model, network, {name: tensor.bfloat16() for name, tensor in network.state_dict().items()})
+    return folder, network
+
+
+def save(folder: Path, model: Path, network: Any, tensors: dict[str, Tensor], **entries: object) -> None:
+    """Writes a checkpoint of a model's tensors, whose output head is the embedding."""
+    tensors.pop("lm_head.weight", None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = network.config.to_dict()
-    config |= {"architectures": [type(network).__name__], "dtype": "bfloat16"}
     config.pop("quantization_config", None)
+    config |= {"architectures": [type(network).__name__], "dtype": "bfloat16", **entries}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(read_tokenizer(model)._parsing.to_str())
-    return folder, network
 
 
 def distance(model: Path, network: Any) -> Distance:
@@ -75,6 +78,23 @@ def test_sixteen_bits_are_served_as_their_weights_say(rounded: tuple[Path, Any])
     found = distance(*rounded)
     assert found.mean_kl < 0.002
     assert found.agreement > 0.97
+
+
+@pytest.mark.parametrize("label", ["gptq-asym", "awq", "ct-w4a16", "ct-w8a16", "bnb-int8"])
+def test_what_another_library_stored_is_served_as_its_weights_say(
+    label: str, model: Path, exact: Any, tmp_path: Path
+) -> None:
+    network, stored = deepcopy(exact), dict[str, Tensor]()
+    for name, parameter in network.named_parameters():
+        if not name.endswith("_proj.weight"):
+            stored[name] = parameter.data
+            continue
+        made = WAYS[label].make(parameter.data.clone())
+        parameter.data = made.weight.float()
+        stored |= {f"{name.removesuffix('.weight')}.{suffix}": each for suffix, each in made.tensors.items()}
+    stored = {name: tensor.clone() for name, tensor in stored.items()}
+    save(tmp_path, model, network, stored, quantization_config=WAYS[label].config)
+    assert distance(tmp_path, network).mean_kl < 0.002
 
 
 def test_the_text_of_sixteen_bits_is_that_of_transformers(rounded: tuple[Path, Any]) -> None:

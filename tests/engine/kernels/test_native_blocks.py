@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import CheckpointError
@@ -89,6 +90,29 @@ def test_rows_in_another_order_and_apart_in_memory(team: Team) -> None:
             BlockRows("k", every.blocks, every.rows[::2]),
         ],
     )
+
+
+@pytest.mark.parametrize("outlier", [1.0, 50.0])
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+def test_products_are_nearer_than_those_of_ggml(team: Team, name: str, outlier: float) -> None:
+    """ggml rounds 256 activations at a time beside these types (its Q8_K), to multiples of a 127th of the largest."""
+    for in_features in (UNIT, 2 * UNIT, 6 * UNIT):
+        part = part_of(name, 48, in_features, seed=in_features)
+        packed = PackedLinear.of(
+            team,
+            StoredBlocks([part], lambda part=part: by_torch([part], part.blocks.groups)),
+            part.blocks.groups,
+            None,
+        )
+        x = torch.randn(16, in_features, generator=torch.Generator().manual_seed(in_features))
+        x[:, 7::UNIT] *= outlier
+        blocks = x.unflatten(1, (-1, UNIT))
+        unit = blocks.abs().amax(-1, keepdim=True) / 127
+        weight = packed.dense().double()
+        exact, of_ggml = (
+            F.linear(each.double(), weight) for each in (x, ((blocks / unit).round() * unit).flatten(1))
+        )
+        assert (packed(x) - exact).square().mean() < (of_ggml - exact).square().mean()
 
 
 @pytest.mark.parametrize(("name", "start", "fault"), [("Q4_1", 0, "scales"), ("Q4_K", 2, "offsets")])

@@ -40,7 +40,7 @@ from engine.spec import Attention, HeadOrder, Rows
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY
-from tests.engine.gguf_files import ggml_name, same, write_family, write_gguf
+from tests.engine.gguf_files import Types, ggml_name, same, write_family, write_gguf
 from tests.engine.model.test_transformer import oracle_logits
 
 CPU = torch.device("cpu")
@@ -93,6 +93,25 @@ def make_kernels(*, unpacked: bool) -> Kernels:
         return DenseLinear(format.unpack(tensors).float(), bias)
 
     return replace(kernels, linear=linear) if unpacked else kernels
+
+
+# Memory
+
+
+@pytest.mark.parametrize("mix", [same("Q4_0"), same("Q6_K"), like_q4_k_m])
+def test_weights_take_at_most_a_tenth_more_than_in_the_file(mix: Types, tmp_path: Path) -> None:
+    """Queries, keys and values of different types, too, which become one: shapes are an eighth of an 8 B Llama's."""
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1792,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }
+    folder = make_checkpoint("llama", tmp_path, head_dim=64, tie_word_embeddings=True, **sizes)
+    path = write_gguf(folder, tmp_path / "model.gguf", mix)
+    model = load_model(path, LoadOptions(device="cpu", num_threads=1), lambda _: None, lambda *_: None)
+    assert model.kernels.name == "native"
+    assert model.memory.weights <= 1.1 * sum(entry.num_bytes for entry in open_files(path).entries.values())
 
 
 # Configs
