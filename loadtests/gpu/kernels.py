@@ -85,9 +85,7 @@ def main() -> int:
     sizes, device = KERNELS[arguments.mode], arguments.device
     bench = Bench(config, _table(config, device, dtype), sizes, device)
     emit_fact("kernels", bench.kernels.name)
-    measures = {
-        m.__name__: m for m in (ceilings, decode, slope, prefill, elementwise, sampler, kv_int8)
-    }
+    measures = {m.__name__: m for m in (ceilings, decode, slope, prefill, elementwise, sampler, kv_int8)}
     names = list(arguments.names or measures)
     while names:
         name = names.pop(0)
