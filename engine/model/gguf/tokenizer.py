@@ -12,6 +12,8 @@ from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.gguf.config import token_id
@@ -231,14 +233,22 @@ def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str,
     score. So each two tokens that make a third are a merge, and the score of the third is its place.
     """
     ordinary = {token: i for i, token in vocabulary.of(TokenType.NORMAL)}
-    found = [
-        (-scores[i], left, right, token[:cut], token[cut:])
-        for token, i in ordinary.items()
-        for cut in range(1, len(token))
-        if (left := ordinary.get(token[:cut])) is not None
-        and (right := ordinary.get(token[cut:])) is not None
-    ]
-    return [(left, right) for *_, left, right in sorted(found)]
+    begins: list[tuple[str, int]] = []
+    """The tokens that the token begins with: in alphabetic order they come right before it."""
+    wholes, lefts, rights = list[int](), list[int](), list[int]()
+    for token in sorted(ordinary):
+        while begins and not token.startswith(begins[-1][0]):
+            begins.pop()
+        whole = ordinary[token]
+        for begin, left in begins:
+            if (right := ordinary.get(token[len(begin) :])) is not None:
+                wholes.append(whole)
+                lefts.append(left)
+                rights.append(right)
+        begins.append((token, whole))
+    keys = np.array(rights), np.array(lefts), -np.array(scores)[wholes]
+    tokens, order = vocabulary.tokens, np.lexsort(keys)
+    return [(tokens[lefts[place]], tokens[rights[place]]) for place in order.tolist()]
 
 
 def _content(
