@@ -14,17 +14,13 @@ from engine.quant.rotation import block_size
 _GROUPED = ("int4", "nf4")
 """The quantizations of 4 bits: their rows are cut into groups, and layers that matter most have 8 bits."""
 
-_DEFAULT_SIZES = (64, 32)
-"""The group sizes for 4 bits where nobody asks; the first that divides the inputs is taken."""
-
-_LEAST_WITH_FLOAT32 = 64
-"""Groups of so many have scales and offsets in float32, which kernels read faster; smaller ones in 16 bits."""
-
 _LAYERS_OF_8_BITS = 1
 """So many layers at the start have 8 bits where 4 are asked for: all later layers read what they write."""
-_LAYERS_OF_NARROW_FACTORS = 6
-"""So many layers after those have scales and offsets in 16 bits in int4: half a bit less a weight, which makes up for
-the first layer."""
+_LAYERS_OF_WIDE_GROUPS = 6
+"""So many layers after those have wide groups in int4: half a bit less a weight, which makes up for the first layer."""
+
+_WIDE_GROUPS, _NARROW_GROUPS = (64, 32), (32,)
+"""The group sizes for 4 bits where nobody asks; the first that divides the inputs is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +46,13 @@ class Quantization:
             return self.head_format(in_features)
         match self.name:
             case "int8":
-                return self._bytes(in_features, self._group(in_features))
+                return self._bytes(in_features, self._group(in_features, (in_features,)))
             case "int4":
-                size = self._group(in_features)
-                is_narrow = (
-                    size < _LEAST_WITH_FLOAT32 or layer - _LAYERS_OF_8_BITS < _LAYERS_OF_NARROW_FACTORS
-                )
-                factors = Factors.HALF if is_narrow else Factors.FLOAT32
-                return Integers(4, size, has_offset=True, factors=factors)
+                has_wide_groups = layer < _LAYERS_OF_8_BITS + _LAYERS_OF_WIDE_GROUPS
+                size = self._group(in_features, _WIDE_GROUPS if has_wide_groups else _NARROW_GROUPS)
+                return Integers(4, size, has_offset=True, factors=Factors.HALF)
             case "nf4":
-                return Codebook("nf4", NF4, self._group(in_features))
+                return Codebook("nf4", NF4, self._group(in_features, _WIDE_GROUPS))
         return self.head_format(in_features)
 
     def head_format(self, in_features: int) -> Rounding:
@@ -72,8 +65,7 @@ class Quantization:
             return Integers(8, group_size)
         return Integers(8, group_size, inputs=Inputs.ROW, rotation=block_size(in_features))
 
-    def _group(self, in_features: int) -> int:
-        default = _DEFAULT_SIZES if self.name in _GROUPED else (in_features,)
+    def _group(self, in_features: int, default: tuple[int, ...]) -> int:
         allowed = default if self.group_size is None else (self.group_size,)
         group_size = next((size for size in allowed if in_features % size == 0), None)
         if group_size is None:

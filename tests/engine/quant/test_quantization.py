@@ -16,12 +16,17 @@ def rotated_rows(in_features: int, block: int) -> Integers:
     return Integers(8, in_features, inputs=Inputs.ROW, rotation=block)
 
 
+def int4(group_size: int) -> Integers:
+    return Integers(4, group_size, has_offset=True, factors=Factors.HALF)
+
+
 def test_groups_are_whole_rows_for_8_bits_and_what_divides_for_4() -> None:
     assert Quantization("int8").layer_format(3, 100) == rotated_rows(100, 4)
     assert Quantization("int8", 32).layer_format(0, 96) == Integers(8, 32)
-    assert Quantization("int4").layer_format(7, 576) == Integers(4, 64, has_offset=True)
-    assert Quantization("int4").layer_format(1, 96) == Integers(4, 32, has_offset=True, factors=Factors.HALF)
-    assert Quantization("int4", 128).layer_format(7, 256) == Integers(4, 128, has_offset=True)
+    assert Quantization("int4").layer_format(7, 576) == int4(32)
+    assert Quantization("int4").layer_format(6, 576) == int4(64)
+    assert Quantization("int4").layer_format(1, 96) == int4(32)
+    assert Quantization("int4", 128).layer_format(7, 256) == int4(128)
     assert Quantization("nf4").layer_format(1, 576) == Codebook("nf4", NF4, 64)
     assert Quantization("nf4").layer_format(1, 96) == Codebook("nf4", NF4, 32)
     assert Quantization("nf4", 128).layer_format(1, 256) == Codebook("nf4", NF4, 128)
