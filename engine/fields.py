@@ -67,6 +67,10 @@ class Fields:
         """Whether the entry is there and not null."""
         return self._values.get(name) is not None
 
+    def first(self, *names: str) -> str:
+        """The first of the names that has an entry; without one, all of them, which is what an error calls it."""
+        return next(filter(self.has, names), " or ".join(names))
+
     def integer(self, name: str, default: int | None = None) -> int:
         value = self._values.get(name, default)
         if isinstance(value, float) and value.is_integer():

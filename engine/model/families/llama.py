@@ -35,11 +35,6 @@ def qwen3(fields: Fields) -> ModelSpec:
     return sizes.model(layers, [read_rope(fields, sizes)], fields)
 
 
-def mistral3(fields: Fields) -> ModelSpec:
-    """The text model of Mistral Small 3, Devstral and Ministral 3 beside an image tower."""
-    return ministral3(fields) if fields.text("model_type", "mistral") == "ministral3" else mistral(fields)
-
-
 def ministral3(fields: Fields) -> ModelSpec:
     sizes, rope = Sizes.of(fields, head_dim=128), fields.nested("rope_parameters")
     beta = rope.number("llama_4_scaling_beta", 0.0)

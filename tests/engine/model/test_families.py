@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import LoadOptions
 from engine.execution.loader import load_model
-from tests.engine.families import INSIDE, SPARSE, TINY, put_inside
+from tests.engine.families import INSIDE, RENAMED, SPARSE, TINY, put_inside
 from tests.engine.model.test_transformer import device_of, load, logits_of, make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
 
@@ -40,6 +42,41 @@ def test_the_text_part_of_a_model_that_sees_images_is_served(architecture: str, 
     found = logits_of(model, make_batch([(TOKEN_IDS, 0)]))
     expected = oracle_logits(text, TOKEN_IDS)
     assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("architecture", RENAMED)
+def test_a_family_that_is_another_by_name_has_its_logits(architecture: str, tmp_path: Path) -> None:
+    path = TINY[RENAMED[architecture]].make(tmp_path)
+    expected = oracle_logits(path, TOKEN_IDS)
+    rewrite(path, architectures=[architecture], model_type="unknown")
+    found = logits_of(load(path, "torch"), make_batch([(TOKEN_IDS, 0)]))
+    assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_experts_of_qwen_3_vl_are_stacked_by_inputs(tmp_path: Path) -> None:
+    text = SPARSE["Qwen 3 MoE"].make(tmp_path / "text")
+    expected = oracle_logits(text, TOKEN_IDS)
+    tensors = load_file(text / "model.safetensors")
+    for prefix in ("model.layers.0.mlp.experts", "model.layers.2.mlp.experts"):
+        own = {
+            name: [tensors.pop(f"{prefix}.{i}.{name}_proj.weight") for i in range(8)] for name in PROJECTIONS
+        }
+        gate, up, down = (torch.stack(weights).mT for weights in own.values())
+        tensors[f"{prefix}.gate_up_proj"] = torch.cat((gate, up), -1)
+        tensors[f"{prefix}.down_proj"] = down.contiguous()
+    save_file(tensors, text / "model.safetensors", metadata={"format": "pt"})
+    rewrite(text, model_type="qwen3_vl_moe_text")
+    whole = put_inside(text, tmp_path / "whole", "Qwen3VLMoeForConditionalGeneration")
+    found = logits_of(load(whole, "torch"), make_batch([(TOKEN_IDS, 0)]))
+    assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+PROJECTIONS = ("gate", "up", "down")
+
+
+def rewrite(folder: Path, **entries: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **entries}), encoding="utf-8")
 
 
 @pytest.mark.parametrize("family", TINY)
