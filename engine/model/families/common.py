@@ -42,6 +42,7 @@ _PREDICTING = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
+    "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }

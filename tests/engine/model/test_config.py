@@ -146,7 +146,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: factor is missing"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"quantization_config": "gptq"}, "quantization_config must be an object"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"hidden_act": "gelu_fast"}, "hidden_act gelu_fast is not supported"),
         (
             {"layer_types": ["full_attention", "linear_attention"]},
             "layer_types linear_attention is not supported",

@@ -35,6 +35,15 @@ def test_logits_are_those_of_transformers(family: str, table: str, tmp_path: Pat
     assert largest(found - expected) <= 1e-4 * max(1.0, scale)
 
 
+@pytest.mark.parametrize("table", ["torch", "native"])
+def test_gelu_may_be_exact(table: str, tmp_path: Path) -> None:
+    path = TINY["Qwen 2"].make(tmp_path, hidden_act="gelu")
+    expected = oracle_logits(path, TOKEN_IDS)
+    model = load(path, table)
+    found = logits_of(model, make_batch([(TOKEN_IDS, 0)])).to(device_of("cpu"))
+    assert largest(found - expected) <= 1e-4 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("architecture", INSIDE)
 def test_the_text_part_of_a_model_that_sees_images_is_served(architecture: str, tmp_path: Path) -> None:
     text = (TINY | SPARSE)[INSIDE[architecture][0]].make(tmp_path / "text")
@@ -53,8 +62,11 @@ def test_a_family_that_is_another_by_name_has_its_logits(architecture: str, tmp_
     assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
 
 
-def test_experts_of_qwen_3_vl_are_stacked_by_inputs(tmp_path: Path) -> None:
-    text = SPARSE["Qwen 3 MoE"].make(tmp_path / "text")
+@pytest.mark.parametrize("is_transposed", [True, False], ids=["published", "transformers 5"])
+def test_experts_of_qwen_3_vl_are_stacked_by_inputs_or_by_outputs(
+    is_transposed: bool, tmp_path: Path
+) -> None:
+    text = SPARSE["Qwen 3 MoE"].make(tmp_path / "text", moe_intermediate_size=48)
     expected = oracle_logits(text, TOKEN_IDS)
     tensors = load_file(text / "model.safetensors")
     for prefix in ("model.layers.0.mlp.experts", "model.layers.2.mlp.experts"):
@@ -62,8 +74,8 @@ def test_experts_of_qwen_3_vl_are_stacked_by_inputs(tmp_path: Path) -> None:
             name: [tensors.pop(f"{prefix}.{i}.{name}_proj.weight") for i in range(8)] for name in PROJECTIONS
         }
         gate, up, down = (torch.stack(weights).mT for weights in own.values())
-        tensors[f"{prefix}.gate_up_proj"] = torch.cat((gate, up), -1)
-        tensors[f"{prefix}.down_proj"] = down.contiguous()
+        for name, stack in {"gate_up_proj": torch.cat((gate, up), -1), "down_proj": down}.items():
+            tensors[f"{prefix}.{name}"] = (stack if is_transposed else stack.mT).contiguous()
     save_file(tensors, text / "model.safetensors", metadata={"format": "pt"})
     rewrite(text, model_type="qwen3_vl_moe_text")
     whole = put_inside(text, tmp_path / "whole", "Qwen3VLMoeForConditionalGeneration")
