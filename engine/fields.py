@@ -215,6 +215,13 @@ class Fields:
         """The entry as an object; a missing one is empty."""
         return Fields(f"{self.source}: {name}", self._typed(name, dict, "an object", {}))
 
+    def objects(self, name: str) -> list[Fields]:
+        """The entry as a list of objects; a missing one is empty."""
+        value = self._typed(name, list, "a list of objects", [])
+        if not {*map(type, value)} <= {dict}:
+            raise self._fault(name, "a list of objects")
+        return [Fields(f"{self.source}: {name}: {number}", item) for number, item in enumerate(value)]
+
     def last_nested(self, name: str) -> Fields:
         """The entry as an object; of a list of objects, the last."""
         value = self._values.get(name)

@@ -448,6 +448,9 @@ STATES_INSIDE = {
 RENAMED = {"MiMoForCausalLM": "Qwen 2"}
 """Those that transformers does not have, and what they are by another name."""
 
+BY_HAND = ("DeciLMForCausalLM",)
+"""Those that transformers does not have, and that tests put together of others."""
+
 
 def put_inside(text: Path, folder: Path, architecture: str) -> Path:
     """Writes a text model as the part of a larger one that it is."""

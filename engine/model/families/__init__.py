@@ -44,6 +44,7 @@ class Family:
 
 FAMILIES = {
     "LlamaForCausalLM": Family("Llama 2, 3 and their like", llama.llama),
+    "DeciLMForCausalLM": Family("Llama Nemotron Super, Ultra", llama.decilm),
     "MistralForCausalLM": Family("Mistral 7B, Nemo, Small 3", llama.mistral),
     "Qwen2ForCausalLM": Family("Qwen 2, 2.5, QwQ", llama.qwen2),
     "Qwen3ForCausalLM": Family("Qwen 3", llama.qwen3),
@@ -133,9 +134,8 @@ NOT_YET = {
     "PhiForCausalLM": _BIASES,
     "NemotronForCausalLM": _BIASES,
     "Qwen2_5OmniForConditionalGeneration": "a text model inside of one for speech",
-    "Step3p7FlashForCausalLM": "its kind of experts",
+    "Step3p7FlashForCausalLM": "its kinds of layers",
     "BambaForCausalLM": "Mamba-2 beside rotated attention",
-    "DeciLMForCausalLM": "layers of several sizes",
-    "InternLM2ForCausalLM": "its names of tensors",
+    "InternLM2ForCausalLM": "queries among their keys and values in one map",
 }
 """Families that people ask for, and what of them is not served yet."""

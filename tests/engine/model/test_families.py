@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from engine.config import LoadOptions
 from engine.execution.loader import load_model
-from tests.engine.families import INSIDE, RENAMED, SPARSE, TINY, put_inside
+from tests.engine.families import INSIDE, RENAMED, SPARSE, TINY, Tiny, put_inside
 from tests.engine.model.test_transformer import device_of, load, logits_of, make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
 
@@ -81,6 +82,37 @@ def test_experts_of_qwen_3_vl_are_stacked_by_inputs_or_by_outputs(
     whole = put_inside(text, tmp_path / "whole", "Qwen3VLMoeForConditionalGeneration")
     found = logits_of(load(whole, "torch"), make_batch([(TOKEN_IDS, 0)]))
     assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_a_layer_of_nemotron_super_may_lack_a_part(tmp_path: Path) -> None:
+    """A part whose last map is 0 adds nothing, and key heads that are the same are one."""
+    plain: Any = {"intermediate_size": 256, "num_key_value_heads": 4}
+    path = Tiny("LlamaConfig", plain).make(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"].zero_()
+    tensors["model.layers.1.self_attn.o_proj.weight"].zero_()
+    for name in ("k_proj", "v_proj"):
+        heads = tensors[f"model.layers.2.self_attn.{name}.weight"].view(2, 2, 16, 64)
+        heads[:, 1] = heads[:, 0]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    expected = oracle_logits(path, TOKEN_IDS)
+    for name in ("k_proj", "v_proj"):
+        heads = tensors[f"model.layers.2.self_attn.{name}.weight"].view(2, 2, 16, 64)
+        tensors[f"model.layers.2.self_attn.{name}.weight"] = heads[:, 0].reshape(32, 64).contiguous()
+    missing = ("layers.0.mlp", "layers.0.post_attention", "layers.1.self_attn", "layers.1.input")
+    kept = {name: weight for name, weight in tensors.items() if not any(part in name for part in missing)}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    attention, ffn, none = {"n_heads_in_group": 1}, {"ffn_mult": 6.0}, {"no_op": True}
+    blocks = [
+        {"attention": attention, "ffn": none},
+        {"attention": none, "ffn": ffn},
+        {"attention": {"n_heads_in_group": 2}, "ffn": ffn},
+    ]
+    changes: Any = {"num_key_value_heads": None, "intermediate_size": None, "block_configs": blocks}
+    rewrite(path, architectures=["DeciLMForCausalLM"], **changes)
+    for table in ("torch", "native"):
+        found = logits_of(load(path, table), make_batch([(TOKEN_IDS, 0)])).to(device_of("cpu"))
+        assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
 
 
 PROJECTIONS = ("gate", "up", "down")
