@@ -83,8 +83,8 @@ def write_tensors(folder: Path, header: dict[str, object], content: bytes = b"")
             "quant_method aqlm is not supported",
         ),
         (
-            lambda folder: change_config(folder, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-            "rope_type dynamic is not supported",
+            lambda folder: change_config(folder, rope_scaling={"rope_type": "ntk", "factor": 2.0}),
+            "rope_type ntk is not supported",
         ),
         (lambda folder: (folder / "tokenizer.json").write_text("nonsense"), "tokenizer.json cannot be read"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not"),
