@@ -222,6 +222,13 @@ def build_core(
         defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
+    if not config.eos_token_ids:
+        log.warning(
+            "%s names no end of a text (eos_token_id in config.json or generation_config.json, eos_token in "
+            "tokenizer_config.json): answers end at max_tokens or a stop string; the model's generation_config.json "
+            "would mend it",
+            folder,
+        )
     options = load_options(settings)
     draft = _find_draft(settings, config, tokenizer)
     model = StepTimeModel(chosen_share=config.spec.chosen_share)

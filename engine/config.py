@@ -103,7 +103,7 @@ MAX_THREADS = 1024
 MAX_RANKS = 64
 """The most processes that a model may be run by."""
 
-QUANT_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "torchao", "mxfp4")
+QUANT_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "torchao", "mxfp4", "modelopt")
 """What `quant_method` of a quantization_config may be."""
 
 MAX_DRAFTS = 8

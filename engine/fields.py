@@ -67,6 +67,10 @@ class Fields:
         """Whether the entry is there and not null."""
         return self._values.get(name) is not None
 
+    def first(self, *names: str) -> str:
+        """The first of the names that has an entry; without one, all of them, which is what an error calls it."""
+        return next(filter(self.has, names), " or ".join(names))
+
     def integer(self, name: str, default: int | None = None) -> int:
         value = self._values.get(name, default)
         if isinstance(value, float) and value.is_integer():
@@ -210,6 +214,13 @@ class Fields:
     def nested(self, name: str) -> Fields:
         """The entry as an object; a missing one is empty."""
         return Fields(f"{self.source}: {name}", self._typed(name, dict, "an object", {}))
+
+    def objects(self, name: str) -> list[Fields]:
+        """The entry as a list of objects; a missing one is empty."""
+        value = self._typed(name, list, "a list of objects", [])
+        if not {*map(type, value)} <= {dict}:
+            raise self._fault(name, "a list of objects")
+        return [Fields(f"{self.source}: {name}: {number}", item) for number, item in enumerate(value)]
 
     def last_nested(self, name: str) -> Fields:
         """The entry as an object; of a list of objects, the last."""

@@ -148,6 +148,8 @@ def _function(x: Tensor, activation: Activation) -> Tensor:
     match activation.kind:
         case "gelu_tanh":
             return F.gelu(x, approximate="tanh")
+        case "gelu":
+            return F.gelu(x)
         case "relu2":
             return F.relu(x).square()
     return F.silu(x) if activation.alpha == 1.0 else x * (activation.alpha * x).sigmoid()

@@ -65,10 +65,12 @@ def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """[..., 2 n] -> activation(first half) * second half, [..., n]; the first is rounded to the dtype first.
 
     Args:
-        activation: "silu", or "gelu_tanh", gelu's approximation with tanh.
+        activation: "silu", "gelu", or "gelu_tanh", its approximation with tanh.
     """
     gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
 def activated(up: Tensor, activation: str) -> Tensor:  # noqa: ARG001

@@ -344,7 +344,7 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
             "rms_norm": lambda: kernels.rms_norm(row, norm, 1e-6),
             "add_rms_norm": lambda: kernels.add_rms_norm(row, row, norm, 1e-6),
             "layer_norm": lambda: kernels.layer_norm(row, norm, 1e-6),
-            "glu": lambda: [kernels.glu(row, activation) for activation in ("silu", "gelu_tanh")],
+            "glu": lambda: [kernels.glu(row, activation) for activation in ("silu", "gelu_tanh", "gelu")],
             "activated": lambda: kernels.activated(row, "relu2"),
             "kv_places": lambda: kernels.kv_places(batch, limits.block_size),
             "rotate_and_write": rotate_and_write,

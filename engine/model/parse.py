@@ -8,14 +8,19 @@ from pathlib import Path
 from engine.config import QUANT_METHODS, GenerationDefaults, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.model.families import FAMILIES, NOT_YET
+from engine.model.families import FAMILIES, NOT_YET, Family
 from engine.model.families.common import CHUNKED, FULL, MAX_POSITIONS, SLIDING
+from engine.planning.tokenizer import eos_token_id
+from engine.spec import ModelSpec
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_MODELOPT = {"quant_method": "modelopt"}
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Reads a checkpoint's config.json, and the end-of-sequence ids of its generation_config.json.
+    """Reads a checkpoint's config.json, and what other files say of ends of sequence and of quantization.
+
+    Those of config.json and generation_config.json all end a sequence; without any, the tokenizer's does.
 
     Raises:
         CheckpointError: naming what is missing, malformed or not supported.
@@ -23,7 +28,11 @@ def read_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a directory")
     config = parse_config(Fields.read(folder / "config.json"))
-    return _with_eos(config, _generation_fields(folder).integers("eos_token_id"))
+    told = (*config.eos_token_ids, *_optional(folder / "generation_config.json").integers("eos_token_id"))
+    if not told and (end := eos_token_id(folder)) is not None:
+        told = (end,)
+    quantization = config.quantization or _modelopt(folder / "hf_quant_config.json")
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(told)), quantization=quantization)
 
 
 def check_family(folder: Path) -> None:
@@ -32,7 +41,8 @@ def check_family(folder: Path) -> None:
     Raises:
         CheckpointError: it names none, or cannot be read.
     """
-    _architecture(Fields.read(folder / "config.json"))
+    fields = Fields.read(folder / "config.json")
+    _family(fields, _architecture(fields))
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
@@ -41,7 +51,7 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     Raises:
         CheckpointError: the file is malformed.
     """
-    fields = _generation_fields(folder)
+    fields = _optional(folder / "generation_config.json")
     return GenerationDefaults(
         temperature=fields.within("temperature", 0, 100),
         top_p=fields.within("top_p", 0, 1),
@@ -62,7 +72,7 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
         CheckpointError: naming what is missing, malformed or not supported.
     """
     architecture = architecture or _architecture(fields)
-    family = FAMILIES[architecture]
+    family, eos = _family(fields, architecture), fields.integers("eos_token_id")
     if fields.has("text_config"):
         fields = fields.flattened("text_config")
     fields = fields.with_defaults(family.defaults)
@@ -70,13 +80,15 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
     chunked = [CHUNKED] if any(own.is_chunked for own in spec.attentions.values()) else []
     if not spec.states:  # those families know kinds of their own; others may not have read the entry
         fields.strings("layer_types", FULL, SLIDING, *chunked, "attention")
+    told = fields.size("max_position_embeddings", most=MAX_POSITIONS)
+    max_position = max(told, *(rope.longest for rope in spec.ropes), 0)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
-        max_position=fields.size("max_position_embeddings", most=MAX_POSITIONS),
-        spec=spec,
+        max_position=max_position,
+        spec=_without_idle_windows(spec, max_position),
         bos_token_id=next(iter(fields.integers("bos_token_id")), None),
-        eos_token_ids=fields.integers("eos_token_id"),
+        eos_token_ids=tuple(dict.fromkeys((*eos, *fields.integers("eos_token_id")))),
         dtype=_dtype(fields),
         quantization=_quantization(fields),
     )
@@ -84,16 +96,58 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
 
 def _architecture(fields: Fields) -> str:
     named = fields.strings("architectures")
-    for name in named:
-        if name in FAMILIES:
-            return name
+    served = {_spelling(name): name for name in FAMILIES}  # Baidu's files say Ernie4_5_ForCausalLM
+    for name in map(_spelling, named):
+        if name in served:
+            return served[name]
     for name in named:
         if name in NOT_YET:
             raise fields.error(f"{name} is known but not served yet: {NOT_YET[name]}")
     found = (
         f"architecture {' '.join(named[0].split())} is not supported" if named else "architectures is missing"
     )
+    if not named and fields.has("ssm_cfg"):
+        raise fields.error(
+            f"{found}: this is the layout of state-spaces' own code; Mamba 2 is served as transformers writes it"
+        )
     raise fields.error(f"{found}; supported are {', '.join(FAMILIES)}")
+
+
+def _family(fields: Fields, architecture: str) -> Family:
+    """The family of an architecture; with more than text in it, that of the kind that its text model says it is.
+
+    Raises:
+        CheckpointError: that kind is not served.
+    """
+    text = fields.nested("text_config")
+    if not text.has("model_type"):
+        return FAMILIES[architecture]
+    kind, known = text.text("model_type"), {_kind(name): name for name in (*FAMILIES, *NOT_YET, architecture)}
+    name = known.get(_kind(kind), "")
+    if name in FAMILIES:
+        return FAMILIES[name]
+    lack = f"known but not served yet: {NOT_YET[name]}" if name else "not supported"
+    raise text.error(f"model_type {kind!r:.60} in {architecture} is {lack}")
+
+
+def _kind(name: str) -> str:
+    """What is the same in Qwen3_5MoeForCausalLM and qwen3_5_moe_text."""
+    return _spelling(name.partition("For")[0]).removesuffix("text")
+
+
+def _spelling(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _without_idle_windows(spec: ModelSpec, max_position: int) -> ModelSpec:
+    """The model without windows that no sequence outgrows: they hide nothing."""
+    layers = (
+        layer.with_attention(window=0, is_chunked=False)
+        if layer.attention is not None and layer.attention.window >= max_position
+        else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def _quantization(fields: Fields) -> Fields | None:
@@ -101,20 +155,24 @@ def _quantization(fields: Fields) -> Fields | None:
     if not fields.has("quantization_config"):
         return None
     quantization = fields.nested("quantization_config")
+    if quantization.has("quant_algo") or quantization.nested("producer").text("name", "") == "modelopt":
+        quantization = quantization.with_defaults(_MODELOPT)
     quantization.one_of("quant_method", *QUANT_METHODS)
     return quantization
 
 
+def _modelopt(path: Path) -> Fields | None:
+    """What modelopt writes beside a config.json, which need not say it, too; None if it did not quantize."""
+    fields = _optional(path).nested("quantization")
+    return fields.with_defaults(_MODELOPT) if fields.has("quant_algo") else None
+
+
 def _dtype(fields: Fields) -> str:
-    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
-    return Fields(fields.source, {"dtype": name}).one_of("dtype", *_DTYPES)
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    value = fields.text(name, "float32").removeprefix("torch.")
+    return Fields(fields.source, {name: value}).one_of(name, *_DTYPES)
 
 
-def _generation_fields(folder: Path) -> Fields:
-    path = folder / "generation_config.json"
+def _optional(path: Path) -> Fields:
+    """The entries of a file; none if it is not there."""
     return Fields.read(path) if path.exists() else Fields(str(path), {})
-
-
-def _with_eos(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:
-    """Adds the end-of-sequence ids of another file. Those of either file end a sequence."""
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))

@@ -63,7 +63,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_position: int = 0) -> Ten
         return _proportional(rope, head_dim)
     rotated = int(head_dim * rope.share)
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-    frequencies = 1.0 / (rope.theta**exponents)
+    theta: float = rope.theta * _growth(rope, max_position) ** (rotated / max(1, rotated - 2))
+    frequencies = 1.0 / (theta**exponents)
     if rope.scaling == "linear":
         return frequencies / rope.factor
     if rope.scaling == "factors":
@@ -73,6 +74,13 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_position: int = 0) -> Ten
     if rope.scaling == "yarn":
         return _yarn(rope, frequencies)
     return _llama3(rope, frequencies) if rope.scaling == "llama3" else frequencies
+
+
+def _growth(rope: Rope, max_position: int) -> float:
+    """How far dynamic scaling grows theta: by the longest sequence, so that no key is ever rotated anew."""
+    if rope.scaling != "dynamic":
+        return 1.0
+    return max(1.0, rope.factor * (max_position / rope.original_max_position - 1) + 1)
 
 
 def _proportional(rope: Rope, head_dim: int) -> Tensor:

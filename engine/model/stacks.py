@@ -108,8 +108,8 @@ _ENDS = {
 
 
 def _slices(files: TensorFiles, name: str, stack: Stack, suffix: str, experts: Experts) -> dict[str, _Slice]:
-    entry, is_transposed = files.entries[name], stack.is_transposed and suffix == "weight"
-    num_experts, num_maps = experts.router.num_experts, len(stack.maps)
+    entry, num_experts, num_maps = files.entries[name], experts.router.num_experts, len(stack.maps)
+    is_transposed = stack.is_transposed and suffix == "weight" and not _is_by_rows(entry, stack, experts)
     axis = 2 if is_transposed else 1
     if len(entry.shape) <= axis or entry.shape[0] != num_experts or entry.shape[axis] % num_maps:
         raise CheckpointError(
@@ -121,6 +121,15 @@ def _slices(files: TensorFiles, name: str, stack: Stack, suffix: str, experts: E
         for expert in range(num_experts)
         for place, map in enumerate(stack.maps)
     }
+
+
+def _is_by_rows(entry: TensorEntry, stack: Stack, experts: Experts) -> bool:
+    """Whether the shape alone says that weights are [experts, rows, in]: transformers 5 writes so what files had
+    transposed."""
+    rows, inputs = len(stack.maps) * experts.inner_size, experts.hidden_size
+    if experts.down in stack.maps:
+        rows, inputs = inputs, experts.inner_size
+    return rows != inputs and entry.shape[1:] == (rows, inputs)
 
 
 def _entry(entry: TensorEntry, one: _Slice) -> TensorEntry:

@@ -74,8 +74,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json")
-        config = _read_json(folder / "tokenizer_config.json")
-        template = folder / "chat_template.jinja"
+        config, template = _read_config(folder), folder / "chat_template.jinja"
         try:
             text = path.read_text(encoding="utf-8")
             return cls(text, config, template.read_text(encoding="utf-8") if template.is_file() else None)
@@ -193,6 +192,22 @@ class Tokenizer:
             return str(token).encode()
 
 
+def eos_token_id(folder: Path) -> int | None:
+    """The id of the token that ends a sequence, as the tokenizer's files have it; None if they have none.
+
+    Raises:
+        CheckpointError: naming the file that is broken.
+    """
+    token, path = _named_tokens(_read_config(folder)).get("eos_token"), folder / "tokenizer.json"
+    if token is None:
+        return None
+    added = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    listed = {_text(entry): number for number, entry in added.items()} if isinstance(added, dict) else {}
+    if token in listed and listed[token].isdecimal():
+        return int(listed[token])
+    return Tokenizer.load(folder).id_of(token) if path.is_file() else None
+
+
 def _parsed(text: str) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
     """Two tokenizers of the text of a tokenizer.json."""
     return tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(text)
@@ -254,6 +269,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json, with what older files have beside it, in transformers' order."""
+    config = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _read_json(folder / "special_tokens_map.json")
+    if config.get("chat_template") is None:
+        config |= _read_json(folder / "chat_template.json")
+    return config
+
+
 def _template(value: object) -> str | None:
     """tokenizer_config.json has one template, or a list of named ones."""
     if isinstance(value, list):
@@ -264,10 +289,11 @@ def _template(value: object) -> str | None:
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Special tokens by the name they have in tokenizer_config.json, written as text or as an object."""
-    tokens = {}
-    for name, value in config.items():
-        if name.endswith("_token"):
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                tokens[name] = text
-    return tokens
+    found = {name: _text(value) for name, value in config.items() if name.endswith("_token")}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _text(token: object) -> str | None:
+    """The text of a token, which files have as it is or as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -12,6 +12,7 @@ from engine.quant.storages.compressed import compressed_storages
 from engine.quant.storages.float8 import float8_storages
 from engine.quant.storages.gguf import gguf_storages
 from engine.quant.storages.gptq import gptq_storages
+from engine.quant.storages.modelopt import modelopt_storages
 from engine.quant.storages.mxfp4 import mxfp4_storages
 from engine.quant.storages.torchao import torchao_storages
 
@@ -23,6 +24,7 @@ METHODS: dict[str, Callable[[Fields], Storages]] = {
     "bitsandbytes": bnb_storages,
     "torchao": torchao_storages,
     "mxfp4": mxfp4_storages,
+    "modelopt": modelopt_storages,
     "gguf": gguf_storages,
 }
 """By `quant_method`: reads the other fields of quantization_config."""

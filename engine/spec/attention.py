@@ -13,8 +13,8 @@ class Rope:
 
     theta: float = 10_000.0
     scaling: str = "default"
-    """The way frequencies are scaled: "default" (not at all), "linear", "llama3", "yarn", "factors", or "proportional"
-    (the first `share` of all frequencies of a head; the others are 0)."""
+    """The way frequencies are scaled: "default" (not at all), "linear", "dynamic", "llama3", "yarn", "factors", or
+    "proportional" (the first `share` of all frequencies of a head; the others are 0)."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -31,6 +31,12 @@ class Rope:
     """Cosines and sines are multiplied by it."""
     share: float = 1.0
     """The part of a head's dimensions that is rotated; the others have angles of 0."""
+
+    @property
+    def longest(self) -> int:
+        """The positions that the scaling makes of the original ones; 0 if it has no word in that."""
+        makes_longer = self.scaling in ("linear", "dynamic", "yarn")
+        return int(self.original_max_position * self.factor) if makes_longer else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

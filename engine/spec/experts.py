@@ -8,7 +8,7 @@ from engine.spec.feed_forward import Mlp
 from engine.spec.maps import LinearMap, Norm, Rows, Vector
 
 SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
-EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "gelu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class Activation:
     """
 
     kind: str = "silu"
-    """f, one of EXPERT_ACTIVATIONS: "silu" is x * sigmoid(alpha * x), "gelu_tanh" is gelu's approximation with tanh,
-    "relu2" is relu(x)^2."""
+    """f, one of EXPERT_ACTIVATIONS: "silu" is x * sigmoid(alpha * x), "gelu_tanh" is the approximation of "gelu" with
+    tanh, "relu2" is relu(x)^2."""
     is_gated: bool = True
     limit: float = 0.0
     """0 is none."""

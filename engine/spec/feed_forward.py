@@ -51,5 +51,5 @@ class Mlp:
         return 2 * self.hidden_size + (3 if self.is_gated else 2) * self.inner_size
 
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
-"""The last without a gate."""
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "gelu")
+"""relu2 without a gate."""

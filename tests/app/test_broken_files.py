@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
-from app.build import build
+from app.build import build, build_core
 from app.errors import OperatorError
 from app.settings import Settings
 from gateway.access.keys import digest_of
@@ -83,8 +83,8 @@ def write_tensors(folder: Path, header: dict[str, object], content: bytes = b"")
             "quant_method aqlm is not supported",
         ),
         (
-            lambda folder: change_config(folder, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-            "rope_type dynamic is not supported",
+            lambda folder: change_config(folder, rope_scaling={"rope_type": "ntk", "factor": 2.0}),
+            "rope_type ntk is not supported",
         ),
         (lambda folder: (folder / "tokenizer.json").write_text("nonsense"), "tokenizer.json cannot be read"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not"),
@@ -104,6 +104,17 @@ def test_a_broken_description_is_told_before_anything_is_loaded(
     assert str(caught.value).startswith(str(model))
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_an_end_is_served_with_a_line(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_core(Settings(model=str(model)), lambda _: None, lambda _: None)
+    assert not caplog.messages
+    change_config(model, eos_token_id=None)
+    for name in ("generation_config", "tokenizer_config", "special_tokens_map"):
+        (model / f"{name}.json").write_text("{}")
+    build_core(Settings(model=str(model)), lambda _: None, lambda _: None)
+    (said,) = caplog.messages
+    assert said.startswith(f"{model} names no end of a text (eos_token_id in config.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])

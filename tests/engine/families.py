@@ -212,6 +212,7 @@ TINY: dict[str, Tiny] = {
         },
     ),
     "EXAONE 4": Tiny("Exaone4Config", {"num_hidden_layers": 4, "sliding_window": 24}),
+    "Command R": Tiny("CohereConfig"),
     "Command R7B": Tiny("Cohere2Config", {"num_hidden_layers": 4, "sliding_window": 24}),
     "ERNIE 4.5": Tiny("Ernie4_5Config", {"head_dim": 24}),
     "Hunyuan": Tiny("HunYuanDenseV1Config", {"head_dim": 24}),
@@ -412,6 +413,7 @@ STATES: dict[str, Tiny] = {
             "moe_intermediate_size": 32,
             "moe_shared_expert_intermediate_size": 48,
             "routed_scaling_factor": 2.5,
+            "time_step_min": 1e-30,  # transformers takes it for the least step, which its makers do not
         },
     ),
     "Mamba 2": Tiny(
@@ -429,14 +431,25 @@ INSIDE: dict[str, tuple[str, str]] = {
     "Mistral3ForConditionalGeneration": ("Ministral 3", "language_model.model."),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen 2", "model.language_model."),
     "Qwen3VLForConditionalGeneration": ("Qwen 3", "model.language_model."),
+    "Exaone4_5_ForConditionalGeneration": ("EXAONE 4", "model.language_model."),
+    "Glm4vForConditionalGeneration": ("GLM-4-0414", "model.language_model."),
+    "AyaVisionForConditionalGeneration": ("Command R", "model.language_model."),
+    "Qwen3VLMoeForConditionalGeneration": ("Qwen 3 MoE", "model.language_model."),
 }
 """Models beside an image tower: the text model, and what stands before the names of its tensors."""
 
 STATES_INSIDE = {
     "Qwen3_5ForConditionalGeneration": "Qwen 3.5",
     "Qwen3_5MoeForConditionalGeneration": "Qwen 3.5 MoE",
+    "Lfm2VlForConditionalGeneration": "LFM2",
 }
 """Those of STATES, whose tensors are named as those of Qwen 3 VL."""
+
+RENAMED = {"MiMoForCausalLM": "Qwen 2"}
+"""Those that transformers does not have, and what they are by another name."""
+
+BY_HAND = ("DeciLMForCausalLM",)
+"""Those that transformers does not have, and that tests put together of others."""
 
 
 def put_inside(text: Path, folder: Path, architecture: str) -> Path:

@@ -86,6 +86,7 @@ KINDS = {
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "exaone4": "exaone4",
+    "cohere": "command-r",
     "cohere2": "cohere2",
     "ernie4_5": "ernie4_5",
     "hunyuan_v1_dense": "hunyuan-dense",

@@ -16,7 +16,7 @@ PENSTOCK_INLINE void let_through(const float* gates, const float* x, int n, floa
 
 inline void let_through(Gate gate, const float* gates, const float* x, int n, float* out) {
     if (gate == Gate::silu) return let_through(gates, x, n, out, [](auto y) { return silu(y); });
-    let_through(gates, x, n, out, [](auto y) { return gelu(y); });
+    let_through(gates, x, n, out, [gate](auto y) { return activated(gate, y); });
 }
 
 // What the heads of a mixer made of a token becomes what it reads of `row`, what its first linear made of that.

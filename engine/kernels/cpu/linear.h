@@ -16,8 +16,8 @@ constexpr int kChunkPanels = 16;   // at most, per chunk; half as many by tiles
 // What the sums of one chunk take: the scratch of a team's worker.
 constexpr size_t kSumsBytes = sizeof(float) * kPanel * std::max(kChunkPanels * kRowBlock, kChunkPanels / 2 * kTileRowBlock);
 
-// Of a gated linear, the activation of the gates; the last, that of the outputs of one that is not.
-enum class Gate : int32_t { silu = 0, gelu = 1, relu2 = 2 };
+// Of a gated linear, the activation of the gates; relu2, that of the outputs of one that is not.
+enum class Gate : int32_t { silu = 0, gelu = 1, relu2 = 2, gelu_erf = 3 };
 
 // An activation with more to it: f(min(gate, limit)) * (clamp(up, -limit, limit) + shift), where silu is
 // x * sigmoid(alpha * x). Of a linear that is not gated, f(min(x, limit)).
@@ -76,6 +76,22 @@ PENSTOCK_INLINE V silu(V x) {
 template <class V>
 PENSTOCK_INLINE V gelu(V x) {
     return x * sigmoid(all<V>(1.5957691216057308f) * (x + all<V>(0.044715f) * x * x * x));
+}
+
+// x * Phi(x), with erf to 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
+template <class V>
+PENSTOCK_INLINE V gelu_erf(V x) {
+    const V one = all<V>(1.0f), z = (x < V{} ? -x : x) * all<V>(0.70710678f), t = one / (one + all<V>(0.3275911f) * z);
+    V tail = all<V>(1.061405429f);
+    for (const float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) tail = tail * t + all<V>(c);
+    tail = all<V>(0.5f) * t * tail * exp_below(-z * z);
+    return x * (x < V{} ? tail : one - tail);
+}
+
+// Of the gates of a gated linear.
+template <class V>
+PENSTOCK_INLINE V activated(Gate f, V x) {
+    return f == Gate::silu ? silu(x) : f == Gate::gelu ? gelu(x) : gelu_erf(x);
 }
 
 // One chunk of a product, whose sums go through a team's scratch.

@@ -8,7 +8,7 @@ namespace penstock {
 // f(min(x, limit)); NaN stays as it is.
 PENSTOCK_INLINE wide bent(const Bend& by, wide x) {
     const wide limit = all<wide>(by.limit), y = x > limit ? limit : x;
-    if (by.f == Gate::gelu) return gelu(y);
+    if (by.f == Gate::gelu || by.f == Gate::gelu_erf) return activated(by.f, y);
     if (by.f == Gate::relu2) return y < wide{} ? wide{} : y * y;
     return y * sigmoid(y * all<wide>(by.alpha));
 }
@@ -72,7 +72,8 @@ PENSTOCK_INLINE void put(Out* out, const float* residual, wide y, int count) {
 template <class Sum, bool kGated, class Out>
 void finish_panel(const Outputs<Sum>& to, int panel, int from, int end) {
     const float scale = to.scale, softcap = to.softcap;  // here, where no store can change them
-    const bool is_silu = to.gate == Gate::silu, is_plain = scale == 1.0f && softcap == 0.0f;
+    const Gate gate = to.gate;
+    const bool is_plain = scale == 1.0f && softcap == 0.0f;
     for (int j = 0; j < kPanel; j += kWide) {
         const int column = (kGated ? panel / 2 : panel) * kPanel + j, count = to.columns - column;
         if (count <= 0) return;
@@ -97,7 +98,7 @@ void finish_panel(const Outputs<Sum>& to, int panel, int from, int end) {
             if (to.bend)
                 y = kGated ? bent(*to.bend, y) * lifted(*to.bend, output(kGated)) : bent(*to.bend, y);
             else if constexpr (kGated)
-                y = (is_silu ? silu(y) : gelu(y)) * output(1);
+                y = activated(gate, y) * output(1);
             if (!is_plain) {
                 y = y * all<wide>(scale);
                 if (softcap > 0.0f) y = all<wide>(softcap) * tanh(y / all<wide>(softcap));

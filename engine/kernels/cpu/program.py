@@ -33,7 +33,7 @@ KINDS = (
     "recur",
 )
 STREAMS = ("hidden", "qkv", "attended", "inner", "added", "prepared", "per_layer", "gates")
-GATES = ("silu", "gelu_tanh", "relu2")
+GATES = ("silu", "gelu_tanh", "relu2", "gelu")
 PACKED_ROWS = -1
 """The `rows_type` of rows that a linear map has."""
 

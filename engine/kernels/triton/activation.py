@@ -12,13 +12,18 @@ BLOCK = 1024
 
 def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """Does what `reference.glu` does, in one pass; its result is all that is allocated."""
-    gelu = activation == "gelu_tanh"
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     if num_rows := gate_up.numel() // (2 * size):
         grid = (num_rows, triton.cdiv(size, BLOCK))
         glu_kernel[grid](
-            gate_up.contiguous(), out, GELU=gelu, SIZE=size, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+            gate_up.contiguous(),
+            out,
+            KIND=activation,
+            SIZE=size,
+            BLOCK=BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
 
@@ -34,7 +39,7 @@ def activated(up: Tensor, activation: str) -> Tensor:  # noqa: ARG001
 
 @triton.jit
 def glu_kernel(
-    gate_up: tl.tensor, out: tl.tensor, GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    gate_up: tl.tensor, out: tl.tensor, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -42,10 +47,18 @@ def glu_kernel(
     gates = gate_up + row * 2 * SIZE + columns
     gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gates + SIZE, mask=inside, other=0.0)
-    # gelu's approximation with tanh is x times the sigmoid of another number.
-    steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    active = (gate / (1.0 + tl.exp(-steep))).to(up.dtype)
-    tl.store(out + row * SIZE + columns, active * up, mask=inside)
+    tl.store(out + row * SIZE + columns, activate(gate, KIND, 1.0).to(up.dtype) * up, mask=inside)
+
+
+@triton.jit
+def activate(x: tl.tensor, KIND: tl.constexpr, ALPHA: tl.constexpr) -> tl.tensor:
+    """silu of ALPHA, gelu, or its approximation with tanh, which is x times the sigmoid of another number."""
+    if KIND == "gelu":
+        active = 0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))
+    else:
+        steep = 1.5957691216057308 * (x + 0.044715 * x * x * x) if KIND == "gelu_tanh" else ALPHA * x
+        active = x / (1.0 + tl.exp(-steep))
+    return active
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.activation import activate
 from engine.kernels.triton.packed_kernels import add_products, finished
 
 NO_EXPERT = tl.constexpr(-1)
@@ -198,13 +199,7 @@ def _activated(
         gate = made
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    if KIND == "relu2":
-        active = tl.where(gate < 0, 0.0, gate * gate)
-    else:
-        # gelu's approximation with tanh is x times the sigmoid of another number.
-        gelu: tl.constexpr = KIND == "gelu_tanh"
-        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if gelu else ALPHA * gate
-        active = gate / (1.0 + tl.exp(-steep))
+    active = tl.where(gate < 0, 0.0, gate * gate) if KIND == "relu2" else activate(gate, KIND, ALPHA)
     if IS_GATED:
         if LIMIT > 0:
             up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)

@@ -28,6 +28,7 @@ from engine.model.families import (
 from engine.spec import ModelSpec
 
 _TIED = {"tie_word_embeddings": True}
+_COHERE = {**_TIED, "layer_norm_eps": 1e-5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,11 @@ class Family:
 
 FAMILIES = {
     "LlamaForCausalLM": Family("Llama 2, 3 and their like", llama.llama),
+    "DeciLMForCausalLM": Family("Llama Nemotron Super, Ultra", llama.decilm),
     "MistralForCausalLM": Family("Mistral 7B, Nemo, Small 3", llama.mistral),
     "Qwen2ForCausalLM": Family("Qwen 2, 2.5, QwQ", llama.qwen2),
     "Qwen3ForCausalLM": Family("Qwen 3", llama.qwen3),
+    "MiMoForCausalLM": Family("MiMo 7B", llama.qwen2),
     "Gemma2ForCausalLM": Family("Gemma 2", gemma.gemma2, gemma.GEMMA2),
     "Gemma3ForCausalLM": Family("Gemma 3 1B", gemma.gemma3, gemma.GEMMA3),
     "Gemma3ForConditionalGeneration": Family("Gemma 3 4B to 27B, text", gemma.gemma3, gemma.GEMMA3),
@@ -55,10 +58,11 @@ FAMILIES = {
     ),
     "Gemma4UnifiedForCausalLM": Family("Gemma 4 12B", gemma4.gemma4, gemma4.UNIFIED),
     "Gemma4UnifiedForConditionalGeneration": Family("Gemma 4 12B, text", gemma4.gemma4, gemma4.UNIFIED),
-    "Mistral3ForConditionalGeneration": Family("Mistral Small 3.1, Ministral 3, text", llama.mistral3),
+    "Mistral3ForConditionalGeneration": Family("Mistral Small 3.1, Ministral 3, text", llama.mistral),
     "Ministral3ForCausalLM": Family("Ministral 3", llama.ministral3),
     "Phi3ForCausalLM": Family("Phi 3, 4, 4 mini", fused.phi3, {"rms_norm_eps": 1e-5}),
     "Glm4ForCausalLM": Family("GLM-4-0414", fused.glm4, {"head_dim": 128, "rms_norm_eps": 1.5625e-7}),
+    "Glm4vForConditionalGeneration": Family("GLM-4.1V, text", fused.glm4, {"rms_norm_eps": 1e-5}),
     "SmolLM3ForCausalLM": Family("SmolLM 3", llama.smollm3, _TIED),
     "SeedOssForCausalLM": Family("Seed-OSS", llama.seed_oss),
     "GraniteForCausalLM": Family("Granite 3", granite.granite),
@@ -68,7 +72,10 @@ FAMILIES = {
     "Olmo2ForCausalLM": Family("OLMo 2", olmo.olmo2, {"rms_norm_eps": 1e-5}),
     "Olmo3ForCausalLM": Family("OLMo 3", olmo.olmo3, {"rms_norm_eps": 1e-5}),
     "Exaone4ForCausalLM": Family("EXAONE 4", olmo.exaone4, {"rms_norm_eps": 1e-5}),
-    "Cohere2ForCausalLM": Family("Command R7B, Command A", cohere.cohere2, {**_TIED, "layer_norm_eps": 1e-5}),
+    "Exaone4_5_ForConditionalGeneration": Family("EXAONE 4.5, text", olmo.exaone4, {"rms_norm_eps": 1e-5}),
+    "CohereForCausalLM": Family("Command R, Aya", cohere.cohere, _COHERE),
+    "AyaVisionForConditionalGeneration": Family("Aya Vision, text", cohere.cohere, _COHERE),
+    "Cohere2ForCausalLM": Family("Command R7B, Command A", cohere.cohere2, _COHERE),
     "Ernie4_5ForCausalLM": Family("ERNIE 4.5, dense", llama.ernie4_5, {**_TIED, "rms_norm_eps": 1e-5}),
     "HunYuanDenseV1ForCausalLM": Family("Hunyuan, dense", llama.hunyuan, {"rms_norm_eps": 1e-5}),
     "Qwen3MoeForCausalLM": Family("Qwen 3 30B-A3B, 235B-A22B, Coder", experts.qwen3_moe),
@@ -86,6 +93,10 @@ FAMILIES = {
     "HunYuanMoEV1ForCausalLM": Family("Hunyuan A13B", shared.hunyuan_moe, {"rms_norm_eps": 1e-5}),
     "Qwen2_5_VLForConditionalGeneration": Family("Qwen 2.5 VL, text", llama.qwen2),
     "Qwen3VLForConditionalGeneration": Family("Qwen 3 VL, text", llama.qwen3),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        "Qwen 3 VL 30B-A3B, 235B-A22B, text", experts.qwen3_vl_moe, {"norm_topk_prob": True}
+    ),
+    "Lfm2VlForConditionalGeneration": Family("LFM2 VL, text", lfm2.lfm2, lfm2.LFM2),
     "Qwen3_5ForCausalLM": Family("Qwen 3.5, 3.6, 3.8, dense", delta.qwen3_5),
     "Qwen3_5ForConditionalGeneration": Family("Qwen 3.5, 3.6, 3.8, dense, text", delta.qwen3_5),
     "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 35B-A3B, 122B-A10B", delta.qwen3_5_moe, delta.MOE),
@@ -94,22 +105,37 @@ FAMILIES = {
     ),
     "Qwen3NextForCausalLM": Family("Qwen 3 Next 80B-A3B, Coder Next", delta.qwen3_next),
     "Lfm2ForCausalLM": Family("LFM2, LFM2.5", lfm2.lfm2, lfm2.LFM2),
-    "Lfm2MoeForCausalLM": Family("LFM2 8B-A1B", lfm2.lfm2_moe, lfm2.LFM2),
+    "Lfm2MoeForCausalLM": Family("LFM2 8B-A1B", lfm2.lfm2_moe, lfm2.LFM2_MOE),
     "NemotronHForCausalLM": Family("Nemotron H, Nemotron 3 Nano", mamba.nemotron_h, mamba.NEMOTRON),
     "Mamba2ForCausalLM": Family("Mamba 2, Mamba Codestral", mamba.mamba2, mamba.MAMBA2),
 }
 """By the name in a config.json's `architectures`."""
 
-_EXPERTS, _LATENT = "mixtures of experts", "latent attention"
+_EXPERTS, _LATENT, _SPARSE = "mixtures of experts", "latent attention", "latent and sparse attention"
+_BIASES = "norms with biases"
 
 NOT_YET = {
-    "Qwen3VLMoeForConditionalGeneration": _EXPERTS,
     "Gemma3nForConditionalGeneration": "its kind of layers",
+    "Gemma4AssistantForCausalLM": "it drafts for another model",
     "Glm4MoeLiteForCausalLM": _LATENT,
+    "GlmMoeDsaForCausalLM": _SPARSE,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "DeepseekV4ForCausalLM": _SPARSE,
     "KimiK2ForCausalLM": _LATENT,
+    "KimiK25ForConditionalGeneration": _LATENT,
+    "KimiK3ForConditionalGeneration": "latent attention and its kind of states",
+    "MiniMaxM3ForCausalLM": "sparse attention",
+    "MiniMaxM3SparseForConditionalGeneration": "sparse attention",
     "Mistral4ForCausalLM": _LATENT,
+    "MiMoV2FlashForCausalLM": "values of another width than keys",
     "Olmo3MoeForCausalLM": _EXPERTS,
+    "PhiForCausalLM": _BIASES,
+    "NemotronForCausalLM": _BIASES,
+    "Qwen2_5OmniForConditionalGeneration": "a text model inside of one for speech",
+    "Step3p7FlashForCausalLM": "its kinds of layers",
+    "BambaForCausalLM": "Mamba-2 beside rotated attention",
+    "InternLM2ForCausalLM": "queries among their keys and values in one map",
 }
 """Families that people ask for, and what of them is not served yet."""

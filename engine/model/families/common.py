@@ -42,6 +42,7 @@ _PREDICTING = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
+    "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
@@ -73,11 +74,8 @@ class Sizes:
             CheckpointError: naming what is missing, malformed or not supported.
         """
         hidden, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-        activation = fields.text("hidden_activation", fields.text("hidden_act", "silu"))
-        if activation not in _ACTIVATIONS:
-            raise fields.error(
-                f"hidden_act {activation} is not supported; supported are {', '.join(_ACTIVATIONS)}"
-            )
+        name = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+        activation = fields.one_of(name, *_ACTIVATIONS, default="silu")
         found = cls(
             hidden=hidden,
             num_layers=fields.size("num_hidden_layers", most=MAX_LAYERS),
@@ -282,7 +280,7 @@ def read_rope(
     rotated = int(sizes.head_dim * share)
     if not 0 < share <= 1 or rotated % 2 or not rotated:
         raise rope.error(
-            f"partial_rotary_factor {share:g} rotates {rotated} of {sizes.head_dim} dimensions, which "
+            f"partial_rotary_factor {share:g} rotates {rotated} of the {sizes.head_dim} of head_dim, which "
             "must be an even number of them"
         )
     theta = rope.positive("rope_theta", fields.positive("rope_theta", theta))
@@ -293,8 +291,20 @@ def _default(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:  
     return plain
 
 
-def _linear(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:  # noqa: ARG001
-    return replace(plain, scaling="linear", factor=rope.positive("factor"))
+def _linear(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
+    return _stretched(replace(plain, scaling="linear"), rope, _original(rope, fields, sizes))
+
+
+def _stretched(plain: Rope, rope: Fields, original: int, factor: float | None = None) -> Rope:
+    """The table with the entry `factor`.
+
+    Raises:
+        CheckpointError: it makes more positions of the original ones than any model has.
+    """
+    found = rope.positive("factor", factor)
+    if original * found > MAX_POSITIONS:
+        raise rope.error(f"factor {found:g} makes more than {MAX_POSITIONS} positions of {original}")
+    return replace(plain, factor=found, original_max_position=original)
 
 
 def _llama3(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
@@ -310,7 +320,8 @@ def _llama3(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
 
 def _yarn(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
     original = _original(rope, fields, sizes)
-    factor = rope.positive("factor", max(1.0, sizes.max_position / original))
+    plain = _stretched(plain, rope, original, max(1.0, sizes.max_position / original))
+    factor = plain.factor
     mscale, mscale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     usual = _magnitude(factor, 1.0)
     if mscale and mscale_all:
@@ -318,8 +329,6 @@ def _yarn(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
     return replace(
         plain,
         scaling="yarn",
-        factor=factor,
-        original_max_position=original,
         beta_fast=rope.positive("beta_fast", 32.0),
         beta_slow=rope.positive("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
@@ -331,10 +340,10 @@ def _magnitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _alpha(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:  # noqa: ARG001
-    """Hunyuan's: a theta that does not depend on the length of the sequence."""
+def _dynamic(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
+    """A theta that grows with the length; Hunyuan's `alpha` is one that does not."""
     if not rope.has("alpha"):
-        raise rope.error("rope_type dynamic is not supported without an alpha")
+        return _stretched(replace(plain, scaling="dynamic"), rope, _original(rope, fields, sizes))
     exponent = sizes.head_dim / max(1, sizes.head_dim - 2)
     return replace(plain, theta=plain.theta * rope.positive("alpha") ** exponent)
 
@@ -375,7 +384,7 @@ _SCALINGS: dict[str, Callable[[Rope, Fields, Fields, Sizes], Rope]] = {
     "mrope": _default,  # the three positions of a text's token are the same
     "linear": _linear,
     "llama3": _llama3,
-    "dynamic": _alpha,
+    "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,
     "proportional": _proportional,

@@ -14,11 +14,17 @@ MAX_EXPERTS = 1 << 16
 """More than any layer has: each is some tensors."""
 
 
-def qwen3_moe(fields: Fields) -> ModelSpec:
+def qwen3_moe(fields: Fields, **changes: Any) -> ModelSpec:
     sizes, bias = Sizes.of(fields, head_dim=128), fields.flag("attention_bias")
     attention = sizes.attention(qkv_bias=bias, o_bias=bias, **sizes.head_norms())
-    experts = sizes.experts(read_router(fields), inner_size=fields.size("moe_intermediate_size"))
-    return _qwen(fields, sizes, attention, experts)
+    inner = fields.size("moe_intermediate_size")
+    return _qwen(fields, sizes, attention, sizes.experts(read_router(fields), inner_size=inner, **changes))
+
+
+def qwen3_vl_moe(fields: Fields) -> ModelSpec:
+    """Stacks lie transposed."""
+    stacks = (replace(stack, is_transposed=True) for stack in default_stacks("mlp.experts"))
+    return qwen3_moe(fields, stacks=tuple(stacks))
 
 
 def qwen2_moe(fields: Fields) -> ModelSpec:
@@ -102,8 +108,7 @@ def read_router(fields: Fields, *, has_groups: bool = False, **changes: object) 
         CheckpointError: naming what is missing or malformed, that a token has more experts than can be chosen, or that
             scores or choices are made in a way that the family does not have.
     """
-    count = next((name for name in _COUNTS if fields.has(name)), "num_experts")
-    choices = next((name for name in _CHOICES if fields.has(name)), _CHOICES[0])
+    count, choices = fields.first(*_COUNTS), fields.first(*_CHOICES)
     plain = {
         "num_experts": fields.size(count, most=MAX_EXPERTS),
         "top_k": changes.get("top_k") or fields.size(choices, most=MAX_EXPERTS),

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from engine.fields import Fields
 from engine.model.families.common import FINAL_NORM, FULL, Sizes, layer_types, read_rope
 from engine.spec import Layer, ModelSpec, Norm, Rope
 
-GEMMA2 = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
-GEMMA3 = {**GEMMA2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208}
+GEMMA2 = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "vocab_size": 256_000,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+GEMMA3 = {**GEMMA2, "max_position_embeddings": 131_072, "vocab_size": 262_208}
 """What missing entries stand for: shipped files leave them out."""
 
 
@@ -21,7 +30,10 @@ def gemma2(fields: Fields) -> ModelSpec:
 
 
 def gemma3(fields: Fields) -> ModelSpec:
-    """Layers with a window have a table of rotary embeddings of their own."""
+    """Layers with a window have a table of rotary embeddings of their own.
+
+    The context is as long as the scaling of the other table has made it.
+    """
     sizes, window = Sizes.of(fields), _window(fields)
     pattern = fields.size("sliding_window_pattern", 6)
     kinds = layer_types(fields, sizes.num_layers, lambda layer: (layer + 1) % pattern == 0)
@@ -31,6 +43,7 @@ def gemma3(fields: Fields) -> ModelSpec:
         for kind in kinds
     ]
     full = read_rope(fields, sizes, kind=FULL, theta=1e6)
+    full = replace(full, original_max_position=int(sizes.max_position / full.factor))
     local = Rope(theta=_local_theta(fields))
     return _model(fields, sizes, layers, full, local, logit_softcap=_cap(fields, "final", 0.0))
 
@@ -58,6 +71,7 @@ def _layer(fields: Fields, sizes: Sizes, *, window: int, norms: dict[str, Norm],
 def _model(
     fields: Fields, sizes: Sizes, layers: list[Layer], *ropes: Rope, logit_softcap: float
 ) -> ModelSpec:
+    fields.says_nothing("use_bidirectional_attention", False)
     return sizes.model(
         layers,
         ropes,

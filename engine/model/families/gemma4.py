@@ -36,8 +36,7 @@ MAX_COUNT = 1 << 16
 
 def gemma4(fields: Fields) -> ModelSpec:
     """The last `num_kv_shared_layers` read the keys and values of the last layer of their kind before them."""
-    if fields.text("use_bidirectional_attention", "") == "all":
-        raise fields.error("use_bidirectional_attention is not supported: tokens see later ones")
+    fields.one_of("use_bidirectional_attention", "vision", default="vision")
     sizes = Sizes.of(fields)
     kinds = layer_types(fields, sizes.num_layers, lambda layer: (layer + 1) % 6 == 0)
     kinds[-1] = FULL

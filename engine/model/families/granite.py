@@ -25,7 +25,7 @@ def granite4(fields: Fields) -> ModelSpec:
     """The hybrid architecture; some of its models have attention alone."""
     sizes = Sizes.of(fields)
     attention = _attention(fields, sizes)
-    if fields.text("position_embedding_type", "") != "rope":
+    if fields.one_of("position_embedding_type", "rope", "nope", default="nope") == "nope":
         attention = replace(attention, rope=None)
     shared = _shared(sizes, fields.size("shared_intermediate_size", 1024))
     own = _experts(fields, sizes, shared) if fields.integer("num_local_experts", 8) else shared

@@ -9,7 +9,8 @@ from engine.model.families.common import CONV, FULL, MAX_KERNEL, Sizes, layer_ty
 from engine.model.families.experts import numbered_experts, read_router
 from engine.spec import Experts, Mlp, ModelSpec, ShortConv
 
-LFM2 = {"norm_eps": 1e-5, "tie_word_embeddings": True}
+LFM2_MOE = {"norm_eps": 1e-5, "tie_word_embeddings": True}
+LFM2 = {**LFM2_MOE, "intermediate_size": 12_288}
 MAX_INNER = 1 << 24
 """More than any feed-forward part is wide."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.fields import Fields
-from engine.model.families.common import FULL, Sizes, layer_types, read_rope, rotating
-from engine.spec import ModelSpec
+from engine.model.families.common import FULL, Sizes, check_heads, layer_types, read_rope, rotating
+from engine.spec import Layer, ModelSpec
 
 
 def llama(fields: Fields) -> ModelSpec:
@@ -33,11 +33,6 @@ def qwen3(fields: Fields) -> ModelSpec:
     attention = sizes.attention(qkv_bias=bias, o_bias=bias, **sizes.head_norms())
     layers = [sizes.layer(attention).with_attention(window=window) for window in upper_windows(fields, sizes)]
     return sizes.model(layers, [read_rope(fields, sizes)], fields)
-
-
-def mistral3(fields: Fields) -> ModelSpec:
-    """The text model of Mistral Small 3, Devstral and Ministral 3 beside an image tower."""
-    return ministral3(fields) if fields.text("model_type", "mistral") == "ministral3" else mistral(fields)
 
 
 def ministral3(fields: Fields) -> ModelSpec:
@@ -89,6 +84,35 @@ def hunyuan(fields: Fields) -> ModelSpec:
     norms = sizes.head_norms(q="query_layernorm", k="key_layernorm")
     attention = sizes.attention(qkv_bias=bias, o_bias=bias, norms_after_rotation=True, **norms)
     return sizes.model([sizes.layer(attention)] * sizes.num_layers, [read_rope(fields, sizes)], fields)
+
+
+def decilm(fields: Fields) -> ModelSpec:
+    """Llama's layers in sizes of their own, some of them without attention or without a feed-forward part."""
+    sizes, blocks = Sizes.of(fields.with_defaults({"intermediate_size": 1})), fields.objects("block_configs")
+    if len(blocks) != sizes.num_layers:
+        raise fields.error(f"block_configs has {len(blocks)} entries for {sizes.num_layers} layers")
+    layers = [_block(sizes, block.nested("attention"), block.nested("ffn")) for block in blocks]
+    return sizes.model(layers, [read_rope(fields, sizes)], fields)
+
+
+def _block(sizes: Sizes, attention: Fields, ffn: Fields) -> Layer:
+    for name in ("replace_with_linear", "sparsify", "window_length", "num_sink_tokens", "unshifted_sink"):
+        attention.says_nothing(name, False)
+        ffn.says_nothing(name, False)
+    mixer = feed_forward = None
+    if not attention.flag("no_op"):
+        num_kv_heads = sizes.num_heads // attention.size("n_heads_in_group", most=sizes.num_heads)
+        check_heads(attention.source, sizes.num_heads, num_kv_heads, sizes.head_dim)
+        mixer = sizes.attention(num_kv_heads=num_kv_heads)
+    if not ffn.flag("no_op"):
+        inner = int(2 * ffn.positive("ffn_mult") * sizes.hidden / 3)
+        feed_forward = sizes.mlp(inner_size=-(-inner // 256) * 256)
+    return Layer(
+        mixer=mixer,
+        feed_forward=feed_forward,
+        input_norm=None if mixer is None else sizes.norm("input_layernorm"),
+        post_norm=None if feed_forward is None else sizes.norm("post_attention_layernorm"),
+    )
 
 
 def _window(fields: Fields) -> int:

@@ -71,7 +71,7 @@ def _mixer(fields: Fields, sizes: Sizes) -> Mamba2:
         num_groups=fields.size("n_groups", fields.size("mamba_n_groups", 8)),
         state_size=fields.size("ssm_state_size", 128),
         kernel=fields.size("conv_kernel", fields.size("mamba_d_conv", 4), most=MAX_KERNEL),
-        step_limits=(fields.number("time_step_min", fields.number("mamba_dt_min", 0.001)), float("inf")),
+        step_limits=step_limits(fields),
         has_bias=fields.flag("use_bias"),
         has_conv_bias=fields.flag("use_conv_bias", fields.flag("mamba_conv_bias", True)),
         **mamba_names("mixer"),
@@ -124,7 +124,7 @@ def _kinds(fields: Fields) -> list[str]:
     """
     if fields.has("hybrid_override_pattern"):
         return _by_letters(fields, "hybrid_override_pattern")
-    name = "layers_block_type" if fields.has("layers_block_type") else "layer_types"
+    name = fields.first("layers_block_type", "layer_types", "hybrid_override_pattern")
     kinds = hybrid_kinds(fields, name, *_KINDS.values())
     if not 0 < len(kinds) <= MAX_LAYERS:
         raise fields.error(f"{name} has {len(kinds)} entries, and it must have 1 to {MAX_LAYERS}")
@@ -144,7 +144,7 @@ def _by_letters(fields: Fields, name: str) -> list[str]:
 
 
 def step_limits(fields: Fields) -> tuple[float, float]:
-    """The least and the largest step of Mamba-2; as a rule, there is no largest one."""
+    """The least and the largest step of Mamba-2: as a rule none, for `time_step_min` is of the first weights alone."""
     return fields.bounds("time_step_limit") or (0.0, float("inf"))
 
 

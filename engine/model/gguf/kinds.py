@@ -95,6 +95,15 @@ class Kind:
         return KINDS[fields.one_of("general.architecture", *KINDS)]
 
 
+_LOGIT_SCALE = {"logit_scale": "logit_scale"}
+_LAYER_NORM_EPS = ("attention.layer_norm_epsilon", "layer_norm_eps")
+
+_QWEN3_MOE = Kind(
+    architecture="Qwen3MoeForCausalLM",
+    sparse="Qwen3MoeForCausalLM",
+    entries={**_EVERY_LAYER_SLIDES, "norm_topk_prob": True},
+)
+
 _QWEN35 = Kind(
     architecture="Qwen3_5ForCausalLM",
     keys=_QWEN_NEXTN,
@@ -164,21 +173,15 @@ KINDS = {
     "granite": Kind(architecture="GraniteForCausalLM", keys=_GRANITE, is_interleaved=True),
     "olmo2": Kind(architecture="Olmo2ForCausalLM", windowed="Olmo3ForCausalLM", names=_POST_NORMS),
     "exaone4": Kind(architecture="Exaone4ForCausalLM", names=_POST_NORMS),
-    "cohere2": Kind(
-        architecture="Cohere2ForCausalLM",
-        keys={"logit_scale": "logit_scale"},
-        eps=("attention.layer_norm_epsilon", "layer_norm_eps"),
-    ),
+    "command-r": Kind(architecture="CohereForCausalLM", keys=_LOGIT_SCALE, eps=_LAYER_NORM_EPS),
+    "cohere2": Kind(architecture="Cohere2ForCausalLM", keys=_LOGIT_SCALE, eps=_LAYER_NORM_EPS),
     "ernie4_5": Kind(architecture="Ernie4_5ForCausalLM"),
     "hunyuan-dense": Kind(
         architecture="HunYuanDenseV1ForCausalLM",
         names=_HUNYUAN_NORMS,
     ),
-    "qwen3moe": Kind(
-        architecture="Qwen3MoeForCausalLM",
-        sparse="Qwen3MoeForCausalLM",
-        entries={**_EVERY_LAYER_SLIDES, "norm_topk_prob": True},
-    ),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": _QWEN3_MOE,
     "qwen2moe": Kind(
         architecture="Qwen2MoeForCausalLM", sparse="Qwen2MoeForCausalLM", entries=_EVERY_LAYER_SLIDES
     ),

@@ -72,13 +72,16 @@ def packed_integers(
 class GroupedFloats:
     """Floats in groups of the inputs of a row: the weight is number * scale.
 
-    weight_packed: [out, in / 2], two floats of 4 bits in a byte, the lower bits first; or
+    packed: [out, in / 2], two floats of 4 bits in a byte, the lower bits first; or
     weight: [out, in] e4m3, which no kernel multiplies in groups
-    weight_scale: [out, groups]. NVFP4: e4m3, divided by weight_global_scale [1]. Others: E8M0, as bytes.
+    weight_scale: [out, groups]. NVFP4: e4m3, divided or multiplied by global_scale [1]. Others: E8M0, as bytes.
     """
 
     name: str
     """NVFP4, MXFP4 or MXFP8."""
+    packed: str = "weight_packed"
+    global_scale: str = "weight_global_scale"
+    divides: bool = True
 
     @property
     def _is_nv(self) -> bool:
@@ -94,24 +97,25 @@ class GroupedFloats:
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
         if self._has_4_bits:
-            yield StoredTensor("weight_packed", (out_features, in_features // 2), ("U8",))
+            yield StoredTensor(self.packed, (out_features, in_features // 2), ("U8",))
         else:
             yield StoredTensor("weight", (out_features, in_features), ("F8_E4M3",))
         num_groups = in_features // (16 if self._is_nv else 32)
         yield StoredTensor("weight_scale", (out_features, num_groups), ("F8_E4M3" if self._is_nv else "U8",))
         if self._is_nv:
-            yield StoredTensor("weight_global_scale", (1,), FLOATS, loose=True)
+            yield StoredTensor(self.global_scale, (1,), FLOATS, loose=True)
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
         if self._is_nv:
-            divisor = finite(tensors, "weight_global_scale")
-            if not bool(divisor.all()):
-                raise BadTensor("weight_global_scale", "is 0")
-            scale = finite(tensors, "weight_scale") / divisor.reshape(1, 1)
+            factor = finite(tensors, self.global_scale).reshape(1, 1)
+            if self.divides and not bool(factor.all()):
+                raise BadTensor(self.global_scale, "is 0")
+            scale = finite(tensors, "weight_scale")
+            scale = scale / factor if self.divides else scale * factor
         else:
             scale = powers_of_two(tensors, "weight_scale")
         if self._has_4_bits:
-            return {"weight": unpack_nibbles(tensors["weight_packed"]), "scale": scale}
+            return {"weight": unpack_nibbles(tensors[self.packed]), "scale": scale}
         groups = torch.unflatten(finite(tensors, "weight"), 1, (-1, 32))
         return {"weight": (groups * scale.unsqueeze(-1)).flatten(1)}
 

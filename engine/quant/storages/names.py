@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from engine.errors import CheckpointError
@@ -24,12 +25,13 @@ def all_but(storage: Storage, is_excluded: IsMeant) -> Storages:
 def called(matches: IsMeant) -> IsMeant:
     """Whether a linear map has a name that matches, alone or as a part of a model with more than text."""
 
-    def is_meant(name: str) -> bool:
-        inside = name.removeprefix("model.")
-        names = (name, f"model.language_model.{inside}", f"language_model.{name}", f"backbone.{inside}")
-        return any(map(matches, names))
+    return lambda name: any(map(matches, full_names(name)))
 
-    return is_meant
+
+def full_names(name: str) -> tuple[str, ...]:
+    """What a linear map may be called in a quantization_config."""
+    inside = name.removeprefix("model.")
+    return name, f"model.language_model.{inside}", f"language_model.{name}", f"backbone.{inside}"
 
 
 def excluded(fields: Fields, *lists: str) -> IsMeant:
@@ -37,20 +39,36 @@ def excluded(fields: Fields, *lists: str) -> IsMeant:
 
     An embedding is excluded in any case. The meaning of an entry differs between the programs that write it, and
     it counts as each of them takes it: a regular expression that the name starts with, an end of the name, or some of
-    its components.
+    its components. Any of them may have the dots around it.
 
     Raises:
         CheckpointError: an entry is no regular expression.
     """
     listed = next((name for name in lists if fields.has(name)), None)
     entries = [LM_HEAD] if listed is None else fields.strings(listed)
-    starts = [regular_expression(rf"(?:{entry})(?:\.|$)", f"{fields.source}: {listed}") for entry in entries]
+    starts = [
+        regular_expression(rf"(?:{entry})(?:(?<=\.)|\.|$)", f"{fields.source}: {listed}") for entry in entries
+    ]
 
     def is_listed(name: str) -> bool:
         return any(
-            start.match(name) or name.endswith(entry) or f".{entry}." in f".{name}."
+            start.match(name) or name.endswith(entry) or f".{entry.strip('.')}." in f".{name}."
             for start, entry in zip(starts, entries, strict=True)
         )
+
+    return lambda name: name == EMBEDDING or called(is_listed)(name)
+
+
+def excluded_by_wildcards(fields: Fields, *lists: str) -> IsMeant:
+    """The linear maps that the first list that is there excludes, whose entries may have wildcards.
+
+    Old files have more before a name than the model has.
+    """
+    listed = next((name for name in lists if fields.has(name)), None)
+    entries = [LM_HEAD] if listed is None else fields.strings(listed)
+
+    def is_listed(name: str) -> bool:
+        return any(fnmatchcase(name, entry) or entry.endswith(f".{name}") for entry in entries)
 
     return lambda name: name == EMBEDDING or called(is_listed)(name)
 

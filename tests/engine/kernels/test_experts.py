@@ -141,7 +141,13 @@ def test_scores_that_round_to_the_same_are_told_apart_by_their_logits() -> None:
 
 @pytest.mark.parametrize(
     "activation",
-    [Activation(), Activation(kind="gelu_tanh"), SWIGLU, Activation(kind="relu2", is_gated=False)],
+    [
+        Activation(),
+        Activation(kind="gelu_tanh"),
+        Activation(kind="gelu"),
+        SWIGLU,
+        Activation(kind="relu2", is_gated=False),
+    ],
 )
 def test_activations(activation: Activation) -> None:
     x = torch.linspace(-3, 3, 2 * INNER).view(2, INNER)
@@ -154,6 +160,8 @@ def test_activations(activation: Activation) -> None:
                 return max(gate, 0.0) ** 2
             case "gelu_tanh":
                 made = gate / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+            case "gelu":
+                made = gate / 2 * (1 + math.erf(gate / math.sqrt(2)))
             case _:
                 made = gate / (1 + math.exp(-activation.alpha * gate))
         return made * (up + activation.shift)

@@ -55,12 +55,12 @@ PARTS: dict[str, Experts] = {
         shared=SHARED,
     ),
     "shared ones behind a gate": replace(
-        PLAIN, shared=replace(SHARED, activation="gelu_tanh"), shared_gate="gate"
+        PLAIN, shared=replace(SHARED, activation="gelu"), shared_gate="gate"
     ),
     "norms of each": replace(
         PLAIN,
         router=replace(ROUTER, renormalizes=True, expert_scale="scale", norm=norm("router")),
-        activation=Activation(kind="gelu_tanh"),
+        activation=Activation(kind="gelu"),
         norm=norm("norm"),
         out_norm=norm("out_norm"),
         shared=replace(SHARED, activation="gelu_tanh"),

@@ -132,7 +132,13 @@ def test_experts_of_every_format(team: Team, kept: Kept) -> None:
 
 @pytest.mark.parametrize(
     "activation",
-    [Activation(kind="gelu_tanh"), SWIGLU, RELU2, Activation(is_gated=False, limit=0.5)],
+    [
+        Activation(kind="gelu_tanh"),
+        Activation(kind="gelu"),
+        SWIGLU,
+        RELU2,
+        Activation(is_gated=False, limit=0.5),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kept", [torch.float32, Integers(8, 0)], ids=str)

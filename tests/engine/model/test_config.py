@@ -56,7 +56,11 @@ LLAMA3_ROPE = Rope(
         ({"rope_theta": None}, Rope(theta=1e4)),
         (
             {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
-            Rope(theta=1e4, scaling="linear", factor=2.0),
+            Rope(theta=1e4, scaling="linear", factor=2.0, original_max_position=512),
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            Rope(theta=1e4, scaling="dynamic", factor=2.0, original_max_position=512),
         ),
     ],
 )
@@ -138,14 +142,11 @@ def test_generation_defaults(tmp_path: Path) -> None:
             {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
             "rope_type ntk is not supported; .*llama3",
         ),
-        (
-            {"rope_parameters": {"rope_type": "dynamic"}},
-            "rope_type dynamic is not supported without an alpha",
-        ),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters: factor is missing"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: factor is missing"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"quantization_config": "gptq"}, "quantization_config must be an object"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"hidden_act": "gelu_fast"}, "hidden_act gelu_fast is not supported"),
         (
             {"layer_types": ["full_attention", "linear_attention"]},
             "layer_types linear_attention is not supported",

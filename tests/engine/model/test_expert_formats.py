@@ -64,6 +64,7 @@ EACH_STORAGE = (
     "ct-fp8-channel",
     "ct-fp8-block",
     "ct-nvfp4",
+    "mo-nvfp4",
     "ct-mxfp4",
     "fp8-block",
     "bnb-nf4-nested",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import LoadOptions
 from engine.execution.loader import load_model
-from tests.engine.families import INSIDE, SPARSE, TINY, put_inside
+from tests.engine.families import INSIDE, RENAMED, SPARSE, TINY, Tiny, put_inside
 from tests.engine.model.test_transformer import device_of, load, logits_of, make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
 
@@ -33,6 +36,15 @@ def test_logits_are_those_of_transformers(family: str, table: str, tmp_path: Pat
     assert largest(found - expected) <= 1e-4 * max(1.0, scale)
 
 
+@pytest.mark.parametrize("table", ["torch", "native"])
+def test_gelu_may_be_exact(table: str, tmp_path: Path) -> None:
+    path = TINY["Qwen 2"].make(tmp_path, hidden_act="gelu")
+    expected = oracle_logits(path, TOKEN_IDS)
+    model = load(path, table)
+    found = logits_of(model, make_batch([(TOKEN_IDS, 0)])).to(device_of("cpu"))
+    assert largest(found - expected) <= 1e-4 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("architecture", INSIDE)
 def test_the_text_part_of_a_model_that_sees_images_is_served(architecture: str, tmp_path: Path) -> None:
     text = (TINY | SPARSE)[INSIDE[architecture][0]].make(tmp_path / "text")
@@ -40,6 +52,75 @@ def test_the_text_part_of_a_model_that_sees_images_is_served(architecture: str, 
     found = logits_of(model, make_batch([(TOKEN_IDS, 0)]))
     expected = oracle_logits(text, TOKEN_IDS)
     assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("architecture", RENAMED)
+def test_a_family_that_is_another_by_name_has_its_logits(architecture: str, tmp_path: Path) -> None:
+    path = TINY[RENAMED[architecture]].make(tmp_path)
+    expected = oracle_logits(path, TOKEN_IDS)
+    rewrite(path, architectures=[architecture], model_type="unknown")
+    found = logits_of(load(path, "torch"), make_batch([(TOKEN_IDS, 0)]))
+    assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("is_transposed", [True, False], ids=["published", "transformers 5"])
+def test_experts_of_qwen_3_vl_are_stacked_by_inputs_or_by_outputs(
+    is_transposed: bool, tmp_path: Path
+) -> None:
+    text = SPARSE["Qwen 3 MoE"].make(tmp_path / "text", moe_intermediate_size=48)
+    expected = oracle_logits(text, TOKEN_IDS)
+    tensors = load_file(text / "model.safetensors")
+    for prefix in ("model.layers.0.mlp.experts", "model.layers.2.mlp.experts"):
+        own = {
+            name: [tensors.pop(f"{prefix}.{i}.{name}_proj.weight") for i in range(8)] for name in PROJECTIONS
+        }
+        gate, up, down = (torch.stack(weights).mT for weights in own.values())
+        for name, stack in {"gate_up_proj": torch.cat((gate, up), -1), "down_proj": down}.items():
+            tensors[f"{prefix}.{name}"] = (stack if is_transposed else stack.mT).contiguous()
+    save_file(tensors, text / "model.safetensors", metadata={"format": "pt"})
+    rewrite(text, model_type="qwen3_vl_moe_text")
+    whole = put_inside(text, tmp_path / "whole", "Qwen3VLMoeForConditionalGeneration")
+    found = logits_of(load(whole, "torch"), make_batch([(TOKEN_IDS, 0)]))
+    assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_a_layer_of_nemotron_super_may_lack_a_part(tmp_path: Path) -> None:
+    """A part whose last map is 0 adds nothing, and key heads that are the same are one."""
+    plain: Any = {"intermediate_size": 256, "num_key_value_heads": 4}
+    path = Tiny("LlamaConfig", plain).make(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"].zero_()
+    tensors["model.layers.1.self_attn.o_proj.weight"].zero_()
+    for name in ("k_proj", "v_proj"):
+        heads = tensors[f"model.layers.2.self_attn.{name}.weight"].view(2, 2, 16, 64)
+        heads[:, 1] = heads[:, 0]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    expected = oracle_logits(path, TOKEN_IDS)
+    for name in ("k_proj", "v_proj"):
+        heads = tensors[f"model.layers.2.self_attn.{name}.weight"].view(2, 2, 16, 64)
+        tensors[f"model.layers.2.self_attn.{name}.weight"] = heads[:, 0].reshape(32, 64).contiguous()
+    missing = ("layers.0.mlp", "layers.0.post_attention", "layers.1.self_attn", "layers.1.input")
+    kept = {name: weight for name, weight in tensors.items() if not any(part in name for part in missing)}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    attention, ffn, none = {"n_heads_in_group": 1}, {"ffn_mult": 6.0}, {"no_op": True}
+    blocks = [
+        {"attention": attention, "ffn": none},
+        {"attention": none, "ffn": ffn},
+        {"attention": {"n_heads_in_group": 2}, "ffn": ffn},
+    ]
+    changes: Any = {"num_key_value_heads": None, "intermediate_size": None, "block_configs": blocks}
+    rewrite(path, architectures=["DeciLMForCausalLM"], **changes)
+    for table in ("torch", "native"):
+        found = logits_of(load(path, table), make_batch([(TOKEN_IDS, 0)])).to(device_of("cpu"))
+        assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+PROJECTIONS = ("gate", "up", "down")
+
+
+def rewrite(folder: Path, **entries: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **entries}), encoding="utf-8")
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -51,7 +51,7 @@ def test_the_last_layers_read_what_the_last_of_their_kind_before_them_wrote(tmp_
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"use_bidirectional_attention": "all"}, "tokens see later ones"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention all is not supported"),
         ({"num_kv_shared_layers": 4}, "no layer with full_attention and keys and values of its own"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers"),
         ({"vocab_size_per_layer_input": 500}, "some of the 512 tokens have no embedding for each layer"),

@@ -73,6 +73,21 @@ def test_linear_frequencies_are_those_of_transformers(theta: float, factor: floa
 
 
 @settings(max_examples=examples(40), deadline=None)
+@given(thetas, factors, head_dims, st.integers(1, 20_000))
+def test_dynamic_frequencies_are_those_of_transformers_for_the_longest_sequence(
+    theta: float, factor: float, head_dim: int, longest: int
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": theta, "factor": factor}
+    init = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"]
+    expected, _ = init(theirs(rope, head_dim), CPU, seq_len=longest)
+    own = Rope(theta=theta, scaling="dynamic", factor=factor, original_max_position=4096)
+    found = inverse_frequencies(own, head_dim, longest)
+    torch.testing.assert_close(found, expected, atol=0, rtol=1e-5)
+    if longest <= 4096:
+        assert torch.equal(found, inverse_frequencies(Rope(theta=theta), head_dim))
+
+
+@settings(max_examples=examples(40), deadline=None)
 @given(llama3_ropes() | st.builds(lambda t: {"rope_type": "default", "rope_theta": t}, thetas), head_dims)
 def test_turned_heads_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
     positions = torch.tensor([[0, 1, 2, 17, 63, 64, 500, 511]])

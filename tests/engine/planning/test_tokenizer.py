@@ -148,6 +148,21 @@ def test_named_special_tokens_as_text_or_object(tmp_path: Path) -> None:
     assert loaded.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
 
 
+def test_older_files_are_read_where_transformers_reads_them(tmp_path: Path) -> None:
+    beside = {"bos_token": "<|bos|>", "eos_token": {"content": "<|end|>"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(beside))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "beside"}))
+    loaded = Tokenizer.load(write(tmp_path, {"eos_token": "<|user|>", "chat_template": None}))
+    assert loaded.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
+    assert loaded.chat_template == "beside"
+    newer = {"eos_token": "<|user|>", "added_tokens_decoder": {}, "chat_template": "own"}
+    loaded = Tokenizer.load(write(tmp_path, newer))
+    assert (loaded.special_tokens, loaded.chat_template) == ({"eos_token": "<|user|>"}, "own")
+    (tmp_path / "special_tokens_map.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json is not JSON"):
+        Tokenizer.load(write(tmp_path, {}))
+
+
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         Tokenizer.load(tmp_path)

@@ -133,13 +133,13 @@ def rotate_and_write(
     )
 
 
-def glu(size: Size, *, gelu: bool) -> Case:
+def glu(size: Size, kind: str) -> Case:
     pointer = f"*{size.dtype}"
     return Case(
-        name=f"{'gelu' if gelu else 'silu'}_mul, {size.name}",
+        name=f"{kind}_mul, {size.name}",
         kernel=activation.glu_kernel,
         arguments={"gate_up": pointer, "out": pointer},
-        constexprs={"GELU": gelu, "SIZE": size.inner, "BLOCK": activation.BLOCK},
+        constexprs={"KIND": kind, "SIZE": size.inner, "BLOCK": activation.BLOCK},
         options=OPTIONS,
     )
 
@@ -202,7 +202,7 @@ CASES = [
     *(rotate_and_write(size, norms_last=True) for size in SIZES if size.qk_norm),
     *(rotate_and_write(size, norms_values=True) for size in SIZES if size.qk_norm),
     *(rotate_and_write(size, kv_dtype) for size in SIZES[:2] for kv_dtype in ("i8", "u8")),
-    *(glu(size, gelu=False) for size in SIZES),
-    *(glu(size, gelu=True) for size in SIZES[:2]),
+    *(glu(size, "silu") for size in SIZES),
+    *(glu(size, kind) for size in SIZES[:2] for kind in ("gelu_tanh", "gelu")),
     *(relu2(size) for size in SIZES[1:4]),
 ]

@@ -32,6 +32,12 @@ def test_it_is_the_reference(
         check_silu_mul(function, gate_up)
 
 
+@pytest.mark.parametrize("kind", ["gelu_tanh", "gelu"])
+def test_other_activations_are_the_references(kind: str, device: torch.device) -> None:
+    gate_up = 4 * torch.randn(3, 2 * 70, generator=torch.Generator().manual_seed(0)).to(device)
+    torch.testing.assert_close(glu(gate_up, kind), reference.glu(gate_up, kind), rtol=1e-5, atol=1e-5)
+
+
 def test_closed_and_open_gates(device: torch.device) -> None:
     gates = torch.tensor([-60000.0, -100.0, 0.0, 100.0, 60000.0], dtype=torch.float16, device=device)
     found = glu(torch.cat((gates, torch.ones_like(gates)))[None])

@@ -64,7 +64,9 @@ def test_they_are_the_experts_of_every_format(name: str, dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("activation", [Activation(), Activation(kind="gelu_tanh"), SWIGLU, RELU2])
+@pytest.mark.parametrize(
+    "activation", [Activation(), Activation(kind="gelu_tanh"), Activation(kind="gelu"), SWIGLU, RELU2]
+)
 @pytest.mark.parametrize("inner", [20, 40])
 def test_every_activation_at_odd_sizes(
     inner: int, activation: Activation, with_bias: bool, device: torch.device

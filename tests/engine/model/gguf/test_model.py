@@ -400,7 +400,8 @@ def test_what_the_metadata_leave_out_is_as_llama_cpp_has_it(tmp_path: Path) -> N
     def windows(family: str, **metadata: Any) -> list[int]:
         return [attention.window for attention in attentions(family, **metadata)]
 
-    assert windows("Gemma 2", gemma2__attention__sliding_window=None) == [4096, 0, 4096, 0]
+    unsaid: dict[str, Any] = {"gemma2__attention__sliding_window": None, "gemma2__context_length": 8192}
+    assert windows("Gemma 2", **unsaid) == [4096, 0, 4096, 0]
     assert windows("Gemma 3", gemma3__attention__sliding_window_pattern=2) == [24, 0, 24]
     assert windows("Gemma 3", gemma3__attention__sliding_window_pattern=[True, False, True]) == [24, 0, 24]
     assert windows("Gemma 3", gemma3__attention__sliding_window=None) == [0, 0, 0]

@@ -251,6 +251,29 @@ def fp8(block: bool, **more: Any) -> Way:
     return Way(config, make)
 
 
+# modelopt
+
+
+def modelopt(algorithm: str, **more: Any) -> Way:
+    """NVFP4 is packed by compressed-tensors, whose global scale divides; modelopt has the reciprocal."""
+    config: Config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
+    own = NVFP4 if algorithm == "NVFP4" else fp8(block=False)
+
+    def make(weight: Tensor) -> Made:
+        made = own.make(weight)
+        if algorithm == "FP8":
+            return made
+        packed, scale = made.tensors["weight_packed"], made.tensors["weight_scale"]
+        second = 1 / made.tensors["weight_global_scale"].float().reshape(())
+        tensors = {"weight": packed, "weight_scale": scale, "weight_scale_2": second}
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+        numbers = torch.tensor(E2M1)[codes.int()]
+        spread = (scale.float() * second).repeat_interleave(16, 1)
+        return Made(tensors | {"input_scale": torch.ones(())}, numbers * spread)
+
+    return Way(config, make)
+
+
 # bitsandbytes
 
 
@@ -339,6 +362,17 @@ _FP8_TOKEN = {**_TOKEN, "type": "float"}
 _FP8_STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 _FP4: Config = {"num_bits": 4, "type": "float"}
 
+E2M1 = [sign * number for sign in (1, -1) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+"""The floats of 4 bits in the order of their bits."""
+
+NVFP4 = compressed(
+    "nvfp4-pack-quantized",
+    **_FP4,
+    strategy="tensor_group",
+    group_size=16,
+    scale_dtype=torch.float8_e4m3fn,
+)
+
 WAYS: dict[str, Way] = {
     "gptq": gptq(),
     "gptq-8": gptq(8),
@@ -374,13 +408,7 @@ WAYS: dict[str, Way] = {
     "ct-fp8-block": compressed(
         "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]
     ),
-    "ct-nvfp4": compressed(
-        "nvfp4-pack-quantized",
-        **_FP4,
-        strategy="tensor_group",
-        group_size=16,
-        scale_dtype=torch.float8_e4m3fn,
-    ),
+    "ct-nvfp4": NVFP4,
     "ct-mxfp4": compressed(
         "mxfp4-pack-quantized", **_FP4, strategy="group", group_size=32, scale_dtype=torch.uint8
     ),
@@ -409,5 +437,7 @@ WAYS: dict[str, Way] = {
     ),
     "ao-int4": torchao_int4(),
     "ao-fp8": torchao(ao.Float8WeightOnlyConfig()),
+    "mo-fp8": modelopt("FP8"),
+    "mo-nvfp4": modelopt("NVFP4"),
 }
 """All ways that are read, by a name for the test."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.config import LoadOptions
@@ -27,7 +28,7 @@ from engine.quant.formats import Format, NamedTensors
 from engine.quant.integers import Integers
 from tests.engine.driver import Driver
 from tests.engine.quant.storages.checkpoints import Change, Tensors, change, change_config, store, store_all
-from tests.engine.quant.storages.makers import WAYS, Maker, Way, compressed
+from tests.engine.quant.storages.makers import WAYS, Maker, Way, compressed, modelopt
 from tests.engine.quant.storages.test_storages import storage_of
 
 CPU = torch.device("cpu")
@@ -40,6 +41,8 @@ EACH_STORAGE = (
     "ct-w8a8",
     "ct-fp8-tensor",
     "ct-nvfp4",
+    "mo-fp8",
+    "mo-nvfp4",
     "ct-mxfp8",
     "fp8-block",
     "bnb-nf4-nested",
@@ -177,6 +180,28 @@ def test_parts_that_no_kernel_multiplies_together_are_unpacked(tmp_path: Path, w
     quantized, dense = mixed(tmp_path, ways)
     assert_stands_for(quantized, dense, GROUPS)
     assert load(quantized).memory.weights > 0
+
+
+def test_modelopt_may_have_an_algorithm_for_each_map_and_for_the_head(tmp_path: Path) -> None:
+    """As in its Qwen 3.6: attention in 8 bits, feed-forward parts and the output head in 4."""
+    kinds = {"self_attn": WAYS["mo-fp8"], "mlp": WAYS["mo-nvfp4"]}
+    listed = {
+        f"model.layers.{layer}.{part}": {"quant_algo": way.config["quant_algo"]}
+        for layer in range(2)
+        for part, way in kinds.items()
+    }
+    config = modelopt("MIXED_PRECISION", ignore=["mtp*"], quantized_layers=listed).config
+    listed["lm_head"] = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    quantized, dense = store(tmp_path, config, lambda name: kinds[name.split(".")[3]].make)
+    head = kinds["mlp"].make(load_file(dense / "model.safetensors")["lm_head.weight"])
+    change(dense, lambda tensors: tensors.update({"lm_head.weight": head.weight}))
+    stored = {f"lm_head.{suffix}": tensor for suffix, tensor in head.tensors.items()}
+    change(quantized, lambda tensors: tensors.update(stored))
+    assert_stands_for(quantized, dense, WAYS["mo-nvfp4"])
+    tokens = torch.arange(3, 40)
+    torch.testing.assert_close(
+        logits(load(quantized), tokens), logits(load(dense), tokens), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_parts_whose_inputs_are_permuted_in_different_ways_are_refused(tmp_path: Path) -> None:

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torchao.quantization as ao
+from compressed_tensors.utils.match import match_name
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from engine.config import QUANT_METHODS
 from engine.errors import CheckpointError
 from engine.quant.checkpoints import METHODS
 from engine.quant.storage import PLAIN
-from tests.engine.quant.storages.makers import INT4, WAYS, Config, awq, bnb4, compressed, fp8, gptq, torchao
+from tests.engine.quant.storages.makers import (
+    INT4,
+    WAYS,
+    Config,
+    Way,
+    awq,
+    bnb4,
+    compressed,
+    fp8,
+    gptq,
+    modelopt,
+    torchao,
+)
 from tests.engine.quant.storages.test_storages import storage_of
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -66,12 +81,83 @@ PLAIN_ONES: list[tuple[Config, tuple[str, ...]]] = [
         (EMBEDDING, Q, Q11, K, UP, DOWN),
     ),
     ({**WAYS["ao-int8"].config, "modules_to_not_convert": ["lm_head", K]}, (EMBEDDING, HEAD, K)),
+    (modelopt("FP8", ignore=None).config, (EMBEDDING, HEAD)),
+    (modelopt("FP8", ignore=[]).config, (EMBEDDING,)),
+    (modelopt("FP8", ignore=["model.layers.lm_head"]).config, (EMBEDDING, HEAD)),
+    (modelopt("FP8", ignore=["model.layers.1*"]).config, (EMBEDDING, Q, Q11, K, UP, DOWN)),
+    (
+        modelopt("FP8", ignore=["model.layers.1.mlp*", "model.layers.1.self_attn"]).config,
+        (EMBEDDING, UP, DOWN),
+    ),
+    (
+        modelopt("FP8", ignore=None, exclude_modules=["*.mlp.*", "lm_head"]).config,
+        (EMBEDDING, HEAD, UP, DOWN),
+    ),
+    (modelopt("FP8", ignore=["model.language_model.layers.1.self_attn*"]).config, (EMBEDDING, Q, K)),
+    (modelopt("FP8", ignore=["up_proj", "model.layers.?.mlp.down_proj"]).config, (EMBEDDING, DOWN)),
 ]
 
 
 @pytest.mark.parametrize(("config", "plain"), PLAIN_ONES)
 def test_linear_maps_that_are_not_quantized(config: Config, plain: tuple[str, ...]) -> None:
     assert tuple(name for name in ALL if storage_of(config, name) is PLAIN) == plain
+
+
+FORMS = (
+    "model.layers.1",
+    "model.layers.1.",
+    "model.layers.1.self_attn.",
+    "model.layers.*.mlp",
+    r"model.layers.\d+.mlp",
+    r"model\.layers\.1\.mlp\.(up|down)_proj",
+    "visual|lm_head",
+    "self_attn.q_proj",
+    "up_proj",
+    "proj",
+    "mlp.up",
+    UP,
+    "lm_head",
+    "visual",
+)
+LISTS: dict[str, tuple[Callable[..., Way], str]] = {
+    "awq": (awq, "modules_to_not_convert"),
+    "fp8": (partial(fp8, block=True), "modules_to_not_convert"),
+    "bitsandbytes": (partial(bnb4, "nf4"), "llm_int8_skip_modules"),
+}
+
+
+@pytest.mark.parametrize("method", LISTS)
+def test_an_entry_excludes_what_it_does_in_transformers(method: str) -> None:
+    make, field = LISTS[method]
+    always = {EMBEDDING, HEAD} if method == "awq" else {EMBEDDING}
+    for form in FORMS:
+        config = make(**{field: [form]}).config
+        plain = {name for name in ALL if storage_of(config, name) is PLAIN}
+        assert plain == always | {name for name in ALL if not should_convert_module(name, [form])}, form
+
+
+@pytest.mark.parametrize("form", ["layers.1.", "layers.1", ".1.", "1"])
+def test_an_entry_may_be_some_of_a_name_as_the_programs_have_it_that_wrote_it(form: str) -> None:
+    config = awq(modules_to_not_convert=[form]).config
+    assert [storage_of(config, name) is PLAIN for name in (Q, Q11)] == [True, False]
+
+
+def test_an_entry_is_ignored_as_compressed_tensors_does() -> None:
+    for form in (*FORMS, *(f"re:{form}" for form in FORMS), r"re:.*mlp\.(up|down)_proj", "re:.*lm_head"):
+        config = compressed("pack-quantized", more={"ignore": [form]}, **GROUPS).config
+        plain = {name for name in ALL if storage_of(config, name) is PLAIN}
+        assert plain == {EMBEDDING} | {name for name in ALL if match_name(name, form)}, form
+
+
+def test_modelopt_may_have_an_algorithm_for_each_name() -> None:
+    layers = {
+        "model.language_model.layers.1.self_attn.q_proj": {"quant_algo": "FP8"},
+        "model.language_model.layers.1.mlp": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+        "lm_head": {"quant_algo": "NVFP4", "group_size": 16},
+    }
+    config = modelopt("MIXED_PRECISION", quantized_layers=layers, ignore=["mtp*"]).config
+    kinds = [storage_of(config, name).name for name in (Q, K, UP, HEAD, Q11, EMBEDDING)]
+    assert kinds == ["FP8, a scale for each tensor", "dense", "NVFP4", "NVFP4", "dense", "dense"]
 
 
 def test_rules_of_gptq_change_what_they_name() -> None:
@@ -193,6 +279,15 @@ REFUSED: list[tuple[Config, str]] = [
     ),
     ({**ct("pack-quantized", num_bits=4), "ignore": ["re:*"]}, "malformed regular expression"),
     (ct("nvfp4-pack-quantized", type="float", num_bits=4, group_size=16), "groups of 16 do not divide"),
+    ({"quant_method": "modelopt"}, "quant_algo is missing"),
+    (modelopt("W4A8_AWQ").config, "quant_algo w4a8_awq is not supported; only fp8, nvfp4"),
+    (modelopt("FP8", ignore=[1]).config, "ignore must be a list of strings"),
+    (modelopt("NVFP4", group_size=32).config, "group_size 32 is not supported; only 16 is"),
+    (
+        modelopt("MIXED_PRECISION", quantized_layers={Q: {"quant_algo": "MXFP8"}}).config,
+        "quantized_layers: .*q_proj: quant_algo mxfp8 is not supported",
+    ),
+    (modelopt("MIXED_PRECISION", quantized_layers={Q: 8}).config, "q_proj must be an object"),
     (
         ao_config("Int4WeightOnlyConfig", int4_packing_format={"_data": "TILE_PACKED_TO_4D"}),
         "only plain is",
