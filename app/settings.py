@@ -168,8 +168,8 @@ class EngineSettings(CommonSettings):
     and the first layer still have int8. The embedding keeps the type of --dtype."""
 
     quantize_group_size: int | None = Field(default=None, json_schema_extra={"metavar": "32|64|128"})
-    """Inputs that share a scale with --quantize; without it, 32 for int4, 64 or 32 for nf4, a whole row for int8. With int4,
-    64 is quicker, and further from the weights."""
+    """Inputs that share a scale with --quantize; without it, 32 for int4, 64 or 32 for nf4, a whole row for int8. With
+    int4, 64 is quicker, and further from the weights."""
 
     no_quantize_cache: bool = False
     """With --quantize, quantize at every start, and keep nothing of it in the cache folder."""

@@ -17,8 +17,8 @@ _PAGE = 4096
 QUANTIZED = {"int8": torch.int8, "fp8": torch.int8}
 """The types of a quantized cache by name: a float32 scale belongs to each head of each token.
 
-Both names mean int8. With such scales, e4m3's 3 bits of significand cost several times what rounding to int8 does, for the
-same memory and the same speed: kernels make 16 bits of either.
+Both names mean int8. With such scales, e4m3's 3 bits of significand cost several times what rounding to int8 does,
+for the same memory and the same speed: kernels make 16 bits of either.
 """
 LARGEST_NUMBER = 127.0
 """What the largest magnitude of a head becomes in a quantized cache."""
