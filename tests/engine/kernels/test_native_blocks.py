@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -98,15 +99,11 @@ def test_products_are_nearer_than_those_of_ggml(team: Team, name: str, outlier: 
     """ggml rounds 256 activations at a time beside these types (its Q8_K), to multiples of a 127th of the largest."""
     for in_features in (UNIT, 2 * UNIT, 6 * UNIT):
         part = part_of(name, 48, in_features, seed=in_features)
-        packed = PackedLinear.of(
-            team,
-            StoredBlocks([part], lambda part=part: by_torch([part], part.blocks.groups)),
-            part.blocks.groups,
-            None,
-        )
+        format = part.blocks.groups
+        packed = PackedLinear.of(team, StoredBlocks([part], partial(by_torch, [part], format)), format, None)
         x = torch.randn(16, in_features, generator=torch.Generator().manual_seed(in_features))
         x[:, 7::UNIT] *= outlier
-        blocks = x.unflatten(1, (-1, UNIT))
+        blocks = torch.unflatten(x, 1, (-1, UNIT))
         unit = blocks.abs().amax(-1, keepdim=True) / 127
         weight = packed.dense().double()
         exact, of_ggml = (

@@ -37,10 +37,11 @@ from engine.model.transformer import make_decoder
 from engine.model.weights import load_weights
 from engine.quant.integers import Factors, Integers
 from engine.spec import Attention, HeadOrder, Rows
+from lab.demo.gguf_files import Types
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY
-from tests.engine.gguf_files import Types, ggml_name, same, write_family, write_gguf
+from tests.engine.gguf_files import ggml_name, same, write_family, write_gguf
 from tests.engine.model.test_transformer import oracle_logits
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def make_kernels(*, unpacked: bool) -> Kernels:
 @pytest.mark.parametrize("mix", [same("Q4_0"), same("Q6_K"), like_q4_k_m])
 def test_weights_take_at_most_a_tenth_more_than_in_the_file(mix: Types, tmp_path: Path) -> None:
     """Queries, keys and values of different types, too, which become one: shapes are an eighth of an 8 B Llama's."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 512,
         "intermediate_size": 1792,
         "num_attention_heads": 8,
