@@ -21,6 +21,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_tokenizer
+from engine.model.gguf.tokenizer import SPLITTINGS
+from engine.model.gguf.tokenizer import read_tokenizer as tokenizer_of
 from engine.planning.tokenizer import Tokenizer
 from tests.engine.checkpoints import (
     BOS,
@@ -49,6 +51,9 @@ O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MARKS = (
+    LLAMA3.replace("{1,3}", "").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 )
 SEED = LLAMA3.replace("{1,3}", "").replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 DEEPSEEK3 = (
@@ -79,16 +84,30 @@ PRE: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-bpe": (split(LLAMA3), {"ignore_merges": True}),
     "qwen2": (split(LLAMA3.replace("{1,3}", "")), {"normalizer": normalizers.NFC()}),
     "tekken": (split(TEKKEN), {"ignore_merges": True}),
-    "glm4": (split(LLAMA3), {}),
+    "glm4": (split(LLAMA3), {"ignore_merges": True}),
+    "dbrx": (split(LLAMA3), {}),
+    "qwen35": (split(MARKS), {}),
+    "minicpm5": (split(r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+")), {"ignore_merges": True}),
     "gpt-4o": (split(O200K), {}),
     "seed-coder": (split(SEED), {}),
     "hunyuan-dense": (split(*DEEPSEEK3), {}),
 }
 
+SAME = {
+    "gpt-2": "phi-2 olmo mpt exaone4 a.x-4.0 mellum trillion granite-docling",
+    "smollm": "starcoder refact command-r codeshell exaone minerva-7b",
+    "llama-bpe": "llama3 llama-v3 falcon3 pixtral midm-2.0 lfm2",
+    "deepseek-r1-qwen": "megrez kormo f2llmv2 hunyuan solar-open",
+    "dbrx": "smaug-bpe chatglm-bpe",
+    "gpt-4o": "llama4 minimax-m2",
+    "hunyuan-dense": "deepseek-v3",
+}
+"""Names that stand for the same in llama.cpp."""
+
 WORDS = [
     "the river", "water's", "WE'LL", "I'd", "'S", "12345", "٣٤", "½", "x1", " ", "  ", "\n", "\r\n", "\t", " \n ", "!",
     "...", "--\n", "/", "naïve", "cafe\u0301", "水車", "발전", "😀", "👩‍👩‍👧", "ǅ", "HTTPServer", "\u00a0", "a", "_",
-    "$", "$a", "水1ｱ", "ab\n!", BOS, EOS, *ROLES, "<|", "|>", "\x00",
+    "$", "$a", "水1ｱ", "ab\n!", "नमस्ते", "é12", BOS, EOS, *ROLES, "<|", "|>", "\x00",
 ]  # fmt: skip
 TEXTS = st.text() | st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
 
@@ -158,6 +177,52 @@ def test_what_else_is_known_of_a_tokenizer_is_the_same(pre: str) -> None:
     assert found.special_ids == expected.special_ids == frozenset(range(len(SPECIAL_TOKENS)))
     assert found.special_tokens == expected.special_tokens
     assert found.chat_template == CHAT_TEMPLATE
+
+
+SAMPLE = "HTTPServer's 12345 नमस्ते,\nÇa水が5!/\n\n  x"
+PIECES = {
+    "qwen2": "HTTPServer|'s| |1|2|3|4|5| नमस|्त|े,\n|Ça水が|5|!/\n\n| | x",
+    "hunyuan": "HTTPServer|'s| |1|2|3|4|5| नमस|्त|े,\n|Ça水が|5|!/\n\n| | x",
+    "qwen35": "HTTPServer|'s| |1|2|3|4|5| नमस्ते|,\n|Ça水が|5|!/\n\n| | x",
+    "ufakzeka": "HTTPServer|'s| |1|2|3|4|5| नमस|्त|े,\n|Ça水が|5|!/\n\n| | x",
+    "lfm2": "HTTPServer|'s| |123|45| नमस|्त|े,\n|Ça水が|5|!/\n\n| | x",
+    "llama4": "HTTPServer's| |123|45| नमस्ते|,\n|Ça水が|5|!/\n\n| | x",
+    "tiny_aya": "HTTPServer's| |12|345| नमस्ते|,\n|Ça水が|5|!/\n\n| | x",
+    "deepseek-llm": "HTTPServer|'|s| |12345| |नमस्ते|,|\n|Ç|a|水が|5|!/|\n|\n| | x",
+    "deepseek-coder": "HTTPServer|'|s| |1|2|3|4|5| |नमस|्|त|े|,|\n|Ça|水が|5|!/|\n|\n| | x",
+    "deepseek-v3": "HTTPServer|'s| |123|45| नमस्ते|,\n|Ça|水が|5|!/\n\n| | x",
+    "viking": "HTTPServer's| |1|2|3|4|5| नमस्ते|,\n|Ça水が|5|!|/|\n\n | x",
+    "superbpe": "HTTPServer's |12|345| नमस्ते,\nÇa水が|5|!/\n\n  x",
+}
+"""What llama.cpp's expressions cut the sample into."""
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_a_text_is_cut_where_llama_cpp_cuts_it(pre: str) -> None:
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITTINGS[pre].patterns]
+    pieces = [piece for piece, _ in pre_tokenizers.Sequence(cuts).pre_tokenize_str(SAMPLE)]
+    assert pieces == PIECES[pre].split("|")
+
+
+def test_a_contraction_is_a_piece_where_llama_cpp_has_it_so() -> None:
+    """Turkish puts an apostrophe before the endings of names."""
+    for pre, pieces in (("hunyuan", ["Van", "'d", "en"]), ("ufakzeka", ["Van", "'den"])):
+        cut = pre_tokenizers.Split(Regex(*SPLITTINGS[pre].patterns), "isolated")
+        assert [piece for piece, _ in cut.pre_tokenize_str("Van'den")] == pieces
+
+
+def test_every_name_is_one_of_those_that_were_compared() -> None:
+    same = {name: first for first, names in SAME.items() for name in names.split()}
+    assert all(SPLITTINGS[name] == SPLITTINGS[first] for name, first in same.items())
+    assert SPLITTINGS.keys() == {*PRE, *PIECES, *SAME, *same, "default"}
+    assert {name for name, splitting in SPLITTINGS.items() if splitting.adds_bos} == {
+        *("llama-bpe", "tekken"),
+        *SAME["llama-bpe"].split(),
+    }
+    assert {name for name, splitting in SPLITTINGS.items() if splitting.has_whole_words} == {
+        *("llama-bpe", "tekken", "glm4", "minicpm5"),
+        *SAME["llama-bpe"].split(),
+    }
 
 
 def test_the_default_cuts_words_from_punctuation_and_digits_into_threes() -> None:
@@ -309,6 +374,70 @@ def test_tokens_that_users_define_are_found_in_any_text_and_shown() -> None:
     assert tool not in found.special_ids
 
 
+# Tokens that stand twice
+
+
+def test_a_token_that_stands_twice_is_encoded_as_the_first_and_both_are_decoded() -> None:
+    """As three of the tokens in Gemma 4's own files, https://github.com/ggml-org/llama.cpp/issues/25739."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*SPECIAL_TOKENS, *alphabet, "hi", "x" * 9, "hi", SPECIAL_TOKENS[0], "ho"]
+    once = list(dict.fromkeys(tokens))
+    made = tokenizers.Tokenizer(
+        models.BPE({token: i for i, token in enumerate(once)}, [("h", "i"), ("h", "o")])
+    )
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(SPECIAL_TOKENS))
+    types = [3 if token in SPECIAL_TOKENS else 1 for token in tokens]
+    found = read(made, tokens=tokens, token_type=types)
+    first, second, special = tokens.index("hi"), len(tokens) - 3, len(tokens) - 2
+    assert found.encode("hiho") == [first, len(tokens) - 1]
+    assert found.decode([second, first, second]) == found.piece(second) * 3 == "hihihi"
+    assert found.token_bytes(second) == b"hi"
+    assert found.encode(SPECIAL_TOKENS[0], parse_special=True) == [0]
+    assert (found.decode([special]), found.decode([special], skip_special=False)) == ("", SPECIAL_TOKENS[0])
+    assert found.special_ids == {*range(len(SPECIAL_TOKENS)), special}
+    assert found.vocab_size == len(tokens)
+    assert found.vocabulary == dict(enumerate(tokens))
+
+
+def test_pieces_of_sentence_piece_may_stand_twice() -> None:
+    made = metaspace_tokenizer()
+    vocabulary = made.get_vocab()
+    once = sorted(vocabulary, key=vocabulary.__getitem__)
+    types = [6 if token.startswith("<0x") else 3 if token in SPECIAL_TOKENS else 1 for token in once]
+    scores = [0.0 if len(token) == 1 else -float(i) for i, token in enumerate(once)]
+    plain = read(made, token_type=types, scores=scores)
+    found = read(
+        made, tokens=[*once, "▁river", "<0x0A>"], token_type=[*types, 1, 6], scores=[*scores, 0.0, 0.0]
+    )
+    assert found.encode("the river\nruns") == plain.encode("the river\nruns")
+    assert found.decode([vocabulary["▁the"], len(once)]) == "the river"
+    assert (found.is_byte(len(once) + 1), found.token_bytes(len(once) + 1)) == (True, b"\n")
+
+
+# Files of others
+
+WORLD = Path(__file__).parents[4].parent / "shared" / "world" / "vocab"
+
+
+@pytest.mark.skipif(not WORLD.is_dir(), reason="no published vocabularies lie beside the repository")
+@pytest.mark.parametrize("path", sorted(WORLD.glob("*.gguf")), ids=lambda path: path.stem)
+def test_published_vocabularies_give_the_ids_of_llama_cpp(path: Path) -> None:
+    found = tokenizer_of(path)
+    texts = Path(f"{path}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    expected = [[int(i) for i in line.split()] for line in Path(f"{path}.out").read_text().splitlines()]
+    assert len(expected) > 40
+    for text, ids in zip(
+        texts, expected, strict=False
+    ):  # some lists of texts end in an empty one without ids
+        assert found.encode(text) == ids, text
+        assert found.decode(ids).lstrip() == text.lstrip()
+    for token_id in found.special_ids:
+        marker = found.decode([token_id], skip_special=False)
+        assert found.encode(marker, parse_special=True) == [token_id], marker
+        assert not found.special_ids & set(found.encode(f"a{marker}b")), marker
+
+
 # Files that are wrong
 
 
@@ -323,7 +452,6 @@ def test_tokens_that_users_define_are_found_in_any_text_and_shown() -> None:
         ),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of strings"),
-        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "tokenizer.ggml.tokens has 'a' twice"),
         ({"token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries for"),
         ({"merges": ["ab"]}, "tokenizer.ggml.merges has 'ab', which are not two tokens"),
         ({"merges": ["q \n水"]}, "no tokenizer can be made of its metadata"),
