@@ -154,6 +154,27 @@ TEMPLATES: dict[str, tuple[str, str, str | None]] = {
         "hunyuan",
         "think_answer",
     ),
+    "Hunyuan, 0.5B to 4B": (
+        "<tool_calls>{% for c in calls %}<tool_call>{{ c.name }}{{ LINE }}```json{{ LINE }}{{ c.arguments | tojson }}"
+        "{{ LINE }}```</tool_call>{{ LINE if not loop.last }}{% endfor %}</tool_calls>"
+        "{{ '<think></think><answer></answer>' if thinks }}",
+        "hunyuan_dense",
+        "think_answer",
+    ),
+    "Functionary 3.1": (
+        "{# <|python_tag|> #}{% for c in calls %}<function={{ c.name }}>{{ c.arguments | tojson }}</function>"
+        "{% endfor %}",
+        "functionary",
+        None,
+    ),
+    "MiniCPM 5": (
+        '{% for c in calls %}{{ LINE if not loop.first }}<function name="{{ c.name }}">'
+        '{% for k, v in c.arguments.items() %}<param name="{{ k }}">'
+        "{% if v is string and '<' in v %}<![CDATA[{{ v }}]]>{% else %}{{ v }}{% endif %}</param>{% endfor %}"
+        "</function>{% endfor %}{{ '<think></think>' if thinks }}",
+        "minicpm5",
+        "think",
+    ),
     "Cohere": (
         "<|START_ACTION|>[{% for c in calls %}{{ LINE }}{{ {'tool_call_id': loop.index0 | string, 'tool_name': c.name, "
         "'parameters': c.arguments} | tojson }}{{ ',' if not loop.last }}{% endfor %}]<|END_ACTION|>"
