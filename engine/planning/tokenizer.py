@@ -79,10 +79,9 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json")
-        config, template = _read_config(folder), folder / "chat_template.jinja"
+        config = _read_config(folder)
         try:
-            text = path.read_text(encoding="utf-8")
-            return cls(text, config, template.read_text(encoding="utf-8") if template.is_file() else None)
+            return cls(path.read_text(encoding="utf-8"), config, _template_files(folder))
         except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -292,12 +291,30 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def template_of(named: Mapping[str, object]) -> str | None:
+    """Makes one template of those that have names, as transformers chooses: `tool_use` for tools, else `default`."""
+    found = [source for name in ("tool_use", "default") if isinstance(source := named.get(name), str)]
+    if len(found) < 2:
+        return next(iter(found), None)
+    # As chat templates are rendered, the newline behind a block is trimmed, and so is space before one in its line.
+    with_tools, without = ("\n" + source.removesuffix("\n") + "{{ '' }}" for source in found)
+    return f"{{% if tools %}}{with_tools}{{% else %}}{without}{{% endif %}}"
+
+
 def _template(value: object) -> str | None:
     """tokenizer_config.json has one template, or a list of named ones."""
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        return template_of(
+            {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
+        )
     return value if isinstance(value, str) else None
+
+
+def _template_files(folder: Path) -> str | None:
+    """The templates that newer checkpoints have in files of their own."""
+    paths = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    paths["default"] = folder / "chat_template.jinja"
+    return template_of({n: path.read_text(encoding="utf-8") for n, path in paths.items() if path.is_file()})
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.gguf.config import token_id
 from engine.model.gguf.container import read_header
-from engine.planning.tokenizer import Tokenizer
+from engine.planning.tokenizer import Tokenizer, template_of
 
 Json = dict[str, object]
 
@@ -145,7 +145,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
     fields = read_header(path).fields
     vocabulary = _Vocabulary.read(fields)
     content = _MODELS[fields.one_of("tokenizer.ggml.model", *_MODELS)](fields, vocabulary)
-    template = fields.text("tokenizer.chat_template", "") or None
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    template = template_of({name: fields.text(key, "") or None for name, key in keys.items()})
     try:
         return Tokenizer(content, vocabulary.named, template, repeated=vocabulary.repeated)
     except Exception as error:  # tokenizers raises plain Exception for what it cannot make

@@ -324,6 +324,21 @@ def test_a_template_may_have_calls_as_metadata_and_results_as_observations() -> 
     )
 
 
+def test_templates_by_name_are_for_requests_with_tools_and_without() -> None:
+    """As Command R7B's and Hermes' ones."""
+    named = {
+        "default": "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "tool_use": "{{ bos_token }}{% for t in tools %}<tool_call>{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    }
+    config = {"chat_template": [{"name": name, "template": source} for name, source in named.items()]}
+    tokenizer = Tokenizer(tokenizer_json(), {"bos_token": "<|bos|>", **config})
+    prompts, said = Prompts(tokenizer), [{"role": "user", "content": "Hi"}]
+    assert Formats(tokenizer).tools == "hermes"
+    assert tokenizer.decode(prompts.chat(said)) == "<user>Hi"
+    assert tokenizer.decode(prompts.chat(said, tools=[TOOL])) == "<tool_call>note[user]Hi"
+
+
 def test_a_template_without_tools_takes_none() -> None:
     """As Gemma 2's and 3's."""
     template = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>{% endfor %}"
