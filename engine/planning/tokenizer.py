@@ -159,7 +159,8 @@ class Tokenizer:
 
     def is_byte(self, token_id: int) -> bool:
         """True if the token is one byte of a character that its neighbours complete (byte fallback)."""
-        return not self.is_byte_level and _is_byte(self._token(token_id) or "")
+        token = self._parsing.id_to_token(self._repeated.get(token_id, token_id))
+        return not self.is_byte_level and _is_byte(token or "")
 
     def piece(self, token_id: int) -> str | None:
         """The `continuation` of this one token, which is not special; None if the token is a byte (see `is_byte`).
@@ -188,12 +189,8 @@ class Tokenizer:
                     return [token_id], len(text)
         return [], 0
 
-    def _token(self, token_id: int) -> str | None:
-        found = self._parsing.id_to_token(self._repeated.get(token_id, token_id))
-        return None if found is None else str(found)
-
     def _spell(self, token_id: int) -> bytes:
-        token = self._token(token_id)
+        token = self._parsing.id_to_token(self._repeated.get(token_id, token_id))
         if token is None:
             return b""
         if not self.is_byte_level:
@@ -201,7 +198,7 @@ class Tokenizer:
         try:
             return bytes([_ALPHABET[character] for character in token])
         except KeyError:  # an added token is its own text
-            return token.encode()
+            return str(token).encode()
 
 
 def eos_token_id(folder: Path) -> int | None:
