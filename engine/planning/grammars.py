@@ -62,7 +62,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
+        # llguidance refuses the whole vocabulary where a configuration names an end that the tokenizer does not have.
+        self._eos_token_ids = tuple(i for i in eos_token_ids if i < tokenizer.vocab_size)
         self._compiled = WeakValueDictionary[_Key, CompiledGrammar]()
         """All that there are: those of requests, and the latest."""
         self._latest: OrderedDict[_Key, CompiledGrammar] = OrderedDict()

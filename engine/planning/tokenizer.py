@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -38,11 +38,14 @@ class Tokenizer:
         source: str | dict[str, Any],
         config: dict[str, Any] | None = None,
         chat_template: str | None = None,
+        *,
+        repeated: Mapping[int, int] | None = None,
     ) -> None:
         """
         Args:
             source: the text of tokenizer.json; or the content that it would have, see `_made`.
             config: the content of tokenizer_config.json.
+            repeated: more ids of tokens, and the ids that `source` has them under.
         """
         config = config or {}
         content = json.loads(source) if isinstance(source, str) else source
@@ -58,8 +61,10 @@ class Tokenizer:
         )
         self.chat_template = chat_template or _template(config.get("chat_template"))
         self.special_tokens = _named_tokens(config)
+        self._repeated = repeated or {}
         added = self._parsing.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        special = {i for i, token in added.items() if token.special}
+        self.special_ids = frozenset(special.union(i for i, as_ in self._repeated.items() if as_ in special))
         self._control_ids = self.special_ids - {_unknown_id(self._parsing, content.get("model") or {})}
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[int, str | None] = {}
@@ -74,21 +79,22 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json")
-        config, template = _read_config(folder), folder / "chat_template.jinja"
+        config = _read_config(folder)
         try:
-            text = path.read_text(encoding="utf-8")
-            return cls(text, config, template.read_text(encoding="utf-8") if template.is_file() else None)
+            return cls(path.read_text(encoding="utf-8"), config, _template_files(folder))
         except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     @cached_property
     def vocab_size(self) -> int:
-        return int(self._parsing.get_vocab_size(with_added_tokens=True))
+        """The last id + 1. Between ids there may be holes: they stand for no text."""
+        return max(self.vocabulary, default=-1) + 1
 
     @property
     def vocabulary(self) -> dict[int, str]:
         """The tokens by their ids, as the tokenizer spells them."""
-        return {i: token for token, i in self._parsing.get_vocab(with_added_tokens=True).items()}
+        found = {i: token for token, i in self._parsing.get_vocab(with_added_tokens=True).items()}
+        return found | {i: found[as_] for i, as_ in self._repeated.items()}
 
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
         """Token ids of a text.
@@ -134,6 +140,8 @@ class Tokenizer:
         return [token_id for piece in pieces for token_id in self._spell_out(piece)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        if self._repeated:
+            token_ids = [self._repeated.get(i, i) for i in token_ids]
         # Of a batch: unlike `decode`, that leaves the interpreter to other threads.
         (text,) = self._parsing.decode_batch([token_ids], skip_special_tokens=skip_special)
         return str(text)
@@ -151,7 +159,8 @@ class Tokenizer:
 
     def is_byte(self, token_id: int) -> bool:
         """True if the token is one byte of a character that its neighbours complete (byte fallback)."""
-        return not self.is_byte_level and _is_byte(self._parsing.id_to_token(token_id) or "")
+        token = self._parsing.id_to_token(self._repeated.get(token_id, token_id))
+        return not self.is_byte_level and _is_byte(token or "")
 
     def piece(self, token_id: int) -> str | None:
         """The `continuation` of this one token, which is not special; None if the token is a byte (see `is_byte`).
@@ -181,7 +190,7 @@ class Tokenizer:
         return [], 0
 
     def _spell(self, token_id: int) -> bytes:
-        token = self._parsing.id_to_token(token_id)
+        token = self._parsing.id_to_token(self._repeated.get(token_id, token_id))
         if token is None:
             return b""
         if not self.is_byte_level:
@@ -279,12 +288,30 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def template_of(named: Mapping[str, object]) -> str | None:
+    """Makes one template of those that have names, as transformers chooses: `tool_use` for tools, else `default`."""
+    found = [source for name in ("tool_use", "default") if isinstance(source := named.get(name), str)]
+    if len(found) < 2:
+        return next(iter(found), None)
+    # As chat templates are rendered, the newline behind a block is trimmed, and so is space before one in its line.
+    with_tools, without = ("\n" + source.removesuffix("\n") + "{{ '' }}" for source in found)
+    return f"{{% if tools %}}{with_tools}{{% else %}}{without}{{% endif %}}"
+
+
 def _template(value: object) -> str | None:
     """tokenizer_config.json has one template, or a list of named ones."""
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        return template_of(
+            {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
+        )
     return value if isinstance(value, str) else None
+
+
+def _template_files(folder: Path) -> str | None:
+    """The templates that newer checkpoints have in files of their own."""
+    paths = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    paths["default"] = folder / "chat_template.jinja"
+    return template_of({n: path.read_text(encoding="utf-8") for n, path in paths.items() if path.is_file()})
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:

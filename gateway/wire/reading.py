@@ -17,7 +17,7 @@ from gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Format, Style
 from gateway.wire.tools.gemma import Gemma
 from gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
 from gateway.wire.tools.harmony import Harmony
-from gateway.wire.tools.json_calls import JsonCalls
+from gateway.wire.tools.json_calls import Fenced, JsonCalls
 from gateway.wire.tools.llama import Either, Llama
 from gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps, Tools
 from gateway.wire.tools.tagged import Tagged
@@ -31,6 +31,7 @@ _TAIL_TOKENS = 16
 _PARSERS: Mapping[Style, type[FormatParser]] = {
     Style.JSON: JsonCalls,
     Style.NAMED: JsonCalls,
+    Style.FENCED: Fenced,
     Style.TAGGED: Tagged,
     Style.PYTHON: Either,
     Style.GEMMA: Gemma,

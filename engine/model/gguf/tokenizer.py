@@ -5,7 +5,6 @@ What `tokenizer.ggml.pre` and the other keys stand for is as llama.cpp has it (s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -18,7 +17,7 @@ from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.gguf.config import token_id
 from engine.model.gguf.container import read_header
-from engine.planning.tokenizer import Tokenizer
+from engine.planning.tokenizer import Tokenizer, template_of
 
 Json = dict[str, object]
 
@@ -49,8 +48,11 @@ class Splitting:
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_WORDS = rf"{_CONTRACTION}|{_WORD}"
+_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 _DEFAULT = Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
@@ -58,44 +60,80 @@ _PLAIN = Splitting((_GPT2,))
 _DIGITS = Splitting((r"\p{N}", _GPT2))
 _LLAMA3 = Splitting((rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), has_whole_words=True, adds_bos=True)
 _QWEN2 = Splitting((rf"{_WORDS}|\p{{N}}|{_REST}",))
+_MARKED_WORD, _NO_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+_QWEN35 = Splitting((rf"{_CONTRACTION}|{_MARKED_WORD}|\p{{N}}|{_NO_WORD}|{_SPACE}",))
+_TURKISH = Splitting((rf"{_WORD}|\p{{N}}|{_REST}",))
 _CL100K = Splitting(_LLAMA3.patterns)
+_GLM4 = replace(_CL100K, has_whole_words=True)
+_MINICPM5 = Splitting((r"\p{N}{1,3}", rf"{_WORDS}|\p{{N}}+|{_REST}"), has_whole_words=True)
 
 
 def _by_case(ending: str, numbers: str) -> str:
     """Words begin where a large letter follows a small one."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{start}[{_UPPER}]*[{_LOWER}]+{ending}|{start}[{_UPPER}]+[{_LOWER}]*{ending}"
-    return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
 
 
 _TEKKEN = Splitting((_by_case("", r"\p{N}"),), has_whole_words=True, adds_bos=True)
-_O200K = Splitting((_by_case("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),))
-_SEED = Splitting((rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",))
+_O200K = Splitting((_by_case(f"{_CONTRACTION}?", r"\p{N}{1,3}"),))
+_AYA = Splitting((r"\d{1,3}(?=(?:\d{3})*\b)", *_O200K.patterns))
+_SEED = Splitting((rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACE}",))
+_SUPERBPE = Splitting((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))
+_VIKING = Splitting((r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"))
+_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_CODER = Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"))
+_CASED = (
+    r"(?:(?![\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8A}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FF}"
+    r"\x{AB30}-\x{AB68}\x{10500}-\x{10C7F}\x{10D00}-\x{1189F}\x{118E0}-\x{1E8FF}])[\p{Lu}\p{Ll}\p{Lt}])"
+)
+"""Letters with a case, but for those that the expression of DeepSeek's first models leaves out."""
+_DEEPSEEK = Splitting(
+    (
+        r"[\r\n]",
+        rf"\s?{_CASED}+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _HAN,
+        r"\p{N}+",
+    )
+)
 _DEEPSEEK3 = Splitting(
     (
         r"\p{N}{1,3}",
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
         r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        rf"|{_SPACE}",
     )
 )
 
-SPLITTINGS = {
-    "default": _DEFAULT,
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "exaone4"), _PLAIN),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
-    ),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
-    "qwen2": replace(_QWEN2, is_composed=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), _QWEN2),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _CL100K),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
-    "gpt-4o": _O200K,
-    "seed-coder": _SEED,
-    "tekken": _TEKKEN,
+SPLITTINGS: dict[str, Splitting] = {
+    name: splitting
+    for splitting, names in (
+        (_DEFAULT, "default"),
+        (_PLAIN, "gpt-2 phi-2 olmo mpt exaone4 a.x-4.0 mellum trillion granite-docling"),
+        (_DIGITS, "smollm starcoder refact command-r codeshell exaone minerva-7b"),
+        (_LLAMA3, "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 lfm2"),
+        (replace(_QWEN2, is_composed=True), "qwen2"),
+        (_QWEN2, "deepseek-r1-qwen megrez kormo f2llmv2 hunyuan solar-open"),
+        (_QWEN35, "qwen35"),
+        (_TURKISH, "ufakzeka"),
+        (_CL100K, "dbrx smaug-bpe chatglm-bpe"),
+        (_GLM4, "glm4"),
+        (_MINICPM5, "minicpm5"),
+        (_DEEPSEEK, "deepseek-llm"),
+        (_DEEPSEEK_CODER, "deepseek-coder"),
+        (_DEEPSEEK3, "deepseek-v3 hunyuan-dense"),
+        (_O200K, "gpt-4o llama4 minimax-m2"),
+        (_AYA, "tiny_aya"),
+        (_SEED, "seed-coder"),
+        (_SUPERBPE, "superbpe"),
+        (_TEKKEN, "tekken"),
+        (_VIKING, "viking"),
+    )
+    for name in names.split()
 }
-"""By `tokenizer.ggml.pre`."""
+"""By `tokenizer.ggml.pre`: all that files of the kinds that are served have."""
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -107,9 +145,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
     fields = read_header(path).fields
     vocabulary = _Vocabulary.read(fields)
     content = _MODELS[fields.one_of("tokenizer.ggml.model", *_MODELS)](fields, vocabulary)
-    template = fields.text("tokenizer.chat_template", "") or None
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    template = template_of({name: fields.text(key, "") or None for name, key in keys.items()})
     try:
-        return Tokenizer(content, vocabulary.named, template)
+        return Tokenizer(content, vocabulary.named, template, repeated=vocabulary.repeated)
     except Exception as error:  # tokenizers raises plain Exception for what it cannot make
         said = " ".join(str(error).split())
         raise CheckpointError(f"{path}: no tokenizer can be made of its metadata: {said:.200}") from error
@@ -129,9 +168,6 @@ class _Vocabulary:
             raise fields.error("tokenizer.ggml.tokens is missing")
         if len(types) != len(tokens):
             raise fields.error(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-        if len(set(tokens)) < len(tokens):
-            again = next(token for token, count in Counter(tokens).items() if count > 1)
-            raise fields.error(f"tokenizer.ggml.tokens has {again!r:.80} twice")
         ids = {
             f"{name}_token": token_id(fields, key)
             for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -140,11 +176,18 @@ class _Vocabulary:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        return {token: i for i, token in enumerate(self.tokens)}
+        """A token that stands twice, as three do in Gemma 4's own files, is encoded as the first of them."""
+        return {token: i for i, token in reversed(list(enumerate(self.tokens)))}
+
+    @cached_property
+    def repeated(self) -> dict[int, int]:
+        """The ids of tokens that stood before, and the ids that they are encoded as."""
+        return {i: first for i, token in enumerate(self.tokens) if (first := self.ids[token]) != i}
 
     def of(self, *types: TokenType) -> Iterator[tuple[int, str]]:
         """The tokens of these types, with their ids."""
-        return ((i, token) for i, token in enumerate(self.tokens) if self.types[i] in types)
+        found = ((i, token) for i, token in enumerate(self.tokens) if self.types[i] in types)
+        return ((i, token) for i, token in found if i not in self.repeated)
 
 
 def _byte_level(fields: Fields, vocabulary: _Vocabulary) -> Json:

@@ -18,6 +18,8 @@ class Style(Enum):
     """One object has both."""
     NAMED = auto()
     """The arguments are an object after the name."""
+    FENCED = auto()
+    """The same, and each call has markers around it."""
     TAGGED = auto()
     """The name and each argument stand between tags."""
     PYTHON = auto()
@@ -75,7 +77,11 @@ class Format:
     name_key: str = "name"
     arguments_key: str = "arguments"
     after_name: str = ""
+    around: tuple[str, ...] = ()
+    """The texts before a call's name and after its arguments."""
     tags: Tags | None = None
+    has_cdata: bool = False
+    """A value between tags may stand between the markers of XML's CDATA, and then end at these only."""
     others: tuple[str, ...] = ()
     """Markers that models write beside those above."""
     has_short_ids: bool = False
@@ -86,7 +92,10 @@ class Format:
         """The texts that the format is written with; some vocabularies have special tokens for them."""
         tags = self.tags
         of_tags = () if tags is None else (*tags.name, *tags.key, *tags.value, tags.end)
-        found = (self.opening, self.closing, self.tag, self.after_name, *of_tags, *self.others)
+        found = (
+            *(self.opening, self.closing, self.tag, self.after_name),
+            *(*self.around, *of_tags, *self.others),
+        )
         return tuple(filter(None, found))
 
 
@@ -95,6 +104,7 @@ _ACTIONS = Layout("[\n    ", ",\n    ", "\n]")
 _SEED = Tags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>")
 _QWEN = _SEED._replace(pad="\n")
 _INVOKE = Tags(('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>")
+_PARAM = Tags(("", '">'), ('<param name="', '">'), ("", "</param>"))
 _GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
 _MISTRAL = Format(
     Style.JSON,
@@ -142,7 +152,11 @@ TOOL_FORMATS: Mapping[str, Format] = {
     ),
     "glm45": Format(Style.TAGGED, ("<arg_key>",), "<tool_call>", "</tool_call>", tags=_GLM),
     "qwen3_coder": Format(
-        Style.TAGGED, ("<function=",), "<tool_call>", "</tool_call>", has_lines=True, tags=_QWEN
+        Style.TAGGED, ("<parameter=",), "<tool_call>", "</tool_call>", has_lines=True, tags=_QWEN
+    ),
+    "functionary": Format(Style.NAMED, ("<function=",), "<function=", "</function>", after_name=">"),
+    "minicpm5": Format(
+        Style.TAGGED, ('<param name="',), '<function name="', "</function>", tags=_PARAM, has_cdata=True
     ),
     "gemma4": Format(Style.GEMMA, ("<|tool_call>",), "<|tool_call>", "<tool_call|>", others=(QUOTE,)),
     "cohere2": Format(
@@ -156,6 +170,15 @@ TOOL_FORMATS: Mapping[str, Format] = {
         arguments_key="parameters",
     ),
     "hunyuan": Format(Style.JSON, ("<tool_calls>[",), "<tool_calls>", "</tool_calls>", _LIST, has_lines=True),
+    "hunyuan_dense": Format(
+        Style.FENCED,
+        ("```</tool_call>",),
+        "<tool_calls>",
+        "</tool_calls>",
+        Layout(between="\n"),
+        after_name="\n```json\n",
+        around=("<tool_call>", "\n```", "</tool_call>"),
+    ),
     "olmo3": Format(
         Style.PYTHON,
         ("<function_calls>",),

@@ -208,6 +208,11 @@ class _Rules:
             keywords = self._keywords(schema, "=", ", ", lenient=lenient)
             return self._begin(rule, [f"{name}("], f"{keywords} {_quoted(')')}")
         arguments = self._json(_object(schema), lenient=lenient)
+        if format.style is Style.FENCED:
+            before, *after = format.around
+            return self._begin(
+                rule, [before + name, format.after_name], f"{arguments} {self._written(*after)}"
+            )
         if format.style in (Style.NAMED, Style.HARMONY):
             return self._begin(rule, [name, format.after_name], arguments)
         begun = f'{{{format.lead}"{format.name_key}": {json.dumps(name)}, "{format.arguments_key}": '

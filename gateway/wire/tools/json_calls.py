@@ -103,6 +103,22 @@ class JsonCalls(FormatParser):
             self.consume(i + 1)
 
 
+class Fenced(JsonCalls):
+    """Reads a name, and after it a block of JSON as Markdown has it, between the markers of each call."""
+
+    def section(self) -> Steps:
+        before, *after = self._format.around
+        i = yield from self.past_space()
+        while True:
+            i = yield from self.behind(before, i)
+            yield from self._named((yield from self.past_space(i)))
+            for text in after:
+                yield from self.skip(text.lstrip())
+            i = yield from self.past_space()
+            if not (yield from self.ahead(before, i)):
+                return
+
+
 def _object_text(arguments: str | None) -> str:
     """Arguments as the text of an object: some models leave them out, say null, or put the object into a string."""
     if arguments is None or arguments == "null":

@@ -135,6 +135,12 @@ class Scanner:
             yield
         return self._text.startswith(text, start)
 
+    def behind(self, text: str, start: int) -> Generator[None, None, int]:
+        """Returns the end of this text, which comes next at `start`, or raises Malformed."""
+        if not (yield from self.ahead(text, start)):
+            raise Malformed
+        return start + len(text)
+
     def begins(self, *markers: str) -> Generator[None, None, bool]:
         """Returns whether one of these comes next, after space."""
         try:

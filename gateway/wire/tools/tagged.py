@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -12,6 +12,7 @@ from gateway.wire.tools.scanning import FormatParser, Malformed, Steps, num_begu
 
 _TYPES_OF_JSON = frozenset({"integer", "number", "boolean", "object", "array", "null"})
 _MOST_REFERENCES = 8
+_CDATA = "<![CDATA[", "]]>"
 
 
 class Tagged(FormatParser):
@@ -29,13 +30,13 @@ class Tagged(FormatParser):
 
     def _call(self) -> Steps:
         (before, after), end = self._tags.name, self._format.closing
-        i = yield from self._behind(before, (yield from self.past_space()))
+        i = yield from self.behind(before, (yield from self.past_space()))
         start = yield from self.past_space(i)
         i = yield from self.tool_name(start)
         name = self._text[start:i]
-        i = yield from self._behind(after, (yield from self.past_space(i)))
+        i = yield from self.behind(after, (yield from self.past_space(i)))
         if not after and not (yield from self.ahead(self._tags.key[0], i)):
-            yield from self._behind(end, i)
+            yield from self.behind(end, i)
         self.consume(i)
         self.begin(name)
         opening = "{"
@@ -48,11 +49,6 @@ class Tagged(FormatParser):
         finally:
             self.argue("}" if opening == ", " else "{}")
         yield from self.skip(self._tags.end)
-
-    def _behind(self, tag: str, start: int) -> Generator[None, None, int]:
-        if not (yield from self.ahead(tag, start)):
-            raise Malformed
-        return start + len(tag)
 
     def _comes(self, tag: str) -> Generator[None, None, bool]:
         yield from self.skip_space()
@@ -68,7 +64,7 @@ class Tagged(FormatParser):
             raise Malformed
         i = end + len(after)
         if self._tags.value[0]:
-            i = yield from self._behind(self._tags.value[0], (yield from self.past_space(i)))
+            i = yield from self.behind(self._tags.value[0], (yield from self.past_space(i)))
         if (yield from self.ahead(self._tags.pad, i)):
             i += len(self._tags.pad)
         self.consume(i)
@@ -77,11 +73,13 @@ class Tagged(FormatParser):
     def _value(self, schema: Any) -> Steps:
         """Passes on one argument, up to its end tag or what stands in its place."""
         is_text = not is_json(schema)
+        is_quoted = self._format.has_cdata and (yield from self.ahead(_CDATA[0]))
+        self.consume(len(_CDATA[0]) * is_quoted)
         kept = ""
         if is_text:
             self.argue('"')
         while True:
-            end, found = self._value_end()
+            end, found = self._value_end(_CDATA[1:] if is_quoted else self._ends)
             part = self.consume(end)
             if is_text:
                 self.argue(encode_basestring(part)[1:-1])
@@ -91,18 +89,24 @@ class Tagged(FormatParser):
                 break
             yield
         self.argue('"' if is_text else json_text(kept))
+        if is_quoted:
+            yield from self.skip(_CDATA[1])
         pad, end_tag = self._tags.pad, self._tags.value[1]
         start = len(pad) if self._text.startswith(pad) else 0
         if (yield from self.ahead(end_tag, start)):
             self.consume(start + len(end_tag))
 
-    def _value_end(self) -> tuple[int, bool]:
+    @property
+    def _ends(self) -> Sequence[str]:
+        tags = self._tags
+        return [tag for tag in (tags.value[1], tags.key[0], tags.end, self._format.closing) if tag]
+
+    def _value_end(self, ends: Sequence[str]) -> tuple[int, bool]:
         """Returns how much of the text certainly belongs to the value, and whether the value ends there.
 
         One pad before the end belongs to the tag.
         """
-        pad, tags = self._tags.pad, self._tags
-        ends = [tag for tag in (tags.value[1], tags.key[0], tags.end, self._format.closing) if tag]
+        pad = self._tags.pad
         places = [place for tag in ends if (place := self._text.find(tag)) >= 0]
         if self._ended and not places:
             return len(self._text), True

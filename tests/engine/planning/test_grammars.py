@@ -236,8 +236,29 @@ def test_a_compiled_grammar_is_sent_elsewhere_as_its_texts(grammars: Grammars) -
         assert type(copy.sampling.grammar) is Grammar
 
 
-def test_a_model_without_an_end_token_is_served_and_follows_no_grammar() -> None:
-    grammars = Grammars(TOKENIZER, ())
+def test_a_tokenizer_may_have_holes_in_its_ids() -> None:
+    content = json.loads(tokenizer_json())
+    last = TOKENIZER.vocab_size + 10
+    content["model"]["vocab"]["<|far|>"] = last
+    content["added_tokens"].append({**content["added_tokens"][0], "id": last, "content": "<|far|>"})
+    grammars = Grammars(tokenizer := Tokenizer(json.dumps(content)), (last,))
+    assert tokenizer.vocab_size == last + 1
+    grammars.prepare()
+    found = grammars.compile("t", Grammar(REGEX, "a+")).matcher.deep_copy()
+    assert found.consume_tokens(TOKENIZER.encode("aa"))
+    bits = found.compute_bitmask()
+    allowed = {i for i in range(8 * len(bits)) if bits[i // 8] >> i % 8 & 1}
+    assert last in allowed
+    assert not allowed & set(range(TOKENIZER.vocab_size, last))
+    hole = last - 1
+    assert (tokenizer.decode([hole]), tokenizer.piece(hole), tokenizer.token_bytes(hole)) == ("", "", b"")
+
+
+@pytest.mark.parametrize("eos_token_ids", [(), (TOKENIZER.vocab_size,)])
+def test_a_model_without_an_end_token_is_served_and_follows_no_grammar(
+    eos_token_ids: tuple[int, ...],
+) -> None:
+    grammars = Grammars(TOKENIZER, eos_token_ids)
     grammars.prepare()
     with pytest.raises(GrammarError, match="names no token that ends an answer"):
         grammars.compile("tenant", Grammar(REGEX, "a"))

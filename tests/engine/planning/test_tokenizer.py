@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
+from jinja2 import Environment
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from engine.errors import CheckpointError
@@ -135,11 +136,40 @@ def test_a_template_file_goes_before_the_one_in_the_config(tmp_path: Path) -> No
     [
         ("x", "x"),
         (None, None),
-        ([{"name": "default", "template": "d"}, {"name": "tool", "template": "t"}], "d"),
+        ([{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}], "d"),
+        ([{"name": "tool_use", "template": "t"}], "t"),
+        ([{"name": "default"}, "rag", {"name": "tool_use", "template": 3}], None),
     ],
 )
 def test_templates_in_the_config(tmp_path: Path, template: object, found: str | None) -> None:
     assert Tokenizer.load(write(tmp_path, {"chat_template": template})).chat_template == found
+
+
+NAMED = {
+    "default": "\n  <{{ tools }}> \n\n",
+    "rag": "r",
+    "tool_use": "  {% if tools %}{{ tools[0] }}{% endif %}\n ",
+}
+
+
+@pytest.mark.parametrize("kept", ["list", "files"])
+def test_the_template_for_tools_is_taken_where_there_are_some(tmp_path: Path, kept: str) -> None:
+    """As Command R and Hermes have them: a list in tokenizer_config.json, or files as transformers writes them now."""
+    if kept == "list":
+        write(tmp_path, {"chat_template": [{"name": n, "template": source} for n, source in NAMED.items()]})
+    else:
+        write(tmp_path, {"chat_template": "old"}, NAMED["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name in ("rag", "tool_use"):
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(NAMED[name])
+    both = Tokenizer.load(tmp_path).chat_template
+    assert both is not None
+    for tools, name in ((["a"], "tool_use"), ([], "default"), (None, "default")):
+        rendered, alone = (
+            Environment(trim_blocks=True, lstrip_blocks=True).from_string(source).render(tools=tools)
+            for source in (both, NAMED[name])
+        )
+        assert rendered == alone
 
 
 def test_named_special_tokens_as_text_or_object(tmp_path: Path) -> None:

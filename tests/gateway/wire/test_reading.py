@@ -150,7 +150,8 @@ def test_what_the_client_does_not_want_to_see_is_left_out() -> None:
     ("template", "tools", "reasoning"),
     [
         ("{{ '<tool_call>' }}{{ x.split('</think>') }}", "hermes", "think"),
-        ("<tool_call><function=name>", "qwen3_coder", None),
+        ("<tool_call><function=name><parameter=key>", "qwen3_coder", None),
+        ("<|python_tag|><tool_call><function=name>", "functionary", None),
         ("[TOOL_CALLS][THINK][/THINK]", "mistral", "mistral"),
         ("List of tools: <|tool_list_start|>[", "lfm2", None),
         ("{{ 'List of tools: [' }}{{ x.split('</think>') }}", "lfm2", "think"),

@@ -21,7 +21,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_tokenizer
-from engine.planning.tokenizer import Tokenizer
+from engine.planning.tokenizer import Tokenizer, template_of
 from tests.engine.checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -49,6 +49,9 @@ O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MARKS = (
+    LLAMA3.replace("{1,3}", "").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 )
 SEED = LLAMA3.replace("{1,3}", "").replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 DEEPSEEK3 = (
@@ -79,7 +82,10 @@ PRE: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-bpe": (split(LLAMA3), {"ignore_merges": True}),
     "qwen2": (split(LLAMA3.replace("{1,3}", "")), {"normalizer": normalizers.NFC()}),
     "tekken": (split(TEKKEN), {"ignore_merges": True}),
-    "glm4": (split(LLAMA3), {}),
+    "glm4": (split(LLAMA3), {"ignore_merges": True}),
+    "dbrx": (split(LLAMA3), {}),
+    "qwen35": (split(MARKS), {}),
+    "minicpm5": (split(r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+")), {"ignore_merges": True}),
     "gpt-4o": (split(O200K), {}),
     "seed-coder": (split(SEED), {}),
     "hunyuan-dense": (split(*DEEPSEEK3), {}),
@@ -88,7 +94,7 @@ PRE: dict[str, tuple[Any, dict[str, Any]]] = {
 WORDS = [
     "the river", "water's", "WE'LL", "I'd", "'S", "12345", "٣٤", "½", "x1", " ", "  ", "\n", "\r\n", "\t", " \n ", "!",
     "...", "--\n", "/", "naïve", "cafe\u0301", "水車", "발전", "😀", "👩‍👩‍👧", "ǅ", "HTTPServer", "\u00a0", "a", "_",
-    "$", "$a", "水1ｱ", "ab\n!", BOS, EOS, *ROLES, "<|", "|>", "\x00",
+    "$", "$a", "水1ｱ", "ab\n!", "नमस्ते", "é12", BOS, EOS, *ROLES, "<|", "|>", "\x00",
 ]  # fmt: skip
 TEXTS = st.text() | st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
 
@@ -158,6 +164,12 @@ def test_what_else_is_known_of_a_tokenizer_is_the_same(pre: str) -> None:
     assert found.special_ids == expected.special_ids == frozenset(range(len(SPECIAL_TOKENS)))
     assert found.special_tokens == expected.special_tokens
     assert found.chat_template == CHAT_TEMPLATE
+
+
+def test_a_file_may_have_a_template_for_tools() -> None:
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    found = read(trained("gpt-2"), **templates)
+    assert found.chat_template == template_of({"default": "plain", "tool_use": "tools"})
 
 
 def test_the_default_cuts_words_from_punctuation_and_digits_into_threes() -> None:
@@ -309,6 +321,48 @@ def test_tokens_that_users_define_are_found_in_any_text_and_shown() -> None:
     assert tool not in found.special_ids
 
 
+# Tokens that stand twice
+
+
+def test_a_token_that_stands_twice_is_encoded_as_the_first_and_both_are_decoded() -> None:
+    """As three of the tokens in Gemma 4's own files, https://github.com/ggml-org/llama.cpp/issues/25739."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*SPECIAL_TOKENS, *alphabet, "hi", "x" * 9, "hi", SPECIAL_TOKENS[0], "ho"]
+    once = list(dict.fromkeys(tokens))
+    made = tokenizers.Tokenizer(
+        models.BPE({token: i for i, token in enumerate(once)}, [("h", "i"), ("h", "o")])
+    )
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(SPECIAL_TOKENS))
+    types = [3 if token in SPECIAL_TOKENS else 1 for token in tokens]
+    found = read(made, tokens=tokens, token_type=types)
+    first, second, special = tokens.index("hi"), len(tokens) - 3, len(tokens) - 2
+    assert found.encode("hiho") == [first, len(tokens) - 1]
+    assert found.decode([second, first, second]) == "hihihi"
+    assert found.piece(second) == "hi"
+    assert found.token_bytes(second) == b"hi"
+    assert found.encode(SPECIAL_TOKENS[0], parse_special=True) == [0]
+    assert (found.decode([special]), found.decode([special], skip_special=False)) == ("", SPECIAL_TOKENS[0])
+    assert found.special_ids == {*range(len(SPECIAL_TOKENS)), special}
+    assert found.vocab_size == len(tokens)
+    assert found.vocabulary == dict(enumerate(tokens))
+
+
+def test_pieces_of_sentence_piece_may_stand_twice() -> None:
+    made = metaspace_tokenizer()
+    vocabulary = made.get_vocab()
+    once = sorted(vocabulary, key=vocabulary.__getitem__)
+    types = [6 if token.startswith("<0x") else 3 if token in SPECIAL_TOKENS else 1 for token in once]
+    scores = [0.0 if len(token) == 1 else -float(i) for i, token in enumerate(once)]
+    plain = read(made, token_type=types, scores=scores)
+    found = read(
+        made, tokens=[*once, "▁river", "<0x0A>"], token_type=[*types, 1, 6], scores=[*scores, 0.0, 0.0]
+    )
+    assert found.encode("the river\nruns") == plain.encode("the river\nruns")
+    assert found.decode([vocabulary["▁the"], len(once)]) == "the river"
+    assert (found.is_byte(len(once) + 1), found.token_bytes(len(once) + 1)) == (True, b"\n")
+
+
 # Files that are wrong
 
 
@@ -323,7 +377,6 @@ def test_tokens_that_users_define_are_found_in_any_text_and_shown() -> None:
         ),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of strings"),
-        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "tokenizer.ggml.tokens has 'a' twice"),
         ({"token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries for"),
         ({"merges": ["ab"]}, "tokenizer.ggml.merges has 'ab', which are not two tokens"),
         ({"merges": ["q \n水"]}, "no tokenizer can be made of its metadata"),

@@ -255,6 +255,44 @@ CASES: list[tuple[str, str, str, Calls]] = [
         "",
         [("add", {"a": 1, "tags": [1]})],
     ),
+    (
+        "hunyuan_dense",
+        'So.\n<tool_calls><tool_call>clock\n```json\n{"zone": "``` </tool_call>"}\n```</tool_call>\n'
+        "<tool_call>add\n```json\n{}\n```</tool_call></tool_calls>\n",
+        "So.",
+        [("clock", {"zone": "``` </tool_call>"}), ("add", {})],
+    ),
+    (
+        "hunyuan_dense",
+        '<tool_calls>\n<tool_call> clock\n{"zone": "UTC"}\n```\n</tool_call>\n</tool_calls> Done.',
+        "Done.",
+        [("clock", {"zone": "UTC"})],
+    ),
+    ("hunyuan_dense", "<tool_calls>clock</tool_calls>", "<tool_calls>clock</tool_calls>", []),
+    ("hunyuan_dense", "<tool_calls><tool_call>clock x", "<tool_calls><tool_call>clock x", []),
+    (
+        "functionary",
+        'So. <function=clock>{"zone": "</function>"}</function><function=add>\n{"a": 1}\n</function>',
+        "So.",
+        [("clock", {"zone": "</function>"}), ("add", {"a": 1})],
+    ),
+    ("functionary", "f<function=x>y</function>", "f<function=x>y</function>", []),
+    (
+        "minicpm5",
+        'So.\n<function name="add"><param name="a">1</param><param name="tags">["x"]</param></function>\n'
+        '<function name="clock"><param name="zone">a & b\n</param></function>',
+        "So.",
+        [("add", {"a": 1, "tags": ["x"]}), ("clock", {"zone": "a & b\n"})],
+    ),
+    (
+        "minicpm5",
+        '<function name="clock">\n<param name="zone"><![CDATA[</param> ]] </function>\n]]></param>\n'
+        '<param name="b"><![CDATA[<]]></param></function> Done.',
+        "Done.",
+        [("clock", {"zone": "</param> ]] </function>\n", "b": "<"})],
+    ),
+    ("minicpm5", '<function name="clock"></function>', "", [("clock", {})]),
+    ("minicpm5", '<function name="a b">', '<function name="a b">', []),
     ("glm45", "<tool_call>hello world</tool_call>", "<tool_call>hello world</tool_call>", []),
     ("glm45", "<tool_call>clock <", "<tool_call>clock <", []),
     ("glm45", "<tool_call>clock<arg_key>zone</arg_key>UTC", "<arg_key>zone</arg_key>UTC", [("clock", {})]),
@@ -455,6 +493,7 @@ def test_arguments_come_as_they_are_written(format: str) -> None:
     """Long before the call is complete."""
     begun = {
         "cohere2": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "clock", "parameters": {"zone": "aaaaaaaa',
+        "functionary": '<function=clock>{"zone": "aaaaaaaa',
         "functools": 'functools[{"name": "clock", "arguments": {"zone": "aaaaaaaa',
         "gemma4": '<|tool_call>call:clock{zone:<|"|>aaaaaaaa',
         "glm4": 'clock\n{"zone": "aaaaaaaa',
@@ -463,10 +502,12 @@ def test_arguments_come_as_they_are_written(format: str) -> None:
         "harmony": '<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{"zone": "aaaaaaaa',
         "hermes": '<tool_call>{"name": "clock", "arguments": {"zone": "aaaaaaaa',
         "hunyuan": '<tool_calls>[{"name": "clock", "arguments": {"zone": "aaaaaaaa',
+        "hunyuan_dense": '<tool_calls><tool_call>clock\n```json\n{"zone": "aaaaaaaa',
         "lfm2": '<|tool_call_start|>[add(a=1, b="aaaaaaaa',
         "llama3_json": '{"name": "clock", "parameters": {"zone": "aaaaaaaa',
         "llama4_json": '{"name": "clock", "parameters": {"zone": "aaaaaaaa',
         "llama_pythonic": '[add(a=1, b="aaaaaaaa',
+        "minicpm5": '<function name="clock"><param name="zone"><![CDATA[aaaaaaaa',
         "minimax_m2": '<minimax:tool_call>\n<invoke name="clock">\n<parameter name="zone">aaaaaaaa',
         "mistral": '[TOOL_CALLS][{"name": "clock", "arguments": {"zone": "aaaaaaaa',
         "mistral_args": '[TOOL_CALLS]clock[ARGS]{"zone": "aaaaaaaa',

@@ -42,7 +42,7 @@ SCHEMAS: dict[str, Any] = {
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|tool_call>", "<tool_call|>", '<|"|>']
 SPECIAL += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|START_ACTION|>", "<|END_ACTION|>"]
 EOS = 256
-ENDS_OF_TEXT = ["\n</parameter>", "</parameter>", "</arg_value>", '<|"|>']
+ENDS_OF_TEXT = ["\n</parameter>", "</parameter>", "</param>", "</arg_value>", '<|"|>']
 """The ends of an argument that is any text: by chance alone they would never come."""
 
 
@@ -134,6 +134,7 @@ WRITTEN = {
     "harmony": '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": true}',
     "cohere2": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1, "b": true}}'
     "\n]<|END_ACTION|>",
+    "functionary": '<function=add>{"a": 1, "b": true}</function>',
     "functools": f"functools[{ADD}]",
     "gemma4": '<|tool_call>call:add{a:1,b:true,note:<|"|>a, {b}<|"|>}<tool_call|>',
     "glm4": 'add\n{"a": 1, "b": true}',
@@ -142,10 +143,13 @@ WRITTEN = {
     "granite": f"<|tool_call|>[{ADD}]",
     "hermes": f"<tool_call>\n{ADD}\n</tool_call>",
     "hunyuan": f"<tool_calls>[{ADD}]</tool_calls>",
+    "hunyuan_dense": '<tool_calls><tool_call>add\n```json\n{"a": 1, "b": true}\n```</tool_call></tool_calls>',
     "lfm2": '<|tool_call_start|>[add(a=1, b=true, note="x")]<|tool_call_end|>',
     "llama3_json": '{"name": "add", "parameters": {"a": 1, "b": true, "note": "x"}}',
     "llama_pythonic": '[add(a=1, b=true, note="x")]',
     "llama4_json": '{"name": "add", "parameters": {"a": 1, "b": true, "note": "x"}}',
+    "minicpm5": '<function name="add"><param name="a">1</param><param name="b">true</param>'
+    '<param name="note"><![CDATA[a < b]]></param></function>',
     "minimax_m2": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
     '<parameter name="b">true</parameter>\n<parameter name="note">a < b</parameter>\n</invoke>\n</minimax:tool_call>',
     "mistral": f"[TOOL_CALLS][{ADD}]",
@@ -162,11 +166,13 @@ WRITTEN = {
 FREE = sorted(set(TOOL_FORMATS) - {"harmony"})
 """The formats in which what is no call has no header; see `test_harmony`."""
 BETWEEN = {
+    "functionary": "",
     "gemma4": "",
     "glm45": "\n",
     "hermes": "\n",
     "llama3_json": "; ",
     "llama4_json": "; ",
+    "minicpm5": "\n",
     "mistral_args": "",
     "qwen3_coder": "\n",
     "seed_oss": "\n",
@@ -174,6 +180,7 @@ BETWEEN = {
 INSIDE = {
     "cohere2": (",\n    {", "{", "}"),
     "granite": (", {", "{", "}"),
+    "hunyuan_dense": ("\n<tool_call>", "<tool_call>", "</tool_call>"),
     "lfm2": (", add", "add", ")"),
     "minimax_m2": ("\n<invoke", "<invoke", "</invoke>"),
     "nemotron": (", {", "{", "}"),

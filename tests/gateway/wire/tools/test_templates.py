@@ -154,6 +154,27 @@ TEMPLATES: dict[str, tuple[str, str, str | None]] = {
         "hunyuan",
         "think_answer",
     ),
+    "Hunyuan, 0.5B to 4B": (
+        "<tool_calls>{% for c in calls %}<tool_call>{{ c.name }}{{ LINE }}```json{{ LINE }}{{ c.arguments | tojson }}"
+        "{{ LINE }}```</tool_call>{{ LINE if not loop.last }}{% endfor %}</tool_calls>"
+        "{{ '<think></think><answer></answer>' if thinks }}",
+        "hunyuan_dense",
+        "think_answer",
+    ),
+    "Functionary 3.1": (
+        "{# <|python_tag|> #}{% for c in calls %}<function={{ c.name }}>{{ c.arguments | tojson }}</function>"
+        "{% endfor %}",
+        "functionary",
+        None,
+    ),
+    "MiniCPM 5": (
+        '{% for c in calls %}{{ LINE if not loop.first }}<function name="{{ c.name }}">'
+        '{% for k, v in c.arguments.items() %}<param name="{{ k }}">'
+        "{% if v is string and '<' in v %}<![CDATA[{{ v }}]]>{% else %}{{ v }}{% endif %}</param>{% endfor %}"
+        "</function>{% endfor %}{{ '<think></think>' if thinks }}",
+        "minicpm5",
+        "think",
+    ),
     "Cohere": (
         "<|START_ACTION|>[{% for c in calls %}{{ LINE }}{{ {'tool_call_id': loop.index0 | string, 'tool_name': c.name, "
         "'parameters': c.arguments} | tojson }}{{ ',' if not loop.last }}{% endfor %}]<|END_ACTION|>"
@@ -301,6 +322,21 @@ def test_a_template_may_have_calls_as_metadata_and_results_as_observations() -> 
         'note<user>\nHi<assistant>note\n{"n": 1}<assistant>note\nnot JSON<observation>\nOne.'
         '<assistant>\nSo.<assistant>note\n{"n": 1}'
     )
+
+
+def test_templates_by_name_are_for_requests_with_tools_and_without() -> None:
+    """As Command R7B's and Hermes' ones."""
+    named = {
+        "default": "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "tool_use": "{{ bos_token }}{% for t in tools %}<tool_call>{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    }
+    config = {"chat_template": [{"name": name, "template": source} for name, source in named.items()]}
+    tokenizer = Tokenizer(tokenizer_json(), {"bos_token": "<|bos|>", **config})
+    prompts, said = Prompts(tokenizer), [{"role": "user", "content": "Hi"}]
+    assert Formats(tokenizer).tools == "hermes"
+    assert tokenizer.decode(prompts.chat(said)) == "<user>Hi"
+    assert tokenizer.decode(prompts.chat(said, tools=[TOOL])) == "<tool_call>note[user]Hi"
 
 
 def test_a_template_without_tools_takes_none() -> None:
