@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +59,25 @@ def read(flags: Mapping[str, str]) -> tuple[list[Told], Speed]:
     Raises:
         OperatorError: it cannot be loaded, or has no room for the texts.
     """
-    settings: dict[str, Any] = dict(flags)
     started = time.perf_counter()
+    with _loaded(flags) as llm:
+        loading_s = time.perf_counter() - started
+        told = _told(llm)
+        return told, Speed(loading_s, *_prompt_speed(llm, told), _stream_speed(llm, told))
+
+
+def ask(flags: Mapping[str, str]) -> list[Told]:
+    """Does what `read` does, but for the measuring."""
+    with _loaded(flags) as llm:
+        return _told(llm)
+
+
+@contextmanager
+def _loaded(flags: Mapping[str, str]) -> Iterator[LLM]:
+    settings: dict[str, Any] = dict(flags)
     try:
         with LLM(**settings) as llm:
-            loading_s = time.perf_counter() - started
-            told = _told(llm)
-            return told, Speed(loading_s, *_prompt_speed(llm, told), _stream_speed(llm, told))
+            yield llm
     except (RuntimeError, ValueError) as error:
         raise OperatorError(str(error)) from None
 

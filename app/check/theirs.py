@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,7 @@ def load(folder: Path) -> Any:
     return network.eval()
 
 
-def log_probabilities(network: Any, token_ids: list[int]) -> Tensor:
+def log_probabilities(network: Any, token_ids: Sequence[int]) -> Tensor:
     """[N, vocabulary] float32, after each of N tokens.
 
     Raises:

@@ -6,7 +6,6 @@ by the `gguf` library, and tests read the files with it and with transformers to
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +25,6 @@ Types = Callable[[str], str]
 Array = npt.NDArray[Any]
 Encode = Callable[[Array, Type], Array]
 """Makes the blocks of a type of a matrix [rows, columns]."""
-
-_SHARES = np.array([0.7, 0.76, 0.82, 0.88, 0.94, 1.0, 1.06], np.float32)
-"""Shares of a group's range, or of its largest weight, that are tried; weights outside are clipped."""
 
 NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
 
@@ -71,94 +67,12 @@ def same(type: str) -> Types:
 FLOAT32 = same("F32")
 
 
-def encode(array: Array, type: Type) -> Array:
-    """The blocks of a matrix, by the `gguf` library but where it rounds simply (Q4_0) or not at all (Q4_K)."""
-    own = {Type.Q4_0: _q4_0, Type.Q4_K: _q4_k}.get(type)
-    return gguf.quants.quantize(array, type) if own is None else own(array)
-
-
-def _q4_0(array: Array) -> Array:
-    """ggml's Q4_0 (ggml-common.h): 32 weights, each (q - 8) * d, where q has 4 bits and d may be negative.
-
-    Several d are tried, which let the largest weight become a bit more or less than q = 0. For the steps n = q - 8 that
-    each gives, the best scale is <n, w> / <n, n>, and lessens the squared error by <n, w>^2 / <n, n>.
-    """
-    groups = array.reshape(-1, 32).astype(np.float32)
-    extreme = np.take_along_axis(groups, np.abs(groups).argmax(1, keepdims=True), 1)
-    gain, scale = np.zeros_like(extreme), np.zeros_like(extreme)
-    for share in _SHARES:
-        steps = _steps(groups, extreme * share / -8, -8, 7)
-        product, size = ((steps * other).sum(1, keepdims=True) for other in (groups, steps))
-        fitted = product / np.maximum(size, 1)
-        scale = np.where(product * fitted > gain, fitted, scale)
-        gain = np.maximum(gain, product * fitted)
-    scale = scale.astype(np.float16)
-    numbers = (_steps(groups, scale.astype(np.float32), -8, 7) + 8).astype(np.uint8)
-    blocks = np.concatenate([scale.view(np.uint8), numbers[:, :16] | numbers[:, 16:] << 4], 1)
-    return blocks.reshape(len(array), -1)
-
-
-def _q4_k(array: Array) -> Array:
-    """ggml's Q4_K (ggml-common.h): 256 weights in 8 groups, each q * d * scale - dmin * min, where q has 4 bits and
-    scale and min have 6.
-
-    Several ranges of a group are tried, and of each its best scale and offset (`_line`); 6 bits are rounded to last.
-    """
-    groups = array.reshape(-1, 8, 32).astype(np.float32)
-    low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
-    error, step, least = np.full_like(low, np.inf), np.zeros_like(low), np.zeros_like(low)
-    for below, above in itertools.product(_SHARES, repeat=2):
-        first, tried = low * below, (high * above - low * below) / 15
-        steps = _steps(groups - first[..., None], tried[..., None], 0, 15)
-        slope, offset = _line(steps, groups)
-        left = ((groups - slope[..., None] * steps - offset[..., None]) ** 2).sum(-1)
-        is_better = left < error
-        error = np.where(is_better, left, error)
-        step, least = np.where(is_better, slope, step), np.where(is_better, offset, least)
-    scale, scale_unit = _six_bits(step)
-    minimum, minimum_unit = _six_bits(-least)
-    shifted = groups + (minimum * minimum_unit)[..., None]
-    numbers = _steps(shifted, (scale * scale_unit)[..., None], 0, 15).astype(np.uint8)
-    pairs = numbers.reshape(-1, 4, 2, 32)  # of a pair of groups, one has the low halves of 32 bytes
-    blocks = np.empty((len(groups), 144), np.uint8)
-    blocks[:, :4] = np.concatenate([scale_unit, minimum_unit], 1).astype(np.float16).view(np.uint8)
-    scales, minima = scale.astype(np.uint8), minimum.astype(np.uint8)
-    blocks[:, 4:8] = scales[:, :4] | (scales[:, 4:] >> 4) << 6
-    blocks[:, 8:12] = minima[:, :4] | (minima[:, 4:] >> 4) << 6
-    blocks[:, 12:16] = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4
-    blocks[:, 16:] = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(groups), -1)
-    return blocks.reshape(len(array), -1)
-
-
-def _steps(weights: Array, scale: Array, least: int, most: int) -> Array:
-    """The nearest multiples of a scale, as integers; where it is 0, 0."""
-    steps = np.rint(weights / np.where(scale == 0, np.float32(np.inf), scale))
-    return np.clip(steps, least, most, out=steps)
-
-
-def _line(steps: Array, weights: Array) -> tuple[Array, Array]:
-    """The line that is nearest to weights, by least squares: its slope, at least 0, and its offset, at most 0."""
-    mean_step, mean = steps.mean(-1, keepdims=True), weights.mean(-1, keepdims=True)
-    apart = steps - mean_step
-    slope = (apart * weights).sum(-1) / np.maximum((apart * apart).sum(-1), 1e-9)
-    offset = mean[..., 0] - slope * mean_step[..., 0]
-    through_zero = (steps * weights).sum(-1) / np.maximum((steps * steps).sum(-1), 1e-9)
-    slope = np.maximum(np.where(offset > 0, through_zero, slope), 0)
-    return slope, np.minimum(offset, 0)
-
-
-def _six_bits(x: Array) -> tuple[Array, Array]:
-    """Rounds [n, 8] to integers of 6 bits and a unit [n, 1], which float16 holds."""
-    unit = (x.max(1, keepdims=True) / 63).astype(np.float16).astype(np.float32)
-    return np.clip(np.rint(x / np.where(unit > 0, unit, 1)), 0, 63), unit
-
-
 def write_gguf(
     folder: Path,
     path: Path,
     types: Types = FLOAT32,
     *,
-    encode: Encode = encode,
+    encode: Encode,
     num_parts: int = 1,
     pre: str = "gpt-2",
     **metadata: Any,

@@ -7,14 +7,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from app.bench.server_process import ServerProcess
 from app.build import build
+from app.check import theirs
 from app.checkpoint import (
     DEMO_MODEL,
     check_files,
@@ -29,8 +30,8 @@ from app.errors import OperatorError
 from app.settings import Settings
 from engine.model.checkpoint import read_tokenizer
 from lab.demo.held_out import held_out
-from lab.demo.perplexity import load, perplexity
 from lab.demo.score import Talker
+from lab.quality import distance
 from loadtests.forked import ForkedServer
 from tests.app.command import penstock
 from tests.engine.gguf_files import same, write_gguf
@@ -152,15 +153,14 @@ def test_the_command_ends_with_2(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_it_is_as_good_as_int8(demo: Path) -> None:
-    talks = held_out(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), 8)
-    cases: dict[str, tuple[Path, dict[str, Any]]] = {
-        "float32": (DEMO_MODEL, {"dtype": "float32"}),
-        "int8": (DEMO_MODEL, {"quantize": "int8", "quantize_group_size": 32}),
-        "Q8_0": (demo, {}),
-    }
-    found = {name: perplexity(load(model, **options), talks) for name, (model, options) in cases.items()}
-    assert found["Q8_0"] == pytest.approx(found["float32"], rel=2e-3)
-    assert found["Q8_0"] == pytest.approx(found["int8"], rel=2e-3)
+    exact = partial(theirs.log_probabilities, theirs.load(DEMO_MODEL))
+    of_int8 = {"model": str(DEMO_MODEL), "quantize": "int8", "quantize_group_size": "32"}
+    found, int8 = (
+        distance({"device": "cpu", "num_blocks": "1024", **flags}, exact)
+        for flags in ({"model": str(demo)}, of_int8)
+    )
+    assert found.agreement > 0.9
+    assert found.mean_kl == pytest.approx(int8.mean_kl, rel=0.2)
 
 
 def test_texts_have_the_ids_of_the_directory(demo: Path) -> None:
