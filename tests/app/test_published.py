@@ -61,7 +61,7 @@ def save(folder: Path, model: Path, network: Any, tensors: dict[str, Tensor], **
 
 
 def distance(model: Path, network: Any) -> Distance:
-    told, _ = ours.read({"model": str(model), "device": "cpu"})
+    told = ours.ask({"model": str(model), "device": "cpu"})
     return total(
         compare(each, theirs.log_probabilities(network, [*each.token_ids, *each.greedy[:-1]]))
         for each in told
