@@ -80,10 +80,12 @@ def test_sixteen_bits_are_served_as_their_weights_say(rounded: tuple[Path, Any])
     assert found.agreement > 0.97
 
 
-@pytest.mark.parametrize("label", ["gptq-asym", "awq", "ct-w4a16", "ct-w8a16", "bnb-int8"])
+@pytest.mark.parametrize("label", ["gptq-asym", "ct-w8a16", "bnb-int8"])
 def test_what_another_library_stored_is_served_as_its_weights_say(
     label: str, model: Path, exact: Any, tmp_path: Path
 ) -> None:
+    if model.name != SMOLLM:
+        pytest.skip("one model is enough")
     network, stored = deepcopy(exact), dict[str, Tensor]()
     for name, parameter in network.named_parameters():
         if not name.endswith("_proj.weight"):
