@@ -161,10 +161,9 @@ def gather_kv(half: Tensor, blocks: Tensor, shape: KVShape, dtype: torch.dtype) 
 
 def _split_scales(kv: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor | None]:
     """Views of blocks [..., stored elements of a block]: [..., num_kv_heads, block_size, head_dim], and if they are
-    quantized, the bytes of their scales [..., num_kv_heads, block_size, SCALE_BYTES]; numbers are bytes, too."""
+    quantized, the bytes of their scales [..., num_kv_heads, block_size, SCALE_BYTES]."""
     if not is_quantized(kv.dtype):
         return torch.unflatten(kv, -1, (num_kv_heads, -1, head_dim)), None
-    kv = kv.view(torch.int8)
     num_numbers = kv.shape[-1] // (head_dim + SCALE_BYTES) * head_dim
     numbers, scales = kv[..., :num_numbers], kv[..., num_numbers:]
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from app.check import ours, theirs
-from app.check.compare import Distance, compare, total
+from app.check import theirs
+from app.check.compare import Distance
 from app.offline.llm import LLM
 from engine.model.checkpoint import read_tokenizer
+from lab import quality
 from loadtests.forked import ForkedServer
 from tests.engine.quant.storages.makers import WAYS
 from tests.published import GEMMA, SMOLLM, published
@@ -61,10 +63,8 @@ def save(folder: Path, model: Path, network: Any, tensors: dict[str, Tensor], **
 
 
 def distance(model: Path, network: Any) -> Distance:
-    told = ours.ask({"model": str(model), "device": "cpu"})
-    return total(
-        compare(each, theirs.log_probabilities(network, [*each.token_ids, *each.greedy[:-1]]))
-        for each in told
+    return quality.distance(
+        {"model": str(model), "device": "cpu"}, partial(theirs.log_probabilities, network)
     )
 
 
