@@ -231,7 +231,10 @@ class Store(Protocol):
         """Puts the value if there is none, in one go; returns the one that was there."""
 
     async def replace(self, key: Key, old: bytes, new: bytes, ttl_s: float) -> bool:
-        """Puts a new value if the old one is still there, in one go; False if it is not, and nothing was put."""
+        """Puts a new value if the old one is still there, in one go; False if it is not, and nothing was put.
+
+        Where it outlives this process, all does that was put before.
+        """
 
     async def delete(self, key: Key) -> bool:
         """Deletes a record; True if there was one."""

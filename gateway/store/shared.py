@@ -221,9 +221,13 @@ class SharedStore:
         return there
 
     async def replace(self, key: Key, old: bytes, new: bytes, ttl_s: float) -> bool:
-        """Replaces a value; while Redis does not answer the last one to write wins, for others cannot be seen."""
+        """Replaces a value; while Redis does not answer the last one to write wins, for others cannot be seen.
+
+        Redis hears before of all that was put before: the new value may speak of it, and outlive this process.
+        """
         if not self._is_known_better(key):
             with suppress(StoreUnavailable):
+                await self.flush()
                 is_done = await self.remote.replace(key, old, new, ttl_s)
                 if is_done and not self._is_known_better(key):
                     await self.local.put(key, new, ttl_s)

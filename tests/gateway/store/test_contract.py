@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from gateway.store.interface import LEASE_S, PIECE, Durable, JournalChange, Key, Quota, Store
+from gateway.store.memory import MemoryStore
+from gateway.store.shared import SharedStore
 from tests.clock import Clock
-from tests.gateway.store.stores import DURABLE_KINDS, KINDS, block, opened, record
+from tests.gateway.store.stores import DURABLE_KINDS, KINDS, block, opened, record, redis_store
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]
@@ -65,6 +67,16 @@ async def test_add_after_put_and_after_delete(store: Store) -> None:
     await store.delete(record())
     assert await store.add(record(), b"three", 60) is None
     assert await store.get(record()) == b"three"
+
+
+async def test_others_that_see_a_replaced_value_see_what_was_put_before(server: RedisServer) -> None:
+    """A process may end right behind it: what is still to be written then is never written."""
+    shared, other = SharedStore(MemoryStore(), redis_store(server)), redis_store(server, replica="b")
+    await other.put(record("batch"), b"running", 60)
+    assert await shared.get(record("batch")) == b"running"
+    await shared.put(record("file"), b"results", 60)
+    assert await shared.replace(record("batch"), b"running", b"completed", 60)
+    assert await other.get(record("file")) == b"results"
 
 
 async def test_replace_puts_only_where_the_old_value_still_is(store: Store) -> None:
