@@ -108,7 +108,7 @@ def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any], places: Mapp
     rows = wanted.rows
     first = token_ids[rows[0]]
     if wanted.refusal is not None or first < 0:
-        return Sampled([], error=wanted.refusal or NOT_FINITE)
+        return Sampled([], error=wanted.refusal or NOT_FINITE, is_finite=first >= 0)
     if wanted.drafts:
         rows = rows[: num_right([token_ids[row] for row in rows], wanted.drafts)]
         sampled = Sampled([token_ids[row] for row in rows])

@@ -107,4 +107,4 @@ def _is_whole(plan: Plan) -> bool:
 
 
 def _sampled(tokens: list[int]) -> Sampled:
-    return Sampled(tokens) if tokens[0] >= 0 else Sampled([], error=NOT_FINITE)
+    return Sampled(tokens) if tokens[0] >= 0 else Sampled([], error=NOT_FINITE, is_finite=False)

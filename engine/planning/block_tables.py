@@ -302,6 +302,12 @@ class BlockTables:
                 if self.log is not None and not number:
                     self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
+    def distrust(self, sequence: Sequence) -> None:
+        """Lets the blocks of a sequence be found no more, those included that it found itself."""
+        for block in filter(None, sequence.block_table):
+            if self.findable[block]:
+                self._drop(block)
+
     def release(self, sequence: Sequence) -> None:
         """Gives all blocks of a sequence back; it is safe to call it again.
 

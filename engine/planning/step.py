@@ -157,6 +157,8 @@ class Sampled:
     """The log probabilities of the chunk's candidates."""
     error: str | None = None
     """This sequence alone failed (its logits were not finite, say)."""
+    is_finite: bool = True
+    """Else what the sequence's blocks hold may be the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,11 @@ class StepResults(SequenceStore):
                 _keep_pooled(chunk, next(pooled))
             if sequence.finish_reason is not None:  # it ended while this step was in flight
                 continue
-            if chunk.incarnation == sequence.num_preemptions:  # else the blocks written are no longer its own
+            if brought is not None and not brought.is_finite:
+                tables.distrust(sequence)
+            elif (
+                chunk.incarnation == sequence.num_preemptions
+            ):  # else the blocks written are no longer its own
                 confirm(sequence, start + num_tokens - len(chunk.drafts))
             num_prompt = num_output = 0
             if start < sequence.num_prompt_tokens:

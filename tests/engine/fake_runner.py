@@ -191,7 +191,7 @@ class FakeRunner:
     def _sample(self, chunk: Chunk) -> Sampled:
         sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *chunk.drafts]
         if sequence.key in self.bad:
-            return Sampled([], error="logits were not finite")
+            return Sampled([], error="logits were not finite", is_finite=False)
         drawn: list[int] = []
         while True:
             length = len(sequence.token_ids) + len(drawn)

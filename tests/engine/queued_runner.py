@@ -177,7 +177,7 @@ class QueuedRunner(FakeRunner):
         sequence = chunk.sequence
         if sequence.key in self.bad:
             self._last[sequence] = (chunk.end, 0)
-            return Sampled([], error="logits were not finite")
+            return Sampled([], error="logits were not finite", is_finite=False)
         drawn: list[int] = []
         while True:
             end = chunk.end - len(chunk.drafts) + len(drawn)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.prefix_index import extend_hashes, with_hashes
-from engine.planning.request import Request, Sequence
+from engine.planning.request import FinishReason, Request, Sequence
 from tests.engine.fake_runner import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
@@ -292,3 +292,16 @@ def test_a_prompt_that_was_hashed_before_is_not_hashed_again(monkeypatch: pytest
     assert tables.find_cached(hashed.block_hashes) == (4 * BLOCK_SIZE, 4 * BLOCK_SIZE)
     tables.release(sequence)
     assert tables.find_cached(hashed.block_hashes) == (4 * BLOCK_SIZE, 0)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 100])
+def test_nobody_finds_blocks_of_a_sequence_whose_output_was_not_finite(num_tokens: int) -> None:
+    """A prompt of 100 is computed in two steps, and only the last says so."""
+    prompt = list(range(num_tokens))
+    run = one_by_one([make_request(name, prompt, max_tokens=1) for name in ("good", "bad", "again", "last")])
+    run.runner.bad.add(("bad", 0))
+    run.finish()
+    assert run.ended["bad", 0].finish_reason is FinishReason.FAILED
+    assert num_cached(run, "bad") > 0  # what "good" left was as suspect as its own
+    assert num_cached(run, "again") == 0
+    assert num_cached(run, "last") == num_cached(run, "bad")

@@ -456,8 +456,7 @@ def test_a_failed_sequence_leaves_nothing() -> None:
     harness.submit(make_request("a", words(1, 40)))
     harness.step()
     assert harness.last["a", 0].finish_reason is FinishReason.FAILED
-    [snapshot] = harness.tables.snapshots
-    assert snapshot.end == 39, "that of its prompt was confirmed before"
+    assert not list(harness.tables.snapshots)
 
 
 def test_slots_are_counted() -> None:
