@@ -444,6 +444,9 @@ def check_native(model: ModelConfig, limits: LoadOptions) -> None:
             raise native.NativeUnavailable(
                 f"they need a head_dim that is a multiple of 8, not {attention.head_dim}"
             )
+    mixed = (state.history_channels for state in model.spec.states.values())
+    if (widest := max(model.hidden_size, model.q_size, *mixed)) > native.MAX_ROW:
+        raise native.NativeUnavailable(f"they have room for rows of {native.MAX_ROW} numbers, not {widest}")
 
 
 def _reason(error: Exception) -> str:

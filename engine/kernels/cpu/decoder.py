@@ -37,6 +37,8 @@ from engine.kernels.state_cache import StateCache
 
 BLOCK_SIZE = 16
 """Tokens per KV block; the layout of the cache is made for it."""
+MAX_ROW = 1 << 15
+"""The numbers of the widest row that goes through the scratch of a thread, `kWidestRow`."""
 
 
 class NativeDecoder:

@@ -15,6 +15,8 @@ constexpr int kChunkPanels = 16;   // at most, per chunk; half as many by tiles
 
 // What the sums of one chunk take: the scratch of a team's worker.
 constexpr size_t kSumsBytes = sizeof(float) * kPanel * std::max(kChunkPanels * kRowBlock, kChunkPanels / 2 * kTileRowBlock);
+constexpr int kWidestRow = 1 << 15;  // a norm's or a mixer's, which go through it, too
+static_assert(kSumsBytes >= kWidestRow * sizeof(float));
 
 // Of a gated linear, the activation of the gates; relu2, that of the outputs of one that is not.
 enum class Gate : int32_t { silu = 0, gelu = 1, relu2 = 2, gelu_erf = 3 };

@@ -1,7 +1,7 @@
 """The native kernels of the CPU, under one name."""
 
 from engine.kernels.cpu.build import NativeUnavailable
-from engine.kernels.cpu.decoder import BLOCK_SIZE, NativeDecoder
+from engine.kernels.cpu.decoder import BLOCK_SIZE, MAX_ROW, NativeDecoder
 from engine.kernels.cpu.drafts import NativeDraft
 from engine.kernels.cpu.experts import NativeExperts, NativeRoute, NativeRunExperts, packed_experts
 from engine.kernels.cpu.inputs import NativeGather
@@ -14,6 +14,7 @@ from engine.kernels.cpu.steps import NativeStep, NativeSteps
 
 __all__ = [
     "BLOCK_SIZE",
+    "MAX_ROW",
     "PACKED",
     "NativeChoose",
     "NativeDecoder",
