@@ -31,6 +31,7 @@ class Tokenizer:
         chat_template: Jinja source, or None if the checkpoint has none.
         special_tokens: text of the special tokens that templates refer to, by name (bos_token, eos_token, ...).
         special_ids: ids whose text is never shown.
+        added_ids: other ids that stand for a text of their own, whatever the vocabulary makes of its letters.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Tokenizer:
         added = self._parsing.get_added_tokens_decoder()
         special = {i for i, token in added.items() if token.special}
         self.special_ids = frozenset(special.union(i for i, as_ in self._repeated.items() if as_ in special))
+        self.added_ids = frozenset(added.keys() - special)
         self._control_ids = self.special_ids - {_unknown_id(self._parsing, content.get("model") or {})}
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[int, str | None] = {}
@@ -113,31 +115,32 @@ class Tokenizer:
         mask = encoding.special_tokens_mask
         around = [token_id for token_id, is_added in zip(encoding.ids, mask, strict=True) if is_added]
         num_before = mask.index(0)
-        return [*around[:num_before], *self._spell_out(text), *around[num_before:]]
+        return [*around[:num_before], *self.spell_out(text), *around[num_before:]]
 
     @cached_property
     def _num_around(self) -> tuple[int, int]:
         """How many special tokens a text gets around it, without and with `add_special`."""
         return 0, _count(self._plain.encode("", add_special_tokens=True).ids, self._control_ids)
 
-    def _spell_out(self, text: str) -> list[int]:
-        """Token ids of a text, none of them of a special token.
+    def spell_out(self, text: str, others: frozenset[int] = frozenset()) -> list[int]:
+        """Token ids of a text, none of them of a special token or one of `others`.
 
         A vocabulary that has the special tokens among its pieces (Unigram, BPE with `ignore_merges`) finds them in
         a text even where nobody looks for them. The text is cut within each one, and its pieces are encoded alone.
         Some tokenizers put a space before every text, and then before such a piece, too.
         """
+        without = self._control_ids | others
         encoding = self._plain.encode(text, add_special_tokens=False)
         found = [
             offsets
             for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)
-            if token_id in self._control_ids
+            if token_id in without
         ]
         cuts = [start + 1 for start, end in found if end - start > 1]
-        if not cuts:  # a special token of one character has no other spelling, and is left out
-            return [token_id for token_id in encoding.ids if token_id not in self._control_ids]
+        if not cuts:  # a token of one character has no other spelling, and is left out
+            return [token_id for token_id in encoding.ids if token_id not in without]
         pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
-        return [token_id for piece in pieces for token_id in self._spell_out(piece)]
+        return [token_id for piece in pieces for token_id in self.spell_out(piece, others)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         if self._repeated:

@@ -16,11 +16,11 @@ from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import MAX_TEXT_BYTES
 from gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
-from gateway.wire.prompts import Tokenizer
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import MaxTokens, Room, sampling_params
 from gateway.wire.schemas import Sampled
 from gateway.wire.streams import LOGPROB_BYTES
+from gateway.wire.tokenizer import Tokenizer
 from priority.lanes import Lane, Tenant
 
 REQUEST_BYTES, _BAD_WORD_BYTES = 1024, 4096

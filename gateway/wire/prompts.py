@@ -1,17 +1,19 @@
 """From messages or text to token ids.
 
-Templates are rendered the way transformers renders them. What users wrote can never become a special token: where their
-text spells one, that spot is marked before rendering and tokenised as plain text. Text that spells none is left as it
-is, so that its tokens are those of the reference, whatever the template does with it.
+Templates are rendered the way transformers renders them. What users wrote can never become a special token, nor another
+one that the template writes to mark turns, calls or results: where their text spells one, that spot is marked before
+rendering and tokenised as plain text. Text that spells none is left as it is, so that its tokens are those of the
+reference, whatever the template does with it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -22,6 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.http.errors import invalid
 from gateway.wire.histories import shapes
+from gateway.wire.reading import Formats
+from gateway.wire.tokenizer import Tokenizer
 
 # A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
 _MARK, _REPLACEMENT = "\ufdd0", "\ufffd"
@@ -29,7 +33,10 @@ _SLOT = "\ufdd1"
 """Another one, for the place of a text that is rendered once for all that can stand there."""
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
-
+_OF_ROLE = re.compile(
+    r"[^\w\s]+(system|developer|user|assistant|model|tool|ipython|observation)[^\w\s]+", re.IGNORECASE
+)
+"""A mark that templates put together of brackets and a message's role."""
 
 _FIM = (
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
@@ -37,23 +44,6 @@ _FIM = (
     ("<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>"),
 )
 """What stands before the text, before the middle and before what follows it, as families of models name it."""
-
-
-class Tokenizer(Protocol):
-    """The part of `engine.planning.tokenizer.Tokenizer` that the gateway needs."""
-
-    chat_template: str | None
-    special_tokens: dict[str, str]
-    special_ids: frozenset[int]
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class Prompts:
@@ -69,7 +59,12 @@ class Prompts:
         self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source or ""))
         """What the template reads, messages and tools included."""
         self._reserved = {*_OWN_VARIABLES, *environment.globals, *tokenizer.special_tokens}
-        self._special = _any_of(_special_texts(tokenizer))
+        special, added = (_texts(tokenizer, ids) for ids in (tokenizer.special_ids, tokenizer.added_ids))
+        marks = {text: i for text, i in added.items() if text in (source or "") or _OF_ROLE.fullmatch(text)}
+        self._mark_ids = frozenset(marks.values())
+        self._marks = _any_of([*special, *marks])
+        said = Formats(tokenizer).markers
+        self._marks_never_said = _any_of([*special, *(text for text in marks if text not in said)])
         self._fim = next((found for names in _FIM if (found := _tokens_named(tokenizer, names))), None)
 
     def chat(
@@ -177,9 +172,17 @@ class Prompts:
         for shape in self._shapes:
             messages = list(shape(messages))
         return [
-            {key: value if key == "role" else self._mark(value) for key, value in message.items()}
+            {
+                key: value if key == "role" else self._mark(value, self._marks_in(message, key))
+                for key, value in message.items()
+            }
             for message in messages
         ]
+
+    def _marks_in(self, message: Mapping[str, Any], key: str) -> re.Pattern[str]:
+        """The marks to look for in a field: those of reasoning and calls are the model's own, in what it said."""
+        is_said = message["role"] == "assistant" and key == "content"
+        return self._marks_never_said if is_said else self._marks
 
     def _with_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]
@@ -192,17 +195,18 @@ class Prompts:
         text = _to_json([tool["function"] for tool in tools])
         return [{**first, "tools": text}, *messages[has_system:]]
 
-    def _mark(self, value: Any) -> Any:
-        """Sets marks around and between the characters of every special token that a text of the value spells.
+    def _mark(self, value: Any, marks: re.Pattern[str] | None = None) -> Any:
+        """Sets marks around and between the characters of every mark of the template that a text of the value spells.
 
         Between them, too: a template that cuts the text would otherwise leave the token behind without its marks.
         """
+        marks = marks or self._marks
         if isinstance(value, str):
-            return self._special.sub(_with_marks, value.replace(_MARK, _REPLACEMENT))
+            return _marked(value.replace(_MARK, _REPLACEMENT), marks)
         if isinstance(value, dict):
-            return {self._mark(name): self._mark(item) for name, item in value.items()}
+            return {self._mark(name): self._mark(item, marks) for name, item in value.items()}
         if isinstance(value, list):
-            return [self._mark(item) for item in value]
+            return [self._mark(item, marks) for item in value]
         return value
 
     def _encode_rendered(self, text: str) -> list[int]:
@@ -211,7 +215,7 @@ class Prompts:
         token_ids: list[int] = []
         for i, piece in enumerate(_MARKED.split(text)):
             if i % 2 == 1:
-                token_ids += self.tokenizer.encode(piece.replace(_MARK, ""))
+                token_ids += self.tokenizer.spell_out(piece.replace(_MARK, ""), self._mark_ids)
                 continue
             # A mark can be left alone where the template cut; it still keeps its two sides apart.
             for part in filter(None, piece.split(_MARK)):
@@ -253,12 +257,24 @@ def _with_marks(found: re.Match[str]) -> str:
     return _MARK + "".join(character + _MARK for character in found[0])
 
 
-def _special_texts(tokenizer: Tokenizer) -> list[str]:
-    texts = [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in tokenizer.special_ids]
-    return [text for text in texts if text]
+def _marked(text: str, marks: re.Pattern[str]) -> str:
+    """Sets marks in every spot that spells one of these; in the whole text, if it does so once it is normalized.
+
+    Tokenizers that normalize a text find a token in letters of other widths, too.
+    """
+    text = marks.sub(_with_marks, text)
+    if unicodedata.is_normalized("NFKC", text) or not marks.search(unicodedata.normalize("NFKC", text)):
+        return text
+    return _MARK + "".join(character + _MARK for character in text.replace(_MARK, ""))
 
 
-def _any_of(texts: list[str]) -> re.Pattern[str]:
+def _texts(tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[str, int]:
+    """The ids of these tokens by their texts."""
+    texts = {tokenizer.token_bytes(i).decode(errors="replace"): i for i in token_ids}
+    return {text: i for text, i in texts.items() if text}
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from engine.planning.grammar import Grammar, GrammarKind
 from gateway.http.errors import invalid
 from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, ReplyParser, TextDelta
-from gateway.wire.prompts import Tokenizer
+from gateway.wire.tokenizer import Tokenizer
 from gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Format, Style
 from gateway.wire.tools.gemma import Gemma
 from gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
@@ -148,6 +148,11 @@ class Formats:
             for name, format in REASONING_FORMATS.items()
         }
         self.reasoning = _chosen(reasoning, template, ends)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers that replies may have in them."""
+        return Reading(tools=self.tools, reasoning=self.reasoning).markers
 
     def reading(self, prompt: Sequence[int], use: ToolUse, *, shows_reasoning: bool = True) -> Reading:
         """Returns how the replies to a prompt are read.

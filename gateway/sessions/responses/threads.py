@@ -15,7 +15,8 @@ import orjson
 from typing_extensions import TypedDict
 
 from gateway.store.packing import Tokens
-from gateway.wire.prompts import Prompts, Tokenizer
+from gateway.wire.prompts import Prompts
+from gateway.wire.tokenizer import Tokenizer
 
 
 class Message(TypedDict):
