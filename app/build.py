@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
@@ -17,24 +17,22 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateSyntaxError
 from starlette.types import ASGIApp
 
-from app.checkpoint import created, find_checkpoint, find_draft, fingerprint, model_name, num_bytes
+from app.checkpoint import created, find_draft, fingerprint, model_name, num_bytes
 from app.errors import OperatorError
 from app.keys import KeyFile, weights_of
 from app.log import Progress, log, progress
+from app.model import Model, read_model
 from app.settings import EngineSettings, FrontSettings, Settings
 from app.store import make_store
 from engine.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.cores import num_nodes, stay_on_node
 from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
-from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
+from engine.model.checkpoint import read_config, read_tokenizer
 from engine.model.drafts import DraftSource, check_draft, shared_tokens
 from engine.model.eagle import check_eagle, is_eagle, read_eagle
-from engine.model.split import check_split
-from engine.planning.embedding import Embedding, read_embedding
 from engine.planning.grammars import Grammars
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
@@ -44,7 +42,6 @@ from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.http.hosts import LOOPBACK_HOSTS
 from gateway.service import Service, ServiceOptions
-from gateway.wire.sampling import SamplingDefaults
 from priority.lanes import Lane
 from priority.queue import LaneQueue
 from priority.steptime import StepTimeModel
@@ -65,14 +62,9 @@ class Core:
 
     engine: Engine
     queue: LaneQueue
-    tokenizer: Tokenizer
     sink: TextSink
     grammars: Grammars
-    config: ModelConfig
-    defaults: SamplingDefaults
-    embedding: Embedding
-    folder: Path
-    """Where the checkpoint lies."""
+    model: Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +144,18 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     clients = keys.read() if keys else {}
     outbox, lanes = Outbox(), settings.lanes
     core = build_core(settings, outbox.deliver, outbox.announce, weights_of(clients.values()))
-    folder = core.folder
+    read = core.model
+    folder = read.folder
     model = model_name(settings.model, settings.served_model_name)
     service_options = ServiceOptions(
         models=(model,),
         created=created(folder),
         num_bytes=num_bytes(folder),
         block_size=load_options(settings).block_size,
-        vocab_size=core.config.vocab_size,
-        eos_token_ids=core.config.eos_token_ids,
-        embedding=core.embedding,
-        defaults=core.defaults,
+        vocab_size=read.config.vocab_size,
+        eos_token_ids=read.config.eos_token_ids,
+        embedding=read.embedding,
+        defaults=read.defaults,
         clients=clients,
         promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},
         cors_origins=settings.cors_origins,
@@ -181,19 +174,16 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     )
     store = make_store(settings.redis_url, f"{model}:{fingerprint(folder)}", replica)
     traces = _make_traces(settings.otlp_endpoint, model, replica)
-    try:
-        service = Service(
-            core.engine,
-            core.queue,
-            core.tokenizer,
-            service_options,
-            sink=core.sink,
-            store=store,
-            grammars=core.grammars,
-            traces=traces,
-        )
-    except TemplateSyntaxError as error:
-        raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
+    service = Service(
+        core.engine,
+        core.queue,
+        read.prompts,
+        service_options,
+        sink=core.sink,
+        store=store,
+        grammars=core.grammars,
+        traces=traces,
+    )
     return Parts(create_app(service, PAGE), service, core.queue, core.engine, outbox, keys, traces, folder)
 
 
@@ -215,13 +205,8 @@ def build_core(
     Raises:
         OperatorError: a path or a checkpoint is wrong.
     """
-    folder = find_checkpoint(settings.model, settings.revision)
-    try:
-        config, tokenizer = read_config(folder), read_tokenizer(folder)
-        check_split(folder, config, settings.tensor_parallel, settings.expert_parallel)
-        defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
-    except CheckpointError as error:
-        raise OperatorError(str(error)) from None
+    read = read_model(settings)
+    folder, config, tokenizer = read.folder, read.config, read.tokenizer
     if not config.eos_token_ids:
         log.warning(
             "%s names no end of a text (eos_token_id in config.json or generation_config.json, eos_token in "
@@ -231,8 +216,8 @@ def build_core(
         )
     options = load_options(settings)
     draft = _find_draft(settings, config, tokenizer)
-    model = StepTimeModel(chosen_share=config.spec.chosen_share)
-    queue = LaneQueue(threading.Lock(), settings.lanes, weights=weights, model=model)
+    step_times = StepTimeModel(chosen_share=config.spec.chosen_share)
+    queue = LaneQueue(threading.Lock(), settings.lanes, weights=weights, model=step_times)
     sink = TextSink(tokenizer, config.eos_token_ids)
     grammars = Grammars(tokenizer, config.eos_token_ids)
     engine = Engine(
@@ -245,7 +230,7 @@ def build_core(
         on_state=announce,
         grammars=grammars,
     )
-    return Core(engine, queue, tokenizer, sink, grammars, config, defaults, embedding, folder)
+    return Core(engine, queue, sink, grammars, read)
 
 
 def identity(model: str, folder: Path) -> str:
@@ -331,13 +316,6 @@ def _limits(settings: EngineSettings, config: ModelConfig) -> SchedulerLimits:
         max_model_len=settings.max_model_len or config.max_position,
         kv_shares=tuple(settings.lanes[lane].kv_share for lane in Lane),
     )
-
-
-def _sampling_defaults(folder: Path) -> SamplingDefaults:
-    """The checkpoint's own recommendation; what it leaves open is as OpenAI has it."""
-    recommended = asdict(read_generation_defaults(folder))
-    known = {field.name for field in fields(SamplingDefaults)}
-    return SamplingDefaults(**{k: v for k, v in recommended.items() if k in known and v is not None})
 
 
 def _make_traces(endpoint: str | None, model: str, replica: str) -> Traces | None:

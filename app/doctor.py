@@ -191,20 +191,23 @@ def check_model(settings: Settings) -> Check:
 
 
 def check_types(settings: EngineSettings) -> Iterator[Check]:
-    """Says what a model on this machine takes with --dtype, --quantize and --kv-dtype, if they can be served."""
+    """Says what a model on this machine takes with --dtype, --quantize and --kv-dtype, or why it is not served."""
     if settings.model is not None and is_hub_id(settings.model):
         return
     try:
-        folder = find_checkpoint(settings.model, settings.revision)
+        find_checkpoint(settings.model, settings.revision)
         from app.build import load_options
         from app.estimate import estimate
+        from app.model import read_model
         from engine.errors import CheckpointError
-        from engine.model.checkpoint import read_config
+        from engine.execution.loader import check_checkpoint
     except (OperatorError, ImportError, OSError):  # the checks of the model and of torch say it
         return
     try:
-        sizes = estimate(read_config(folder), load_options(settings))
-    except CheckpointError as error:
+        model, options = read_model(settings), load_options(settings)
+        check_checkpoint(model.folder, options)
+        sizes = estimate(model.config, options)
+    except (OperatorError, CheckpointError) as error:
         yield Check(Level.FAIL, "types", str(error))
         return
     text = (

@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import TemplateSyntaxError
-
 from app.build import allowed_hosts, identity
 from app.checkpoint import find_checkpoint, model_name
 from app.errors import OperatorError
@@ -19,6 +17,7 @@ from app.keys import KeyFile
 from app.listen import bind, check_exposure, is_loopback, url
 from app.log import configure_log, log
 from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
+from app.model import make_prompts
 from app.settings import FrontSettings
 from cluster.members import Members, parse_address
 from cluster.switch import Switch, SwitchOptions
@@ -28,7 +27,6 @@ from engine.errors import CheckpointError
 from engine.model.checkpoint import read_tokenizer
 from engine.planning.embedding import read_embedding
 from gateway.http.background import meanwhile
-from gateway.wire.prompts import Prompts
 from priority.routing.router import Router
 
 _LOOK_AGAIN_S = 0.25
@@ -127,11 +125,9 @@ def make_switch(
         )
     folder = find_checkpoint(settings.model, settings.revision)
     try:
-        prompts, pooling = Prompts(read_tokenizer(folder)), read_embedding(folder, 0).pooling
+        prompts, pooling = make_prompts(folder, read_tokenizer(folder)), read_embedding(folder, 0).pooling
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
-    except TemplateSyntaxError as error:
-        raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
     options = SwitchOptions(
         secret=settings.cluster_secret,
         identity=identity(model_name(settings.model, settings.served_model_name), folder),

@@ -34,7 +34,7 @@ from gateway.sessions.recordings.registry import Recordings
 from gateway.store.interface import Store
 from gateway.watch import StepWatch, Watches
 from gateway.wire.compiling import Compiling
-from gateway.wire.prompts import Prompts, Tokenizer
+from gateway.wire.prompts import Prompts
 from gateway.wire.reading import AUTO, Formats
 from gateway.wire.sampling import SamplingDefaults
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
@@ -100,7 +100,7 @@ class Service:
         self,
         engine: Engine,
         queue: LaneQueue,
-        tokenizer: Tokenizer,
+        prompts: Prompts,
         options: ServiceOptions,
         *,
         sink: Replayer,
@@ -112,11 +112,11 @@ class Service:
         """`sink`, `grammars` and `clock` must be the engine's, and `clock` that of `traces`."""
         self._engine = engine
         self._queue = queue
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = prompts.tokenizer
         self.compiling = Compiling(grammars)
         self.options = options
         self.clock = clock
-        self.prompts = Prompts(tokenizer)
+        self.prompts = prompts
         self.formats = Formats(tokenizer, options.tool_parser, options.reasoning_parser)
         self.access = Access(options.clients)
         self.metrics = Metrics()

@@ -1,10 +1,11 @@
-"""How much arithmetic a token is, from a checkpoint's config."""
+"""How much arithmetic a token is, from what a model computes."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
+
+from engine.config import ModelConfig
+from engine.spec import Experts, Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,24 @@ class Arithmetic:
         return self.body + self.head
 
 
-def read_arithmetic(model: Path) -> Arithmetic:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    mlp = 3 * hidden * config["intermediate_size"]
+def arithmetic_of(config: ModelConfig) -> Arithmetic:
+    """Experts count as often as a token chooses one; what a state does beside its linear maps counts as nothing."""
+    caching = (attention for attention in config.attentions if attention.shares is None)
     return Arithmetic(
-        body=2 * config["num_hidden_layers"] * (attention + mlp),
-        head=2 * hidden * config["vocab_size"],
-        vocabulary=config["vocab_size"],
-        kv=2 * config["num_hidden_layers"] * kv_heads * head_dim,
+        body=2 * sum(map(_multiply_adds, config.layers)),
+        head=2 * config.hidden_size * config.vocab_size,
+        vocabulary=config.vocab_size,
+        kv=sum(2 * attention.kv_size for attention in caching),
     )
+
+
+def _multiply_adds(layer: Layer) -> int:
+    maps, part = layer.maps(), layer.feed_forward
+    if isinstance(part, Experts):
+        chosen = part.own[: part.router.top_k]
+        maps = {
+            field: own
+            for field, own in maps.items()
+            if not field.startswith("experts.") or int(field.split(".")[1]) in chosen
+        }
+    return sum(rows.count * own.in_features for own in maps.values() for rows in own.rows)

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_workloads,
         action="extend",
         metavar="NAME,NAME",
-        help=f"fixed workloads of 135 M, of {','.join(WORKLOADS)}, or all; no other part",
+        help=f"fixed workloads, of {','.join(WORKLOADS)}, or all; no other part",
     )
     parser.add_argument(
         "--url",
@@ -67,9 +67,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which models are measured, in which types, and how long."""
     parser.add_argument(
         "--model",
-        metavar="DIR",
+        metavar="MODEL",
         action="append",
-        help="checkpoint to measure, more than once if wanted; without it, the demo model and a random 135 M Llama",
+        help="what to measure, as of `penstock serve`; more than once if wanted, but for --workload, --drafts and "
+        "--cost; without it, the demo model and a random 135 M Llama, which is the one for these three",
     )
     parser.add_argument(
         "--streams",
@@ -103,6 +104,8 @@ def run(options: argparse.Namespace) -> int:
         raise OperatorError(
             "--drafts starts servers of its own, and no other part goes with it but --workload"
         )
+    if len(options.model or ()) > 1 and (options.workload or options.drafts or options.cost):
+        raise OperatorError("--workload, --drafts and --cost are of one model; give one --model")
     is_whole = options.workload or options.ladder or options.drafts
     if options.plot is not None and not options.ladder:
         raise OperatorError("--plot goes with --ladder")

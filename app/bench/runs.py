@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import platform
 import re
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.bench.arithmetic import Arithmetic, read_arithmetic
+from app.bench.arithmetic import Arithmetic, arithmetic_of
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Job
@@ -30,13 +29,16 @@ from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import Figures, number, percentile, rate_until, summarise
 from app.bench.workloads import WORKLOADS, Workload
-from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
+from app.checkpoint import DEMO_DRAFT, DEMO_MODEL, asked_for, find_checkpoint
 from app.errors import OperatorError
 from engine.cores import num_cores
+from engine.errors import CheckpointError
+from engine.model.checkpoint import read_config, read_tokenizer
 from priority.lanes import DEFAULT_POLICIES, Lane
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
 PREFIX_TOKENS = 512
+_WORD = re.compile(rb" ?[A-Za-z]{2,}")
 _WARM_UP = Workload(name="", streams=4, prompt_tokens=100, output_tokens=40)
 
 Row = dict[str, Any]
@@ -62,27 +64,30 @@ def run_parts(options: argparse.Namespace) -> Row:
     results: Row = {"machine": machine(), "generate": [], "http": [], "prefix": []}
     for subject in map(read_subject, model_paths(options)):
         if "generate" in options.only:
-            results["generate"].append(generate(subject, options.quick))
+            try:
+                results["generate"].append(generate(subject, options.quick))
+            except OperatorError as error:
+                say(f"{subject.name}: transformers' generate is left out: {error}")
         for dtype in options.dtype:
             if {"http", "prefix"} & set(options.only):
                 _serve_and_measure(subject, dtype, options, results)
     if "promise" in options.only:
-        results["promise"] = _promise(options.quick)
+        results["promise"] = _promise(options)
     print_report(results)
     return results
 
 
-def _promise(quick: bool) -> Row:
-    subject = read_subject(ensure_checkpoint(LLAMA_135M))
-    with start_server(subject, "auto") as server:
+def _promise(options: argparse.Namespace) -> Row:
+    subject = _one_subject(options)
+    with start_server(subject, options.dtype[0], type_arguments(options)) as server:
         say(f"{subject.name}: promises, alone, beside batch work, overloaded, and simulated")
-        seconds = SECONDS / 4 if quick else SECONDS
+        seconds = SECONDS / 4 if options.quick else SECONDS
         return PromiseBench(server, run_module, subject.token_ids, seconds).measure()
 
 
 def run_workloads(options: argparse.Namespace) -> Row:
-    """The fixed workloads on the 135 M shape, each dtype on a server of its own, or on one that runs already."""
-    subject = read_subject(ensure_checkpoint(LLAMA_135M))
+    """The fixed workloads, each dtype on a server of its own, or on one that runs already."""
+    subject = _one_subject(options)
     other = None if options.url is None else OtherServer.at(options.url)
     if other is not None:
         subject = replace(subject, served_as=other.model)
@@ -134,8 +139,8 @@ def run_ladder(options: argparse.Namespace) -> Row:
 
 
 def run_drafts(options: argparse.Namespace) -> Row:
-    """Workloads with drafts and without, in turns; the first model that is given, or the 135 M shape."""
-    subject = read_subject(model_paths(options)[0] if options.model else ensure_checkpoint(LLAMA_135M))
+    """Workloads with drafts and without, in turns."""
+    subject = _one_subject(options)
     dtype, types = options.dtype[0], type_arguments(options)
     workloads = [WORKLOADS[name] for name in options.workload or ("W1", "W2", "W3", "W5")]
     with (
@@ -184,22 +189,28 @@ def say(text: str) -> None:
 
 
 def model_paths(options: argparse.Namespace) -> list[Path]:
+    """Raises OperatorError if there is no such checkpoint."""
     if options.model:
-        demo = DEMO_MODEL.resolve()
-        return [DEMO_MODEL if Path(path).resolve() == demo else Path(path) for path in options.model]
+        found = [find_checkpoint(asked_for(model), None) for model in options.model]
+        return [DEMO_MODEL if path.resolve() == DEMO_MODEL.resolve() else path for path in found]
     say("writing the random 135 M checkpoint, if it is not there yet")
     return [DEMO_MODEL, ensure_checkpoint(LLAMA_135M)]
 
 
+def _one_subject(options: argparse.Namespace) -> Subject:
+    """The model that is given, or the 135 M shape."""
+    return read_subject(model_paths(options)[0] if options.model else ensure_checkpoint(LLAMA_135M))
+
+
 def read_subject(path: Path) -> Subject:
+    """Raises OperatorError if the checkpoint is none that is served."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        vocabulary = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    except OSError as error:
-        raise OperatorError(f"--model {path}: {error.strerror}: {error.filename}") from None
-    words = sorted(i for token, i in vocabulary.items() if re.fullmatch(r"Ġ?[A-Za-z]{2,}", token))
+        config, tokenizer = read_config(path), read_tokenizer(path)
+    except CheckpointError as error:
+        raise OperatorError(f"--model {path}: {error}") from None
+    words = [i for i in range(tokenizer.vocab_size) if _WORD.fullmatch(tokenizer.token_bytes(i))]
     name = "demo" if path == DEMO_MODEL else path.name
-    return Subject(path, name, read_arithmetic(path), config["max_position_embeddings"], words)
+    return Subject(path, name, arithmetic_of(config), config.max_position, words)
 
 
 def machine() -> Row:

@@ -17,7 +17,6 @@ from dataclasses import replace
 from itertools import count
 from typing import Self
 
-from jinja2 import TemplateSyntaxError
 from typing_extensions import Unpack
 
 from app.build import build_core
@@ -75,15 +74,13 @@ class LLM:
             self._requests = Requests(core)
         except OperatorError as error:
             raise ValueError(str(error)) from None
-        except TemplateSyntaxError as error:
-            raise ValueError(f"{core.folder}: the chat template is broken: {error}") from None
         self._core, self._engine, self._queue = core, core.engine, core.queue
         core.engine.start()
         # Also when it is forgotten, and at the program's end: a thread inside torch does not survive the interpreter.
         self._stop = weakref.finalize(self, core.engine.stop, _STOP_S)
         deliveries.settled.wait()
         if core.engine.failure is not None:
-            raise RuntimeError(describe_failure(core.engine.failure, core.folder))
+            raise RuntimeError(describe_failure(core.engine.failure, core.model.folder))
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +133,7 @@ class LLM:
         Args:
             dimensions: numbers of each; None is all of them.
         """
-        embedding = self._core.embedding
+        embedding = self._core.model.embedding
         if dimensions is not None and not 1 <= dimensions <= (embedding.size or dimensions):
             raise ValueError(f"'dimensions' must be 1 to {embedding.size} for this model.")
         requests = self._requests.of_texts(texts)
@@ -167,7 +164,7 @@ class LLM:
                 answer.choices[output.index].add(self._piece(number, output))
                 if (found := output.prompt_logprobs) is not None:
                     prompt = answer.prompt_token_ids[1:]
-                    answer.prompt_logprobs = named(prompt, found, self._core.tokenizer)
+                    answer.prompt_logprobs = named(prompt, found, self._core.model.tokenizer)
                 if output.timings is not None:
                     answer.num_cached_tokens = max(answer.num_cached_tokens, output.timings.num_cached_tokens)
                     choices_left[number] -= 1
@@ -181,7 +178,7 @@ class LLM:
         return counter if (self._progress if progress is None else progress) else silent
 
     def _piece(self, number: int, output: Output) -> Piece:
-        return piece_of(number, output, self._core.tokenizer)
+        return piece_of(number, output, self._core.model.tokenizer)
 
     @contextlib.contextmanager
     def _asked(self, requests: Iterable[Request], tell: Callable[[], None] = _nobody) -> Iterator[Call]:

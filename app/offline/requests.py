@@ -20,7 +20,7 @@ from gateway.http.limits import Limits
 from gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from gateway.wire.conversation import as_dict
 from gateway.wire.embeddings import EmbeddingsBody
-from gateway.wire.prompts import Prompts, check_token_ids
+from gateway.wire.prompts import check_token_ids
 from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
 from gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
 from gateway.wire.strict import read
@@ -88,13 +88,9 @@ class Requests:
     """
 
     def __init__(self, core: Core) -> None:
-        """
-        Raises:
-            TemplateSyntaxError: the checkpoint's chat template is broken.
-        """
         self._core = core
-        self._prompts = Prompts(core.tokenizer)
-        self._vocab_size = min(core.config.vocab_size, core.tokenizer.vocab_size)
+        self._prompts = core.model.prompts
+        self._vocab_size = min(core.model.config.vocab_size, core.model.tokenizer.vocab_size)
 
     def of_prompts(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling) -> list[Request]:
         return _each(self._of_prompt, _listed(prompts), _checked(sampling))
@@ -130,7 +126,7 @@ class Requests:
         token_ids = self._token_ids(body.input, "input")
         self._check_room(token_ids, "input", MaxTokens("max_tokens", 0))
         nothing = SamplingParams(temperature=0.0, max_tokens=0)
-        return _request(token_ids, nothing, body.service_tier, pooling=self._core.embedding.pooling)
+        return _request(token_ids, nothing, body.service_tier, pooling=self._core.model.embedding.pooling)
 
     def _of_conversation(self, messages: object, values: Mapping[str, Any]) -> Request:
         body = read(ChatBody, {**values, "messages": messages}, _LIMITS)
@@ -149,9 +145,9 @@ class Requests:
         num_logprobs: int | None,
     ) -> Request:
         """`name` is what its prompt is called."""
-        tokenizer, stats = self._core.tokenizer, self._core.engine.stats()
+        tokenizer, stats = self._core.model.tokenizer, self._core.engine.stats()
         check_beams(body, min(_LIMITS.max_beams, stats.max_num_seqs))
-        beams = beams_of(body, self._core.config.eos_token_ids)
+        beams = beams_of(body, self._core.model.config.eos_token_ids)
         max_tokens = self._check_room(token_ids, name, asked)
         if beams is not None:
             width = body.num_generated
@@ -159,7 +155,7 @@ class Requests:
             max_tokens = min(max_tokens, most)
         sampling = sampling_params(
             body,
-            self._core.defaults if beams is None else NEUTRAL,
+            self._core.model.defaults if beams is None else NEUTRAL,
             max_tokens=max_tokens,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,

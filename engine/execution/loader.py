@@ -128,6 +128,11 @@ def load_model(
     return model if companion is None else companion.attach(model, weights)
 
 
+def check_checkpoint(folder: Path, options: LoadOptions) -> None:
+    """Raises the CheckpointError with which `load_model` would refuse a checkpoint before it reads any weights."""
+    _open(folder, options, None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """A checkpoint that can be served, as one rank does it."""

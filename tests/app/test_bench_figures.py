@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from app.bench.arithmetic import Arithmetic, read_arithmetic
+from app.bench.arithmetic import Arithmetic, arithmetic_of
 from app.bench.checkpoint import (
     HALF_B,
     LLAMA_135M,
@@ -30,8 +30,11 @@ from app.bench.checkpoint import (
 from app.bench.reader import Answer
 from app.bench.statistics import number, percent, percentile, rate_until, summarise, table
 from app.bench.workloads import WORKLOADS, Interactive, Workload
+from engine.model.parse import read_config
+from engine.spec import Experts
 from lab.bench.planning import measure_planning
 from lab.bench.routing import measure_routing
+from tests.engine.families import SPARSE, TINY
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 100))
@@ -148,10 +151,31 @@ def test_the_shapes_are_those_of_the_published_figures() -> None:
 def test_the_arithmetic_of_a_token(tmp_path: Path, left_out: list[str], body: int, kv: int) -> None:
     config = {name: value for name, value in CONFIG.items() if name not in left_out}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arithmetic = read_arithmetic(tmp_path)
+    arithmetic = arithmetic_of(read_config(tmp_path))
     assert arithmetic == Arithmetic(body=body, head=18_874_368, vocabulary=16_384, kv=kv)
     assert arithmetic.per_output_token == body + 18_874_368
     assert arithmetic.total(2, 1) == 3 * body + 18_874_368
+
+
+def test_a_token_goes_through_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    config = read_config(SPARSE["Qwen 3 MoE"].make(tmp_path))
+    expected = 0
+    for layer in config.layers:
+        part, hidden = layer.feed_forward, config.hidden_size
+        expected += hidden * (2 * config.q_size + 2 * config.kv_size)
+        if isinstance(part, Experts):
+            assert part.router.top_k < part.router.num_experts
+            expected += hidden * (part.router.num_experts + part.router.top_k * 3 * part.inner_size)
+        elif part is not None:
+            expected += 3 * hidden * part.inner_size
+    assert arithmetic_of(config).body == 2 * expected
+
+
+def test_layers_that_share_keys_and_values_leave_none_of_their_own(tmp_path: Path) -> None:
+    config = read_config(TINY["Gemma 4 E"].make(tmp_path))
+    own = [attention for attention in config.attentions if attention.shares is None]
+    assert 0 < len(own) < len(config.attentions)
+    assert arithmetic_of(config).kv == sum(2 * attention.kv_size for attention in own)
 
 
 def test_the_workloads_are_those_of_the_published_figures() -> None:

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from app import cli
+from app import checkpoint, cli
 from app.build import system_fingerprint
 from app.checkpoint import (
     DEMO_DRAFT,
@@ -292,31 +292,50 @@ def test_the_demo_model_has_a_draft_and_others_have_what_is_named(here: Path) ->
         find_draft(str(head), None, None)
 
 
-def test_the_fingerprint_is_that_of_config_tokenizer_and_the_sizes_of_weights(tmp_path: Path) -> None:
+def test_the_fingerprint_is_that_of_config_tokenizer_and_weights(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "tiny")
     (folder / "other.txt").write_text("")
     found = [fingerprint(folder)]
     assert len(found[0]) == 8
-    (folder / "model.safetensors").write_text("[]")
     (folder / "other.txt").write_text("changed")
     assert fingerprint(folder) == found[0]
-    for name, text in (("config.json", "[]"), ("tokenizer.json", "[]"), ("model.safetensors", "[ ]")):
+    others = ("model.safetensors", "[ ]"), ("model.safetensors", "{ }")
+    for name, text in (("config.json", "[]"), ("tokenizer.json", "[]"), *others):
         (folder / name).write_text(text)
         found.append(fingerprint(folder))
-    assert len(set(found)) == 4
+    assert len(set(found)) == 5
     os.utime(folder / "config.json", (7, 7))
     os.utime(folder, (8, 8))
     assert created(folder) == 7
 
 
-def test_the_fingerprint_of_a_gguf_file_is_that_of_its_header(tmp_path: Path) -> None:
+def test_a_fingerprint_reads_pieces_of_large_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_SAMPLED_BYTES", 1 << 16)
+    folder, weights = make_checkpoint(tmp_path / "tiny"), bytearray(1 << 20)
+    read, pread, found = list[int](), os.pread, set[str]()
+
+    def counted(descriptor: int, size: int, start: int) -> bytes:
+        read.append(size)
+        return pread(descriptor, size, start)
+
+    monkeypatch.setattr(os, "pread", counted)
+    for changed in (slice(1 << 20), slice(1 << 19, 3 << 18), slice(3 << 18, 1 << 20)):
+        weights[changed] = b"1" * len(weights[changed])
+        (folder / "model.safetensors").write_bytes(weights)
+        found.add(fingerprint(folder))
+        weights[changed] = b"2" * len(weights[changed])
+    assert len(found) == 3
+    assert sum(read) // 3 <= 1 << 16
+
+
+def test_the_fingerprint_of_a_gguf_file_is_that_of_its_header_and_weights(tmp_path: Path) -> None:
     folder = checkpoints.make_checkpoint("llama", tmp_path / "tiny")
     path = write_gguf(folder, tmp_path / "tiny.gguf", same("F16"))
     found, data = fingerprint(path), path.read_bytes()
     os.utime(path, (7, 7))
     assert created(path) == 7
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert fingerprint(path) == found
+    assert fingerprint(path) != found
     path.write_bytes(data.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.mOdel", 1))
     assert fingerprint(path) != found
 

@@ -108,7 +108,7 @@ def test_there_are_at_most_as_many_beams_as_sequences_run(
 
 
 def test_special_tokens_are_shown_where_they_are_not_skipped(requests: Requests) -> None:
-    special = requests._core.tokenizer.special_ids
+    special = requests._core.model.tokenizer.special_ids
     assert special
     for skip, shown in ((False, special), (True, frozenset())):
         (request,) = requests.of_prompts([5], {"skip_special_tokens": skip, "bad_words": ["bear"]})
@@ -192,7 +192,7 @@ def test_an_engine_that_ends_is_told_to_whoever_waits() -> None:
 
 
 def test_pieces_are_put_together(requests: Requests) -> None:
-    tokenizer = requests._core.tokenizer
+    tokenizer = requests._core.model.tokenizer
     texts = {token_id: tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in (40, 41, 42)}
     output = Output("a", 1, [40], "x", [TokenLogprobs(-0.5, ((41, -1.0), (42, -2.0)))])
     logprob = TokenLogprob(

@@ -35,6 +35,7 @@ from gateway.http.protocol import GatewayProtocol
 from gateway.service import Service, ServiceOptions
 from gateway.store.interface import Store
 from gateway.store.memory import MemoryStore
+from gateway.wire.prompts import Prompts
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue
 from tests.clock import Clock
@@ -133,7 +134,7 @@ class Gateway:
         self.service = Service(
             self.engine,
             self.queue,
-            tokenizer,
+            Prompts(tokenizer),
             options or ServiceOptions(models=(MODEL,)),
             sink=self.sink,
             store=store or MemoryStore(used),

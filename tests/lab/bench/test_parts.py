@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.arithmetic import read_arithmetic
+from app.bench.arithmetic import arithmetic_of
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from engine.model.parse import read_config
 from lab.bench import parts
 from lab.bench.parts import CASES, Case, NoNativeDecoder, StepParts, make_batch
 from tests.engine.families import STATES
@@ -47,7 +48,7 @@ def test_a_row_adds_up(steps: StepParts) -> None:
 
 @pytest.mark.parametrize("case", [*CASES, CASE], ids=lambda case: case.name)
 def test_the_work_of_the_products_is_that_of_the_model(steps: StepParts, model: Path, case: Case) -> None:
-    arithmetic, work = read_arithmetic(model), steps.work(case)
+    arithmetic, work = arithmetic_of(read_config(model)), steps.work(case)
     tokens, rows = case.sequences * case.queries, case.sequences
     layers, last = LLAMA_TINY.num_layers, arithmetic.body / LLAMA_TINY.num_layers
     products = sum(work[name].flop for name in ("qkv", "o", "gate_up", "down"))

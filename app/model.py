@@ -1,0 +1,64 @@
+"""What is read of a model before it is loaded: the same for a server, for a program and for `penstock doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from jinja2 import TemplateSyntaxError
+
+from app.checkpoint import find_checkpoint
+from app.errors import OperatorError
+from app.settings import EngineSettings
+from engine.config import ModelConfig
+from engine.errors import CheckpointError
+from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
+from engine.model.split import check_split
+from engine.planning.embedding import Embedding, read_embedding
+from engine.planning.tokenizer import Tokenizer
+from gateway.wire.prompts import Prompts
+from gateway.wire.sampling import SamplingDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The small files of a checkpoint."""
+
+    folder: Path
+    """Where the checkpoint lies."""
+    config: ModelConfig
+    tokenizer: Tokenizer
+    prompts: Prompts
+    defaults: SamplingDefaults
+    embedding: Embedding
+
+
+def read_model(settings: EngineSettings) -> Model:
+    """Reads the model that settings ask for, less its weights.
+
+    Raises:
+        OperatorError: a path, an option or a file is wrong.
+    """
+    folder = find_checkpoint(settings.model, settings.revision)
+    try:
+        config, tokenizer = read_config(folder), read_tokenizer(folder)
+        check_split(folder, config, settings.tensor_parallel, settings.expert_parallel)
+        defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
+    except CheckpointError as error:
+        raise OperatorError(str(error)) from None
+    return Model(folder, config, tokenizer, make_prompts(folder, tokenizer), defaults, embedding)
+
+
+def make_prompts(folder: Path, tokenizer: Tokenizer) -> Prompts:
+    """Raises OperatorError if the chat template is broken."""
+    try:
+        return Prompts(tokenizer)
+    except TemplateSyntaxError as error:
+        raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
+
+
+def _sampling_defaults(folder: Path) -> SamplingDefaults:
+    """The checkpoint's own recommendation; what it leaves open is as OpenAI has it."""
+    recommended = asdict(read_generation_defaults(folder))
+    known = {field.name for field in fields(SamplingDefaults)}
+    return SamplingDefaults(**{k: v for k, v in recommended.items() if k in known and v is not None})
