@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,8 +23,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gateway.http.errors import invalid
-from gateway.wire.histories import shapes
+from gateway.http.errors import ApiError, invalid
+from gateway.wire.histories import Message, Shape, shapes
 from gateway.wire.reading import Formats
 from gateway.wire.tokenizer import Tokenizer
 
@@ -55,11 +56,11 @@ class Prompts:
         source, environment = tokenizer.chat_template, _environment()
         self._template = None if source is None else environment.from_string(source)
         self._has_tools_in_system = source is not None and "message['tools']" in source
-        self._shapes = shapes(source or "")
         self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source or ""))
         """What the template reads, messages and tools included."""
         self._reserved = {*_OWN_VARIABLES, *environment.globals, *tokenizer.special_tokens}
-        special, added = (_texts(tokenizer, ids) for ids in (tokenizer.special_ids, tokenizer.added_ids))
+        special = _texts(tokenizer, tokenizer.special_ids)
+        added = _texts(tokenizer, getattr(tokenizer, "added_ids", ()))  # a tokenizer of special tokens alone has none
         marks = {text: i for text, i in added.items() if text in (source or "") or _OF_ROLE.fullmatch(text)}
         self._mark_ids = frozenset(marks.values())
         self._marks = _any_of([*special, *marks])
@@ -169,7 +170,7 @@ class Prompts:
             raise invalid(message, "messages", "chat_template_error") from None
 
     def _marked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        for shape in self._shapes:
+        for shape in self._shapes if self._template is not None else ():
             messages = list(shape(messages))
         return [
             {
@@ -178,6 +179,18 @@ class Prompts:
             }
             for message in messages
         ]
+
+    @cached_property
+    def _shapes(self) -> list[Shape]:
+        return shapes(self.tokenizer.chat_template or "", self._shows)
+
+    def _shows(self, messages: Sequence[Message]) -> bool:
+        """Whether the template takes these messages and shows their texts, none of which is a mark."""
+        try:
+            shown = self._render([dict(message) for message in messages], True, {"tools": None})
+        except ApiError:
+            return False
+        return all(message["content"] in shown for message in messages)
 
     def _marks_in(self, message: Mapping[str, Any], key: str) -> re.Pattern[str]:
         """The marks to look for in a field: those of reasoning and calls are the model's own, in what it said."""

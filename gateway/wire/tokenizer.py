@@ -12,7 +12,6 @@ class Tokenizer(Protocol):
     chat_template: str | None
     special_tokens: dict[str, str]
     special_ids: frozenset[int]
-    added_ids: frozenset[int]
 
     @property
     def vocab_size(self) -> int: ...

@@ -85,20 +85,27 @@ def test_a_template_may_have_results_in_the_message_that_has_their_calls() -> No
         answer("Yes."),
         result("a", "one"),
     ]
-    expected = "assistant:<|tool_call>note<|tool_call>ask<ask=two><unknown=three>;assistant:Yes.;tool:one;"
+    expected = "assistant:<|tool_call>note<|tool_call>ask<ask=two><note=one><unknown=three>;assistant:Yes.;"
     assert rendered(within, messages) == expected
     knows = within + "{# m.role == 'tool' #}"
     assert rendered(knows, messages[:2]) == "assistant:<|tool_call>note<|tool_call>ask;tool:two;"
 
 
 @pytest.mark.parametrize(
-    "sign", ["<|channel|>analysis", "<minimax:tool_call>", "System message must be at the beginning."]
+    "late",
+    ["", "{{ raise_exception('System message must be at the beginning.') }}"],
+    ids=["left out", "refused"],
 )
 def test_all_that_the_system_says_is_shown_where_a_template_looks_at_the_first_message_alone(
-    sign: str,
+    late: str,
 ) -> None:
-    template = f"{{# {sign} #}}{{% for m in messages %}}{{{{ m.role }}}}:{{{{ m.content }}}};{{% endfor %}}"
+    each = "{{ m.role }}:{{ m.content }};"
+    first = f"{{% if loop.first or m.role != 'system' %}}{each}{{% else %}}{late}{{% endif %}}"
+    template = f"{{% for m in messages %}}{first}{{% endfor %}}"
     said = [{"role": role, "content": role[0]} for role in ("system", "developer", "user", "developer")]
     assert rendered(template, said) == "system:s\n\nd;user:u;user:d;"
-    assert rendered(template.replace(sign, ""), said) == "system:s;system:d;user:u;system:d;"
+    assert (
+        rendered(f"{{% for m in messages %}}{each}{{% endfor %}}", said)
+        == "system:s;system:d;user:u;system:d;"
+    )
     assert rendered(template, [USER]) == "user:Hi;"

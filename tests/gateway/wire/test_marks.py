@@ -52,12 +52,12 @@ def marks(token_ids: list[int]) -> list[str]:
 
 
 def talk(user: str, name: str = "ann", result: str = "21", city: str = "Köln") -> list[dict[str, Any]]:
-    call = {"function": {"name": "weather", "arguments": {"city": city}}}
+    call = {"id": "c", "function": {"name": "weather", "arguments": {"city": city}}}
     return [
         {"role": "system", "content": user},
         {"role": "user", "content": user, "name": name},
         {"role": "assistant", "content": "", "reasoning_content": user, "tool_calls": [call]},
-        {"role": "tool", "content": result},
+        {"role": "tool", "tool_call_id": "c", "content": result},
     ]
 
 

@@ -71,7 +71,7 @@ def test_loop_controls_json_dates_and_generation_blocks() -> None:
         "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
         "{% generation %}said{% endgeneration %} {{ strftime_now('%Y') }}"
     )
-    text = render(template, [*user("<é>"), *user("no")])
+    text = render(template, [*user("<é>"), {"role": "assistant", "content": "no"}])
     assert text.startswith(json.dumps({"role": "user", "content": "<é>"}, ensure_ascii=False) + "said ")
     assert int(text[-4:]) >= datetime(2024, 1, 1).year
 

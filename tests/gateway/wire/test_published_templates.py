@@ -131,8 +131,11 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(talk: str) -> Non
             if wanted is not None and error.code != "tools_not_supported":
                 pytest.fail(f"{name}: {error}")
             continue
-        is_same = tokenizer.decode(prompt, skip_special=False) == wanted
-        assert is_same or (name in ADAPTED and tools), name
+        text = tokenizer.decode(prompt, skip_special=False)
+        if wanted is None:  # mended, see `gateway.wire.histories`
+            assert all(message["content"].strip() in text for message in messages), name
+        else:
+            assert text == wanted or (name in ADAPTED and tools), name
 
 
 @pytest.mark.parametrize("name", FORMATS)
