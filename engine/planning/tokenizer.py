@@ -292,13 +292,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def template_of(named: Mapping[str, object]) -> str | None:
-    """Makes one template of those that have names, as transformers chooses: `tool_use` for tools, else `default`."""
-    found = [source for name in ("tool_use", "default") if isinstance(source := named.get(name), str)]
-    if len(found) < 2:
-        return next(iter(found), None)
-    # As chat templates are rendered, the newline behind a block is trimmed, and so is space before one in its line.
-    with_tools, without = ("\n" + source.removesuffix("\n") + "{{ '' }}" for source in found)
-    return f"{{% if tools %}}{with_tools}{{% else %}}{without}{{% endif %}}"
+    """Makes one template of those that have names: `rag` for documents, `tool_use` for tools, else `default`."""
+    kinds = {"rag": "documents", "tool_use": "tools", "default": "true"}
+    found = [(asked, source) for name, asked in kinds.items() if isinstance(source := named.get(name), str)]
+    if not found or found[-1][0] == "documents":  # what is written for documents is for nothing else
+        return None
+    text = found[-1][1]
+    for asked, source in found[-2::-1]:
+        text = f"{{% if {asked} %}}{_block(source)}{{% else %}}{_block(text)}{{% endif %}}"
+    return text
+
+
+def _block(source: str) -> str:
+    """A template within a block, where the newline behind a tag is trimmed, and space before one in its line."""
+    return "\n" + source.removesuffix("\n") + "{{ '' }}"
 
 
 def _template(value: object) -> str | None:

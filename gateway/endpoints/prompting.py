@@ -116,10 +116,17 @@ class Prompting:
         if before:
             self.check_prompt_ids(before, "context")
         use, continues = chat_tools(body), bool(body.continue_final_message)
+        variables = self.variables(body.chat_template_kwargs, body.reasoning_effort)
+        if body.documents:
+            if "documents" not in self._prompts.variables:
+                message = "This model's chat template takes no documents."
+                raise invalid(message, "documents", "unsupported_value")
+            self.check_length(sum(len(str(document)) for document in body.documents), "documents")
+            variables["documents"] = body.documents
         prompt = await self.encode_chat(
             body.messages,
             use,
-            self.variables(body.chat_template_kwargs, body.reasoning_effort),
+            variables,
             add_generation_prompt=body.add_generation_prompt is not False and not continues,
             continues=continues,
         )

@@ -60,7 +60,9 @@ class Prompts:
         """What the template reads, messages and tools included."""
         self._reserved = {*_OWN_VARIABLES, *environment.globals, *tokenizer.special_tokens}
         special = _texts(tokenizer, tokenizer.special_ids)
-        added = _texts(tokenizer, getattr(tokenizer, "added_ids", ()))  # a tokenizer of special tokens alone has none
+        added = _texts(
+            tokenizer, getattr(tokenizer, "added_ids", ())
+        )  # a tokenizer of special tokens alone has none
         marks = {text: i for text, i in added.items() if text in (source or "") or _OF_ROLE.fullmatch(text)}
         self._mark_ids = frozenset(marks.values())
         self._marks = _any_of([*special, *marks])
@@ -159,10 +161,9 @@ class Prompts:
             raise invalid(message, "messages", "no_chat_template")
         try:
             return self._template.render(
-                context,
+                {"documents": None, **context},
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                documents=None,
                 **self.tokenizer.special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:

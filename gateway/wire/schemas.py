@@ -300,6 +300,7 @@ class ChatBody(Chat, Sampled):
     MOST: ClassVar[Mapping[str, str | int]] = {
         **Sampled.MOST,
         **Chat.MOST,
+        "documents": "max_inputs",
         "functions": "max_tools",
         "top_logprobs": "max_top_logprobs",
     }
@@ -311,6 +312,8 @@ class ChatBody(Chat, Sampled):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
+    documents: Many[dict[str, Any]] | None = None
+    """What the chat template shows the model to answer from, in the form that it knows."""
     functions: Many[Function] | None = None
     """An older form of `tools`, with `function_call` for `tool_choice`: at most one of them is called."""
     function_call: Literal["none", "auto"] | NamedFunction | None = None

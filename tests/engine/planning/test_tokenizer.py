@@ -136,7 +136,8 @@ def test_a_template_file_goes_before_the_one_in_the_config(tmp_path: Path) -> No
     [
         ("x", "x"),
         (None, None),
-        ([{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}], "d"),
+        ([{"name": "default", "template": "d"}, {"name": "other", "template": "o"}], "d"),
+        ([{"name": "rag", "template": "r"}], None),
         ([{"name": "tool_use", "template": "t"}], "t"),
         ([{"name": "default"}, "rag", {"name": "tool_use", "template": 3}], None),
     ],
@@ -147,13 +148,13 @@ def test_templates_in_the_config(tmp_path: Path, template: object, found: str | 
 
 NAMED = {
     "default": "\n  <{{ tools }}> \n\n",
-    "rag": "r",
+    "rag": "{% for d in documents %}{{ d }}\n{% endfor %}\n",
     "tool_use": "  {% if tools %}{{ tools[0] }}{% endif %}\n ",
 }
 
 
 @pytest.mark.parametrize("kept", ["list", "files"])
-def test_the_template_for_tools_is_taken_where_there_are_some(tmp_path: Path, kept: str) -> None:
+def test_the_template_for_tools_or_documents_is_taken_where_there_are_some(tmp_path: Path, kept: str) -> None:
     """As Command R and Hermes have them: a list in tokenizer_config.json, or files as transformers writes them now."""
     if kept == "list":
         write(tmp_path, {"chat_template": [{"name": n, "template": source} for n, source in NAMED.items()]})
@@ -164,9 +165,17 @@ def test_the_template_for_tools_is_taken_where_there_are_some(tmp_path: Path, ke
             (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(NAMED[name])
     both = Tokenizer.load(tmp_path).chat_template
     assert both is not None
-    for tools, name in ((["a"], "tool_use"), ([], "default"), (None, "default")):
+    cases: list[tuple[list[str] | None, list[str] | None, str]] = [
+        (["a"], None, "tool_use"),
+        ([], [], "default"),
+        (None, None, "default"),
+        (None, ["d"], "rag"),
+        (["a"], ["d", "e"], "rag"),
+    ]
+    for tools, documents, name in cases:
+        fields = {"tools": tools, "documents": documents}
         rendered, alone = (
-            Environment(trim_blocks=True, lstrip_blocks=True).from_string(source).render(tools=tools)
+            Environment(trim_blocks=True, lstrip_blocks=True).from_string(source).render(fields)
             for source in (both, NAMED[name])
         )
         assert rendered == alone

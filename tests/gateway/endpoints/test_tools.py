@@ -371,6 +371,20 @@ async def test_a_model_that_takes_no_tools_says_so(template: str, options: dict[
     assert (error["param"], error["code"]) == ("tools", "tools_not_supported")
 
 
+async def test_documents_are_shown_by_a_template_that_takes_some() -> None:
+    template = "{% for d in documents %}({{ d.text }}){% endfor %}{{ messages[0]['content'] }}"
+    here = Gateway(tokenizer=make_tokenizer(template))
+    _, request = await answered(here, chat_body("Hi", documents=[{"text": "one"}, {"text": "<|end|>"}]))
+    assert prompt_of(here, request) == "(one)(<|end|>)Hi"
+    assert not here.service.tokenizer.special_ids & set(request.prompt_token_ids)
+    async with client(gateway().app) as http:
+        error = (await http.post(CHAT, json=chat_body(documents=[{"text": "one"}]))).json()["error"]
+    assert (error["param"], error["message"]) == (
+        "documents",
+        "This model's chat template takes no documents.",
+    )
+
+
 async def test_older_forms_of_messages_are_taken() -> None:
     here = gateway()
     messages = [
