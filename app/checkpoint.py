@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 from app.errors import OperatorError
 from engine.errors import CheckpointError
+from engine.model.consolidated import PARAMS, WEIGHTS, is_consolidated
 from engine.model.gguf.container import SUFFIX, is_gguf, read_header
 from engine.model.parse import check_family
 
@@ -115,6 +117,8 @@ def check_files(folder: Path, name: str, needed: tuple[str, ...] = _NEEDED) -> P
     if not folder.is_dir():
         raise OperatorError(f"{name}: there is no directory {folder}")
     for pattern in needed:
+        if pattern == "config.json" and is_consolidated(folder):
+            continue
         if next(folder.glob(pattern), None) is None:
             if pattern == "tokenizer.json":
                 _check_family(folder)  # whoever adds a tokenizer should not be told only then
@@ -151,7 +155,8 @@ def fingerprint(checkpoint: Path) -> str:
 
 def created(checkpoint: Path) -> int:
     """When the checkpoint was written, in seconds since 1970."""
-    path = checkpoint if is_gguf(checkpoint) else checkpoint / "config.json"
+    named = PARAMS if is_consolidated(checkpoint) else "config.json"
+    path = checkpoint if is_gguf(checkpoint) else checkpoint / named
     return int(path.stat().st_mtime)
 
 
@@ -170,7 +175,7 @@ def _identity(checkpoint: Path) -> Iterator[tuple[Path, int]]:
             (path, 0) for path in sorted({tensor.file for tensor in header.tensors.values()} - {checkpoint})
         )
         return
-    for pattern in _NEEDED:
+    for pattern in (*_NEEDED, PARAMS):
         for path in sorted(checkpoint.glob(pattern)):
             yield path, path.stat().st_size if path.suffix == ".json" else 0
 
@@ -179,7 +184,9 @@ def _fetch(hub_id: str, revision: str | None, argument: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    fetch = partial(snapshot_download, hub_id, revision=revision)
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_FETCHED)))
+        folder = Path(fetch(allow_patterns=list(_FETCHED)))
+        return Path(fetch(allow_patterns=[*_FETCHED, WEIGHTS])) if is_consolidated(folder) else folder
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise OperatorError(f"{argument} {hub_id}: no such directory, and the hub says: {error}") from None

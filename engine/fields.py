@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -62,6 +62,9 @@ class Fields:
     def names(self) -> list[str]:
         """The names of all entries."""
         return list(self._values)
+
+    def items(self) -> ItemsView[str, object]:
+        return self._values.items()
 
     def has(self, name: str) -> bool:
         """Whether the entry is there and not null."""

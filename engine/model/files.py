@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
+from engine.model import consolidated
+from engine.model.consolidated import is_consolidated
 from engine.model.gguf.container import GgufTensor, is_gguf, read_header
 from engine.model.gguf.kinds import Kind
 from engine.model.gguf.names import Names
@@ -17,7 +19,16 @@ def open_files(path: Path) -> TensorFiles:
     Raises:
         CheckpointError: a file is missing, truncated, malformed or not supported.
     """
-    return _open_gguf(path) if is_gguf(path) else renamed(TensorFiles(path))
+    if is_gguf(path):
+        return _open_gguf(path)
+    return _open_consolidated(path) if is_consolidated(path) else renamed(TensorFiles(path))
+
+
+def _open_consolidated(folder: Path) -> TensorFiles:
+    files = TensorFiles(folder, names=(consolidated.WEIGHTS, consolidated.INDEX))
+    own_names = {consolidated.transformers_name(name): name for name in files.entries}
+    entries = {name: files.entries[own_name] for name, own_name in own_names.items()}
+    return TensorFiles(folder, entries, lambda name: own_names.get(name, name), config=consolidated.PARAMS)
 
 
 def _open_gguf(path: Path) -> TensorFiles:

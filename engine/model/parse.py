@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.config import QUANT_METHODS, GenerationDefaults, ModelConfig
 from engine.errors import CheckpointError
 from engine.fields import Fields
+from engine.model.consolidated import is_consolidated, read_params
 from engine.model.families import FAMILIES, NOT_YET, Family
 from engine.model.families.common import CHUNKED, FULL, MAX_POSITIONS, SLIDING
 from engine.planning.tokenizer import eos_token_id
@@ -27,12 +28,17 @@ def read_config(folder: Path) -> ModelConfig:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a directory")
-    config = parse_config(Fields.read(folder / "config.json"))
+    config = parse_config(_entries(folder))
     told = (*config.eos_token_ids, *_optional(folder / "generation_config.json").integers("eos_token_id"))
     if not told and (end := eos_token_id(folder)) is not None:
         told = (end,)
     quantization = config.quantization or _modelopt(folder / "hf_quant_config.json")
     return replace(config, eos_token_ids=tuple(dict.fromkeys(told)), quantization=quantization)
+
+
+def _entries(folder: Path) -> Fields:
+    """The entries of config.json, or those that it would have."""
+    return read_params(folder) if is_consolidated(folder) else Fields.read(folder / "config.json")
 
 
 def check_family(folder: Path) -> None:
@@ -41,7 +47,7 @@ def check_family(folder: Path) -> None:
     Raises:
         CheckpointError: it names none, or cannot be read.
     """
-    fields = Fields.read(folder / "config.json")
+    fields = _entries(folder)
     _family(fields, _architecture(fields))
 
 

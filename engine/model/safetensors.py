@@ -70,6 +70,7 @@ class TensorFiles:
         entries: Mapping[str, TensorEntry] | None = None,
         own_name: Callable[[str], str] = str,
         config: str = "config.json",
+        names: tuple[str, str] = (SINGLE, INDEX),
     ) -> None:
         """Reads the headers of all files in a folder, and checks that each file is as long as its header says.
 
@@ -78,6 +79,7 @@ class TensorFiles:
             entries: of the tensors, if it is known where they are: no file is looked into then.
             own_name: what the files call a tensor.
             config: what says how large the tensors are, for messages.
+            names: of the file with all tensors, or of what says in which files they are.
 
         Raises:
             CheckpointError: a file is missing, truncated or malformed.
@@ -87,7 +89,9 @@ class TensorFiles:
         self._own_name = own_name
         self._maps: dict[Path, mmap.mmap] = {}
         if entries is None:
-            entries = {name: entry for file in _files(path) for name, entry in read_header(file).items()}
+            entries = {
+                name: entry for file in _files(path, *names) for name, entry in read_header(file).items()
+            }
         self.entries = dict(entries)
 
     def own_name(self, name: str) -> str:
@@ -148,26 +152,26 @@ def _renamed(own_name: str, prefix: str) -> str:
     return own_name.removeprefix(_NESTED)
 
 
-def _files(folder: Path) -> list[Path]:
-    if (folder / INDEX).exists():
-        shards = Fields.read(folder / INDEX).nested("weight_map").string_values()
+def _files(folder: Path, single: str, index: str) -> list[Path]:
+    if (folder / index).exists():
+        shards = Fields.read(folder / index).nested("weight_map").string_values()
         files = [folder / name for name in sorted(set(shards))]
     else:
-        files = [folder / SINGLE]
+        files = [folder / single]
     for file in files:
         if not file.is_file():
-            raise CheckpointError(_missing(folder, file))
+            raise CheckpointError(_missing(folder, file, single, index))
     return files
 
 
-def _missing(folder: Path, file: Path) -> str:
-    if file.name != SINGLE:
-        return f"{file} is missing; {INDEX} names it"
+def _missing(folder: Path, file: Path, single: str, index: str) -> str:
+    if file.name != single:
+        return f"{file} is missing; {index} names it"
     other = next(
         (path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in folder.glob(pattern)), None
     )
     hint = f"; {other} is there, but only safetensors can be read" if other else ""
-    return f"{folder} holds neither {SINGLE} nor {INDEX}{hint}"
+    return f"{folder} holds neither {single} nor {index}{hint}"
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

@@ -62,7 +62,8 @@ def mixtral(fields: Fields) -> ModelSpec:
     router = read_router(fields, name="block_sparse_moe.gate", renormalizes=True)
     sizes = Sizes.of(fields)
     window = fields.optional_size("sliding_window") or 0
-    layer = sizes.layer(sizes.attention(window=window), sizes.experts(router, **_MIXTRAL))
+    attention = sizes.attention(window=window, is_interleaved=fields.flag("rope_interleave"))
+    layer = sizes.layer(attention, sizes.experts(router, **_MIXTRAL))
     return sizes.model([layer] * sizes.num_layers, [read_rope(fields, sizes, theta=1e6)], fields)
 
 

@@ -17,7 +17,8 @@ def llama(fields: Fields) -> ModelSpec:
 def mistral(fields: Fields) -> ModelSpec:
     """All layers have the same window: null is no window, and a missing entry is the 4096 of the first Mistral 7B."""
     sizes = Sizes.of(fields)
-    layer = sizes.layer(sizes.attention(window=_window(fields)))
+    is_interleaved = fields.flag("rope_interleave")
+    layer = sizes.layer(sizes.attention(window=_window(fields), is_interleaved=is_interleaved))
     return sizes.model([layer] * sizes.num_layers, [read_rope(fields, sizes)], fields)
 
 
@@ -40,6 +41,7 @@ def ministral3(fields: Fields) -> ModelSpec:
     beta = rope.number("llama_4_scaling_beta", 0.0)
     attention = sizes.attention(
         window=fields.optional_size("sliding_window") or 0,
+        is_interleaved=fields.flag("rope_interleave"),
         temperature=(beta, rope.size("original_max_position_embeddings"), 0) if beta else None,
     )
     return sizes.model([sizes.layer(attention)] * sizes.num_layers, [read_rope(fields, sizes)], fields)

@@ -1,0 +1,119 @@
+"""Checkpoints as Mistral writes them: params.json and consolidated.safetensors, with names of their own.
+
+Queries and keys have the pairs of numbers that are rotated together side by side, where transformers' checkpoints have
+the halves of a head one behind the other.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.fields import Fields
+
+PARAMS, WEIGHTS = "params.json", "consolidated.safetensors"
+INDEX = "consolidated.safetensors.index.json"
+_SIZES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+"""Entries by the names that config.json has for them; others that are read have the same there."""
+_YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta": "beta_fast",
+    "alpha": "beta_slow",
+}
+_MOST_POSITIONS = 128_000
+"""Where params.json does not say, as vLLM has it."""
+_NOT_SERVED = {"q_lora_rank": "latent attention", "kv_lora_rank": "latent attention"}
+_NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_PARTS = {
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+_TENSORS = {"qscale_weight": "weight_scale", "qscale_act": "input_scale"}
+
+
+def is_consolidated(folder: Path) -> bool:
+    """Whether a checkpoint has Mistral's files, and none that transformers reads."""
+    has_others = any(
+        (folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")
+    )
+    return (folder / PARAMS).is_file() and not has_others
+
+
+def read_params(folder: Path) -> Fields:
+    """Reads params.json into the entries that a config.json of the same model would have.
+
+    Raises:
+        CheckpointError: naming what is missing, malformed or not supported.
+    """
+    params = Fields.read(folder / PARAMS)
+    for name, lack in _NOT_SERVED.items():
+        if params.has(name):
+            raise params.error(f"{name}: {lack} is not served")
+    config: dict[str, object] = {
+        "architectures": ["MistralForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": params.size("max_seq_len", _MOST_POSITIONS),
+        "sliding_window": None,
+        **{_SIZES.get(name, name): value for name, value in params.items() if value is not None},
+        "rope_interleave": True,
+    }
+    if params.has("moe"):
+        moe = params.nested("moe")
+        config["architectures"] = ["MixtralForCausalLM"]
+        config |= {"num_local_experts": moe.size("num_experts")}
+        config |= {"num_experts_per_tok": moe.size("num_experts_per_tok")}
+    if params.has("yarn"):
+        config["rope_parameters"] = _yarn(params.nested("yarn"))
+    if params.has("llama_4_scaling"):
+        scaling = params.nested("llama_4_scaling")
+        config["architectures"] = ["Ministral3ForCausalLM"]
+        config["rope_parameters"] = {
+            "original_max_position_embeddings": scaling.size("original_max_position_embeddings"),
+            "llama_4_scaling_beta": scaling.number("beta"),
+            **(_yarn(params.nested("yarn")) if params.has("yarn") else {}),
+        }
+    if params.has("quantization"):
+        params.nested("quantization").one_of("qformat_weight", "fp8_e4m3")
+        config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    return Fields(params.source, config)
+
+
+def _yarn(yarn: Fields) -> dict[str, object]:
+    found: dict[str, object] = {"rope_type": "yarn"}
+    found |= {_YARN[name]: value for name, value in yarn.items() if name in _YARN}
+    if not yarn.flag("apply_scale", True):  # what is attended to is not scaled
+        found |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    return found
+
+
+def transformers_name(name: str) -> str:
+    """The name that transformers has for a tensor; of those that are no text model's, its own."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return _NAMES.get(name, name)
+    part, _, tensor = layer[2].rpartition(".")
+    part, tensor = _PARTS.get(part, part), _TENSORS.get(tensor, tensor)
+    if part == "gate" or part.startswith("experts."):
+        part = f"block_sparse_moe.{part}"
+    return f"model.layers.{layer[1]}.{part}.{tensor}"
