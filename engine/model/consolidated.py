@@ -17,12 +17,18 @@ _SIZES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
     "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+"""The entries that there must be, and their names in config.json."""
+_OTHERS = {
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
     "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "sliding_window": "sliding_window",
     "tied_embeddings": "tie_word_embeddings",
 }
-"""Entries by the names that config.json has for them; others that are read have the same there."""
 _YARN = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -75,7 +81,8 @@ def read_params(folder: Path) -> Fields:
         "torch_dtype": "bfloat16",
         "max_position_embeddings": params.size("max_seq_len", _MOST_POSITIONS),
         "sliding_window": None,
-        **{_SIZES.get(name, name): value for name, value in params.items() if value is not None},
+        **{theirs: params.size(name) for name, theirs in _SIZES.items()},
+        **{theirs: value for name, value in params.items() if (theirs := _OTHERS.get(name))},
         "rope_interleave": True,
     }
     if params.has("moe"):

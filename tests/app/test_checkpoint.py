@@ -175,6 +175,11 @@ def test_weights_are_fetched_once_and_nothing_that_is_not_read(
     fetched = {name for name in offered for pattern in asked[0] if Path(name).match(pattern)}
     assert offered - fetched == {"pytorch_model.bin", "consolidated.safetensors", "README.md", "model.gguf"}
     assert len(asked) == 1
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    (folder / "params.json").write_text("{}")
+    assert find_checkpoint("somebody/something", "v1") == folder
+    assert asked[1:] == [asked[0], [*asked[0], "consolidated.safetensors"]]
 
 
 @pytest.mark.parametrize(
