@@ -41,6 +41,8 @@ _BACKBONE = "backbone."
 _PREFIXES = ("model.language_model.", "language_model.model.", "", _BACKBONE)
 _EMBEDDINGS = {f"{_MODEL}embeddings.weight": f"{_MODEL}embed_tokens.weight"}
 """Names of Mamba-2 and Nemotron."""
+_INTERN = {"model.tok_embeddings.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+"""Names of InternLM."""
 _OUTSIDE = ("embed_tokens", "norm", "norm_f")
 """Tensors by which a prefix is known."""
 """What stands before the names of a text model's tensors where that is not "model."."""
@@ -132,20 +134,22 @@ def renamed(files: TensorFiles) -> TensorFiles:
     prefix = next(
         (p for p in _PREFIXES if {f"{p}{name}.weight" for name in _OUTSIDE} & files.entries.keys()), None
     )
-    if prefix is None:
-        return files
     own_names = {_renamed(own_name, prefix): own_name for own_name in files.entries}
     entries = {name: files.entries[own_name] for name, own_name in own_names.items()}
     return TensorFiles(files.path, entries, lambda name: own_names.get(name) or _missing_name(name, prefix))
 
 
-def _missing_name(name: str, prefix: str) -> str:
+def _missing_name(name: str, prefix: str | None) -> str:
     """What a tensor would be called that the files do not have."""
+    if prefix is None:
+        return name
     known = {name: own_name for own_name, name in _EMBEDDINGS.items()} if prefix == _BACKBONE else {}
     return prefix + known.get(name, name).removeprefix(_MODEL) if name.startswith(_MODEL) else name
 
 
-def _renamed(own_name: str, prefix: str) -> str:
+def _renamed(own_name: str, prefix: str | None) -> str:
+    if prefix is None:
+        return _INTERN.get(own_name, own_name)
     if own_name.startswith(prefix):
         name = _MODEL + own_name.removeprefix(prefix)
         return _EMBEDDINGS.get(name, name)

@@ -73,6 +73,8 @@ def _part_of(layer: Layer, num_ranks: int, rank: int, expert_parallel: str) -> L
 def _mixer_part(mixer: Mixer | None, num_ranks: int) -> Mixer | None:
     """A rank's heads, or its channels; several ranks have the same keys and queries of Mamba-2 if there are fewer."""
     if isinstance(mixer, Attention):
+        if mixer.is_grouped:
+            _share(mixer.num_kv_heads, num_ranks, "key-value heads beside their queries")
         num_kv_heads = max(1, mixer.num_kv_heads // num_ranks)
         return replace(mixer, num_heads=mixer.num_heads // num_ranks, num_kv_heads=num_kv_heads)
     if isinstance(mixer, GatedDelta):

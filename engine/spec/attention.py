@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.spec.maps import HeadOrder, LinearMap, Norm, Rows, Vector
+from engine.spec.maps import Groups, HeadOrder, LinearMap, Norm, Rows, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,8 @@ class Attention:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """The checkpoint's maps of queries, keys and values: three, two if keys are the values, too, or one with all rows.
     Of a layer that shares others' keys and values, the first is all there is."""
+    is_grouped: bool = False
+    """Whether one map has, for each key-value head, the rows of its queries, of its key and of its value."""
     o: str = "self_attn.o_proj"
     qkv_bias: bool = False
     o_bias: bool = False
@@ -120,6 +122,9 @@ class Attention:
             queries = Rows(query, (2 * q,), replace(self._order, has_gates=True))
         if self.shares is not None:
             rows: tuple[Rows, ...] = (queries,)
+        elif self.is_grouped:
+            each = (q // self.num_kv_heads, self.head_dim, self.head_dim)
+            rows = (Rows(query, (q + 2 * kv,), groups=Groups(self.num_kv_heads, each)),)
         elif not rest:
             rows = (Rows(query, (q, kv, kv), order),)
         else:

@@ -397,6 +397,7 @@ STATES: dict[str, Tiny] = {
             "position_embedding_type": "rope",
         },
     ),
+    "Bamba": Tiny("BambaConfig", {**_MAMBA, "attn_layer_indices": [1]}),
     "Nemotron 3": Tiny(
         "NemotronHConfig",
         {
@@ -448,7 +449,7 @@ STATES_INSIDE = {
 RENAMED = {"MiMoForCausalLM": "Qwen 2"}
 """Those that transformers does not have, and what they are by another name."""
 
-BY_HAND = ("DeciLMForCausalLM",)
+BY_HAND = ("DeciLMForCausalLM", "InternLM2ForCausalLM")
 """Those that transformers does not have, and that tests put together of others."""
 
 

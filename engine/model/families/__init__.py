@@ -61,6 +61,7 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": Family("Mistral Small 3.1, Ministral 3, text", llama.mistral),
     "Ministral3ForCausalLM": Family("Ministral 3", llama.ministral3),
     "Phi3ForCausalLM": Family("Phi 3, 4, 4 mini", fused.phi3, {"rms_norm_eps": 1e-5}),
+    "InternLM2ForCausalLM": Family("InternLM 2, 2.5", fused.internlm2),
     "Glm4ForCausalLM": Family("GLM-4-0414", fused.glm4, {"head_dim": 128, "rms_norm_eps": 1.5625e-7}),
     "Glm4vForConditionalGeneration": Family("GLM-4.1V, text", fused.glm4, {"rms_norm_eps": 1e-5}),
     "SmolLM3ForCausalLM": Family("SmolLM 3", llama.smollm3, _TIED),
@@ -106,6 +107,7 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family("Qwen 3 Next 80B-A3B, Coder Next", delta.qwen3_next),
     "Lfm2ForCausalLM": Family("LFM2, LFM2.5", lfm2.lfm2, lfm2.LFM2),
     "Lfm2MoeForCausalLM": Family("LFM2 8B-A1B", lfm2.lfm2_moe, lfm2.LFM2_MOE),
+    "BambaForCausalLM": Family("Bamba", mamba.bamba, {"rms_norm_eps": 1e-5}),
     "NemotronHForCausalLM": Family("Nemotron H, Nemotron 3 Nano", mamba.nemotron_h, mamba.NEMOTRON),
     "Mamba2ForCausalLM": Family("Mamba 2, Mamba Codestral", mamba.mamba2, mamba.MAMBA2),
 }
@@ -135,7 +137,5 @@ NOT_YET = {
     "NemotronForCausalLM": _BIASES,
     "Qwen2_5OmniForConditionalGeneration": "a text model inside of one for speech",
     "Step3p7FlashForCausalLM": "its kinds of layers",
-    "BambaForCausalLM": "Mamba-2 beside rotated attention",
-    "InternLM2ForCausalLM": "queries among their keys and values in one map",
 }
 """Families that people ask for, and what of them is not served yet."""

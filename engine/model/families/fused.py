@@ -1,4 +1,4 @@
-"""Phi 3 and 4, and GLM-4-0414: fused linear maps, and heads of which a part is rotated."""
+"""Phi 3 and 4, GLM-4-0414 and InternLM 2.5: fused linear maps, and heads of which a part is rotated."""
 
 from __future__ import annotations
 
@@ -17,6 +17,20 @@ def phi3(fields: Fields) -> ModelSpec:
     )
     layer = sizes.layer(attention, sizes.mlp(gate_up=FUSED_GATE_UP))
     return sizes.model([layer] * sizes.num_layers, [rope], fields)
+
+
+def internlm2(fields: Fields) -> ModelSpec:
+    sizes, bias = Sizes.of(fields), fields.flag("bias")
+    attention = sizes.attention(
+        qkv=("attention.wqkv",), is_grouped=True, o="attention.wo", qkv_bias=bias, o_bias=bias
+    )
+    layer = sizes.layer(
+        attention,
+        sizes.mlp(gate_up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2"),
+        input_norm=sizes.norm("attention_norm"),
+        post_norm=sizes.norm("ffn_norm"),
+    )
+    return sizes.model([layer] * sizes.num_layers, [read_rope(fields, sizes)], fields)
 
 
 def glm4(fields: Fields) -> ModelSpec:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.fields import Fields
-from engine.model.families.common import FULL, LINEAR, MAX_KERNEL, Sizes, layer_types, read_rope
+from engine.model.families.common import FULL, LINEAR, Sizes, layer_types, read_rope
 from engine.model.families.experts import read_router
-from engine.model.families.mamba import checked, mamba_names, step_limits
-from engine.spec import Attention, Experts, Mamba2, Mixer, Mlp, ModelSpec, Stack
+from engine.model.families.mamba import hybrid_mixer
+from engine.spec import Attention, Experts, Mixer, Mlp, ModelSpec, Stack
 
 MAX_INNER = 1 << 24
 """More than any feed-forward part is wide."""
@@ -30,32 +30,8 @@ def granite4(fields: Fields) -> ModelSpec:
     shared = _shared(sizes, fields.size("shared_intermediate_size", 1024))
     own = _experts(fields, sizes, shared) if fields.integer("num_local_experts", 8) else shared
     kinds = layer_types(fields, sizes.num_layers, lambda _: False, LINEAR)
-    mixers = {kind: attention if kind == FULL else _mamba(fields, sizes) for kind in {*kinds}}
+    mixers = {kind: attention if kind == FULL else hybrid_mixer(fields, sizes) for kind in {*kinds}}
     return _model(fields, sizes, [mixers[kind] for kind in kinds], own)
-
-
-def _mamba(fields: Fields, sizes: Sizes) -> Mamba2:
-    inner, num_heads = fields.size("mamba_expand", 2) * sizes.hidden, fields.size("mamba_n_heads", 128)
-    head_dim = inner // num_heads
-    if not fields.is_text("mamba_d_head"):  # "auto" is what follows from the others
-        head_dim = fields.size("mamba_d_head", head_dim)
-    if head_dim * num_heads != inner:
-        raise fields.error(
-            f"mamba_n_heads is {num_heads} and mamba_d_head {head_dim}, and mamba_expand says {inner} numbers"
-        )
-    mixer = Mamba2(
-        hidden_size=sizes.hidden,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_groups=fields.size("mamba_n_groups", 1),
-        state_size=fields.size("mamba_d_state", 256),
-        kernel=fields.size("mamba_d_conv", 4, most=MAX_KERNEL),
-        step_limits=step_limits(fields),
-        has_bias=fields.flag("mamba_proj_bias"),
-        has_conv_bias=fields.flag("mamba_conv_bias", True),
-        **mamba_names("mamba"),
-    )
-    return checked(fields, mixer)
 
 
 def granite_moe(fields: Fields) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Mamba-2 alone, and Nemotron 3, whose layers have a mixer or a feed-forward part each."""
+"""Mamba-2 alone, beside attention in Bamba, and Nemotron 3, whose layers have a mixer or a feed-forward part each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.fields import Fields
-from engine.model.families.common import FULL, LINEAR, MAX_KERNEL, MAX_LAYERS, Sizes, hybrid_kinds
+from engine.model.families.common import FULL, LINEAR, MAX_KERNEL, MAX_LAYERS, Sizes, hybrid_kinds, read_rope
 from engine.model.families.experts import read_router
 from engine.spec import Activation, Experts, Layer, Mamba2, Mlp, ModelSpec, default_stacks
 
@@ -43,6 +43,43 @@ def nemotron_h(fields: Fields) -> ModelSpec:
     sizes = replace(Sizes.of(fields, eps="layer_norm_epsilon"), num_layers=len(kinds))
     layers = {kind: _layer(fields, sizes, kind) for kind in dict.fromkeys(kinds)}
     return _model(fields, sizes, [layers[kind] for kind in kinds])
+
+
+def bamba(fields: Fields) -> ModelSpec:
+    sizes, bias = Sizes.of(fields), fields.flag("attention_bias")
+    rope = read_rope(fields, sizes, share=0.5)
+    attention = sizes.attention(qkv_bias=bias, o_bias=bias, rotated=int(sizes.head_dim * rope.share))
+    gate_up, down = ("feed_forward.gate_proj", "feed_forward.up_proj"), "feed_forward.down_proj"
+    mlp = sizes.mlp(gate_up=gate_up, down=down, has_bias=fields.flag("mlp_bias"))
+    full = sizes.layer(attention, mlp, post_norm=sizes.norm("pre_ff_layernorm"))
+    linear, listed = replace(full, mixer=hybrid_mixer(fields, sizes)), fields.integers("attn_layer_indices")
+    layers = [full if number in listed else linear for number in range(sizes.num_layers)]
+    return sizes.model(layers, [rope], fields, final_norm=sizes.norm("model.final_layernorm"))
+
+
+def hybrid_mixer(fields: Fields, sizes: Sizes) -> Mamba2:
+    """That of Bamba and of Granite 4."""
+    inner, num_heads = fields.size("mamba_expand", 2) * sizes.hidden, fields.size("mamba_n_heads", 128)
+    head_dim = inner // num_heads
+    if not fields.is_text("mamba_d_head"):  # "auto" is what follows from the others
+        head_dim = fields.size("mamba_d_head", head_dim)
+    if head_dim * num_heads != inner:
+        raise fields.error(
+            f"mamba_n_heads is {num_heads} and mamba_d_head {head_dim}, and mamba_expand says {inner} numbers"
+        )
+    mixer = Mamba2(
+        hidden_size=sizes.hidden,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=fields.size("mamba_n_groups", 1),
+        state_size=fields.size("mamba_d_state", 256),
+        kernel=fields.size("mamba_d_conv", 4, most=MAX_KERNEL),
+        step_limits=step_limits(fields),
+        has_bias=fields.flag("mamba_proj_bias"),
+        has_conv_bias=fields.flag("mamba_conv_bias", True),
+        **mamba_names("mamba"),
+    )
+    return checked(fields, mixer)
 
 
 def _model(fields: Fields, sizes: Sizes, layers: list[Layer]) -> ModelSpec:

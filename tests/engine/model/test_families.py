@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import LoadOptions
+from engine.errors import CheckpointError
 from engine.execution.loader import load_model
+from engine.model.parse import read_config
+from engine.model.split import split_config
 from tests.engine.families import INSIDE, RENAMED, SPARSE, TINY, Tiny, put_inside
 from tests.engine.model.test_transformer import device_of, load, logits_of, make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
@@ -113,6 +116,40 @@ def test_a_layer_of_nemotron_super_may_lack_a_part(tmp_path: Path) -> None:
     for table in ("torch", "native"):
         found = logits_of(load(path, table), make_batch([(TOKEN_IDS, 0)])).to(device_of("cpu"))
         assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_queries_keys_and_values_of_a_head_may_lie_together(tmp_path: Path) -> None:
+    """InternLM's own names and map, in a file that has Llama's weights."""
+    path = Tiny("LlamaConfig").make(tmp_path)
+    expected = oracle_logits(path, TOKEN_IDS)
+    config = read_config(path)
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    tensors = load_file(path / "model.safetensors")
+    for number in range(config.num_layers):
+        prefix = f"model.layers.{number}"
+        queries, keys, values = (tensors.pop(f"{prefix}.self_attn.{name}_proj.weight") for name in "qkv")
+        rows = [queries.view(kv_heads, heads // kv_heads, dim, -1)]
+        rows += [part.view(kv_heads, 1, dim, -1) for part in (keys, values)]
+        tensors[f"{prefix}.attention.wqkv.weight"] = torch.cat(rows, 1).flatten(0, 2)
+    for theirs, own in names.items():
+        tensors = {name.replace(theirs, own): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    rewrite(path, architectures=["InternLM2ForCausalLM"], bias=False)
+    for table in ("torch", "native"):
+        found = logits_of(load(path, table), make_batch([(TOKEN_IDS, 0)])).to(device_of("cpu"))
+        assert largest(found - expected) <= 1e-4 * max(1.0, float(expected.abs().max()))
+    with pytest.raises(CheckpointError, match="key-value heads beside their queries, which do not split"):
+        split_config(read_config(path), 2 * kv_heads)
 
 
 PROJECTIONS = ("gate", "up", "down")

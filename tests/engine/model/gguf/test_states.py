@@ -30,7 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 QUANTIZED = re.compile(r"(in_proj(_qkv|_z)?|out_proj|(q|k|v|o|gate|up|down)_proj|_linear)\.weight")
 
 
-@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("family", [family for family in STATES if family != "Bamba"])
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     folder = STATES[family].make(tmp_path / "floats", **CHANGES.get(family, {}))
     path = write_state_family(folder, tmp_path / "model.gguf")
