@@ -33,16 +33,24 @@ def arithmetic_of(config: ModelConfig) -> Arithmetic:
     """Experts count as often as a token chooses one; what a state does beside its linear maps counts as nothing."""
     caching = (attention for attention in config.attentions if attention.shares is None)
     return Arithmetic(
-        body=2 * sum(map(_multiply_adds, config.layers)),
+        body=2 * sum(map(num_multiplied, config.layers)),
         head=2 * config.hidden_size * config.vocab_size,
         vocabulary=config.vocab_size,
         kv=sum(2 * attention.kv_size for attention in caching),
     )
 
 
-def _multiply_adds(layer: Layer) -> int:
+def num_weights(config: ModelConfig) -> int:
+    """The numbers of all linear maps, of the embedding and of the output head."""
+    tables = 1 if config.spec.ties_embeddings else 2
+    layers = sum(num_multiplied(layer, every_expert=True) for layer in config.layers)
+    return layers + tables * config.hidden_size * config.vocab_size
+
+
+def num_multiplied(layer: Layer, *, every_expert: bool = False) -> int:
+    """The numbers of a layer's linear maps that a token is multiplied with."""
     maps, part = layer.maps(), layer.feed_forward
-    if isinstance(part, Experts):
+    if isinstance(part, Experts) and not every_expert:
         chosen = part.own[: part.router.top_k]
         maps = {
             field: own

@@ -50,6 +50,10 @@ class Ceilings:
         return max(flop / self.products_per_s(factor_bytes), num_bytes / (self.memory_gb_per_s * 1e9))
 
 
+_LEAST_FLOAT = 1.9
+"""Bytes a weight of a checkpoint that is not quantized, less what rounding hides."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Bytes of the numbers that a server keeps and multiplies."""
@@ -62,12 +66,18 @@ class Sizes:
     """The number that a weight is multiplied as: 4 for float32."""
 
     @classmethod
-    def of(cls, dtype: str, quantize: str | None = None, kv_dtype: str | None = None) -> Sizes:
-        """The sizes of `penstock serve` with these options, for a checkpoint in bfloat16, as the bench's are."""
+    def of(
+        cls, dtype: str, quantize: str | None = None, kv_dtype: str | None = None, stored: float = 2.0
+    ) -> Sizes:
+        """The sizes of `penstock serve` with these options, for a checkpoint with so many bytes a weight.
+
+        Weights of fewer bytes than a bfloat16 has are quantized already, and may be multiplied as integers.
+        """
         weight = 4 if dtype == "float32" else 2
         kv = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}.get(kv_dtype or "auto", weight)
         if quantize is None:
-            return cls(weight, kv, weight)
+            is_quantized = stored < _LEAST_FLOAT
+            return cls(stored if is_quantized else weight, kv, 1 if is_quantized else weight)
         factor = 1 if quantize in ("int8", "int4") else 2
         return cls(0.5 if quantize in ("int4", "nf4") else 1.0, kv, factor)
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.bench.arithmetic import Arithmetic, arithmetic_of
+from app.bench.arithmetic import Arithmetic, arithmetic_of, num_weights
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Job
@@ -29,7 +29,7 @@ from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import Figures, number, percentile, rate_until, summarise
 from app.bench.workloads import WORKLOADS, Workload
-from app.checkpoint import DEMO_DRAFT, DEMO_MODEL, asked_for, find_checkpoint
+from app.checkpoint import DEMO_DRAFT, DEMO_MODEL, asked_for, find_checkpoint, num_bytes
 from app.errors import OperatorError
 from engine.cores import num_cores
 from engine.errors import CheckpointError
@@ -54,6 +54,8 @@ class Subject:
     arithmetic: Arithmetic
     max_length: int
     token_ids: list[int]
+    stored: float = 2.0
+    """The bytes of a weight in the checkpoint."""
     served_as: str = "bench"
     seeds: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
     """Every run sends other prompts, so that nothing is found in a cache by accident."""
@@ -100,7 +102,8 @@ def run_workloads(options: argparse.Namespace) -> Row:
         with serving as server:
             for name in options.workload:
                 row = _http(server, subject, label, WORKLOADS[name])
-                rows.append(row | {"sizes": asdict(Sizes.of(dtype, options.quantize, options.kv_dtype))})
+                sizes = Sizes.of(dtype, options.quantize, options.kv_dtype, subject.stored)
+                rows.append(row | {"sizes": asdict(sizes)})
     ceilings = ceilings.or_better(measure_ceilings())
     for row in rows:
         row["most_tokens_per_s"] = most_tokens_per_s(
@@ -210,7 +213,8 @@ def read_subject(path: Path) -> Subject:
         raise OperatorError(f"--model {path}: {error}") from None
     words = [i for i in range(tokenizer.vocab_size) if _WORD.fullmatch(tokenizer.token_bytes(i))]
     name = "demo" if path == DEMO_MODEL else path.name
-    return Subject(path, name, arithmetic_of(config), config.max_position, words)
+    stored = num_bytes(path) / num_weights(config)
+    return Subject(path, name, arithmetic_of(config), config.max_position, words, stored)
 
 
 def machine() -> Row:

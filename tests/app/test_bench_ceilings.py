@@ -114,9 +114,12 @@ def test_every_round_reads_the_weights_and_what_all_streams_keep() -> None:
         (("float32", "nf4", "fp8"), Sizes(0.5, 1, 2)),
         (("auto", "fp8", "float16"), Sizes(1, 2, 2)),
         (("auto", None, "float32"), Sizes(2, 4, 2)),
+        (("auto", None, None, 0.6), Sizes(0.6, 2, 1)),
+        (("auto", "int8", None, 0.6), Sizes(1, 2, 1)),
+        (("float32", None, None, 1.95), Sizes(4, 4, 4)),
     ],
 )
-def test_sizes_are_those_of_the_options(options: tuple[str, ...], sizes: Sizes) -> None:
+def test_sizes_are_those_of_the_options(options: Any, sizes: Sizes) -> None:
     assert Sizes.of(*options) == sizes
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from app.bench.arithmetic import Arithmetic, arithmetic_of
+from app.bench.arithmetic import Arithmetic, arithmetic_of, num_weights
 from app.bench.checkpoint import (
     HALF_B,
     LLAMA_135M,
@@ -169,6 +169,8 @@ def test_a_token_goes_through_the_experts_that_it_chooses(tmp_path: Path) -> Non
         elif part is not None:
             expected += 3 * hidden * part.inner_size
     assert arithmetic_of(config).body == 2 * expected
+    stored = load_file(next(tmp_path.glob("*.safetensors"))).values()
+    assert num_weights(config) == sum(tensor.numel() for tensor in stored if tensor.dim() > 1)
 
 
 def test_layers_that_share_keys_and_values_leave_none_of_their_own(tmp_path: Path) -> None:
