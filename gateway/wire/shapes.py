@@ -253,28 +253,31 @@ class CompletionShape(Shape):
         return "".join(super().token_ids(delta)), ""
 
     def logprobs(self, index: int, delta: Delta) -> dict[str, object]:
-        tokens = [
-            self._text(token_id)
-            for token_id in [*delta.prompt_token_ids, *delta.token_ids][-len(delta.logprobs) :]
-        ]
+        token_ids = [*delta.prompt_token_ids, *delta.token_ids][-len(delta.logprobs) :]
         return {
-            "tokens": tokens,
+            "tokens": [self._text(token_id) for token_id in token_ids],
             "token_logprobs": [None if found is None else _finite(found.logprob) for found in delta.logprobs],
             "top_logprobs": (None if found is None else self._top(found) for found in delta.logprobs),
-            "text_offset": self._advance(index, tokens),
+            "text_offset": self._advance(index, token_ids),
         }
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
-        # Several tokens can look the same as text; the most likely one is shown.
+        # Several tokens can have the same text; the most likely one is shown.
         worst_first = reversed(logprobs.top[: self.extras.num_top])
         return {self._text(token_id): _finite(logprob) for token_id, logprob in worst_first}
 
     def _text(self, token_id: int) -> str:
-        return self.tokens.token_bytes(token_id).decode(errors="replace")
+        """The token's text; of one that is part of a character its bytes, as OpenAI writes them."""
+        spelt = self.tokens.token_bytes(token_id)
+        try:
+            return spelt.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
 
-    def _advance(self, index: int, tokens: list[str]) -> list[int]:
+    def _advance(self, index: int, token_ids: Sequence[int]) -> list[int]:
         """Returns the place at which each token's text begins, and goes on to their end."""
-        *starts, end = accumulate(map(len, tokens), initial=self._offsets.get(index, 0))
+        texts = (self.tokens.token_bytes(token_id).decode(errors="replace") for token_id in token_ids)
+        *starts, end = accumulate(map(len, texts), initial=self._offsets.get(index, 0))
         self._offsets[index] = end
         return starts
 

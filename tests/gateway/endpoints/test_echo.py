@@ -69,6 +69,19 @@ async def test_an_echo_without_output_has_the_log_probabilities_of_the_prompt() 
     }
 
 
+async def test_a_token_that_is_part_of_a_character_is_told_by_its_bytes() -> None:
+    """Two of them would have the same text, and of `top_logprobs`, which has them by their texts, one would be lost."""
+    gateway = Gateway()
+    prompt = ids(gateway, "é")
+    body = completion_body(prompt, echo=True, max_tokens=0, logprobs=2)
+    asking = await asked(gateway, "/v1/completions", body)
+    found = [logprobs((prompt[1], -0.5), (prompt[0], -1.5))]
+    gateway.finish(await gateway.taken(), reason=FinishReason.LENGTH, token_ids=[], prompt_logprobs=found)
+    (choice,) = (await asking).json()["choices"]
+    assert choice["logprobs"]["tokens"] == [r"bytes:\xc3", r"bytes:\xa9"]
+    assert choice["logprobs"]["top_logprobs"] == [None, {r"bytes:\xa9": -0.5, r"bytes:\xc3": -1.5}]
+
+
 async def test_every_choice_has_the_log_probabilities_that_the_first_one_brought() -> None:
     gateway = Gateway()
     prompt = ids(gateway, "Hi")
