@@ -84,10 +84,10 @@ files of Granite 4 call it `granite` or `granitehybrid`, and those of Mistral Sm
     yield "## Published sizes"
     yield f"""\
 The config.json files of {num_read} published models were read, and each number compared with what transformers reads.
-With sizes shrunk and random weights, {num_same} of them have transformers' logits (within 1e-4 of the largest). The others
-are marked with a star: transformers does not have the model, cannot build it from these entries, or computes something
-else (steps of Nemotron H have a least size there, which its makers' code does not have; logits of Aya Vision are not
-scaled, as those of its text model alone are)."""
+With sizes shrunk and random weights, {num_same} of them have transformers' logits (within 1e-4 of the largest). The
+others are marked with a star: transformers does not have the model, cannot build it from these entries, or computes
+something else (steps of Nemotron H have a least size there, which its makers' code does not have; logits of Aya Vision
+are not scaled, as those of its text model alone are)."""
     yield _table(
         "architecture | read from their own files",
         (
