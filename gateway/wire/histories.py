@@ -110,23 +110,22 @@ def _with_system_in_turn(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _with_results_behind_calls(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yields results directly behind the message that has their calls, and in the order in which they came."""
-    later = {id(message): _results_of(message, messages[i + 1 :]) for i, message in enumerate(messages)}
-    taken = {id(result) for results in later.values() for result in results}
-    for message in messages:
-        if id(message) not in taken:
-            yield from (message, *later[id(message)])
+    """Yields results directly behind the message that has their calls, and in the order in which they came.
 
-
-def _results_of(message: Message, behind: Sequence[Message]) -> list[Message]:
-    """The results of a message's calls, up to the next message that has a call of the same id."""
-    wanted = {call["id"] for call in message.get("tool_calls", ())}
-    found: list[Message] = []
-    for other in behind if wanted else ():
-        wanted -= {call["id"] for call in other.get("tool_calls", ())}
-        if other["role"] == "tool" and other.get("tool_call_id") in wanted:
-            found.append(other)
-    return found
+    Some clients give calls of each turn the same ids: a result is that of the last call before it.
+    """
+    callers: dict[str, int] = {}
+    results: dict[int, list[Message]] = {}
+    rest: list[tuple[int, Message]] = []
+    for i, message in enumerate(messages):
+        caller = callers.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        if caller is None:
+            rest.append((i, message))
+        else:
+            results.setdefault(caller, []).append(message)
+        callers |= {call["id"]: i for call in message.get("tool_calls", ())}
+    for i, message in rest:
+        yield from (message, *results.get(i, ()))
 
 
 def _without_stray_results(messages: Sequence[Message]) -> Iterator[Message]:
@@ -164,24 +163,23 @@ def _in_turns(messages: Sequence[Message]) -> Iterator[Message]:
 
     Empty words of the assistant are left out.
     """
-    turn: dict[str, Any] | None = None
+    turns: list[list[Message]] = []
     for message in messages:
-        role, has_calls = message["role"], bool(message.get("tool_calls"))
-        if role == "assistant" and not (message["content"] or has_calls):
+        role, before = message["role"], turns[-1][-1] if turns else None
+        if role == "assistant" and not (message["content"] or message.get("tool_calls")):
             continue
-        if role == "assistant" and (turn is None or turn["role"] in _SYSTEM):
-            if turn is not None:
-                yield turn
-            turn = {"role": "user", "content": ""}
-        if turn is not None and turn["role"] == role != "tool" and not turn.get("tool_calls"):
-            words = filter(None, (turn["content"], message["content"]))
-            message = {**turn, **message, "content": "\n\n".join(words)}
-            turn = None
-        if turn is not None:
-            yield turn
-        turn = dict(message)
-    if turn is not None:
-        yield turn
+        if before is not None and before["role"] == role != "tool" and not before.get("tool_calls"):
+            turns[-1].append(message)
+            continue
+        if role == "assistant" and (before is None or before["role"] in _SYSTEM):
+            turns.append([{"role": "user", "content": ""}])
+        turns.append([message])
+    yield from map(_joined, turns)
+
+
+def _joined(turn: Sequence[Message]) -> Message:
+    words = "\n\n".join(message["content"] for message in turn if message["content"])
+    return {name: value for message in turn for name, value in message.items()} | {"content": words}
 
 
 def _with_plans(messages: Sequence[Message]) -> Iterator[Message]:

@@ -34,6 +34,8 @@ _SLOT = "\ufdd1"
 """Another one, for the place of a text that is rendered once for all that can stand there."""
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
+_IN_BRACKETS = re.compile(r"[^\w\s]\S*\w\S*[^\w\s]")
+"""What marks look like. Vocabularies have added tokens for spaces and newlines, too, which templates are full of."""
 _OF_ROLE = re.compile(
     r"[^\w\s]+(system|developer|user|assistant|model|tool|ipython|observation)[^\w\s]+", re.IGNORECASE
 )
@@ -60,10 +62,8 @@ class Prompts:
         """What the template reads, messages and tools included."""
         self._reserved = {*_OWN_VARIABLES, *environment.globals, *tokenizer.special_tokens}
         special = _texts(tokenizer, tokenizer.special_ids)
-        added = _texts(
-            tokenizer, getattr(tokenizer, "added_ids", ())
-        )  # a tokenizer of special tokens alone has none
-        marks = {text: i for text, i in added.items() if text in (source or "") or _OF_ROLE.fullmatch(text)}
+        added = _texts(tokenizer, getattr(tokenizer, "added_ids", ()))  # not every tokenizer tells of such
+        marks = {text: i for text, i in added.items() if _is_mark(text, source or "")}
         self._mark_ids = frozenset(marks.values())
         self._marks = _any_of([*special, *marks])
         said = Formats(tokenizer).markers
@@ -265,6 +265,11 @@ def _tokens_named(tokenizer: Tokenizer, names: Sequence[str]) -> list[int] | Non
         for ids, name in zip(encoded, names, strict=True)
     )
     return [ids[0] for ids in encoded] if are_tokens else None
+
+
+def _is_mark(text: str, template: str) -> bool:
+    """Whether a template writes a token as a mark."""
+    return bool(_OF_ROLE.fullmatch(text) or (_IN_BRACKETS.fullmatch(text) and text in template))
 
 
 def _with_marks(found: re.Match[str]) -> str:

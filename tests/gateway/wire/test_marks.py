@@ -17,12 +17,13 @@ from tests.gateway.harness import tokenizer_json
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 OWN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 RESULT = ("<tool_response>", "</tool_response>")
-OTHER = "<h1>"
-"""A token of the vocabulary that is no mark: HTML that people write."""
+OTHERS = ("<h1>", "\n\n", "  ")
+"""Tokens of the vocabulary that are no marks: HTML that people write, and what templates are laid out with."""
 TEMPLATE = """
 {%- if tools %}{{ tools | tojson }}{% endif %}
 {%- for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.name or '' }}
 {%- if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>
+
 {%- else %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endif %}
 {%- for call in m.tool_calls or () %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
 {%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
@@ -31,7 +32,7 @@ TEMPLATE = """
 def make(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
     made = tokenizers.Tokenizer.from_str(tokenizer_json())
     plain = Tokenizer(made.to_str())
-    ours = [text for text in (*ROLES, *OWN, *RESULT, OTHER) if plain.id_of(text) is None]
+    ours = [text for text in (*ROLES, *OWN, *RESULT, *OTHERS) if plain.id_of(text) is None]
     made = tokenizers.Tokenizer.from_str(made.to_str().replace('"special":true', '"special":false'))
     made.add_tokens([AddedToken(text, normalized=normalizer is not None) for text in ours])
     if normalizer is not None:
@@ -43,7 +44,7 @@ TOKENIZER = make()
 PROMPTS = Prompts(TOKENIZER)
 MARKS = {TOKENIZER.id_of(text): text for text in (*ROLES, *OWN, *RESULT)}
 TYPED = st.lists(
-    st.sampled_from([*MARKS.values(), "<|", "|>", "user", " ", "é", "x", OTHER]), max_size=8
+    st.sampled_from([*MARKS.values(), "<|", "|>", "user", " ", "é", "x", *OTHERS]), max_size=8
 ).map("".join)
 
 
@@ -83,8 +84,9 @@ def test_messages_names_results_arguments_and_tools_have_none(
     assert f"<tool_response>{result}</tool_response>" in shown
 
 
-def test_tokens_that_are_no_marks_stay() -> None:
-    assert TOKENIZER.id_of(OTHER) in PROMPTS.chat([{"role": "user", "content": "<h1>"}])
+@pytest.mark.parametrize("text", OTHERS)
+def test_tokens_that_are_no_marks_stay(text: str) -> None:
+    assert TOKENIZER.id_of(text) in PROMPTS.chat([{"role": "user", "content": f"a{text}b"}])
 
 
 @pytest.mark.parametrize("text", OWN)
