@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from app import doctor
 from app.checkpoint import DEMO_MODEL
@@ -169,6 +170,25 @@ def test_the_types_of_a_model_and_what_they_take() -> None:
     assert check.text == "weights int8, 4.9 MiB; KV cache int8, 1.06 KiB a token"
     (check,) = doctor.check_types(Settings(device="cpu", dtype="float16"))
     assert check.text == "weights float16, 6.8 MiB; KV cache float16, 2.00 KiB a token"
+
+
+def test_what_a_server_would_refuse_fails(tmp_path: Path) -> None:
+    """Its files are read as a server reads them, all but the weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    settings = Settings(model=str(folder), device="cpu")
+    assert [check.level for check in doctor.check_types(settings)] == [Level.OK]
+    (check,) = doctor.check_types(Settings(model=str(folder), device="cpu", max_model_len=1 << 20))
+    assert check.text.startswith("max_model_len 1048576 is more than")
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    (check,) = doctor.check_types(settings)
+    assert check.text.startswith(f"{folder}: the chat template is broken: ")
+    (folder / "chat_template.jinja").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    (check,) = doctor.check_types(settings)
+    assert "model.layers.0.mlp.down_proj.weight is missing" in check.text
 
 
 def test_types_that_cannot_be_served_fail(tmp_path: Path) -> None:
