@@ -14,6 +14,7 @@ from engine.errors import CheckpointError
 from engine.model.consolidated import PARAMS, WEIGHTS, is_consolidated
 from engine.model.gguf.container import SUFFIX, is_gguf, read_header
 from engine.model.parse import check_family
+from engine.planning.tekken import FILE as TEKKEN
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 DEMO_DRAFT = Path(__file__).parent / "demo" / "draft"
@@ -119,6 +120,8 @@ def check_files(folder: Path, name: str, needed: tuple[str, ...] = _NEEDED) -> P
     for pattern in needed:
         if pattern == "config.json" and is_consolidated(folder):
             continue
+        if pattern == "tokenizer.json" and (folder / TEKKEN).is_file():
+            continue
         if next(folder.glob(pattern), None) is None:
             if pattern == "tokenizer.json":
                 _check_family(folder)  # whoever adds a tokenizer should not be told only then
@@ -175,7 +178,7 @@ def _identity(checkpoint: Path) -> Iterator[tuple[Path, int]]:
             (path, 0) for path in sorted({tensor.file for tensor in header.tensors.values()} - {checkpoint})
         )
         return
-    for pattern in (*_NEEDED, PARAMS):
+    for pattern in (*_NEEDED, PARAMS, TEKKEN):
         for path in sorted(checkpoint.glob(pattern)):
             yield path, path.stat().st_size if path.suffix == ".json" else 0
 

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import models
 
 from engine.errors import CheckpointError
+from engine.planning import tekken
 
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 
@@ -78,12 +79,17 @@ class Tokenizer:
         Raises:
             CheckpointError: naming the file that is missing or broken.
         """
-        path = folder / "tokenizer.json"
+        path, config = folder / "tokenizer.json", _read_config(folder)
+        if not path.is_file() and (folder / tekken.FILE).is_file():
+            path = folder / tekken.FILE
         if not path.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json")
-        config = _read_config(folder)
         try:
-            return cls(path.read_text(encoding="utf-8"), config, _template_files(folder))
+            text, template = path.read_text(encoding="utf-8"), _template_files(folder)
+            if path.name != tekken.FILE:
+                return cls(text, config, template)
+            content = json.loads(text)
+            return cls(tekken.content_of(content, _SPELT), tekken.config_of(content) | config, template)
         except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -211,6 +217,8 @@ def eos_token_id(folder: Path) -> int | None:
         CheckpointError: naming the file that is broken.
     """
     token, path = _named_tokens(_read_config(folder)).get("eos_token"), folder / "tokenizer.json"
+    if token is None and not path.is_file() and (folder / tekken.FILE).is_file():
+        return tekken.special_tokens(_read_json(folder / tekken.FILE)).index("</s>")
     if token is None:
         return None
     added = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder")
@@ -247,6 +255,7 @@ def _made(content: dict[str, Any]) -> tuple[tokenizers.Tokenizer, tokenizers.Tok
 
 
 _ALPHABET = _byte_of_character()
+_SPELT = {byte: character for character, byte in _ALPHABET.items()}
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 

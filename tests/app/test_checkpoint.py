@@ -178,6 +178,7 @@ def test_weights_are_fetched_once_and_nothing_that_is_not_read(
     (folder / "config.json").unlink()
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     (folder / "params.json").write_text("{}")
+    (folder / "tokenizer.json").rename(folder / "tekken.json")
     assert find_checkpoint("somebody/something", "v1") == folder
     assert asked[1:] == [asked[0], [*asked[0], "consolidated.safetensors"]]
 
