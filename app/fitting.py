@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from app.bench.statistics import table
 from app.build import load_options
 from app.checkpoint import DEMO_NAME, asked_for, find_checkpoint, is_hub_id
 from app.doctor import Level, check_compiler
 from app.errors import OperatorError
 from app.hub import fetched_before, look_at
 from app.settings import Settings, choices, flag
+from app.tables import table
 from engine.config import LoadOptions, ModelConfig
 from engine.errors import CheckpointError
 from engine.sizes import size_text

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from app.bench.measures import measure_memory
+from app.measures import measure_memory
 from engine.kernels.cpu.native import NativeUnavailable, load_library
 
 _CPU_BYTES, _GPU_BYTES = 1 << 28, 1 << 31

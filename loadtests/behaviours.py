@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 
-from app.bench.reader import Answer, Recording, read_answer, read_json
+from app.reader import Answer, Recording, read_answer, read_json
 from loadtests.exchange import Server
 
 Body = dict[str, object]

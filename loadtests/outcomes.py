@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any, Literal
 
-from app.bench.reader import Answer
 from app.bench.replay import served_of
+from app.reader import Answer
 from priority.lanes import parse_lane
 from priority.simulator.result import Served
 from priority.simulator.trace import Arrival

@@ -18,13 +18,14 @@ from random import Random
 
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.job import run_module
-from app.bench.reader import Answer
 from app.bench.replay import machine_of, send
 from app.bench.runs import Subject, read_subject
 from app.bench.server_process import ServerFailed, ServerProcess
-from app.bench.statistics import number, percentile, table
+from app.bench.statistics import percentile
 from app.errors import OperatorError
 from app.outputs import check_output, write_figures
+from app.reader import Answer
+from app.tables import number, table
 from loadtests.keys import key_file
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator.result import Served

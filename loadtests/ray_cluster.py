@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from app.bench.client import exchange
-from app.bench.reader import Recording, read_answer
 from app.listen import bind, port_of
+from app.reader import Recording, read_answer
 from lab.bench.redis_process import RedisProcess
 from loadtests import replicas as sessions
 from loadtests.local_ray import LocalRay

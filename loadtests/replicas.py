@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from app.bench.client import exchange
-from app.bench.reader import Answer, read_answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import summarise
 from app.listen import bind, url
 from app.loop import Server, uvicorn_config
+from app.reader import Answer, read_answer
 from app.settings import Settings
 from app.switch import make_switch
 from cluster.members import parse_address

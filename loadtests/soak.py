@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.bench.reader import Answer, request_bytes
 from app.bench.server_process import ServerFailed, ServerProcess
-from app.bench.statistics import table
 from app.errors import OperatorError
+from app.reader import Answer, request_bytes
 from app.remote import sums_of
+from app.tables import table
 from lab.bench.redis_process import RedisProcess, SlowLine
 from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, poll, question, respond, resume
 from loadtests.exchange import Server, failed

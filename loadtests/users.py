@@ -16,7 +16,7 @@ import gevent
 from gevent.pool import Group
 from locust import User, between, task
 
-from app.bench.reader import Answer
+from app.reader import Answer
 from gateway.wire.sampling import tier_of
 from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, poll, question, respond, resume
 from loadtests.exchange import Server, failed

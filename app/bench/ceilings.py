@@ -101,7 +101,7 @@ def most_tokens_per_s(workload: Workload, arithmetic: Arithmetic, sizes: Sizes, 
 def measure(threads: int) -> Ceilings:
     """Runs the measuring loops of the native kernels; nothing is known where there are no native kernels."""
     # Not above: the figures are read where torch is not needed.
-    from app.bench.measures import INSTRUCTIONS, measure_memory, measure_peak
+    from app.measures import INSTRUCTIONS, measure_memory, measure_peak
     from engine.kernels.cpu.native import NativeUnavailable, load_library
 
     try:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from app.bench.job import Run
-from app.bench.reader import Answer, Recording, read_answer, request_bytes
+from app.reader import Answer, Recording, read_answer, request_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 from app.bench.report import print_failures, print_machine
-from app.bench.statistics import Figures, number, table
+from app.bench.statistics import Figures
 from app.bench.workloads import Workload
+from app.tables import number, table
 
 TURNS = 2
 """Times that either server gets a workload: A B A B."""

@@ -23,11 +23,12 @@ from typing import Any
 
 from app.bench.client import Job, ask
 from app.bench.job import Run
-from app.bench.reader import Answer
 from app.bench.report import print_failures
 from app.bench.server_process import ServerProcess
-from app.bench.statistics import number, percentile, summarise, table
+from app.bench.statistics import percentile, summarise
 from app.bench.workloads import completion, story_question
+from app.reader import Answer
+from app.tables import number, table
 from priority.lanes import DEFAULT_POLICIES, Lane
 
 Row = dict[str, Any]

@@ -19,11 +19,11 @@ from typing import Any
 
 from app.bench.client import Job, ask
 from app.bench.job import Run
-from app.bench.reader import Answer
 from app.bench.replay import compare, figures_of
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import percentile
 from app.bench.workloads import completion
+from app.reader import Answer
 from gateway.wire.sampling import tier_of
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator.summary import Summary

@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.bench.checkpoint import NUM_BYTES
 from app.bench.client import Job, ask
 from app.bench.job import Run
-from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
-from app.bench.statistics import number, percent, table
 from app.bench.workloads import completion
+from app.reader import Answer
 from app.settings import Settings
+from app.tables import number, percent, table
 from gateway.wire.sampling import tier_of
 from priority.simulator.result import Result, Served
 from priority.simulator.run import Machine, simulate

@@ -8,7 +8,7 @@ from typing import Any
 
 from app.bench.ceilings import LABELS
 from app.bench.promise import PROMISE_S
-from app.bench.statistics import number, table
+from app.tables import number, table
 
 Row = dict[str, Any]
 

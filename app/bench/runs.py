@@ -24,13 +24,14 @@ from app.bench.job import run_module
 from app.bench.ladder import Ladder, print_ladder
 from app.bench.other_server import OtherServer
 from app.bench.promise import SECONDS, PromiseBench
-from app.bench.reader import Answer
 from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
-from app.bench.statistics import Figures, number, percentile, rate_until, summarise
+from app.bench.statistics import Figures, percentile, rate_until, summarise
 from app.bench.workloads import WORKLOADS, Workload
 from app.checkpoint import DEMO_DRAFT, DEMO_MODEL, asked_for, find_checkpoint, num_bytes
 from app.errors import OperatorError
+from app.reader import Answer
+from app.tables import number
 from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_tokenizer

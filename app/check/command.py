@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app import doctor
-from app.bench.statistics import table
 from app.check import ours, theirs
 from app.check.compare import Distance, compare, total
 from app.checkpoint import find_checkpoint, model_name
@@ -18,6 +17,7 @@ from app.errors import OperatorError
 from app.log import configure_log, progress
 from app.outputs import check_output, write_figures
 from app.settings import EngineSettings
+from app.tables import table
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config
 

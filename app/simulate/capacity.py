@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.bench.statistics import percent
 from app.errors import OperatorError
 from app.log import counter, log
 from app.simulate.inputs import Traffic
+from app.tables import percent
 from priority.lanes import Lane, LanePolicy
 from priority.simulator.run import Machine, simulate
 from priority.simulator.summary import is_kept

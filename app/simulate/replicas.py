@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.bench.statistics import number, percent, table
 from app.errors import OperatorError
 from app.log import counter, log
 from app.simulate.inputs import Traffic
 from app.simulate.report import promise_text
+from app.tables import number, percent, table
 from priority.lanes import Lane, LanePolicy
 from priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
 from priority.simulator.run import Machine

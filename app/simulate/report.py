@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.bench.statistics import number, percent, table
+from app.tables import number, percent, table
 from priority.lanes import Lane, LanePolicy
 from priority.simulator.summary import Figures, Summary
 

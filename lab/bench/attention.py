@@ -16,7 +16,7 @@ from time import monotonic
 import torch
 
 from app.arguments import count, listed
-from app.bench.measures import measure_memory, measure_peak
+from app.measures import measure_memory, measure_peak
 from engine.cores import num_cores
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import (

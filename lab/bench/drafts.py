@@ -10,10 +10,10 @@ from typing import Any
 
 from app.bench.client import Job, ask
 from app.bench.job import Run
-from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import summarise
 from app.bench.workloads import completion, story_question
+from app.reader import Answer
 
 STREAMS = (1, 8, 32)
 OUTPUT_TOKENS = 256

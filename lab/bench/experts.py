@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from app.bench.measures import measure_memory
-from app.bench.statistics import number, table
+from app.measures import measure_memory
+from app.tables import number, table
 from engine.fields import Fields
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeExperts, Team, load_library

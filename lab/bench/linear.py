@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from app.bench.measures import measure_linear
+from app.measures import measure_linear
 from engine.config import ModelConfig
 from engine.kernels.cpu.native import NativeUnavailable, load_library
 from engine.kernels.linear import DenseLinear

@@ -7,7 +7,7 @@ from typing import Any
 
 from app.bench.ceilings import Ceilings
 from app.bench.report import print_ceilings, print_failures
-from app.bench.statistics import number, table
+from app.tables import number, table
 from lab.bench.decisions import WAYS
 from lab.bench.depth import gains
 from lab.bench.store import RATE, STREAMS

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from app.arguments import count, listed
-from app.bench.measures import measure_reading
+from app.measures import measure_reading
 from engine.cores import num_cores
 from engine.kernels.cpu.native import NativeChoose, NativeMostLikely, Team, load_library
 from engine.planning.request import Request, SamplingParams, Sequence

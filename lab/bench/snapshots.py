@@ -11,7 +11,7 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from app.bench.statistics import number, table
+from app.tables import number, table
 from engine.config import LoadOptions, ModelConfig
 from engine.kernels.cpu.native import Team, load_library
 from engine.spec import GatedDelta, Layer, Mamba2, ModelSpec, Norm, ShortConv, StateMixer

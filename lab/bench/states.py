@@ -15,8 +15,8 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor, nn
 
-from app.bench.measures import measure_memory
-from app.bench.statistics import number, table
+from app.measures import measure_memory
+from app.tables import number, table
 from engine.config import ModelConfig
 from engine.fields import Fields
 from engine.kernels.batch import Batch, blank_batch

@@ -14,9 +14,9 @@ from typing import Any
 
 from app.bench.client import Job, ask
 from app.bench.job import Run
-from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import Figures, summarise
+from app.reader import Answer
 from lab.bench.redis_process import RedisProcess, SlowLine
 
 Start = Callable[[Sequence[str]], AbstractContextManager[ServerProcess]]

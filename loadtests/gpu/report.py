@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from app.bench.statistics import number
+from app.tables import number
 from loadtests import report
 from loadtests.gpu.figures import GOALS, Figure
 from loadtests.gpu.parts import Outcome

@@ -19,10 +19,10 @@ from typing import TypeVar
 
 from app.bench.client import Job, ask
 from app.bench.job import run_module
-from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import summarise
 from app.bench.workloads import Workload
+from app.reader import Answer
 from loadtests.gpu import alone
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.figures import emit, emit_skip, say

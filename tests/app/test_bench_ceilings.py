@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench import measures
+from app import measures
 from app.bench.arithmetic import Arithmetic
 from app.bench.ceilings import LABELS, Ceilings, Sizes, measure, most_tokens_per_s
-from app.bench.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak, measure_reading
 from app.bench.workloads import Workload
+from app.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak, measure_reading
 from engine.kernels.cpu import native
 from engine.quant.integers import Integers
 

@@ -11,8 +11,8 @@ import pytest
 
 from app.bench import client
 from app.bench.client import Job, ask, exchange, measure, run_job
-from app.bench.reader import Answer, Recording
-from tests.app.test_bench_reader import HEAD, STREAM, chunked, recorded
+from app.reader import Answer, Recording
+from tests.app.test_reader import HEAD, STREAM, chunked, recorded
 
 
 def test_streams_run_side_by_side_and_their_requests_one_after_another() -> None:

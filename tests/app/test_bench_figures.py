@@ -27,9 +27,10 @@ from app.bench.checkpoint import (
     ensure_folder,
     letter_token_ids,
 )
-from app.bench.reader import Answer
-from app.bench.statistics import number, percent, percentile, rate_until, summarise, table
+from app.bench.statistics import percentile, rate_until, summarise
 from app.bench.workloads import WORKLOADS, Interactive, Workload
+from app.reader import Answer
+from app.tables import number, percent, table
 from engine.model.parse import read_config
 from engine.spec import Experts
 from lab.bench.planning import measure_planning

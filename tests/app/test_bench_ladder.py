@@ -20,9 +20,9 @@ from app.bench.ladder import (
     print_ladder,
 )
 from app.bench.ladder_plot import draw_ladder
-from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.errors import OperatorError
+from app.reader import Answer
 
 ENDS = {"failed": 0, "requests": 64, "first_error": None}
 ROWS = [

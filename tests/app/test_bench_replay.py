@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.bench.reader import Answer
 from app.bench.replay import delay, print_comparison, prompts, served_of
+from app.reader import Answer
 from priority.lanes import DEFAULT_POLICIES
 from priority.simulator.result import Result
 from priority.simulator.run import Machine, simulate

@@ -24,11 +24,11 @@ from tokenizers import Tokenizer, decoders, models
 from app.bench import ladder, runs
 from app.bench.checkpoint import LLAMA_TINY, config_of, ensure_checkpoint
 from app.bench.client import Job
-from app.bench.reader import Answer
 from app.bench.replay import compare, print_comparison
 from app.bench.server_process import ServerFailed
 from app.cli import main
 from app.errors import OperatorError
+from app.reader import Answer
 from engine.cores import num_cores
 from priority.lanes import Lane
 from priority.simulator.trace import Arrival

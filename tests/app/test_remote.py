@@ -13,9 +13,9 @@ from types import MappingProxyType
 import pytest
 
 from app import remote
-from app.bench.reader import Answer
 from app.doctor import Level
 from app.errors import OperatorError
+from app.reader import Answer
 from tests.app.command import penstock
 
 

@@ -18,7 +18,7 @@ from locust.env import Environment
 from locust.event import EventHook
 from locust.runners import MasterRunner, WorkerRunner
 
-from app.bench.reader import Answer
+from app.reader import Answer
 from loadtests import behaviours, collecting, locustfile, shapes, users
 from loadtests.collecting import Collector
 from loadtests.outcomes import Outcome

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.bench.reader import Answer, Recording
+from app.reader import Answer, Recording
 from loadtests import behaviours
 from loadtests.behaviours import dawdle, leave, poll, resume
 from loadtests.exchange import Server

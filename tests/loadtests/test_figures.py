@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.bench.reader import Answer
+from app.reader import Answer
 from loadtests.figures import figures
 from loadtests.outcomes import Outcome
 from loadtests.report import markdown, print_report, write_report

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.bench.reader import Answer
+from app.reader import Answer
 from loadtests.gpu import alone, figures, ranks, serving, sizes
 from loadtests.gpu.parts import Outcome
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from app.bench.client import exchange
-from app.bench.reader import body_pieces
+from app.reader import body_pieces
 from cluster.upstream import Address
 from loadtests import passing
 from loadtests.passing import cpu_s, fake_replica, main, measure

@@ -16,9 +16,9 @@ import pytest
 from app.bench.checkpoint import LLAMA_135M
 from app.bench.client import Job
 from app.bench.job import run_module
-from app.bench.reader import Answer
 from app.bench.server_process import ServerFailed
 from app.checkpoint import DEMO_MODEL
+from app.reader import Answer
 from cluster.switch import Switch
 from cluster.upstream import Address
 from loadtests import replay, replicas

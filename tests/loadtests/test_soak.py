@@ -16,9 +16,9 @@ from typing import Any, cast
 
 import pytest
 
-from app.bench.reader import Answer
 from app.bench.server_process import ServerFailed
 from app.errors import OperatorError
+from app.reader import Answer
 from loadtests import soak as module
 from loadtests.exchange import Server
 from loadtests.soak import BEHAVIOURS, NONSENSE, Clients, ServerUnderTest, main, soak, storm, troubles

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak
+from app.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak
 from engine.kernels.cpu.native import NativeUnavailable, Team, load_library
 
 
