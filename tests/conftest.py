@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from app.log import log
 from loadtests.forked import ForkedServer
-from tests import published
+from tests import published, tools
 from tests.few import leave_combinations
 
 # Triton decides when it is first imported whether it interprets, and other libraries import it, too.
@@ -88,6 +88,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     skipped = [str(report.longrepr) for report in reporter.stats.get("skipped", ())]
     if num_skipped := sum(published.MISSING in reason for reason in skipped):
         reporter.write_line(f"skipped: {num_skipped} tests; {published.MISSING}")
+    if lacks := tools.lacking(skipped):
+        reporter.write_line(f"skipped: {lacks}")
     if left := session.config.stash.get(_LEFT, left):
         groups = ", ".join(f"{number} {group}" for group, number in left.most_common())
         reporter.write_line(f"left to make test-all: {left.total()} tests ({groups})")
@@ -127,7 +129,4 @@ def live_server() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def chromium_path() -> str:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next((path for name in names if (path := shutil.which(name))), None)
-    assert path is not None, "the page tests need Chromium: make test installs it"
-    return path
+    return tools.find("chromium", "chromium-browser", "google-chrome")

@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import redis
 
+from tests import tools
+
 START_S = 20.0
 
 
@@ -48,8 +50,7 @@ class RedisServer:
     def start(self) -> None:
         """Returns when it answers."""
         assert self._process is None, "Redis runs already"
-        path = shutil.which("redis-server")
-        assert path is not None, "the store's tests need redis-server: make test installs it"
+        path = tools.find("redis-server")
         persistence = ("--appendonly", "yes") if self._persistent else ("--appendonly", "no")
         place = ("--port", "0", "--unixsocket", f"{self._folder}/socket", "--dir", str(self._folder))
         self._process = subprocess.Popen(

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from deploy.grafana.make import PATH, dashboard
+from tests import tools
 from tests.deploy.files import ALERTS, KUBERNETES, ROOT, alert_rules
 
 ADAPTER = KUBERNETES / "prometheus-adapter.yaml"
@@ -18,7 +19,7 @@ PROOF = Path(__file__).with_name("alerts.yml")
 
 
 def promtool(*arguments: str | Path) -> None:
-    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([tools.find("promtool"), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
