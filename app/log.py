@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from threading import Timer
 from typing import Literal
 
 log = logging.getLogger("penstock")
@@ -18,6 +19,7 @@ Progress = Callable[[str], AbstractContextManager[Callable[[float], None]]]
 """Takes a title, and gives a function that is told the fraction done."""
 
 _LINE_EVERY_S = 2.0
+_SILENT_S = 1.0
 
 
 class _Line(logging.Formatter):
@@ -55,6 +57,18 @@ def configure_log(level: str, form: Literal["plain", "json"] = "plain", *, acces
     logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
     log.setLevel(level.upper())
     log.getChild("access").setLevel(logging.NOTSET if access else logging.WARNING)
+
+
+@contextmanager
+def said_if_slow(text: str, *values: object) -> Iterator[None]:
+    """Logs what is being done if it takes more than a second."""
+    timer = Timer(_SILENT_S, log.info, (text, *values))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def progress(title: str) -> AbstractContextManager[Callable[[float], None]]:

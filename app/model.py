@@ -9,6 +9,7 @@ from jinja2 import TemplateSyntaxError
 
 from app.checkpoint import find_checkpoint
 from app.errors import OperatorError
+from app.log import said_if_slow
 from app.settings import EngineSettings
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
@@ -41,7 +42,9 @@ def read_model(settings: EngineSettings) -> Model:
     """
     folder = find_checkpoint(settings.model, settings.revision)
     try:
-        config, tokenizer = read_config(folder), read_tokenizer(folder)
+        config = read_config(folder)
+        with said_if_slow("reading the tokenizer of %s", folder):
+            tokenizer = read_tokenizer(folder)
         check_split(folder, config, settings.tensor_parallel, settings.expert_parallel)
         defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
     except CheckpointError as error:

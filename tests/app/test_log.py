@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import sys
+import threading
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,7 +16,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from app import log as log_module
-from app.log import configure_log, counter, log, progress
+from app.log import configure_log, counter, log, progress, said_if_slow
 from gateway.http.correlation import RequestIdMiddleware
 
 Capture = pytest.CaptureFixture[str]
@@ -112,6 +113,22 @@ def test_what_is_quick_is_loaded_without_a_line(capsys: Capture, clock: list[flo
         show(0.5)
         show(1.0)
     assert capsys.readouterr().err == ""
+
+
+def test_what_is_slow_is_said_and_what_is_quick_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, is_said = list[str](), threading.Event()
+
+    def note(text: str, *values: object) -> None:
+        said.append(text % values)
+        is_said.set()
+
+    monkeypatch.setattr(log, "info", note)
+    with said_if_slow("reading %s", "it"):
+        pass
+    monkeypatch.setattr("app.log._SILENT_S", 0.0)
+    with said_if_slow("making %s", "it"):
+        assert is_said.wait(30)
+    assert said == ["making it"]
 
 
 def test_progress_keeps_to_the_level_of_the_log(capsys: Capture, clock: list[float]) -> None:
