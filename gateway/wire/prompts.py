@@ -1,7 +1,7 @@
 """From messages or text to token ids.
 
 Templates are rendered the way transformers renders them. What users wrote can never become a special token, nor another
-one that the template writes to mark turns, calls or results: where their text spells one, that spot is marked before
+one that the template writes to mark turns, calls or results: where their text spells one, that spot is guarded before
 rendering and tokenised as plain text. Text that spells none is left as it is, so that its tokens are those of the
 reference, whatever the template does with it.
 """
@@ -29,11 +29,11 @@ from gateway.wire.reading import Formats
 from gateway.wire.tokenizer import Tokenizer
 
 # A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
-_MARK, _REPLACEMENT = "\ufdd0", "\ufffd"
+_GUARD, _REPLACEMENT = "\ufdd0", "\ufffd"
 _SLOT = "\ufdd1"
 """Another one, for the place of a text that is rendered once for all that can stand there."""
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-_MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
+_GUARDED = re.compile(f"({_GUARD}(?:[^{_GUARD}]{_GUARD})+)")
 _IN_BRACKETS = re.compile(r"[^\w\s]\S*\w\S*[^\w\s]")
 """What marks look like. Vocabularies have added tokens for spaces and newlines, too, which templates are full of."""
 _OF_ROLE = re.compile(
@@ -90,12 +90,14 @@ class Prompts:
         """
         if tools and "tools" not in self.variables:
             messages = self._with_tools(messages, tools)
-        marked = self._marked(messages)
-        context = {name: self._mark(value) for name, value in (variables or {}).items()}
-        context["tools"] = self._mark(list(tools)) or None
+        guarded = self._guarded_messages(messages)
+        context = {name: self._guard(value) for name, value in (variables or {}).items()}
+        context["tools"] = self._guard(list(tools)) or None
         if not continues:
-            return self._encode_rendered(self._render(marked, add_generation_prompt, context))
-        return self._encode_rendered(_cut_after(self._render(marked, False, context), marked[-1]["content"]))
+            return self._encode_rendered(self._render(guarded, add_generation_prompt, context))
+        return self._encode_rendered(
+            _cut_after(self._render(guarded, False, context), guarded[-1]["content"])
+        )
 
     def behind(self, before: Sequence[int], turn: Sequence[int]) -> list[int]:
         """Returns the tokens of a conversation with another turn, less what a template begins a text with."""
@@ -120,13 +122,15 @@ class Prompts:
         """
         *before, last = messages
         messages = [*before, {**last, "content": last["content"] + lead + _SLOT}]
-        head, slot, tail = self._render(self._marked(messages), True, dict(variables)).rpartition(_SLOT)
+        head, slot, tail = self._render(self._guarded_messages(messages), True, dict(variables)).rpartition(
+            _SLOT
+        )
         if not slot:
             message = "The model's chat template does not show the last message as it is."
             raise invalid(message, "messages", "chat_template_error")
         # Encoded behind the lead, for some tokenizers put a space before every text.
         num_lead = len(self._encode_rendered(lead))
-        rests = [self._encode_rendered(lead + self._mark(end) + tail)[num_lead:] for end in ends]
+        rests = [self._encode_rendered(lead + self._guard(end) + tail)[num_lead:] for end in ends]
         return self._encode_rendered(head), rests
 
     def check_variables(self, variables: Mapping[str, Any], field: str) -> None:
@@ -170,12 +174,12 @@ class Prompts:
             message = f"The model's chat template does not take these messages: {error}"
             raise invalid(message, "messages", "chat_template_error") from None
 
-    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _guarded_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for shape in self._shapes if self._template is not None else ():
             messages = list(shape(messages))
         return [
             {
-                key: value if key == "role" else self._mark(value, self._marks_in(message, key))
+                key: value if key == "role" else self._guard(value, self._marks_in(message, key))
                 for key, value in message.items()
             }
             for message in messages
@@ -209,30 +213,30 @@ class Prompts:
         text = _to_json([tool["function"] for tool in tools])
         return [{**first, "tools": text}, *messages[has_system:]]
 
-    def _mark(self, value: Any, marks: re.Pattern[str] | None = None) -> Any:
-        """Sets marks around and between the characters of every mark of the template that a text of the value spells.
+    def _guard(self, value: Any, marks: re.Pattern[str] | None = None) -> Any:
+        """Sets guards around and between the characters of every mark of the template that a text of the value spells.
 
-        Between them, too: a template that cuts the text would otherwise leave the token behind without its marks.
+        Between them, too: a template that cuts the text would otherwise leave the token behind without its guards.
         """
         marks = marks or self._marks
         if isinstance(value, str):
-            return _marked(value.replace(_MARK, _REPLACEMENT), marks)
+            return _guarded(value.replace(_GUARD, _REPLACEMENT), marks)
         if isinstance(value, dict):
-            return {self._mark(name): self._mark(item, marks) for name, item in value.items()}
+            return {self._guard(name): self._guard(item, marks) for name, item in value.items()}
         if isinstance(value, list):
-            return [self._mark(item, marks) for item in value]
+            return [self._guard(item, marks) for item in value]
         return value
 
     def _encode_rendered(self, text: str) -> list[int]:
-        if _MARK not in text:
+        if _GUARD not in text:
             return self.tokenizer.encode(text, parse_special=True)
         token_ids: list[int] = []
-        for i, piece in enumerate(_MARKED.split(text)):
+        for i, piece in enumerate(_GUARDED.split(text)):
             if i % 2 == 1:
-                token_ids += self.tokenizer.spell_out(piece.replace(_MARK, ""), self._mark_ids)
+                token_ids += self.tokenizer.spell_out(piece.replace(_GUARD, ""), self._mark_ids)
                 continue
-            # A mark can be left alone where the template cut; it still keeps its two sides apart.
-            for part in filter(None, piece.split(_MARK)):
+            # A guard can be left alone where the template cut; it still keeps its two sides apart.
+            for part in filter(None, piece.split(_GUARD)):
                 token_ids += self.tokenizer.encode(part, parse_special=True)
         return token_ids
 
@@ -272,19 +276,19 @@ def _is_mark(text: str, template: str) -> bool:
     return bool(_OF_ROLE.fullmatch(text) or (_IN_BRACKETS.fullmatch(text) and text in template))
 
 
-def _with_marks(found: re.Match[str]) -> str:
-    return _MARK + "".join(character + _MARK for character in found[0])
+def _with_guards(found: re.Match[str]) -> str:
+    return _GUARD + "".join(character + _GUARD for character in found[0])
 
 
-def _marked(text: str, marks: re.Pattern[str]) -> str:
-    """Sets marks in every spot that spells one of these; in the whole text, if it does so once it is normalized.
+def _guarded(text: str, marks: re.Pattern[str]) -> str:
+    """Sets guards in every spot that spells one of these; in the whole text, if it does so once it is normalized.
 
     Tokenizers that normalize a text find a token in letters of other widths, too.
     """
-    text = marks.sub(_with_marks, text)
+    text = marks.sub(_with_guards, text)
     if unicodedata.is_normalized("NFKC", text) or not marks.search(unicodedata.normalize("NFKC", text)):
         return text
-    return _MARK + "".join(character + _MARK for character in text.replace(_MARK, ""))
+    return _GUARD + "".join(character + _GUARD for character in text.replace(_GUARD, ""))
 
 
 def _texts(tokenizer: Tokenizer, token_ids: Iterable[int]) -> dict[str, int]:
