@@ -9,7 +9,7 @@ import pytest
 from gateway.wire.histories import ANSWERED
 from gateway.wire.prompts import Prompts
 from tests.gateway.harness import make_tokenizer
-from tests.gateway.wire.test_published_templates import TOOLS, WORLD, published
+from tests.gateway.wire.test_published_templates import TOOLS, WORLD, prompts_of, published
 
 ALTERNATE = """{{ bos_token }}{%- if messages[0].role == 'system' %}{% set first = messages[0].content %}
 {%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}
@@ -163,7 +163,7 @@ def test_a_template_of_which_nothing_is_seen_gets_messages_as_they_are() -> None
 @pytest.mark.parametrize("roles", TALKS + TALKS_WITH_TOOLS)
 def test_published_templates_show_all_that_is_said(roles: str) -> None:
     for name in published().keys() - SPEECHLESS.keys():
-        prompts = Prompts(published()[name])
+        prompts = prompts_of(name)
         takes_tools = "tools" in prompts.variables
         if roles in TALKS_WITH_TOOLS and not takes_tools:
             continue

@@ -94,6 +94,12 @@ def published() -> dict[str, Tokenizer]:
     return {name: Tokenizer(tokenizer_json(), SPECIAL, source) for name, source in sources()}
 
 
+@cache
+def prompts_of(name: str) -> Prompts:
+    """A template is compiled, and tried with short talks, once."""
+    return Prompts(published()[name])
+
+
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -126,7 +132,7 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(talk: str) -> Non
         assert tokenizer.chat_template is not None
         wanted = expected(tokenizer.chat_template, talk)
         try:
-            prompt = Prompts(tokenizer).chat(messages, tools=tools, variables=variables)
+            prompt = prompts_of(name).chat(messages, tools=tools, variables=variables)
         except ApiError as error:
             if wanted is not None and error.code != "tools_not_supported":
                 pytest.fail(f"{name}: {error}")
