@@ -68,8 +68,8 @@ def build_levels(names: Iterable[str]) -> None:
     Raises:
         NativeUnavailable: a level cannot be built.
     """
-    # One lock for each state of the sources: a checkout does not wait for another one.
-    path = Path(gettempdir()) / f"penstock-{fingerprint(this_machine().usable()[0])}.lock"
+    # One lock for each user and each state of the sources: a checkout does not wait for another one.
+    path = Path(gettempdir()) / f"penstock-{os.getuid()}-{fingerprint(this_machine().usable()[0])}.lock"
     with path.open("w") as lock, ThreadPoolExecutor() as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with side_by_side() as commands:
