@@ -145,7 +145,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     outbox, lanes = Outbox(), settings.lanes
     core = build_core(settings, outbox.deliver, outbox.announce, weights_of(clients.values()))
     read = core.model
-    folder = read.folder
+    folder, weights = read.folder, fingerprint(read.folder)
     model = model_name(settings.model, settings.served_model_name)
     service_options = ServiceOptions(
         models=(model,),
@@ -163,8 +163,8 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         metrics_compat=settings.metrics_compat,
         metrics_elsewhere=settings.metrics_port is not None,
         replica=replica,
-        identity=identity(model, folder),
-        system_fingerprint=system_fingerprint(settings, folder),
+        identity=identity(model, weights),
+        system_fingerprint=system_fingerprint(settings, weights),
         policies=lanes,
         cluster_secret=settings.cluster_secret,
         warm_up_tokens=settings.warm_up_tokens,
@@ -172,7 +172,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         reasoning_parser=settings.reasoning_parser,
         strict=settings.strict,
     )
-    store = make_store(settings.redis_url, f"{model}:{fingerprint(folder)}", replica)
+    store = make_store(settings.redis_url, f"{model}:{weights}", replica)
     traces = _make_traces(settings.otlp_endpoint, model, replica)
     service = Service(
         core.engine,
@@ -233,13 +233,17 @@ def build_core(
     return Core(engine, queue, sink, grammars, read)
 
 
-def identity(model: str, folder: Path) -> str:
-    """Replicas that can stand in for each other have the same."""
-    return f"{model} {fingerprint(folder)}, penstock {version('penstock')}"
+def identity(model: str, weights: str) -> str:
+    """Replicas that can stand in for each other have the same; `weights` is the checkpoint's fingerprint."""
+    return f"{model} {weights}, penstock {version('penstock')}"
 
 
-def system_fingerprint(settings: EngineSettings, folder: Path) -> str:
-    """What replies call the weights, the types they are computed in, and the version: with the same, the same text."""
+def system_fingerprint(settings: EngineSettings, weights: str) -> str:
+    """What replies call the weights, the types they are computed in, and the version: with the same, the same text.
+
+    Args:
+        weights: the checkpoint's fingerprint.
+    """
     types = (settings.dtype, settings.quantize, settings.quantize_group_size, settings.kv_dtype)
     made_by = (
         *types,
@@ -248,7 +252,7 @@ def system_fingerprint(settings: EngineSettings, folder: Path) -> str:
         settings.expert_parallel,
         version("penstock"),
     )
-    digest = blake2b(repr((fingerprint(folder), made_by)).encode(), digest_size=5)
+    digest = blake2b(repr((weights, made_by)).encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.build import allowed_hosts, identity
-from app.checkpoint import find_checkpoint, model_name
+from app.checkpoint import find_checkpoint, fingerprint, model_name
 from app.errors import OperatorError
 from app.keys import KeyFile
 from app.listen import bind, check_exposure, is_loopback, url
@@ -130,7 +130,7 @@ def make_switch(
         raise OperatorError(str(error)) from None
     options = SwitchOptions(
         secret=settings.cluster_secret,
-        identity=identity(model_name(settings.model, settings.served_model_name), folder),
+        identity=identity(model_name(settings.model, settings.served_model_name), fingerprint(folder)),
         block_size=LoadOptions().block_size,
         pooling=pooling,
         clients=keys.read() if keys else {},

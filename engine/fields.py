@@ -64,6 +64,7 @@ class Fields:
         return list(self._values)
 
     def items(self) -> ItemsView[str, object]:
+        """All entries as the file has them."""
         return self._values.items()
 
     def has(self, name: str) -> bool:

@@ -49,12 +49,7 @@ def num_weights(config: ModelConfig) -> int:
 
 def num_multiplied(layer: Layer, *, every_expert: bool = False) -> int:
     """The numbers of a layer's linear maps that a token is multiplied with."""
-    maps, part = layer.maps(), layer.feed_forward
+    part = layer.feed_forward
     if isinstance(part, Experts) and not every_expert:
-        chosen = part.own[: part.router.top_k]
-        maps = {
-            field: own
-            for field, own in maps.items()
-            if not field.startswith("experts.") or int(field.split(".")[1]) in chosen
-        }
-    return sum(rows.count * own.in_features for own in maps.values() for rows in own.rows)
+        layer = layer.with_feed_forward(num_own=part.router.top_k)
+    return sum(rows.count * own.in_features for own in layer.maps().values() for rows in own.rows)

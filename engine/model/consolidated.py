@@ -88,18 +88,18 @@ def read_params(folder: Path) -> Fields:
     if params.has("moe"):
         moe = params.nested("moe")
         config["architectures"] = ["MixtralForCausalLM"]
-        config |= {"num_local_experts": moe.size("num_experts")}
-        config |= {"num_experts_per_tok": moe.size("num_experts_per_tok")}
-    if params.has("yarn"):
-        config["rope_parameters"] = _yarn(params.nested("yarn"))
+        config["num_local_experts"] = moe.size("num_experts")
+        config["num_experts_per_tok"] = moe.size("num_experts_per_tok")
+    rope: dict[str, object] = {}
     if params.has("llama_4_scaling"):
         scaling = params.nested("llama_4_scaling")
         config["architectures"] = ["Ministral3ForCausalLM"]
-        config["rope_parameters"] = {
-            "original_max_position_embeddings": scaling.size("original_max_position_embeddings"),
-            "llama_4_scaling_beta": scaling.number("beta"),
-            **(_yarn(params.nested("yarn")) if params.has("yarn") else {}),
-        }
+        rope["original_max_position_embeddings"] = scaling.size("original_max_position_embeddings")
+        rope["llama_4_scaling_beta"] = scaling.number("beta")
+    if params.has("yarn"):
+        rope |= _yarn(params.nested("yarn"))
+    if rope:
+        config["rope_parameters"] = rope
     if params.has("quantization"):
         params.nested("quantization").one_of("qformat_weight", "fp8_e4m3")
         config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}

@@ -10,7 +10,7 @@ from engine.model.consolidated import is_consolidated
 from engine.model.gguf.container import GgufTensor, is_gguf, read_header
 from engine.model.gguf.kinds import Kind
 from engine.model.gguf.names import Names
-from engine.model.safetensors import TensorEntry, TensorFiles, renamed
+from engine.model.safetensors import TensorEntry, TensorFiles, named, renamed
 
 
 def open_files(path: Path) -> TensorFiles:
@@ -21,14 +21,10 @@ def open_files(path: Path) -> TensorFiles:
     """
     if is_gguf(path):
         return _open_gguf(path)
-    return _open_consolidated(path) if is_consolidated(path) else renamed(TensorFiles(path))
-
-
-def _open_consolidated(folder: Path) -> TensorFiles:
-    files = TensorFiles(folder, names=(consolidated.WEIGHTS, consolidated.INDEX))
-    own_names = {consolidated.transformers_name(name): name for name in files.entries}
-    entries = {name: files.entries[own_name] for name, own_name in own_names.items()}
-    return TensorFiles(folder, entries, lambda name: own_names.get(name, name), config=consolidated.PARAMS)
+    if is_consolidated(path):
+        files = TensorFiles(path, names=(consolidated.WEIGHTS, consolidated.INDEX))
+        return named(files, consolidated.transformers_name, config=consolidated.PARAMS)
+    return renamed(TensorFiles(path))
 
 
 def _open_gguf(path: Path) -> TensorFiles:

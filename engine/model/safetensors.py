@@ -9,6 +9,7 @@ import json
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import cast
@@ -134,22 +135,35 @@ def renamed(files: TensorFiles) -> TensorFiles:
     prefix = next(
         (p for p in _PREFIXES if {f"{p}{name}.weight" for name in _OUTSIDE} & files.entries.keys()), None
     )
-    own_names = {_renamed(own_name, prefix): own_name for own_name in files.entries}
-    entries = {name: files.entries[own_name] for name, own_name in own_names.items()}
-    return TensorFiles(files.path, entries, lambda name: own_names.get(name) or _missing_name(name, prefix))
-
-
-def _missing_name(name: str, prefix: str | None) -> str:
-    """What a tensor would be called that the files do not have."""
     if prefix is None:
-        return name
+        return named(files, lambda own_name: _INTERN.get(own_name, own_name))
+    return named(files, partial(_renamed, prefix=prefix), partial(_missing_name, prefix=prefix))
+
+
+def named(
+    files: TensorFiles,
+    name_of: Callable[[str], str],
+    missing: Callable[[str], str] = str,
+    config: str = "config.json",
+) -> TensorFiles:
+    """The files with other names of their tensors.
+
+    Args:
+        name_of: the name of a tensor by that in the files.
+        missing: what a tensor of such a name would be called that the files do not have.
+        config: what says how large the tensors are, for messages.
+    """
+    own_names = {name_of(own_name): own_name for own_name in files.entries}
+    entries = {name: files.entries[own_name] for name, own_name in own_names.items()}
+    return TensorFiles(files.path, entries, lambda name: own_names.get(name) or missing(name), config)
+
+
+def _missing_name(name: str, prefix: str) -> str:
     known = {name: own_name for own_name, name in _EMBEDDINGS.items()} if prefix == _BACKBONE else {}
     return prefix + known.get(name, name).removeprefix(_MODEL) if name.startswith(_MODEL) else name
 
 
-def _renamed(own_name: str, prefix: str | None) -> str:
-    if prefix is None:
-        return _INTERN.get(own_name, own_name)
+def _renamed(own_name: str, prefix: str) -> str:
     if own_name.startswith(prefix):
         name = _MODEL + own_name.removeprefix(prefix)
         return _EMBEDDINGS.get(name, name)

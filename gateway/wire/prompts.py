@@ -90,14 +90,13 @@ class Prompts:
         """
         if tools and "tools" not in self.variables:
             messages = self._with_tools(messages, tools)
-        guarded = self._guarded_messages(messages)
+        guarded = self._prepared(messages)
         context = {name: self._guard(value) for name, value in (variables or {}).items()}
         context["tools"] = self._guard(list(tools)) or None
         if not continues:
             return self._encode_rendered(self._render(guarded, add_generation_prompt, context))
-        return self._encode_rendered(
-            _cut_after(self._render(guarded, False, context), guarded[-1]["content"])
-        )
+        rendered = self._render(guarded, False, context)
+        return self._encode_rendered(_cut_after(rendered, guarded[-1]["content"]))
 
     def behind(self, before: Sequence[int], turn: Sequence[int]) -> list[int]:
         """Returns the tokens of a conversation with another turn, less what a template begins a text with."""
@@ -122,9 +121,8 @@ class Prompts:
         """
         *before, last = messages
         messages = [*before, {**last, "content": last["content"] + lead + _SLOT}]
-        head, slot, tail = self._render(self._guarded_messages(messages), True, dict(variables)).rpartition(
-            _SLOT
-        )
+        rendered = self._render(self._prepared(messages), True, dict(variables))
+        head, slot, tail = rendered.rpartition(_SLOT)
         if not slot:
             message = "The model's chat template does not show the last message as it is."
             raise invalid(message, "messages", "chat_template_error")
@@ -174,8 +172,9 @@ class Prompts:
             message = f"The model's chat template does not take these messages: {error}"
             raise invalid(message, "messages", "chat_template_error") from None
 
-    def _guarded_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        for shape in self._shapes if self._template is not None else ():
+    def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages in the order and the shape that the template takes, with guards in what they say."""
+        for shape in self._shapes:
             messages = list(shape(messages))
         return [
             {

@@ -355,8 +355,8 @@ def test_replies_name_the_weights_and_the_types_they_are_computed_in() -> None:
             Settings(kv_dtype="int8"),
         ],
     )
-    names = [system_fingerprint(one, DEMO_MODEL) for one in (settings, *other)]
+    names = [system_fingerprint(one, fingerprint(DEMO_MODEL)) for one in (settings, *other)]
     assert len(set(names)) == len(names)
-    assert system_fingerprint(Settings(), DEMO_MODEL) == names[0]
-    assert system_fingerprint(Settings(max_num_seqs=7), DEMO_MODEL) == names[0]
-    assert system_fingerprint(settings, DEMO_DRAFT) != names[0]
+    assert system_fingerprint(Settings(), fingerprint(DEMO_MODEL)) == names[0]
+    assert system_fingerprint(Settings(max_num_seqs=7), fingerprint(DEMO_MODEL)) == names[0]
+    assert system_fingerprint(settings, fingerprint(DEMO_DRAFT)) != names[0]
