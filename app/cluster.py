@@ -1,7 +1,6 @@
 """`penstock cluster`: replicas and switches on a Ray cluster that runs already.
 
-Nothing of Ray is imported until a command needs it; and then Penstock's own modules go by their long names
-(`penstock.lib.cluster`), which are those that processes of Ray on other machines can import.
+Nothing of Ray is imported until a command needs it.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from app.errors import OperatorError
-from app.log import configure_log, log
-from app.settings import ENV_PREFIX, Settings
+from penstock.app.errors import OperatorError
+from penstock.app.log import configure_log, log
+from penstock.app.settings import ENV_PREFIX, Settings
 
 if TYPE_CHECKING:
-    from cluster.directory import Report, View
-    from cluster.plan import Plan
+    from penstock.cluster.directory import Report, View
+    from penstock.cluster.plan import Plan
 
 ACTIONS = {
     "deploy": "Starts replicas and switches, or changes those that run to what is given here.",
@@ -30,7 +29,6 @@ ACTIONS = {
     "drain": "Ends one replica when its streams have; Ray starts another one in its place.",
     "down": "Ends all switches and replicas when their streams have.",
 }
-_LIB = "penstock.lib"
 _PLANNED = {"replicas", "cpus", "gpus", "listen", "replica_port", "surge", "switches", "name"}
 """Flags of `deploy` that are no settings of a server."""
 _LOOK_S = 0.2
@@ -210,7 +208,7 @@ def _ray(address: str | None) -> Iterator[Any]:
         raise OperatorError("Ray is not installed; `pip install 'penstock[cluster]'` installs it") from None
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    deployments = import_module(f"{_LIB}.cluster.deployments")
+    deployments = import_module("penstock.cluster.deployments")
     try:
         ray.init(
             address=address or "auto",

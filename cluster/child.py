@@ -10,9 +10,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 
-_PARENT = Path(__file__).resolve().parents[1]
 _READY = re.compile(r"ready in [\d.]+ s: open (http://[^\s\"]+)")
 # Linux alone can end a process together with its parent (prctl, PR_SET_PDEATHSIG); what has to be said before is said
 # by the child itself, since code between fork and exec is not safe in a process with threads.
@@ -53,7 +51,6 @@ class Child:
             ChildFailed: it ended.
         """
         inherited = {name: text for name, text in os.environ.items() if not name.startswith("PENSTOCK_")}
-        path = os.pathsep.join(filter(None, (str(package_parent()), inherited.get("PYTHONPATH", ""))))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
@@ -62,7 +59,7 @@ class Child:
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env={**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
+            env={**inherited, "PYTHONUNBUFFERED": "1", **environment},
             limit=_MAX_LINE_BYTES,
         )
         child = cls(process)
@@ -139,9 +136,3 @@ class Child:
         if found := _READY.search(line):
             self.url = found[1]
             self._ready.set()
-
-
-def package_parent() -> Path:
-    """Returns the folder in which `penstock` lies: that of this checkout, or site-packages."""
-    # penstock/lib/cluster/child.py in a wheel, cluster/child.py in a checkout.
-    return _PARENT if (_PARENT / "penstock").is_dir() else _PARENT.parents[1]

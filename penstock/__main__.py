@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from penstock import PACKAGES
-
-
-def main() -> int:
-    """Runs one command and returns the exit status."""
-    # The packages keep their short names inside this process, which is Penstock's alone. Their folder comes first, so
-    # that an app or an engine in the working directory, in PYTHONPATH or in site-packages is never taken for them.
-    sys.path.insert(0, str(PACKAGES))
-    from app.cli import main as run
-
-    return run()
-
+from penstock.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,23 +1,20 @@
-"""Measurements in processes of their own: `python -m app.bench.job MODULE` calls the module's function `measure`.
+"""Measurements in processes of their own.
 
-Its arguments come as JSON on stdin, and what it returns goes to stdout as JSON.
+`python -m penstock.app.bench.job MODULE` calls the module's function `measure`: its arguments come as JSON on stdin,
+and its result goes to stdout as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from app.errors import OperatorError
-
-_PACKAGES = Path(__file__).parents[2]
+from penstock.app.errors import OperatorError
 
 Run = Callable[[str, object], Any]
 """Calls `measure` of a module, which is named as it is imported: the arguments as a mapping, and what it returns."""
@@ -33,8 +30,7 @@ def run_module(
         subprocess.TimeoutExpired: it took longer than `timeout_s`.
     """
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "app.bench.job", module],
-        env=_own_packages_first(),
+        [sys.executable, "-m", "penstock.app.bench.job", module],
         input=json.dumps(job),
         stdout=subprocess.PIPE,
         stderr=stderr,
@@ -47,12 +43,6 @@ def run_module(
             f"{module} failed: {(done.stderr or '').strip().splitlines()[-1:] or ['no message']}"
         )
     return json.loads(done.stdout)
-
-
-def _own_packages_first() -> dict[str, str]:
-    """The variables of a process that imports this `app` (with -P, even if the working directory has another)."""
-    known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGES), *([known] if known else [])])}
 
 
 if __name__ == "__main__":

@@ -16,24 +16,24 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError, NotEnoughMemory
-from engine.kernels.ranks import Ranks
-from engine.model.dtype import choose_device
-from engine.parallel.group import Group
-from engine.parallel.messages import ChooseTokens, Load, Message, Narrator
-from engine.planning.request import Sequence
-from engine.planning.step import DeviceError, Plan, Runner, RunnerFacts, StepInFlight, StepResult
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError, NotEnoughMemory
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.model.dtype import choose_device
+from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.messages import ChooseTokens, Load, Message, Narrator
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import DeviceError, Plan, Runner, RunnerFacts, StepInFlight, StepResult
 
 _START = """\
 import sys
 sys.path[:] = {path!r}
-import penstock
-from importlib import import_module
-import_module({package!r} + ".lifeline").hold({descriptor})
-import_module({package!r} + ".follower").main({descriptor}, {rank}, {size}, {meeting!r}, {on_cuda})
+from penstock.engine.parallel import lifeline
+lifeline.hold({descriptor})
+from penstock.engine.parallel import follower
+follower.main({descriptor}, {rank}, {size}, {meeting!r}, {on_cuda})
 """
-"""The program of a rank's process. Modules have the names that they have here, or messages could not be read."""
+"""The program of a rank's process; it dies with this one from before it imports torch."""
 
 _NEWS_S = 2.0
 """The time after a failed sum within which it is known which rank is gone."""
@@ -165,7 +165,6 @@ class Followers:
         ours, theirs = Pipe()
         program = _START.format(
             path=sys.path,
-            package=__package__,
             descriptor=theirs.fileno(),
             rank=rank,
             size=self._size,

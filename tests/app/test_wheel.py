@@ -17,17 +17,16 @@ from zipfile import ZipFile
 
 import pytest
 
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
-from app.bench.server_process import ServerProcess
-from engine.kernels.cpu.build import TIMEOUT_S
-from engine.kernels.cpu.build import build as build_library
-from engine.kernels.cpu.levels import this_machine
 from hatch_build import platform_tag
-from penstock import isolation
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from penstock.app.bench.server_process import ServerProcess
+from penstock.engine.kernels.cpu.build import TIMEOUT_S
+from penstock.engine.kernels.cpu.build import build as build_library
+from penstock.engine.kernels.cpu.levels import this_machine
 
 ROOT = Path(__file__).parents[2]
-KERNELS = "penstock/lib/engine/kernels/cpu/prebuilt"
-NOT_INSTALLED = {"tests", "lab", "loadtests", "deploy", "docs"}
+PACKAGE = ROOT / "penstock"
+KERNELS = "penstock/engine/kernels/cpu/prebuilt"
 
 # Every process of the environment writes down, as it ends, which modules it had and from where.
 REPORT = """
@@ -55,18 +54,17 @@ def build(target: str, source: Path, folder: Path, **variables: str) -> Path:
     return path
 
 
-def packages() -> set[str]:
-    """The repository's packages, as its folders have them."""
-    return {path.parent.name for path in ROOT.glob("*/__init__.py")} - NOT_INSTALLED - {"penstock"}
+def links() -> set[str]:
+    """The packages, and the page, that penstock/ links to."""
+    return {path.name for path in PACKAGE.iterdir() if path.is_symlink()}
 
 
 def program_files() -> set[str]:
-    """Where each file of the program lies in a wheel."""
-    places = {ROOT / "penstock": "penstock"}
-    places |= {ROOT / name: f"penstock/lib/{name}" for name in packages() | {"static"}}
+    """Where each file of the program lies in a wheel, and in a checkout, through the links in penstock/."""
+    folders = [PACKAGE, *(PACKAGE / name for name in links())]
     return {
-        f"{place}/{path.relative_to(folder).as_posix()}"
-        for folder, place in places.items()
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
         for path in folder.rglob("*")
         if path.is_file() and path.parent.name != "__pycache__" and path.name != "README.md"
     }
@@ -86,8 +84,8 @@ def test_a_wheel_holds_the_whole_program_under_one_name(wheel: Path) -> None:
     names = names_in(wheel)
     metadata = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert names - metadata == program_files()
-    assert "penstock/lib/app/demo/model/model.safetensors" in names
-    assert "penstock/lib/static/index.html" in names
+    assert "penstock/app/demo/model/model.safetensors" in names
+    assert "penstock/static/index.html" in names
 
 
 @pytest.mark.long("wheels built and installed")
@@ -168,7 +166,7 @@ class Installed:
         for path in self.reports.iterdir():
             found.update((name, str(file)) for name, file in json.loads(path.read_text()).items())
             path.unlink()
-        ours = {"penstock", *packages()}
+        ours = {"penstock", *links()}
         return {(name, file) for name, file in found if name.split(".")[0] in ours}
 
     def assert_only_installed(self, *expected: str) -> None:
@@ -181,7 +179,7 @@ class Installed:
 
 def add_others(folder: Path) -> None:
     """Somebody else's packages, with the names of ours."""
-    for name in packages():
+    for name in links():
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(
             f"raise ImportError('this is not the {name} of Penstock')\n"
@@ -251,7 +249,7 @@ def test_it_serves_the_demo_model_and_the_page(server: ServerProcess, installed:
     assert answer(server, "GET", "/") == (ROOT / "static" / "index.html").read_bytes()
     assert server.stop() == 0, server.log
     installed.assert_only_installed(
-        "penstock", "app.server", "gateway.service", "priority.queue", "engine.engine"
+        "penstock.app.server", "penstock.gateway.service", "penstock.priority.queue", "penstock.engine.engine"
     )
 
 
@@ -304,7 +302,7 @@ def test_the_processes_that_bench_starts_are_of_the_same_wheel(installed: Instal
     )
     assert done.returncode == 0, done.stderr
     assert "llama-tiny, float32, 1" in done.stdout
-    installed.assert_only_installed("penstock", "app.bench.runs", "app.server")
+    installed.assert_only_installed("penstock.app.bench.runs", "penstock.app.server")
 
 
 PROGRAM = """
@@ -327,11 +325,7 @@ import app.late
 
 assert engine.parts.WHOSE == app.late.WHOSE == "mine"
 assert {name for name in sys.modules if name.split(".")[0] in NAMES} == {"app", "app.late", "engine", "engine.parts"}
-home = sys.modules["penstock"].__path__[0]
-ours = {name: module for name, module in sys.modules.items() if name.startswith("penstock.lib.")}
-assert {"penstock.lib.app.offline.llm", "penstock.lib.engine.execution.runner"} < ours.keys()
-assert all(module.__file__.startswith(home) for module in ours.values())
-assert home not in sys.path
+assert {"penstock.app.offline.llm", "penstock.engine.execution.runner"} < sys.modules.keys()
 """
 
 
@@ -343,7 +337,7 @@ def test_it_is_a_library_in_a_program_that_has_packages_of_the_same_names(
         (tmp_path / name).mkdir()
         for file in ("__init__.py", f"{module}.py"):
             (tmp_path / name / file).write_text("WHOSE = 'mine'")
-    (tmp_path / "program.py").write_text(f"NAMES = {packages()}\n{PROGRAM}")
+    (tmp_path / "program.py").write_text(f"NAMES = {links()}\n{PROGRAM}")
     done = subprocess.run(
         [str(installed.bin / "python"), str(tmp_path / "program.py")],
         capture_output=True,
@@ -354,7 +348,3 @@ def test_it_is_a_library_in_a_program_that_has_packages_of_the_same_names(
     assert done.returncode == 0, done.stderr
     assert done.stdout == " time, in a\n"
     installed.modules()  # forgotten: some are the program's own
-
-
-def test_all_packages_are_told_apart_from_those_of_others() -> None:
-    assert packages() == isolation.NAMES

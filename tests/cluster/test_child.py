@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.child import Child, ChildFailed, package_parent
+from penstock.cluster.child import Child, ChildFailed
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ SECRET = {"PENSTOCK_CLUSTER_SECRET": "a secret of the tests", "PENSTOCK_PORT": "
 # Starts a switch, tells its address, and is killed.
 KEEPER = """\
 import asyncio, sys
-from cluster.child import Child
+from penstock.cluster.child import Child
 
 async def main() -> None:
     child = await Child.start(["switch", "--replicas-file", sys.argv[1]], {
@@ -75,7 +75,6 @@ def test_it_dies_with_its_keeper(no_replicas: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(package_parent())},
     )
     assert keeper.stdout is not None
     with keeper, keeper.stdout:
