@@ -45,7 +45,7 @@ test-all: test test-long ## all tests, as in CI
 explore:   ## tries the property tests with new examples
 	@.ci/setup check test
 	@.ci/tools test
-	.venv/bin/pytest --numprocesses 2 --dist loadfile -m hypothesis --hypothesis-profile explore $(ARGS)
+	.ci/pytest -m hypothesis --hypothesis-profile explore $(ARGS)
 
 mutants:   ## which small changes of FILES="gateway/..." no test of their folder, or of ARGS="--tests ...", notices
 	@.ci/setup check test

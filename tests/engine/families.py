@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -471,3 +473,21 @@ def put_inside(text: Path, folder: Path, architecture: str) -> Path:
     tower = {"model.visual.norm.weight": torch.ones(3)}
     save_file({**named, **tower}, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+UNLIKE = {
+    *("Gemma 2", "Gemma 4 E", "GLM-4-0414", "Command R7B", "Phi 4 mini", "Granite 3", "EXAONE 4"),
+    *("Qwen 2 MoE", "GLM-4.5", "gpt-oss", "Llama 4", "Gemma 4 MoE"),
+    *("Qwen 3.5", "LFM2", "Granite 4 H"),
+}
+"""Those that differ most: caps, windows and shared layers, rotations of every kind, norms and multipliers of their own;
+of experts a gate of shared ones, groups, biases and limits, weights on inputs, norms; each kind of state."""
+
+
+def unlike(group: str, without: Set[str] = frozenset()) -> list[Any]:
+    """Every family as a parameter; `make test` has those that differ most, `without` some; `group` names the others."""
+    long = pytest.mark.long(group)
+    return [
+        pytest.param(family, marks=[] if family in UNLIKE - without else [long])
+        for family in TINY | SPARSE | STATES
+    ]

@@ -109,10 +109,10 @@ def test_the_urgent_keep_half_of_the_memory_meanwhile(part: float) -> None:
 
 
 def test_interactive_promises_hold_beside_large_batch_prompts() -> None:
-    """A flood fills the memory for 150 s. One starts in its midst, for few of the promises in that short time."""
+    """A flood fills the memory for 90 s. One starts in its midst, for few of the promises in that short time."""
     rng, at_s = Random(1), 0.0
-    arrivals = [Arrival(5.0 + 30 * n, 12_000, 50, lane=Lane.BATCH, tenant="large") for n in range(3)]
-    while at_s < 150.0:
+    arrivals = [Arrival(5.0 + 30 * n, 12_000, 50, lane=Lane.BATCH, tenant="large") for n in range(2)]
+    while at_s < 90.0:
         at_s += rng.expovariate(12.0)
         sizes = rng.randint(100, 1_500), rng.randint(20, 400)
         arrivals.append(Arrival(at_s, *sizes, lane=Lane.INTERACTIVE, tenant=rng.choice("abc")))
@@ -127,7 +127,7 @@ def test_interactive_promises_hold_beside_large_batch_prompts() -> None:
         kept = sum(s.refused is None and is_kept(s, DEFAULT_POLICIES) for s in urgent) / len(urgent)
         return min(s.first_token_s or inf for s in served if s.arrival.lane is Lane.BATCH), kept
 
-    (without_s, kept_without), (aged_s, kept) = run(inf), run(120.0)
-    assert without_s > 150.0, "the flood does not starve it: this shows nothing"
-    assert aged_s < 150.0
+    (without_s, kept_without), (aged_s, kept) = run(inf), run(60.0)
+    assert without_s > 90.0, "the flood does not starve it: this shows nothing"
+    assert aged_s < 90.0
     assert kept > kept_without - 0.08

@@ -23,7 +23,7 @@ from penstock.engine.planning.request import BeamParams, Pooling, Request, Sampl
 from penstock.engine.planning.step import DeviceError, Plan, RunnerFacts, StepInFlight
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
-from tests.engine.families import SPARSE, STATES, TINY
+from tests.engine.families import SPARSE, STATES, TINY, unlike
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # One key-value head, which all ranks have; biases, which one rank adds; a vocabulary that is padded.
@@ -123,7 +123,7 @@ def test_two_ranks_choose_the_tokens_of_one_process(pool: Pool, name: str, tmp_p
     compare(pool.of(2), checkpoint(name, tmp_path))
 
 
-@pytest.mark.parametrize("family", TINY | SPARSE | STATES)
+@pytest.mark.parametrize("family", unlike("families on two ranks"))
 def test_two_ranks_serve_every_family(pool: Pool, family: str, tmp_path: Path) -> None:
     folder = (TINY | SPARSE | STATES)[family].make(tmp_path, vocab_size=517)
     if family.startswith(("OLMo", "MiniMax")):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,29 +17,17 @@ from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.transformer import Decoder
 from penstock.engine.model.weights import load_weights
 from tests.engine.configs import spread
-from tests.engine.families import SPARSE, STATES, TINY
+from tests.engine.families import SPARSE, STATES, TINY, unlike
 from tests.engine.model.test_transformer import make_batch, oracle_logits
 from tests.engine.rounding_noise import largest
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 TOKEN_IDS = [7 * i % 390 + 3 for i in range(34)]
-UNLIKE = {"Qwen 2 MoE", "GLM-4.5", "gpt-oss", "Llama 4", "Gemma 4 MoE"}
-"""Of those with experts: a gate of shared experts, groups, biases and limits, weights on inputs, norms of its own."""
 
 
-QUICK = {"LFM2"}
-"""Of those with a state: others take their rows one by one."""
-
-
-def families() -> Iterator[Any]:
-    """Every family; `make test` has those with experts that differ most, and a quick one of those with a state."""
-    long = pytest.mark.long("families with experts or a state by Triton's interpreter")
-    for family in TINY | SPARSE | STATES:
-        is_long = family in (SPARSE.keys() - UNLIKE) | (STATES.keys() - QUICK)
-        yield pytest.param(family, marks=[long] if is_long else [])
-
-
-@pytest.mark.parametrize("family", list(families()))
+@pytest.mark.parametrize(
+    "family", unlike("families by Triton's interpreter", without={"Qwen 3.5", "Granite 4 H"})
+)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path, device: torch.device) -> None:
     path = (TINY | SPARSE | STATES)[family].make(tmp_path)
     config, dtype = read_config(path), torch.float32

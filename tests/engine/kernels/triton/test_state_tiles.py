@@ -45,6 +45,7 @@ def layer_of(
     return Layer.random(spec, lengths, kernels=states, device=device, dtype=dtype)
 
 
+@pytest.mark.combinations("combinations of what Triton's kernels take")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MIXERS)
 def test_rows_and_slots_are_those_of_the_specification(

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import numpy as np
 import torch
 import torchao.quantization as ao
@@ -274,7 +273,7 @@ def modelopt(algorithm: str, **more: Any) -> Way:
     return Way(config, make)
 
 
-# bitsandbytes
+# bitsandbytes, whose import takes seconds
 
 
 def bnb4(kind: str, nested: bool = False, storage: torch.dtype = torch.uint8, **more: Any) -> Way:
@@ -290,6 +289,8 @@ def bnb4(kind: str, nested: bool = False, storage: torch.dtype = torch.uint8, **
     }
 
     def make(weight: Tensor) -> Made:
+        import bitsandbytes.functional as bnb
+
         packed, state = bnb.quantize_4bit(
             weight.float().contiguous(), quant_type=kind, compress_statistics=nested, quant_storage=storage
         )
@@ -306,6 +307,8 @@ def bnb8() -> Way:
     config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
 
     def make(weight: Tensor) -> Made:
+        import bitsandbytes.functional as bnb
+
         numbers, scale, _ = bnb.int8_vectorwise_quant(weight.half())
         tensors = {"weight": numbers, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
         return Made(tensors, bnb.int8_vectorwise_dequant(numbers, scale))
