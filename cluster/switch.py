@@ -43,8 +43,8 @@ from gateway.http.refusals import answer_fault, refusal
 from gateway.sessions.owners import tag_in
 from gateway.wire.frames import Json
 from gateway.wire.prompts import Prompts
-from priority.refusal import Refusal
 from priority.routing.router import RouteQuery, Router
+from priority.verdict import Refusal
 
 STALL_S = 30.0
 """The silence after which a replica is given up in a stream, which is never without a comment for so long."""

@@ -21,10 +21,9 @@ from gateway.http.errors import ApiError, internal, refused, unavailable
 from gateway.metrics import Metrics
 from gateway.tickets import Tickets
 from gateway.wire.streams import Generation, joined
-from priority.admission import Forecast
 from priority.lanes import Lane
 from priority.queue import LaneQueue
-from priority.refusal import Refusal
+from priority.verdict import Forecast, Refusal
 
 log = logging.getLogger("penstock.gateway")
 

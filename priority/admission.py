@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
 from math import inf
 
 from engine.planning.request import FinishReason, Sequence
@@ -26,26 +25,13 @@ from priority.ratios import LATE, TOLD
 from priority.room import MOST_AHEAD, Ending, Held, Need, grouped
 from priority.shares import COST_PREFILL, virtual
 from priority.steptime import StepTimeModel
+from priority.verdict import Forecast
 from priority.waiting import Account, LaneLine, Size, Ticket
 from priority.yielding import yielding
 
 _LEARNING = 0.04
 _BLOCK_TOKENS = 16
 """About the KV that is left free for each fourth of the running sequences, any of which may need a block."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """When the first token is expected, in seconds from now."""
-
-    seconds: float
-    """The time that two in three first tokens come before: what a client is told."""
-    late_s: float
-    """The time that nine in ten come before: what is held against the promise."""
-    raw_s: float
-    """The time before what was learnt of earlier forecasts."""
-    allowed_s: float
-    """The time that the lane promises; infinite, if it promises none."""
 
 
 _Other = tuple[Account, float, float]

@@ -18,12 +18,12 @@ from math import inf, isfinite
 
 from engine.planning.request import Request, Sequence
 from engine.planning.step import Allowance, StepLoad
-from priority.admission import Admission, Forecast
+from priority.admission import Admission
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.refusal import RETRY_S, Refusal
 from priority.routing.state import Load
 from priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
 from priority.steptime import NAMES, StepTimeModel
+from priority.verdict import RETRY_S, Forecast, Refusal
 from priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from priority.yielding import MAX_VICTIMS, yielding
 

@@ -16,7 +16,7 @@ from gateway.http.connections import Connection, Timeouts
 from gateway.http.correlation import CORRELATION
 from gateway.http.errors import ApiError, internal, log_fault
 from gateway.wire.reading import Thoughts
-from priority.admission import Forecast
+from priority.verdict import Forecast
 
 MAX_PENDING_BYTES = 1024 * 1024
 """A reader that leaves more than this lying is cut off."""

@@ -14,11 +14,11 @@ from random import Random
 
 from app.bench.statistics import percentile
 from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.refusal import Refusal
 from priority.room import Held
 from priority.routing.index import BlockIndex
 from priority.routing.router import Choice, RouteQuery, Router
 from priority.routing.state import HASH_BYTES, Change, LaneWork, Load, Snapshot
+from priority.verdict import Refusal
 
 _BLOCK_SIZE = 16
 _SYSTEM_BLOCKS = 32

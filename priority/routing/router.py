@@ -22,11 +22,11 @@ from itertools import islice
 from random import Random
 
 from priority.lanes import Lane
-from priority.refusal import Refusal
 from priority.routing.index import DEFAULT_MAX_BLOCKS, BlockIndex
 from priority.routing.order import CLOSE, LoadOrder
 from priority.routing.replica import Replica, Reservation
 from priority.routing.state import Change, Snapshot, StateError
+from priority.verdict import Refusal
 
 STALE_S = 1.0
 """The silence after which a replica is passed over."""

@@ -20,12 +20,12 @@ from engine.planning.prefix_index import block_hash, chain_start, extend_hashes
 from engine.planning.request import Request, SamplingParams, Sequence
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue
-from priority.refusal import Refusal
 from priority.routing.router import LeastRouter, RandomRouter, RoundRobinRouter, RouteQuery, Router
 from priority.routing.state import Change, Load, Snapshot
 from priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
 from priority.simulator.run import Machine, Server, Tally, make_queue
 from priority.simulator.trace import BLOCK_TOKENS, Arrival
+from priority.verdict import Refusal
 
 ROUTERS = ("prefix", "least", "random", "round-robin", "disaggregated")
 _TOKEN = 1

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from engine.planning.prefix_index import with_hashes
 from engine.planning.request import Request, SamplingParams
-from priority.refusal import Refusal
 from priority.simulator.trace import BLOCK_TOKENS, Arrival
+from priority.verdict import Refusal
 
 BLOCK_SIZE = 16
 

@@ -13,14 +13,13 @@ from engine.planning.prefix_events import PrefixLog
 from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
-from priority.admission import Forecast
 from priority.baselines import FirstComeQueue
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue
-from priority.refusal import Refusal
 from priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
 from priority.simulator.trace import Arrival
 from priority.steptime import StepTimeModel
+from priority.verdict import Forecast, Refusal
 
 POLICIES = ("fcfs", "strict", "fair", "penstock")
 _PROGRESS_EVERY = 100

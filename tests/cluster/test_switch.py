@@ -26,9 +26,9 @@ from gateway.service import ServiceOptions
 from gateway.sessions.owners import tag_in, tag_of
 from gateway.wire.prompts import Prompts
 from priority.lanes import Lane, Tenant
-from priority.refusal import Refusal
 from priority.routing.router import RouteQuery, Router
 from priority.routing.state import parse_change, parse_snapshot
+from priority.verdict import Refusal
 from tests.cluster.scripted_replicas import PATIENCE_S, serving
 from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, completion_body, make_tokenizer
 

@@ -13,9 +13,9 @@ from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan, StepLoad
 from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue
-from priority.refusal import Refusal
 from priority.shares import cost_of
 from priority.steptime import StepTimeModel
+from priority.verdict import Refusal
 from priority.waiting import Account, LaneLine, Stage
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.step import StepLoad
-from priority.admission import Admission, Forecast
+from priority.admission import Admission
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.pacing import ALONE_SLACK
 from priority.queue import LaneQueue
-from priority.refusal import Refusal
 from priority.steptime import StepTimeModel
+from priority.verdict import Forecast, Refusal
 from priority.waiting import Size
 from tests.few import examples
 from tests.priority.simulated_engine import (

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from engine.planning.request import Request
 from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue
-from priority.refusal import Refusal
 from priority.steptime import StepTimeModel
+from priority.verdict import Refusal
 from tests.priority.simulated_engine import ask, check_books, lines, permissive, serve, settle, take, take_all
 from tests.priority.simulated_engine import make_queue as make_permissive_queue
 

@@ -1,9 +1,25 @@
-"""Why a request is not let in, and when it is worth coming back."""
+"""What the queue answers when a request asks to be let in: a forecast, or a refusal."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 RETRY_S = (1.0, 60.0)
 """The least and the most seconds that anybody is told to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """When the first token is expected, in seconds from now."""
+
+    seconds: float
+    """The time that two in three first tokens come before: what a client is told."""
+    late_s: float
+    """The time that nine in ten come before: what is held against the promise."""
+    raw_s: float
+    """The time before what was learnt of earlier forecasts."""
+    allowed_s: float
+    """The time that the lane promises; infinite, if it promises none."""
 
 
 class Refusal(Exception):
