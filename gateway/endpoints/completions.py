@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.access.idempotency import idempotency_key, not_here
-from gateway.endpoints.intake import Arrival, Endpoints, Handler, Intake, as_sent, route
-from gateway.endpoints.params import GenerationParams, is_compared
+from gateway.endpoints.intake import Endpoints, Handler, Intake, as_sent, route
+from gateway.endpoints.params import Arrival, GenerationParams, is_compared
 from gateway.endpoints.replies import Attached, Keep, position_asked
 from gateway.http.errors import invalid
 from gateway.http.off_loop import off_loop

@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from engine.planning.prefix_index import with_hashes
 from engine.planning.request import Branch, Request, SamplingParams
-from gateway.endpoints.intake import Arrival, Endpoints, route
-from gateway.endpoints.params import salt_of
+from gateway.endpoints.intake import Endpoints, route
+from gateway.endpoints.params import Arrival, salt_of
 from gateway.endpoints.prompting import Prompting
 from gateway.endpoints.replies import LiveReply
 from gateway.http.errors import invalid

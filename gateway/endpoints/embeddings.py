@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from engine.planning.prefix_index import with_hashes
 from engine.planning.request import Request, SamplingParams
-from gateway.endpoints.intake import Arrival, Endpoints, as_sent, route
-from gateway.endpoints.params import REQUEST_BYTES, salt_of
+from gateway.endpoints.intake import Endpoints, as_sent, route
+from gateway.endpoints.params import REQUEST_BYTES, Arrival, salt_of
 from gateway.endpoints.replies import LiveReply
 from gateway.http.errors import invalid
 from gateway.http.off_loop import TOKEN_BYTES, off_loop

@@ -7,10 +7,10 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -20,7 +20,7 @@ from engine.planning.grammar import CompiledGrammar
 from engine.planning.request import Request
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
-from gateway.endpoints.params import GenerationParams, RequestMaker, is_compared
+from gateway.endpoints.params import Arrival, GenerationParams, RequestMaker, Understood, is_compared
 from gateway.endpoints.prompting import Prompting
 from gateway.endpoints.replies import Keep, LiveReply
 from gateway.http.correlation import CORRELATION
@@ -43,7 +43,6 @@ from gateway.wire.tools.use import ToolUse
 from priority.lanes import Lane, Tenant
 
 Read = TypeVar("Read", bound=StrictBody)
-Understood = TypeVar("Understood")
 
 _PROMPT_BYTES = 64 * 1024 * 1024
 _COUNTED_BYTES = 16 * 1024 * 1024
@@ -51,21 +50,6 @@ _COUNTED_BYTES = 16 * 1024 * 1024
 
 CLIENT = "penstock.client"
 """The scope's name for the client, in a request that the server itself sends for one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival(Generic[Understood]):
-    """A request that was read; whether there is room for it was not asked yet."""
-
-    at_s: float
-    client: Client
-    body: Understood
-    num_bytes: int
-    """The size of the body as it was sent."""
-
-    @property
-    def tenant(self) -> Tenant:
-        return self.client.tenant
 
 
 class Intake:

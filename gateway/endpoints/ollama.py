@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.endpoints.embeddings import EmbeddingsApi
-from gateway.endpoints.intake import Arrival, Endpoints, Intake, Read, route
+from gateway.endpoints.intake import Endpoints, Intake, Read, route
+from gateway.endpoints.params import Arrival
 from gateway.http.limits import Limits
 from gateway.service import Service
 from gateway.wire.embeddings import Embedded

@@ -1,9 +1,10 @@
-"""The requests that the engine gets for a body that was checked, and how their answers are chosen and bounded."""
+"""From a body that was read to the engine's requests: the types on the way, and how answers are chosen and bounded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from engine.planning.bans import Words
 from engine.planning.grammar import CompiledGrammar
@@ -23,8 +24,25 @@ from gateway.wire.streams import LOGPROB_BYTES
 from gateway.wire.tokenizer import Tokenizer
 from priority.lanes import Lane, Tenant
 
+Understood = TypeVar("Understood")
+
 REQUEST_BYTES, _BAD_WORD_BYTES = 1024, 4096
 """Making a request, or tokenising a bad word, is as much work as reading so many bytes is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival(Generic[Understood]):
+    """A request whose body was read, before anybody asked whether there is room for it."""
+
+    at_s: float
+    client: Client
+    body: Understood
+    num_bytes: int
+    """The size of the body as it was sent."""
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.client.tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
