@@ -69,7 +69,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="MODEL",
         action="append",
-        help="model to measure, like that of `penstock serve`; repeatable, but not with --workload, --drafts or --cost. "
+        help="model to measure, as for `penstock serve`; repeatable, but not with --workload, --drafts or --cost. "
         "By default the demo model and a random 135 M Llama; with these three, the Llama alone",
     )
     parser.add_argument(
