@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-"""As a shell has it where SIGINT ended a command."""
+"""The exit status that shells use for a command ended by SIGINT."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -264,7 +264,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _is_met(view: View, plan: Plan) -> bool:
-    """Whether there are as many replicas as wanted, and every switch knows them."""
+    """Returns whether there are as many replicas as wanted, and every switch knows them."""
     there = [one for one in view.replicas if not one.is_draining]
     return (
         plan.replicas.least <= len(there) <= plan.replicas.most
@@ -325,7 +325,7 @@ def _drain(plan: Plan, directory: Any, name: str, deployments: Any) -> int:
 
 
 def _delete(plan: Plan, deployments: Any) -> None:
-    """Switches first: what is on its way comes to its end while all replicas are there."""
+    """Ends switches first, so that requests in progress finish while all replicas run."""
     serve = deployments.serve
     for name in (plan.switches_app, plan.replicas_app):
         while name in serve.status().applications:

@@ -188,7 +188,7 @@ def _group_size(options: argparse.Namespace, config: ModelConfig) -> int | None:
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """A new folder beside `out`, removed at the end if it is still there."""
+    """Yields a new folder next to `out`, removed at the end if it still exists."""
     folder = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
         try:

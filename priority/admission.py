@@ -35,11 +35,11 @@ _BLOCK_TOKENS = 16
 
 
 _Other = tuple[Account, float, float]
-"""A tenant that has something waiting: how much, and what of it is its due before the request."""
+"""A tenant with waiting work: how much, and the part of it that is due before the request."""
 
 
 class Admission:
-    """What the engine was seen to do, and what follows from it."""
+    """The observed behaviour of the engine, and the forecasts that follow from it."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Admission:
         self._load: StepLoad | None = None
         self.last_step_s = 0.0
         self.step_began_s = -inf
-        """When the last step came back, which is when the one that runs began. On the simulator it may be to come."""
+        """The time at which the last step ended and the running one began; the simulator may set one in the future."""
         self.context_each = 0.0
         """KV tokens of a running stream, as it was seen last."""
         self._length = 128.0
@@ -68,7 +68,7 @@ class Admission:
         self._num_prefill = 1
         """Prompt tokens that the last step was allowed."""
         self._held: Held | None = None
-        """What `held` found since the last step."""
+        """The cached result of `held` since the last step."""
         self.passed_over: Ticket | None = None
         """The request that waits for too long and that others leave room for."""
         self._finished = Rate()
@@ -168,7 +168,7 @@ class Admission:
         return wait_s + (self._left_s(now) if outlook.held.num_running else 0.0)
 
     def _others(self, account: Account, work: float) -> list[_Other]:
-        """Returns the other tenants of the lane, and what is their due before this one has had so much work."""
+        """Returns the lane's other tenants, with the work due to each before this one has had so much."""
         lane, each = account.lane, self.model.attended_each
         floor = lane.floor
         return [

@@ -1,11 +1,11 @@
-"""What the queue answers when a request asks to be let in: a forecast, or a refusal."""
+"""The queue's two answers to a request that wants to be let in: a forecast, or a refusal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 RETRY_S = (1.0, 60.0)
-"""The least and the most seconds that anybody is told to wait."""
+"""The least and the most seconds of a Retry-After."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +13,13 @@ class Forecast:
     """When the first token is expected, in seconds from now."""
 
     seconds: float
-    """The time that two in three first tokens come before: what a client is told."""
+    """The time before which two in three first tokens come, as reported to clients."""
     late_s: float
-    """The time that nine in ten come before: what is held against the promise."""
+    """The time before which nine in ten come, as compared with the promise."""
     raw_s: float
-    """The time before what was learnt of earlier forecasts."""
+    """The time without corrections learnt from earlier forecasts."""
     allowed_s: float
-    """The time that the lane promises; infinite, if it promises none."""
+    """The time that the lane promises; infinite if it promises none."""
 
 
 class Refusal(Exception):

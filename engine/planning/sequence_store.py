@@ -40,7 +40,7 @@ class SequenceStore:
         self.searches: list[Beams] = []
         """The searches over beams that have begun and not ended."""
         self._ended: list[tuple[Request, Sequence | None]] = []
-        """The choices that ended and that the queue was not told of."""
+        """The ended choices that the queue has not settled yet."""
         self._departed: list[Sequence] = []
 
     @property

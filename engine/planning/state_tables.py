@@ -241,7 +241,7 @@ class StateTables(KeptStates):
     # Slots
 
     def _has_target(self, sequence: Sequence) -> bool:
-        """Whether there is a slot for the next step of a sequence to write: its own, or one that is reserved now."""
+        """Returns whether the next step of a sequence has a slot to write: its own, or one reserved now."""
         state = sequence.state
         assert state is not None
         if state.next:
@@ -271,7 +271,7 @@ class StateTables(KeptStates):
 
 
 def _forks(sequence: Sequence) -> bool:
-    """Whether other choices are to fork from it once its prompt is computed."""
+    """Returns whether other choices will fork from it once its prompt is computed."""
     request = sequence.request
     is_plain = request.beams is None and not request.branches
     return request.n > 1 and not sequence.index and is_plain and not sequence.num_output_tokens

@@ -88,13 +88,13 @@ class Quotas:
         self._clock = clock
         self._open: WeakSet[Reservation] = WeakSet()
         self._outputs: dict[str, deque[tuple[float, int]]] = {}
-        """By tenant, when its last answers ended and how many tokens they had."""
+        """The end times and token counts of each tenant's last answers."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def reserve(
         self, client: Client, num_prompt_tokens: int, max_output_tokens: int, lease_id: str
     ) -> Reservation:
-        """Asks for room for one request, all its prompts and choices together. A store in trouble refuses nobody.
+        """Reserves room for one request with all its prompts and choices. A store in trouble refuses nobody.
 
         Raises:
             ApiError: 429 if a bound is reached; without Retry-After if the prompt alone is more than ever fits.
@@ -143,7 +143,7 @@ class Quotas:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Renews leases while it is entered, and tells the store at its end what it was not told yet."""
+        """Renews leases while it is entered, and writes pending changes to the store when it ends."""
         try:
             async with meanwhile(every(LEASE_S / 3, self.renew, "renewing the leases")):
                 yield

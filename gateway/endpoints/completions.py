@@ -70,7 +70,7 @@ class CompletionsApi(Endpoints):
         return await self._reply(params, CHAT, [prompt], shape, keep=kept)
 
     async def _stored(self, came: Arrival[ChatBody], body: ChatBody) -> dict[str, Any] | None:
-        """Returns what is stored beside the completion; None if it is not to be stored."""
+        """Returns the request's part of a stored completion; None if it is not to be stored."""
         if body.store:
             check_metadata(body.metadata)
             return await off_loop(came.num_bytes, _asked, body)

@@ -35,7 +35,7 @@ _NO_END = (
     "Another answer begins with this one, and the model's configuration names no token that ends an answer."
 )
 _OPTION_BYTES = 64
-"""What is made of an answer that may be given is as much work as reading so many bytes."""
+"""The bytes whose reading is as much work as one possible answer."""
 
 
 class DecisionsApi(Endpoints):

@@ -1,4 +1,4 @@
-"""The intake of all endpoints: who sends a request, what it asks, in which lane, and whether there is room for it."""
+"""The intake of all endpoints: a request's client, body and lane, and whether there is room for it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Read = TypeVar("Read", bound=StrictBody)
 
 _PROMPT_BYTES = 64 * 1024 * 1024
 _COUNTED_BYTES = 16 * 1024 * 1024
-"""The bytes of one tenant's texts that may wait to be tokenised: some seconds' work."""
+"""The bytes of one tenant's texts that may wait to be tokenised, which is some seconds of work."""
 
 CLIENT = "penstock.client"
 """The scope's name for the client, in a request that the server itself sends for one."""
@@ -65,7 +65,7 @@ class Intake:
         return self._prompting(tenant, lane, self._prompts)
 
     def counting(self, tenant: Tenant) -> Prompting:
-        """Returns what makes tokens for their own sake: in a thread apart, so that no prompt stands behind them."""
+        """Returns a Prompting for counting tokens, in a separate thread so that no prompt has to wait for it."""
         return self._prompting(tenant, tenant.default_lane, self._counts)
 
     def _prompting(self, tenant: Tenant, lane: Lane, threads: FairThreads) -> Prompting:
@@ -110,7 +110,7 @@ class Intake:
     async def read_as(
         self, http: HttpRequest, kind: type[Read], understand: Callable[[Read, Limits], Understood]
     ) -> Understood:
-        """Returns what a body of any API asks for."""
+        """Reads a body of any API and translates it."""
         # Any page may send a browser's form or text to this machine without being asked; JSON it may not. Clients of
         # Ollama often say nothing of what they send, or curl's default.
         if not http.url.path.startswith(OLLAMA_PATH) or _is_of_a_page(http):
@@ -240,7 +240,7 @@ class Intake:
         return replace(params, reading=reading, grammar=await self.grammar(params.tenant, form))
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
-        """Reserves room for these requests in the quota of who sends them; raises 429 if there is none."""
+        """Reserves room for these requests in the client's quota; raises 429 if there is none."""
         with self._noting_refusals(Lane(requests[0].lane)):
             return await self._service.quotas.reserve(
                 client,
@@ -259,7 +259,7 @@ class Intake:
 
     @contextlib.asynccontextmanager
     async def counted(self, client: Client) -> AsyncIterator[Mapping[str, str]]:
-        """A request that is answered without the model, within its client's quota; gives the headers that say so.
+        """Counts a request that needs no model against its client's quota; gives the quota's headers.
 
         It counts as a request and, while it is answered, as one at work; it costs no tokens.
 
@@ -301,7 +301,7 @@ class Intake:
         return prompt, await self.with_tools(params, prompt, use, shows_reasoning=shows_reasoning)
 
     def ignore(self, field: str) -> None:
-        """Takes a field of which nothing comes; the reply's header names it.
+        """Accepts a field that is ignored; the reply's header names it.
 
         Raises:
             ApiError: 400, if the operator wants such fields refused.

@@ -1,4 +1,4 @@
-"""From a body that was read to the engine's requests: the types on the way, and how answers are chosen and bounded."""
+"""The types between a body that was read and the engine's requests, and how answers are chosen and bounded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from priority.lanes import Lane, Tenant
 Understood = TypeVar("Understood")
 
 REQUEST_BYTES, _BAD_WORD_BYTES = 1024, 4096
-"""Making a request, or tokenising a bad word, is as much work as reading so many bytes is."""
+"""The bytes whose reading is as much work as making a request, or as tokenising a bad word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class GenerationParams:
     lane: Lane
     arrival_s: float
     is_recorded: bool = False
-    """Whether the reply is kept as a whole even if it is streamed."""
+    """Whether the reply is recorded as a whole, even if it is streamed."""
     grammar: CompiledGrammar | None = None
     """The grammar that each answer has to match."""
     reading: Reading = PLAIN

@@ -68,7 +68,7 @@ class _Turn:
     body: ResponseBody
     id: str
     resumable: bool
-    """Whether it goes on for a while when its client is gone."""
+    """Whether it continues for a while after its client has gone."""
 
 
 class ResponsesApi(Endpoints):

@@ -1,4 +1,4 @@
-"""Work that goes on beside other work, and ends with it."""
+"""Background work that runs alongside other work and ends with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def end(task: asyncio.Task[None]) -> None:
 
 
 class Rounds:
-    """Work that is done for all who ask for it while it was done for others, one round after another."""
+    """Coalesced work: requests that arrive during one round are all served by the next."""
 
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""What a client is told of: every refusal and fault, made in one place."""
+"""Every refusal and fault that a client can get, made in one place."""
 
 from __future__ import annotations
 

@@ -62,6 +62,6 @@ def _message(id: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fits(chat: StoredChat, model: str | None, metadata: Mapping[str, str]) -> bool:
-    """Whether a completion is of a model, and has all of the metadata."""
+    """Returns whether a completion is of that model and has all of that metadata."""
     is_of_model = model in (None, chat.completion["model"])
     return is_of_model and metadata.items() <= chat.metadata.items()

@@ -44,7 +44,7 @@ class JournalChange:
 
     stream_id: str
     header: bytes | None
-    """What the stream was made from; None if it is written already."""
+    """The header with the stream's request; None if it is written already."""
     offset: int
     """The number of tokens that were written before."""
     token_ids: tuple[int, ...]
@@ -179,7 +179,7 @@ class Durable(Protocol):
     # Journals of streams
 
     async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
-        """What became of each change, in order.
+        """Returns the outcome of each change, in order.
 
         Raises:
             StoreUnavailable: some may not be written; the caller writes them again.

@@ -22,7 +22,7 @@ from gateway.store.patience import NUM_GLANCES, PATIENCE, Patience
 from gateway.store.scripts import SCRIPTS
 
 MAX_COMMANDS = 100
-"""So many commands are sent in one go."""
+"""The number of commands that are sent together."""
 MAX_CONNECTIONS = 8
 POOL_WAIT_S = 0.05
 WORK_S = 0.08

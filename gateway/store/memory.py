@@ -40,7 +40,7 @@ class _Share:
     used: OrderedDict[Key, None] = field(default_factory=OrderedDict)
     """The key that was used least recently first."""
     ids: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
-    """By kind, the id that was put least recently first."""
+    """The ids by kind, the least recently put first."""
 
 
 class LocalRecords:

@@ -11,7 +11,7 @@ from gateway.wire.schemas import AllowedChoice, ChatBody, Function, Message, Nam
 from gateway.wire.tools.use import ToolUse, tool_use
 
 _LIMITS = Limits()
-"""Of the JSON in arguments."""
+"""The limits on the JSON in arguments."""
 
 
 def thinking_switches(on: bool) -> dict[str, Any]:

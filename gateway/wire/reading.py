@@ -70,7 +70,7 @@ _ANSWERS: Mapping[str | None, tuple[str, str]] = {
 _SIGNS = {"minimax_m2": ("<minimax:tool_call>",)}
 """More that a chat template has of some of them."""
 _NEXT = "<|start|>assistant"
-"""What stands before each of harmony's messages but a prompt's first one, which has it at its end."""
+"""The marker before each of harmony's messages except the first, for which the prompt ends with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -313,7 +313,7 @@ class ChatBody(Chat, Sampled):
     ) = None
     parallel_tool_calls: bool | None = None
     documents: Many[dict[str, Any]] | None = None
-    """What the chat template shows the model to answer from, in the form that it knows."""
+    """Documents to answer from, in the form that the chat template expects."""
     functions: Many[Function] | None = None
     """An older form of `tools`, with `function_call` for `tool_choice`: at most one of them is called."""
     function_call: Literal["none", "auto"] | NamedFunction | None = None

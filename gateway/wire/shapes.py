@@ -58,7 +58,7 @@ class Head:
     model: str
     service_tier: str
     system_fingerprint: str | None = None
-    """The same for servers that make the same texts; None if it is not told."""
+    """Equal for servers that make the same texts; None if it is not shown."""
 
 
 class Best(NamedTuple):

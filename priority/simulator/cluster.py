@@ -36,16 +36,16 @@ _CALM = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """What lies between machines."""
+    """The network between machines."""
 
     push_every_s: float = 0.05
     """A replica pushes at most so often."""
     push_delay_s: float = 0.03
     """Until the router has it."""
     transfer_gbps: float = 100.0
-    """Of a replica's link, for KV, in gigabits per second."""
+    """The rate of a replica's link, for KV, in gigabits per second."""
     kv_bytes: int = 131_072
-    """Of a token. 32 layers of 8 heads of 128 in 16 bits have so many."""
+    """The bytes of a token's KV, here of 32 layers of 8 heads of 128 in 16 bits."""
 
     def transfer_s(self, num_tokens: int) -> float:
         return num_tokens * self.kv_bytes * 8 / (self.transfer_gbps * 1e9)
@@ -96,7 +96,7 @@ def _router(name: str, seed: int) -> Router:
 
 
 class _Clock:
-    """What happens when, in seconds; of what happens at once, what was told first is first."""
+    """Events in order of their time in seconds; simultaneous ones in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -180,7 +180,7 @@ class _Replica:
         site = pool.site
         self.name = name
         self.link_free_s = 0.0
-        """When it has sent all KV that it was to send."""
+        """The time at which it has sent all its KV."""
         self._pool = pool
         self._clock = site.clock
         self._log = PrefixLog()
@@ -194,7 +194,7 @@ class _Replica:
         self._counted: list[int] = []
         self._over: list[int] = []
         self._push_s = inf
-        """When it pushes next."""
+        """The time of its next push."""
         self._is_stepping = False
 
     def snapshot(self) -> Snapshot:
@@ -411,7 +411,7 @@ def _adopt(server: Server, request: Request) -> None:
 
 
 def _append(served: Served, leg: Served) -> None:
-    """What came of a part of a request, at the end of what came before."""
+    """The outcome of a part of a request, appended to the earlier parts."""
     if leg.first_token_s is not None:
         if served.first_token_s is None:
             served.first_token_s = leg.first_token_s

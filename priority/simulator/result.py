@@ -1,4 +1,4 @@
-"""How simulated requests went, and how they are made of a trace."""
+"""The outcomes of simulated requests, and the making of requests from a trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK_SIZE = 16
 
 @dataclass(slots=True)
 class Served:
-    """How one request of the trace went. Times in seconds on the virtual clock."""
+    """The outcome of one request of the trace. Times are seconds on the virtual clock."""
 
     arrival: Arrival
     first_token_s: float | None = None

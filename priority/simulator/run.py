@@ -24,15 +24,15 @@ from priority.verdict import Forecast, Refusal
 POLICIES = ("fcfs", "strict", "fair", "penstock")
 _PROGRESS_EVERY = 100
 _LOOK_EVERY_S = 0.25
-"""How often requests that waited too long are looked for, as on the server."""
+"""The interval of the search for requests that waited too long, as on the server."""
 _PATIENCE = 0.5
-"""Of the shortest promise on the time per token: in shorter steps all streams may decode."""
+"""The part of the shortest promise per token below which all streams may decode in a step."""
 _TOKEN = [1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is simulated: how long steps take, and how much it holds."""
+    """The simulated machine: its step times and its capacity."""
 
     coefficients: Mapping[str, float]
     num_kv_tokens: int = 400_000
@@ -42,7 +42,7 @@ class Machine:
 
 
 class SimulatedQueue(RequestQueue, Protocol):
-    """What the simulator needs beyond the engine's side."""
+    """The queue methods that the simulator needs in addition to the engine's."""
 
     def put(
         self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0
@@ -151,7 +151,7 @@ class Server:
         log: PrefixLog | None,
         prefix_cache: bool = True,
     ) -> None:
-        """`on_end` is told of each request that was let in and is over: its id, and how it went."""
+        """`on_end` is called for each admitted request that is over, with its id and outcome."""
         self.machine = machine
         self.queue = queue
         self.result = result
@@ -166,7 +166,7 @@ class Server:
         self.patience_s = _PATIENCE * min(policy.tpot_s for policy in lanes.values())
         self.now = 0.0
         self.looked_s = 0.0
-        """When it was last looked for requests that waited too long."""
+        """The time of the last search for requests that waited too long."""
         self.open: dict[str, Served] = {}
         """Let in and not ended."""
         self.num_prompt_open = 0
@@ -283,7 +283,7 @@ class Server:
             self._observe(*shape, run.last_s)
 
     def _num_alike(self, running: list[Sequence]) -> int:
-        """How many steps can be nothing but one more token for each stream; arrivals not considered."""
+        """Returns the number of steps that only decode one token per stream, ignoring arrivals."""
         if self.scheduler.waiting or not running or len(running) > self.limits.max_batch_tokens:
             return 0
         if any(s.num_remaining != 1 or s.num_computed < s.num_prompt_tokens for s in running) or any(
@@ -317,7 +317,7 @@ class Server:
         return sorted(ending, key=lambda sequence: sequence.order)
 
     def _extend(self, sequences: list[Sequence], num_tokens: int, run: _Run) -> None:
-        """So many tokens more for each of these, which took part in all steps of the run."""
+        """Adds tokens to sequences that took part in all steps of the run."""
         if not num_tokens:
             return
         for sequence in sequences:

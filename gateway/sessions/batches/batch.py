@@ -155,7 +155,7 @@ class InputCheck:
 
     @property
     def is_over(self) -> bool:
-        """Whether the lines that follow change nothing."""
+        """Returns whether further lines change nothing."""
         return len(self._known) > MAX_LINES or len(self._errors) == MAX_ERRORS
 
     @property

@@ -104,7 +104,7 @@ def _ends(known: dict[bytes, PrefixChange]) -> Iterable[PrefixChange]:
 
 
 def _is_sound(block: PrefixChange, block_size: int) -> bool:
-    """Whether the block's tokens give its hash."""
+    """Returns whether the block's tokens have its hash."""
     parent = chain_start(block.salt) if block.parent is None else block.parent
     return len(block.token_ids) == block_size and block_hash(parent, block.token_ids) == block.hash
 

@@ -14,7 +14,7 @@ class _Share:
 
     num_bytes: int = 0
     recordings: OrderedDict[str, tuple[Recording, int]] = field(default_factory=OrderedDict)
-    """By id, the recordings and their bytes, the one that ended first in front."""
+    """The recordings and their bytes by id, the earliest end first."""
 
 
 class EndedRecordings:
@@ -24,7 +24,7 @@ class EndedRecordings:
         self.num_bytes = 0
         """The memory that all of them take, about."""
         self._shares: dict[str, _Share] = {}
-        """By tenant; none is empty."""
+        """The ended recordings of each tenant that has any."""
 
     def add(self, recording: Recording) -> None:
         self.discard(recording)

@@ -32,9 +32,9 @@ _CHOICE_BYTES = 80
 _KNOWN_BYTES = 240
 """The bytes that an event takes more, where it has log probabilities, without these."""
 _HELD_BYTES = 400
-"""The bytes of a token that waits for its turn."""
+"""The approximate bytes of a token that waits to be turned into events."""
 _OWN_BYTES = 6_000
-"""The bytes of a recording beside its events and tokens; its request and its script are counted."""
+"""The approximate bytes of a recording without its events and tokens, with its request and script."""
 _UNTOLD = TokenLogprobs(nan)
 
 
@@ -186,7 +186,7 @@ class Recording(Generation):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether this process does not finish it, but another one can."""
+        """Whether this process will not finish it, but another one can."""
         return self.journalled and self.error is not None and self.error.code in INTERRUPTED
 
     @property
@@ -376,7 +376,7 @@ class Recording(Generation):
         return bool(self._readers)
 
     def is_abandoned(self, now: float) -> bool:
-        """Whether nobody reads it, and nobody is expected any more."""
+        """Returns whether nobody reads it or is expected to."""
         if self.detached_s is None or self.ended:
             return False
         patience_s = self.max_detached_s if self.detachable else 0.0

@@ -42,11 +42,11 @@ _REPLAYED_BYTES = 64
 _WRITES = 2
 """A reply is tried to be written down so often before it begins: a store that has much to do may be late once."""
 _TAKEN_OVER = 25
-"""So many journals are read in one go."""
+"""The number of journals that one call reads."""
 ABANDONED = "abandoned"
 """The error code of a reply that was cancelled since nobody read it."""
 MAX_ATTEMPTS = 3
-"""So many processes may die over one request; then it fails."""
+"""The number of processes that may die during one request before it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,11 @@ class Keeping:
     max_age_s: float = 3_600.0
     """Nothing is generated for longer than this."""
     max_bytes: int = 64 * 1024 * 1024
-    """All that have ended may have so many bytes; the oldest are forgotten first."""
+    """The bytes that all ended replies may take; the oldest are forgotten first."""
     flush_s: float = 0.05
-    """How often what is new is written down."""
+    """The interval at which new events are written to the journal."""
     claim_s: float = 2.0
-    """How often streams are looked for whose process is gone."""
+    """The interval at which streams of dead processes are searched for."""
     batch: int = 100
 
 
@@ -94,14 +94,14 @@ class Recordings:
         self._clock = clock
         self.keeping = Keeping()
         self.on_end: dict[str, EndHook] = {}
-        """By kind, what is done before the client is told that its reply is complete."""
+        """The work to do, by kind of reply, before the client gets the end of its reply."""
         self.scripts: dict[str, ScriptMaker] = {}
-        """By kind, what makes the script of a reply."""
+        """The function that makes the script of a reply, by kind."""
         self._all: dict[str, Recording] = {}
         self._unsettled: dict[str, Recording] = {}
         self._ended = EndedRecordings()
         self._written: dict[str, int] = {}
-        """By id, the words that are in the journal; missing if not even the header is."""
+        """The number of tokens in the journal by id; missing if not even the header is written."""
         self._dirty: dict[str, None] = {}
         self._doomed: dict[str, None] = {}
         """Ids of journals that are to be deleted."""

@@ -19,7 +19,7 @@ class Style(Enum):
     NAMED = auto()
     """The arguments are an object after the name."""
     FENCED = auto()
-    """The same, and each call has markers around it."""
+    """The same, with markers around each call."""
     TAGGED = auto()
     """The name and each argument stand between tags."""
     PYTHON = auto()
