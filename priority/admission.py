@@ -116,7 +116,7 @@ class Admission:
     def allowance(
         self, running: list[Sequence], decodes: list[Sequence], chunked: list[Sequence], now: float
     ) -> Allowance:
-        """Returns what a step of these sequences may do, of which some decode and some have longer chunks."""
+        """Returns the allowance of a step with these sequences, some decoding and some with longer chunks."""
         self.running = running
         lanes = [sequence.request.lane for sequence in decodes]
         num_context = sum([len(sequence.token_ids) for sequence in decodes])
@@ -154,7 +154,7 @@ class Admission:
         return Forecast(raw_s * told, raw_s * late, raw_s, allowed_s)
 
     def _raw_s(self, account: Account, own: Need, load: StepLoad, now: float) -> float:
-        """Returns the time to the first token, before what was learnt of earlier forecasts."""
+        """Returns the time to the first token, without corrections learnt from earlier forecasts."""
         outlook = self._outlook(account.lane, load, now)
         rate, mine = outlook.pace.tokens_per_second, account.work(self.model.attended_each) + own.work
         others = self._others(account, mine)
@@ -202,7 +202,7 @@ class Admission:
     def _lower(
         self, line: LaneLine, lane: LaneLine, load: StepLoad, *, is_before: bool
     ) -> tuple[float, float, float]:
-        """Returns what `Outlook.lower` has of a less urgent lane, whose running prompts may be counted already."""
+        """Returns the entry of `Outlook.lower` for a less urgent lane, whose running prompts may be counted already."""
         each = self.model.attended_each
         waiting = line.work(each) * self._starts(line, load) + line.work_left(each) * (not is_before)
         return waiting, line.share.weight / lane.share.weight, _lead(line, lane)
@@ -238,7 +238,7 @@ class Admission:
         return seconds_to_catch_up(wait_s * rate, rate, overtakers)
 
     def _share(self, account: Account, rate: float, now: float, ahead_s: float) -> float:
-        """Returns what of the prefill rate is left for this tenant when all others go on as they do."""
+        """Returns the part of the prefill rate that is left for this tenant if all others keep sending."""
         others = [
             (other.arrivals.per_second(now, ahead_s), other.share.weight)
             for other in account.lane.accounts.values()
@@ -248,7 +248,7 @@ class Admission:
         return max(fair_part(left, account.share.weight, others), 1e-9)
 
     def _left_for(self, lane: LaneLine, rate: float, now: float, ahead_s: float) -> float:
-        """Returns what of the prefill rate more urgent lanes leave to a lane, which has its own share at least."""
+        """Returns the part of the prefill rate that more urgent lanes leave to a lane, at least its own share."""
         lanes = self._lanes.values()
         urgent = [a for line in lanes if line.lane < lane.lane for a in line.accounts.values()]
         busy = [line for line in lanes if line is lane or line.num_requests or line.num_running]
@@ -270,7 +270,7 @@ class Admission:
         return outlook.idle_s(load.num_free_tokens, free_seats, [*preempted, *ahead], own, num_ahead)
 
     def _preempted(self, load: StepLoad, last: Lane) -> list[Need]:
-        """Returns what the preempted sequences of these lanes need to go on."""
+        """Returns the needs of these lanes' preempted sequences."""
         return [
             Need(num, num, 1, self._spare(self._lanes[Lane(other)], load))
             for other, num in load.preempted
@@ -318,7 +318,7 @@ class Admission:
         return max(kept, (1.0 - lane.policy.kv_share) * load.num_kv_tokens)
 
     def held(self) -> Held:
-        """Returns what the running sequences hold."""
+        """Returns the KV and seats that running sequences hold."""
         if self._held is None:
             self._held = self._count_held(list(self.running))
         return self._held

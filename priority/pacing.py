@@ -99,7 +99,7 @@ class StepPlanner:
         return PromptPace(num_prefill, max(1e-6, fixed_s), self.model.coefficients[1])
 
     def allowed_s(self, lane: Lane, work: float, max_batch_tokens: int) -> float:
-        """Returns what the lane promises to a prompt that is so much work."""
+        """Returns the time that the lane promises to a prompt of this much work."""
         ttft_s = self.policies[lane].ttft_s
         if not isfinite(ttft_s):
             return inf
@@ -119,7 +119,7 @@ class StepPlanner:
         return int(fixed_s / beta_s) if beta_s > 0 else 0
 
     def _decode_s(self, streams: Streams, num: int) -> float:
-        """Returns what a step takes in which so many of the streams decode, and that does nothing else."""
+        """Returns the time of a step in which only so many of the streams decode."""
         return self.model.seconds(0, num, _context_of(streams, num))
 
     def _num_decodes(self, streams: Streams, tpot_s: float) -> int:

@@ -1,4 +1,4 @@
-"""Rates of events that fade: half of what was seen as long ago as a half-life counts."""
+"""Fading rates of events: an event a half-life ago counts half."""
 
 from __future__ import annotations
 

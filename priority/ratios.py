@@ -25,7 +25,7 @@ class Ratios:
         self._last.append(ratio)
 
     def quantile(self, part: float, others: Ratios | None = None) -> float:
-        """Returns the ratio that so large a part of all stay below; what is not known yet counts as 1.
+        """Returns the quantile of the ratios; ratios that are not known yet count as 1.
 
         Args:
             others: the ratios to go by as far as these are too few.

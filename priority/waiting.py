@@ -216,7 +216,7 @@ class Account(Backlog):
 
 
 class LaneLine(Backlog):
-    """A lane: the accounts that have something waiting, and what it adds up to."""
+    """A lane: the accounts with waiting requests, and their sums."""
 
     def __init__(self, lane: Lane, policy: LanePolicy) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class LaneLine(Backlog):
             self.num_attended_left += sign * ticket.num_attended_left
 
     def told(self, now: float, attended_each: float) -> LaneWork:
-        """Returns what a router has to know of it."""
+        """Returns its load, for routers."""
         queued = {tenant: int(account.work(attended_each)) for tenant, account in self.active.items()}
         return LaneWork(
             queued=with_largest(queued),

@@ -56,7 +56,7 @@ _SPREAD = 16
 
 
 class Proposer(Protocol):
-    """Guesses what comes next in sequences, at no cost."""
+    """Guesses the next tokens of sequences at no cost."""
 
     name: str
     is_behind: bool
@@ -70,7 +70,7 @@ class Proposer(Protocol):
 
 
 class Drafting:
-    """Adds drafts to planned steps, and learns from what came.
+    """Adds drafts to planned steps, and learns from the results.
 
     A proposer that fails rests, for longer each time; sequences go on without it.
     """
@@ -258,7 +258,7 @@ class Drafting:
 
     @property
     def _may_draft(self) -> bool:
-        """Whether steps like the one that was planned last may have drafts; beside prompts a trial says nothing."""
+        """Returns whether steps like the last planned one may have drafts; a trial next to prompts says nothing."""
         pace = self._pace(self._num_sampling)
         return pace.drafts if self._is_measured else pace.pays
 
@@ -401,7 +401,7 @@ class Drafting:
         return length * each_s + late_s
 
     def _learn_costs(self, chunks: list[Chunk], seconds: float) -> None:
-        """Learns from what it took to make the drafts of these chunks, all of which are open."""
+        """Learns from the time that it took to make the drafts of these chunks, all of which are open."""
         length = max(len(chunk.drafts) for chunk in chunks)
         if target_s := self._target_seconds(len(chunks), length, self._num_late(chunks)):
             weight = _LEARNING_OF_COSTS if self._model_share else 1.0

@@ -46,7 +46,7 @@ _JSON_STYLE: JsonCompileOptions = {
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be followed; the message is for whoever sent it."""
+    """A grammar cannot be followed; the message is for the client."""
 
 
 class TooManyGrammars(RuntimeError):

@@ -1,4 +1,4 @@
-"""The states that are kept beside the blocks of a pool: in which slots, for whom, and how they are found again.
+"""The states kept in addition to the blocks of a pool: their slots and owners, and how they are found again.
 
 What is found of a prompt is a snapshot: the state after some of its tokens, and the blocks with the keys and values of
 these. It is found at any token, not only where a block ends.

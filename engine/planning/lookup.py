@@ -1,4 +1,4 @@
-"""Guessing what comes next by looking up where the last tokens stood before: no model is needed.
+"""Guesses the next tokens without a model, by finding earlier places of the last tokens.
 
 Text repeats itself: a document that is edited or quoted, code, the words of earlier answers. Where the last few tokens
 were seen before, what followed them then is likely to follow again (Saxena, "Prompt lookup decoding", 2023; Oliaro et

@@ -81,7 +81,7 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Tokens that go on from a prompt, or from another branch of it, and after which log probabilities are told.
+    """Tokens that continue a prompt or another branch of it, and after which log probabilities are reported.
 
     The branches of a request are numbered level by level, those that go on from the same one side by side. Branch 0 is
     the prompt itself.

@@ -16,7 +16,7 @@ _LEARNING, _LEARNING_OF_ALL = 0.15, 0.02
 
 
 class Shares:
-    """The shares of drafts that were right, learnt from what was proposed, computed or not."""
+    """The shares of right drafts, learnt from all proposals, computed or not."""
 
     def __init__(self, proposers: Iterable[str], most: int) -> None:
         """`most` drafts of one sequence are proposed at a time."""
@@ -27,7 +27,7 @@ class Shares:
         """How often a draft after right ones is right, relative to the sequence's rate, by proposer and position."""
 
     def learn(self, record: Record, sequence: Sequence) -> None:
-        """Compares what was proposed last with what came: that needs no draft to have been computed."""
+        """Compares the last proposals with the tokens that came, whether or not drafts were computed."""
         came = sequence.token_ids[record.start : record.start + self._most]
         for name, drafts in record.proposed.items():
             factors = self._factors[name]

@@ -1,4 +1,4 @@
-"""Block tables of a model that has layers with a state: each sequence has a state slot beside its blocks.
+"""Block tables of a model that has layers with a state: each sequence also has a state slot.
 
 A step reads a sequence's state from its slot and writes it there, too, unless others have the slot as well; then it
 writes to another one. While a step has not come back, nobody writes what it reads.
@@ -258,7 +258,7 @@ class StateTables(KeptStates):
             state.fork = None
 
     def _give_up(self, sequence: Sequence, state: SequenceState) -> None:
-        """Gives back all slots of a sequence, and what was to be done for it."""
+        """Frees all slots of a sequence, and drops its pending work."""
         for snapshot in state.promised:
             self._withdraw(snapshot)
         self._end_forks(state)

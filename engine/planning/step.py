@@ -284,7 +284,7 @@ class Runner(Protocol):
         """
 
     def launch(self, plan: Plan) -> StepInFlight:
-        """Launches the pass of one step. It runs after the steps launched before, and sees what they wrote.
+        """Launches the pass of one step. It runs after the steps launched before, and sees their writes.
 
         The plan's sequences may change as soon as the step's tokens are chosen; what the step needs of them was taken
         by then. Block copies that were made are taken off the plan, so that they are made once.

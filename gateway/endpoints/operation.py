@@ -1,4 +1,4 @@
-"""An operation, a method of a path, says what it takes and answers with, and how a switch passes it on."""
+"""An operation is a method of a path: its input and output, and how a switch routes it."""
 
 from __future__ import annotations
 

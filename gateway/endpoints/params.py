@@ -169,7 +169,7 @@ def is_compared(body: Sampled) -> bool:
 
 
 def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = None) -> bytes:
-    """Returns what a tenant's blocks are hashed with, so that nobody finds, or times, another's prompts.
+    """Returns the hash salt of a tenant's blocks, so that nobody can find, or time, another's prompts.
 
     Those of private prompts (`store: false`, or a salt that was `asked` for) are apart, for their tokens never leave
     the process.

@@ -133,7 +133,7 @@ class Prompting:
         return self._truncated(self._prompts.behind(before, prompt) if before else prompt, body), use
 
     def turn(self, body: ResponseBody) -> Callable[[Thread, Sequence[ThreadMessage]], Awaitable[list[int]]]:
-        """Returns what makes the tokens of a response's turn, which goes on from a thread with new messages."""
+        """Returns a function that makes the tokens of a response's turn, which continues a thread with new messages."""
         effort = None if body.reasoning is None else body.reasoning.effort
         variables = self.variables(body.chat_template_kwargs, effort)
         make = partial(extend, self._prompts, instructions=body.instructions, variables=variables)

@@ -10,7 +10,7 @@ from functools import partial
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 ABORT = "penstock.abort"
-"""ASGI extension of gateway.http.protocol: a callable that drops the connection and what is still unsent."""
+"""ASGI extension of gateway.http.protocol: a callable that drops the connection and its unsent bytes."""
 
 WRITABLE = "penstock.writable"
 """ASGI extension of gateway.http.protocol: a callable that says whether `send` would return without waiting."""

@@ -41,7 +41,7 @@ CHATS = Records(KIND, StoredChat, KEPT_S, lambda chat: chat.num_bytes)
 
 
 async def keep(store: Store, tenant: str, asked: Mapping[str, Any], completion: dict[str, Any]) -> None:
-    """Stores a completion, beside the `messages` and `metadata` of its request; its client gets it in any case."""
+    """Stores a completion with the `messages` and `metadata` of its request; its client gets it in any case."""
     size = len(orjson.dumps([asked["messages"], completion]))
     chat = StoredChat(completion=completion, num_bytes=size, **asked)
     try:

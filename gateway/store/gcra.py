@@ -150,7 +150,7 @@ class LocalQuotas:
         self._forget_idle(tenant, now_us)
 
     def _account(self, tenant: str) -> tuple[_Account, int]:
-        """The tenant's account, without what is over, and the time."""
+        """Returns the tenant's account without expired entries, and the time."""
         now_us = int(self._clock() * SECOND_US)
         account = self._accounts.setdefault(tenant, _Account())
         account.requests_us = max(account.requests_us, now_us)

@@ -44,7 +44,7 @@ class _Share:
 
 
 class LocalRecords:
-    """LocalRecords expire. When there is no more room, the tenant that has most loses what it used least recently."""
+    """LocalRecords expire. When there is no room, the tenant with the most loses its least recently used ones."""
 
     def __init__(self, clock: Callable[[], float], max_bytes: int) -> None:
         self.num_bytes = 0

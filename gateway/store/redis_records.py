@@ -23,7 +23,7 @@ MAX_TENANT_BYTES = 256 * 1024 * 1024
 COUNTED_S = 3600.0
 """Records with a shorter time to live do not count."""
 BOUNDED_ELSEWHERE = frozenset({"file_part"})
-"""Records of these kinds do not count: whoever uploads is told when there is no more room."""
+"""Records of these kinds do not count, because uploads have a bound of their own."""
 RECORD_BYTES = 400
 """A record takes so much in Redis besides its value."""
 

@@ -34,7 +34,7 @@ class _Writer:
         }
 
     def answers(self, found: Iterable[tuple[Asked, list[float], float]]) -> object:
-        """Spells what was found: by question, the probabilities of its options, and the mass that they had."""
+        """Writes the result: by question, the probabilities of its options, and their total mass."""
         raise NotImplementedError
 
 

@@ -173,7 +173,7 @@ class Prompts:
             raise invalid(message, "messages", "chat_template_error") from None
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in the order and the shape that the template takes, with guards in what they say."""
+        """Returns the messages in the template's order and shape, with guards in their texts."""
         for shape in self._shapes:
             messages = list(shape(messages))
         return [
@@ -197,7 +197,7 @@ class Prompts:
         return all(message["content"] in shown for message in messages)
 
     def _marks_in(self, message: Mapping[str, Any], key: str) -> re.Pattern[str]:
-        """The marks to look for in a field: those of reasoning and calls are the model's own, in what it said."""
+        """Returns the marks to look for in a field; the model's own text may have those of reasoning and calls."""
         is_said = message["role"] == "assistant" and key == "content"
         return self._marks_never_said if is_said else self._marks
 

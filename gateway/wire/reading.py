@@ -234,7 +234,7 @@ class Formats:
         return " ".join(found + [json.dumps(text.decode())] * bool(text))
 
     def thoughts(self, reading: Reading) -> Thoughts | None:
-        """Returns what counts the reasoning of one reply; None if none is told from its text."""
+        """Returns a counter of one reply's reasoning tokens; None if its format has none."""
         if reading.reasoning is None:
             return None
         return Thoughts(reading, self._tokenizer.token_bytes)

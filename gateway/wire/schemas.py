@@ -261,7 +261,7 @@ def known_choice(choice: object) -> object:
 
 
 class Chat(StrictBody):
-    """A conversation, and what its template is told beside it."""
+    """A conversation, and the further inputs of its template."""
 
     MOST: ClassVar[Mapping[str, str | int]] = MOST_MESSAGES
     TOLERANT_AT = TOLERANT_IN_MESSAGES

@@ -141,7 +141,7 @@ class Router:
         self._gone.sweep(self.index)
 
     def on_gone(self, name: str) -> None:
-        """Forgets a replica whose stream broke, and releases what was reserved there."""
+        """Forgets a replica whose stream broke, and releases its reservations."""
         replica = self.replicas.pop(name, None)
         if replica is None:
             return

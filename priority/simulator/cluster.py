@@ -174,7 +174,7 @@ class _Pool:
 
 
 class _Replica:
-    """A server, and what it pushes."""
+    """A server, and the state that it pushes."""
 
     def __init__(self, name: str, pool: _Pool) -> None:
         site = pool.site

@@ -106,7 +106,7 @@ def simulate(
 
 
 def _limits(machine: Machine, lanes: Mapping[Lane, LanePolicy]) -> SchedulerLimits:
-    """Returns what a step of the machine may hold; without `lanes` each may take all of the KV."""
+    """Returns the limits of the machine's steps; without `lanes` each lane may use all of the KV."""
     return SchedulerLimits(
         max_batch_tokens=machine.max_batch_tokens,
         max_num_seqs=machine.max_num_seqs,

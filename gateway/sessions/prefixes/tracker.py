@@ -167,7 +167,7 @@ class PrefixTracker:
     # What the store does not know yet
 
     def changes(self, limit: int) -> list[PrefixChange]:
-        """Takes out at most so many changes: what is gone first, then what is resident, in order."""
+        """Takes out at most so many changes: evicted blocks first, then resident ones, in order."""
         gone = list(islice(self._gone, limit))
         brought = [_change(known, self._gone.pop(known), resident=False) for known in gone]
         for known in list(islice(self._dirty, limit - len(brought))):

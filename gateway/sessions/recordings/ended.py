@@ -56,7 +56,7 @@ class EndedRecordings:
         return list(found.values())
 
     def _give_up(self, excess: int, found: dict[str, Recording]) -> None:
-        """Adds to what was found so many bytes, of the tenant that has most at the time."""
+        """Collects recordings of so many bytes, each from the tenant that has the most at the time."""
         sizes = {tenant: share.num_bytes for tenant, share in self._shares.items()}
         oldest = {tenant: iter(share.recordings.values()) for tenant, share in self._shares.items()}
         while excess > 0 and sizes:

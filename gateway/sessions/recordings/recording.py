@@ -26,7 +26,7 @@ MAX_TEXT_BYTES = 8 * 1024 * 1024
 INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
 """Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
 EVENT_BYTES = 160
-"""The bytes that an event takes beside its text."""
+"""The bytes of an event without its text."""
 _CHOICE_BYTES = 80
 """The bytes that an event takes more, where it says which choice it is of."""
 _KNOWN_BYTES = 240
@@ -243,7 +243,7 @@ class Recording(Generation):
         self._add(self._script.feed(text, index))
 
     def close(self) -> None:
-        """Adds what is left to say; no text comes any more."""
+        """Adds the last events; no more text comes."""
         for index in range(self.request.n):
             self._add(self._script.finish(self.reason, index))
 

@@ -205,7 +205,7 @@ class Recordings:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Writes down what is new and takes over the streams of dead processes, while it is entered."""
+        """Writes new events and takes over the streams of dead processes, while it is entered."""
         try:
             async with meanwhile(every(self.keeping.flush_s, self._keep, "writing the journal")):
                 yield
@@ -220,7 +220,7 @@ class Recordings:
                 await self._claiming.next()
 
     def tick(self, now: float) -> None:
-        """Ends what nobody reads or what is too old, and forgets what has ended long ago."""
+        """Ends recordings that nobody reads or that are too old, and forgets those that ended long ago."""
         for recording in list(self._unsettled.values()):
             if recording.is_abandoned(now):
                 self.cancel(recording, ABANDONED)
@@ -247,7 +247,7 @@ class Recordings:
             task.add_done_callback(lambda _: self._settling.pop(recording.id))
 
     async def _settle(self, recording: Recording) -> None:
-        """Does what is to be done once a reply has ended, before anybody is told."""
+        """Runs the work at the end of a reply, before any client sees the end."""
         self._dispatch.release(recording)
         if (grammar := recording.request.sampling.grammar) is not None:
             recording.hold_to(grammar.plain)
@@ -290,7 +290,7 @@ class Recordings:
                 await self._writing.next()
 
     async def _write_down(self) -> None:
-        """Writes all that is new, and deletes what is not wanted any more."""
+        """Writes all new events, and deletes the journals that are no longer needed."""
         await self._writing.next()
         await self._delete_doomed()
 
@@ -307,7 +307,7 @@ class Recordings:
                 return
 
     async def _write(self, recordings: Sequence[Recording]) -> bool:
-        """Writes what is new of these; False if the store is not there, and then it stays noted."""
+        """Writes the new events of these; returns False if the store is away, and keeps them for later."""
         for recording in recordings:
             self._dirty.pop(recording.id, None)
         wanted = [recording for recording in recordings if recording.journalled]

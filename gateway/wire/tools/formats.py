@@ -83,7 +83,7 @@ class Format:
     has_cdata: bool = False
     """A value between tags may stand between the markers of XML's CDATA, and then end at these only."""
     others: tuple[str, ...] = ()
-    """Markers that models write beside those above."""
+    """Further markers that models write."""
     has_short_ids: bool = False
     """Templates take ids of nine letters and digits only."""
 

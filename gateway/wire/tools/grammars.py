@@ -21,7 +21,7 @@ _LINE = r'"\n"?'
 
 
 class Beside(Enum):
-    """The kinds of reply that may be given beside calls."""
+    """The kinds of reply that are allowed in addition to calls."""
 
     NOTHING = "nothing"
     ANSWER = "answer"
