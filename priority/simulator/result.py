@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.planning.prefix_index import with_hashes
-from engine.planning.request import Request, SamplingParams
-from priority.simulator.trace import BLOCK_TOKENS, Arrival
-from priority.verdict import Refusal
+from penstock.engine.planning.prefix_index import with_hashes
+from penstock.engine.planning.request import Request, SamplingParams
+from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
+from penstock.priority.verdict import Refusal
 
 BLOCK_SIZE = 16
 
