@@ -79,11 +79,11 @@ class Parts:
     keys: KeyFile | None
     traces: Traces | None
     folder: Path
-    """Where the checkpoint lies."""
+    """The checkpoint's folder."""
 
 
 class Outbox:
-    """Carries what the step thread has to say over to the event loop, in one call per step.
+    """Carries the step thread's reports to the event loop, in one call per step.
 
     While the loop has no time to be called, reports gather, and come in one call.
     """
@@ -94,7 +94,7 @@ class Outbox:
         self._on_state: Callable[[EngineState], None]
         self._reports: deque[StepReport] = deque()
         self._is_called = False
-        """The loop will come for the reports."""
+        """Whether a call of the loop is scheduled."""
 
     def open(
         self,
@@ -110,7 +110,7 @@ class Outbox:
         self._loop = loop
 
     def close(self) -> None:
-        """From now on nobody listens."""
+        """Drops all further reports."""
         self._loop = None
 
     def deliver(self, report: StepReport) -> None:
@@ -131,7 +131,7 @@ class Outbox:
 
 
 def build(settings: Settings, replica: str = "local", *, is_open: bool = False) -> Parts:
-    """Reads what is small (config, tokenizer, keys) and puts everything together.
+    """Reads the small files (config, tokenizer, keys) and puts everything together.
 
     Args:
         replica: this process's name among those that share a Redis.
@@ -239,7 +239,7 @@ def identity(model: str, weights: str) -> str:
 
 
 def system_fingerprint(settings: EngineSettings, weights: str) -> str:
-    """What replies call the weights, the types they are computed in, and the version: with the same, the same text.
+    """Returns the `system_fingerprint` of weights, types and version: equal ones give equal texts.
 
     Args:
         weights: the checkpoint's fingerprint.

@@ -18,7 +18,7 @@ PIECE_TOKENS = 512
 """The most tokens of a piece; longer texts are cut."""
 
 _HELD_OUT_EVERY = 5
-"""One piece in so many is held out."""
+"""One piece in this many is held out."""
 
 _FEWEST_TOKENS = 1024
 _MOST_CHARACTERS_PER_TOKEN = 32
@@ -55,7 +55,7 @@ def make_texts(
 
 
 def _demo_texts(num_tokens: int) -> Texts:
-    """As many of the demo model's own conversations as have `num_tokens`, and a quarter as many that are held out."""
+    """Returns the demo model's own conversations with `num_tokens` in all, and a quarter as many held out."""
     texts = json.loads(_DEMO_TEXTS.read_text(encoding="utf-8"))
     held_out = _first(texts["held_out"], num_tokens // (_HELD_OUT_EVERY - 1))
     return Texts(_first(texts["calibration"], num_tokens), held_out)

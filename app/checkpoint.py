@@ -1,4 +1,4 @@
-"""Where the model that is asked for lies: a directory, a GGUF file, the hub, or the demo model that comes along."""
+"""Finds the requested model: a directory, a GGUF file, the hub, or the included demo model."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ def fingerprint(checkpoint: Path) -> str:
 
 
 def created(checkpoint: Path) -> int:
-    """When the checkpoint was written, in seconds since 1970."""
+    """Returns the time at which the checkpoint was written, in seconds since 1970."""
     named = PARAMS if is_consolidated(checkpoint) else "config.json"
     path = checkpoint if is_gguf(checkpoint) else checkpoint / named
     return int(path.stat().st_mtime)
 
 
 def num_bytes(checkpoint: Path) -> int:
-    """How much the weights take on the disk."""
+    """Returns the bytes of the weights on disk."""
     files = [checkpoint] if is_gguf(checkpoint) else checkpoint.glob("*.safetensors")
     return sum(path.stat().st_size for path in files)
 

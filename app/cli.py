@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-"""As a shell has it where SIGINT ended a command."""
+"""The exit status that shells use for a command ended by SIGINT."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,7 +61,7 @@ def _dispatch(arguments: list[str]) -> int:
     )
     parser.add_argument("-V", "--version", action="store_true", help="print the version and exit")
     parser.add_argument(
-        "command", nargs="?", metavar="COMMAND", help="one of these; `penstock COMMAND --help` says more"
+        "command", nargs="?", metavar="COMMAND", help="the command; `penstock COMMAND --help` describes it"
     )
     known, rest = parser.parse_known_args(arguments[:1])
     if known.version:
@@ -109,8 +109,8 @@ def _module(name: str) -> Callable[[_Parser, list[str]], int]:
     return run
 
 
-_DOCTOR_MODEL = """says what of this model fits, before anything of it is loaded: a directory, a GGUF file, a
-Hugging Face id, or penstock-demo; without it, what this machine offers"""
+_DOCTOR_MODEL = """check whether this model fits, before loading it: a directory, a GGUF file, a Hugging Face id, or
+penstock-demo; by default, report what this machine offers"""
 
 
 def _doctor(parser: _Parser, arguments: list[str]) -> int:
@@ -119,7 +119,7 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
 
     parser.add_argument("MODEL", nargs="?", help=_DOCTOR_MODEL)
     parser.add_argument(
-        "--url", help="says how a running server is, and whether its streams come through; nothing else"
+        "--url", help="check a running server instead, and whether its streams arrive unbuffered"
     )
     flags = _parse_settings(parser, arguments, Settings)
     model, url = flags.pop("MODEL", None), flags.pop("url", None)
@@ -142,14 +142,14 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
     return doctor.run(settings)
 
 
-_CHECK_MODEL = "a directory, a GGUF file, a Hugging Face id; without it, the demo model"
+_CHECK_MODEL = "a directory, a GGUF file, or a Hugging Face id; by default, the demo model"
 
 
 def _check(parser: _Parser, arguments: list[str]) -> int:
     from penstock.app.settings import EngineSettings
 
     parser.add_argument("MODEL", nargs="?", help=_CHECK_MODEL)
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     flags = _parse_settings(parser, arguments, EngineSettings)
     model, output = flags.pop("MODEL", None), flags.pop("json", None)
     if model is not None and "model" in flags:
@@ -162,9 +162,11 @@ def _check(parser: _Parser, arguments: list[str]) -> int:
 def _switch(parser: _Parser, arguments: list[str]) -> int:
     from penstock.app.settings import FrontSettings
 
-    parser.add_argument("REPLICA", nargs="*", help="where a replica listens: http://HOST:PORT")
+    parser.add_argument("REPLICA", nargs="*", help="address of a replica: http://HOST:PORT")
     parser.add_argument(
-        "--replicas-file", metavar="FILE", help="more of them, one a line; read again when it changes"
+        "--replicas-file",
+        metavar="FILE",
+        help="file with more replicas, one per line; reread when it changes",
     )
     flags = _parse_settings(parser, arguments, FrontSettings)
     replicas, path = list(flags.pop("REPLICA", ())), flags.pop("replicas_file", None)
@@ -183,7 +185,7 @@ def _cluster(parser: _Parser, arguments: list[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "actions:\n" + "\n".join(f"  {name:<7} {text}" for name, text in cluster.ACTIONS.items())
     parser.add_argument(
-        "action", metavar="ACTION", help="one of these; `penstock cluster ACTION --help` says more"
+        "action", metavar="ACTION", help="the action; `penstock cluster ACTION --help` describes it"
     )
     action = parser.parse_args(arguments[:1]).action
     if action not in cluster.ACTIONS:
@@ -236,7 +238,7 @@ def _parse_settings(parser: _Parser, arguments: list[str], kind: type[CommonSett
 
 
 def _choices(annotation: object) -> str | None:
-    """`a|b` for Literal["a", "b"], also inside an optional."""
+    """Returns `a|b` for Literal["a", "b"], also inside an optional."""
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
     return next((found for inner in get_args(annotation) if (found := _choices(inner))), None)
@@ -244,25 +246,22 @@ def _choices(annotation: object) -> str | None:
 
 _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
-    "switch": ("Puts one address before several replicas, and chooses one for each request.", _switch),
+    "switch": ("Serves several replicas under one address, and chooses one for each request.", _switch),
     "cluster": ("Runs replicas and switches on a Ray cluster, which replaces and scales them.", _cluster),
-    "quantize": (
-        "Makes a checkpoint of 4 or 8 bits from one in floating point.",
-        _module("penstock.app.quantize"),
-    ),
-    "key": ("Makes an API key, and its line for the file of keys.", _module("penstock.app.keys")),
-    "doctor": ("Says what this machine offers and what is missing, or what of a model fits.", _doctor),
-    "check": ("Compares a model with its own weights in float32, and says how fast it is.", _check),
+    "quantize": ("Quantizes a checkpoint to 4 or 8 bits.", _module("penstock.app.quantize")),
+    "key": ("Makes an API key and its line for the keys file.", _module("penstock.app.keys")),
+    "doctor": ("Reports what this machine offers and lacks, or whether a model fits.", _doctor),
+    "check": ("Compares a model with its own weights in float32, and measures its speed.", _check),
     "kernels": (
-        "Builds the CPU kernels ahead of time, or says which are there.",
+        "Builds the CPU kernels ahead of time, or lists those that are built.",
         _module("penstock.app.kernels"),
     ),
     "bench": (
-        "Measures this server against transformers' generate, and against the machine.",
+        "Measures this server against transformers' generate and the limits of the machine.",
         _module("penstock.app.bench.command"),
     ),
     "simulate": (
-        "Tries scheduling policies on a trace, or says how much traffic a machine can promise.",
+        "Tries scheduling policies on a trace, or finds how much traffic a machine can promise to serve.",
         _module("penstock.app.simulate.command"),
     ),
 }

@@ -23,34 +23,34 @@ if TYPE_CHECKING:
     from penstock.cluster.plan import Plan
 
 ACTIONS = {
-    "deploy": "Starts replicas and switches, or changes those that run to what is given here.",
-    "status": "Says what runs, where it listens, and how it does.",
-    "scale": "Changes the number of replicas; those that go end when their streams have.",
-    "drain": "Ends one replica when its streams have; Ray starts another one in its place.",
-    "down": "Ends all switches and replicas when their streams have.",
+    "deploy": "Starts replicas and switches, or changes the running ones to these arguments.",
+    "status": "Shows the replicas and switches that run, their addresses and their health.",
+    "scale": "Changes the number of replicas; surplus ones end after their last stream.",
+    "drain": "Ends one replica after its last stream; Ray starts another in its place.",
+    "down": "Ends all switches and replicas after their last streams.",
 }
 _PLANNED = {"replicas", "cpus", "gpus", "listen", "replica_port", "surge", "switches", "name"}
-"""Flags of `deploy` that are no settings of a server."""
+"""Flags of `deploy` that are not settings of a server."""
 _LOOK_S = 0.2
 _MEET_S = 30.0
-"""In which all switches and replicas know each other."""
+"""The time within which all switches and replicas must know each other."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="where Ray listens; without it RAY_ADDRESS, or the one that was started here",
+        help="address of Ray; by default RAY_ADDRESS, or the cluster that was started on this machine",
     )
     parser.add_argument(
-        "--name", default=None, help="of the cluster, where there are several. Default: penstock."
+        "--name", default=None, help="name of the cluster, if there are several. Default: penstock."
     )
     if action == "deploy":
         _add_deploy_arguments(parser)
     elif action == "scale":
-        parser.add_argument("REPLICAS", help="how many; 2-8 for as many between these as the load wants")
+        parser.add_argument("REPLICAS", help="number of replicas; 2-8 scales between the two with the load")
     elif action == "drain":
-        parser.add_argument("REPLICA", help="its name, as `penstock cluster status` says it")
+        parser.add_argument("REPLICA", help="name of the replica, from `penstock cluster status`")
 
 
 def _add_deploy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,27 +58,27 @@ def _add_deploy_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--replicas",
         metavar="N|N-M",
-        help="how many; 2-8 for as many between these as the load wants. Default: 1.",
+        help="number of replicas; 2-8 scales between the two with the load. Default: 1.",
     )
-    add("--switches", metavar="N", help="how many. Default: one on each machine.")
-    add("--cpus", metavar="N", help="cores that Ray sets aside for a replica. Default: --threads, or 1.")
+    add("--switches", metavar="N", help="number of switches. Default: one on each machine.")
+    add("--cpus", metavar="N", help="cores that Ray reserves per replica. Default: --threads, or 1.")
     add(
         "--gpus",
         metavar="N",
-        help="GPUs that Ray gives a replica. Default: --tensor-parallel if Ray has GPUs, unless --device is cpu.",
+        help="GPUs that Ray reserves per replica. Default: --tensor-parallel if Ray has GPUs, unless --device is cpu.",
     )
     add(
         "--listen",
         metavar="loopback|node",
-        help="where replicas listen: on their machine alone, or at its address, so that switches on others reach them."
+        help="where replicas listen: on loopback only, or on their node's address, which switches on other nodes reach."
         " Default: loopback.",
     )
-    add("--replica-port", metavar="PORT", help="first port that a replica tries. Default: any that is free.")
+    add("--replica-port", metavar="PORT", help="first port that a replica tries. Default: any free port.")
     add(
         "--surge",
         action="store_const",
         const="true",
-        help="start new replicas before old ones end, where they are replaced; there must be room for both",
+        help="when replacing replicas, start new ones before stopping old ones; there must be room for both",
     )
 
 
@@ -262,7 +262,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _is_met(view: View, plan: Plan) -> bool:
-    """Whether there are as many replicas as wanted, and every switch knows them."""
+    """Returns whether there are as many replicas as wanted, and every switch knows them."""
     there = [one for one in view.replicas if not one.is_draining]
     return (
         plan.replicas.least <= len(there) <= plan.replicas.most
@@ -323,7 +323,7 @@ def _drain(plan: Plan, directory: Any, name: str, deployments: Any) -> int:
 
 
 def _delete(plan: Plan, deployments: Any) -> None:
-    """Switches first: what is on its way comes to its end while all replicas are there."""
+    """Ends switches first, so that requests in progress finish while all replicas run."""
     serve = deployments.serve
     for name in (plan.switches_app, plan.replicas_app):
         while name in serve.status().applications:

@@ -1,4 +1,4 @@
-"""Errors that the operator is told in one line, without a trace."""
+"""Errors that are shown to the operator as one line, without a trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.engine.errors import CheckpointError, InstructionSetError, NotEnou
 
 
 class OperatorError(Exception):
-    """Something the operator has to set right: a setting, a path, a port. Its message is one line that says which."""
+    """An error that the operator has to fix: a setting, a path, a port. Its message is one line that names it."""
 
 
 def describe_failure(error: BaseException, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a model would take on a device, for people who ask before it is loaded or read the first lines of a server."""
+"""Estimates a model's memory on a device, before it is loaded and for a server's first lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.engine.sizes import size_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a model would take on its device, and the types that follow from its options."""
+    """A model's memory on its device, and the types that follow from its options."""
 
     dtype: str
     kv_dtype: str
@@ -39,9 +39,9 @@ class Estimate:
     """The tokens of the longest sequence that would be served."""
     max_num_seqs: int
     experts: int = 0
-    """Bytes of all experts."""
+    """The bytes of all experts."""
     read_by_a_token: int = 0
-    """Bytes of weights that a step of one token reads."""
+    """The bytes of weights that a step of one token reads."""
 
     @property
     def weights(self) -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.engine.model.tensors import Recipe
 
 CONTEXTS = (2048, 8192, 32768)
-"""The tokens of the streams that are counted, beside the longest that the model has."""
+"""The lengths of streams in the table, in addition to the model's longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ class Subject:
     """A model that is looked at."""
 
     name: str | None
-    """As --model has it; None is the demo model."""
+    """The value of --model; None is the demo model."""
     config: ModelConfig
     stored_as: str
     """The types of its weights in the checkpoint."""
     types: Counter[str]
-    """How many tensors of the checkpoint have which type, as its headers name it."""
+    """The number of the checkpoint's tensors of each type, as its headers name it."""
     place: str
-    """Where it lies, and what would have to be fetched."""
+    """The model's place, and the size of a download that it would need."""
     prediction: PredictionSource | None = None
     """Its own layer that drafts."""
     no_prediction: str = ""
-    """What is wrong with the layer that it says it has."""
+    """The fault of the drafting layer that its config announces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def ladder(asked: LoadOptions, config: ModelConfig) -> Iterator[LoadOptions]:
 
 
 def _is_fetched(hub_id: str, revision: str | None) -> bool:
-    """Whether an earlier start has fetched a model, and all of it."""
+    """Returns whether an earlier start has fetched all of a model."""
     from penstock.engine.model.safetensors import TensorFiles
 
     folder = fetched_before(hub_id, revision)
@@ -287,7 +287,7 @@ def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:
 
 
 def _states(sizes: Estimate) -> Iterator[str]:
-    """What layers with a state take beside KV, and what that means for the sequences that run at once."""
+    """Describes the memory of layers with a state, and its effect on how many sequences run at once."""
     plan = sizes.plan
     if plan.num_states:
         slots = f"{size_text(plan.states)} hold {plan.num_states - 1:,} of them"
@@ -298,7 +298,7 @@ def _states(sizes: Estimate) -> Iterator[str]:
 
 
 def _experts(fitting: Fitting, cases: Mapping[str, Case]) -> Iterator[str]:
-    """What experts take in each type, and how fast a single stream is that waits for memory alone."""
+    """Describes the memory of experts in each type, and the speed of one stream bound by memory."""
     parts = (layer.feed_forward for layer in fitting.config.layers)
     routers = [part.router for part in parts if isinstance(part, Experts)]
     if not routers:
@@ -370,7 +370,7 @@ def _does_not_fit(smallest: Case, asked: LoadOptions) -> str:
 
 
 def _differences(options: LoadOptions, asked: LoadOptions) -> dict[str, str]:
-    """The settings that make the options of those that were asked for."""
+    """Returns the settings of `options` that differ from those of `asked`."""
     found = {"quantize": options.quantize, "kv_dtype": options.kv_dtype}
     own = {"quantize": asked.quantize, "kv_dtype": asked.kv_dtype}
     return {name: value for name, value in found.items() if value is not None and value != own[name]}

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A checkpoint of which only what is small was fetched."""
+    """A checkpoint of which only the small files were fetched."""
 
     folder: Path
-    """Where config.json lies."""
+    """The place of config.json."""
     files: TensorFiles
     """Their tensors cannot be read."""
     num_bytes: int

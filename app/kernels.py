@@ -28,18 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=("build", "list"),
-        help="build: compile them into a folder, where they are found without a compiler; list: say what is there",
+        help="build: compile the kernels into a folder for machines without a compiler; list: show what is built",
     )
     parser.add_argument(
         "--all",
         action="store_true",
-        help="build: every level of this architecture, not only the one that this machine uses",
+        help="build: every level of this architecture, not just the one that this machine uses",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help=f"the folder; without it, what {prebuilt.VARIABLE} names, or one inside the installed package",
+        help=f"the folder; by default, {prebuilt.VARIABLE} or a folder inside the installed package",
     )
 
 

@@ -186,16 +186,18 @@ def _bound(name: str, value: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="the tenant that the key is for")
+    parser.add_argument("name", metavar="NAME", help="the tenant who gets the key")
     parser.add_argument(
         "attributes",
         nargs="*",
         default=[],
         metavar="ATTRIBUTE",
-        help=f"what it is entitled to: {_ATTRIBUTES}",
+        help=f"what the tenant is entitled to: {_ATTRIBUTES}",
     )
     parser.add_argument(
-        "--hash", action="store_true", help="take the key from standard input, unseen, instead of making one"
+        "--hash",
+        action="store_true",
+        help="read the key from standard input, without echo, instead of making one",
     )
 
 

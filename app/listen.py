@@ -1,4 +1,4 @@
-"""The listening socket: made before anything slow, so that a port in use is told at once."""
+"""The listening socket: made before anything slow, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _reason(host: str, port: int, flag: str, error: OSError) -> str:
 
 
 def url(listener: socket.socket) -> str:
-    """Where to point a browser."""
+    """Returns the address for a browser."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"

@@ -16,14 +16,14 @@ from typing import Literal
 log = logging.getLogger("penstock")
 
 Progress = Callable[[str], AbstractContextManager[Callable[[float], None]]]
-"""Takes a title, and gives a function that is told the fraction done."""
+"""Takes a title and returns a function that takes the fraction done."""
 
 _LINE_EVERY_S = 2.0
 _SILENT_S = 1.0
 
 
 class _Line(logging.Formatter):
-    """`12:00:00 message`, with the level in front of what is worse than information."""
+    """`12:00:00 message`, with the level in front if it is above info."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -51,7 +51,7 @@ class _Json(logging.Formatter):
 
 
 def configure_log(level: str, form: Literal["plain", "json"] = "plain", *, access: bool = False) -> None:
-    """Our own lines from `level` on, with `access` one for each request too; of libraries only what is an error."""
+    """Shows our own lines from `level` on, with `access` also one for each request; of libraries only errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Line())
     logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
@@ -61,7 +61,7 @@ def configure_log(level: str, form: Literal["plain", "json"] = "plain", *, acces
 
 @contextmanager
 def said_if_slow(text: str, *values: object) -> Iterator[None]:
-    """Logs what is being done if it takes more than a second."""
+    """Logs a task that takes more than a second."""
     timer = Timer(_SILENT_S, log.info, (text, *values))
     timer.daemon = True
     timer.start()
@@ -72,12 +72,12 @@ def said_if_slow(text: str, *values: object) -> Iterator[None]:
 
 
 def progress(title: str) -> AbstractContextManager[Callable[[float], None]]:
-    """Gives a function that is told the fraction done: a bar on a terminal, a line every few seconds elsewhere."""
+    """Returns a function that takes the fraction done: a bar on a terminal, a line every few seconds elsewhere."""
     return _shown(title, None, lambda fraction: f"{fraction * 100:.0f} %")
 
 
 def counter(title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Like `progress`, but the function is told how many of `total` requests are done."""
+    """Like `progress`, but the function takes the number of finished requests, out of `total`."""
     return _shown(title, total, lambda done: f"{done:,} of {total:,} requests")
 
 
@@ -98,7 +98,7 @@ def _shown(title: str, total: int | None, text: Callable[[float], str]) -> Itera
 
 
 def _is_notebook() -> bool:
-    """Whether this is one that can show a bar: without its widgets, rich only warns."""
+    """Returns whether a progress bar can be shown here: without its widgets, rich only warns."""
     if "IPython" not in sys.modules or find_spec("ipywidgets") is None:
         return False
     from rich.console import Console

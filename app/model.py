@@ -1,4 +1,4 @@
-"""What is read of a model before it is loaded: the same for a server, for a program and for `penstock doctor`."""
+"""Reads the small files of a model before it is loaded, for a server, for a program and for `penstock doctor`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Model:
     """The small files of a checkpoint."""
 
     folder: Path
-    """Where the checkpoint lies."""
+    """The checkpoint's folder."""
     config: ModelConfig
     tokenizer: Tokenizer
     prompts: Prompts

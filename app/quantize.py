@@ -39,24 +39,24 @@ _LICENCES = ("LICENSE", "LICENCE", "NOTICE")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"a directory, a Hugging Face id, or {DEMO_NAME}")
     parser.add_argument("--revision", help="a commit, a tag or a branch on the hub; default: the newest")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the directory that is made")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to create")
     parser.add_argument(
         "--method",
         choices=METHODS,
         default="gptq",
-        help="gptq (default), awq: rounding that looks at activations; rtn: every weight to the nearest level",
+        help="gptq (default) and awq take activations into account; rtn rounds every weight to the nearest level",
     )
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="of a weight; default: 4")
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="bits of a weight; default: 4")
     sizes = "|".join(str(size) for size in GROUP_SIZES)
     parser.add_argument(
         "--group-size",
         metavar=f"{sizes}|{_ROW}",
-        help=f"the inputs of a row that share a scale; default: 64 for 4 bits, or 32 if it must be, {_ROW} for 8",
+        help=f"inputs of a row that share a scale; default: 64 for 4 bits (or 32 where rows need it), {_ROW} for 8",
     )
     parser.add_argument(
         "--asymmetric",
         action="store_true",
-        help="4 bits with a zero point for every scale: a little better; not all that read symmetric ones read these",
+        help="4 bits with a zero point per scale: slightly better, but fewer programs read it",
     )
     parser.add_argument(
         "--act-order", action="store_true", help="gptq: round the inputs with the largest activations first"
@@ -66,20 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="with 4 bits, the first N layers have 8: all later ones read what they write; default: 1",
+        help="with 4 bits, keep the first N layers at 8, because all later ones read what they write; default: 1",
     )
     parser.add_argument(
         "--calibration",
         type=Path,
         metavar="FILE",
-        help='text like that the model will see: plain, or JSON lines with "text"; the demo model has its own',
+        help='text like what the model will see, plain or JSON lines with "text"; the demo model has its own',
     )
     parser.add_argument(
         "--calibration-tokens",
         type=int,
         default=32_768,
         metavar="N",
-        help="the most that are used, in pieces of %(const)s; a quarter as many are held out to measure perplexity; "
+        help="most tokens to use, in pieces of %(const)s; a quarter as many more are held out to measure perplexity; "
         "default: 32768".replace("%(const)s", str(PIECE_TOKENS)),
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
@@ -188,7 +188,7 @@ def _group_size(options: argparse.Namespace, config: ModelConfig) -> int | None:
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """A new folder beside `out`, removed at the end if it is still there."""
+    """Yields a new folder next to `out`, removed at the end if it still exists."""
     folder = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
         try:

@@ -1,4 +1,4 @@
-"""How fast a device reads its own memory, which bounds the tokens of a single stream."""
+"""Measures how fast a device reads its own memory, which bounds the tokens of a single stream."""
 
 from __future__ import annotations
 

@@ -36,23 +36,23 @@ class Recording:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last piece brought the end mark, to the end of its frame."""
+        """Whether the last piece had the end mark, with the end of its frame."""
         last = len(self.data) - self.offsets[-2] if len(self.offsets) > 1 else len(self.data)
         return _END + b"\n\n" in self.data[-last - _TAIL :]
 
     def time_of(self, offset: int) -> float:
-        """When the byte before `offset` came."""
+        """The time at which the byte before `offset` came."""
         return self.times_s[bisect_left(self.offsets, offset)]
 
 
 @dataclass(slots=True)
 class Answer:
-    """How one request went; times are seconds on one clock of the client."""
+    """The outcome of one request; times are seconds on one clock of the client."""
 
     started_s: float
     ended_s: float
     token_times_s: list[float] = field(default_factory=list)
-    """When each frame with text came; a frame can carry several tokens."""
+    """The time of each frame with text; a frame can carry several tokens."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -66,7 +66,7 @@ class Answer:
     lane: str | None = None
     """The lane that the server says it used."""
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By proposer, the drafts that were verified and those that were right, as the server tells."""
+    """The verified and the right drafts by proposer, as the server reports them."""
     id: str = ""
     """The id of a response."""
     last_event: int = -1
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def was_refused(self) -> bool:
-        """Whether the server had no room for the request: 429 is the tenant's limit, 503 the server's."""
+        """Returns whether the server had no room for the request: 429 is the tenant's limit, 503 the server's."""
         return self.status in (429, 503)
 
     @property

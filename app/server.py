@@ -96,7 +96,7 @@ class _Process:
         self._drain: asyncio.Task[None] | None = None
 
     async def run(self) -> bool:
-        """Serves until it is told to end; whether the step thread ended, too."""
+        """Serves until it has to end; returns whether the step thread ended as well."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal)

@@ -60,7 +60,7 @@ _POLICY_TEXT: JsonDict = {"metavar": "KEY=N,..."}
 
 
 class CommonSettings(BaseSettings):
-    """The settings of everything that reads a model. A field's description is its line in a command's --help."""
+    """The settings of every command that reads a model. A field's docstring is its line in the command's --help."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -74,16 +74,16 @@ class CommonSettings(BaseSettings):
     """TOML file with any of these settings."""
 
     model: str | None = Field(default=None, json_schema_extra={"metavar": "DIR|HUB_ID"})
-    """Checkpoint to serve: a directory or a Hugging Face id; without it, the demo model."""
+    """Checkpoint to serve: a directory or a Hugging Face id; by default, the demo model."""
 
     revision: str | None = Field(default=None, json_schema_extra={"metavar": "COMMIT|TAG|BRANCH"})
-    """Revision of --model on the Hugging Face hub; without it, the newest."""
+    """Revision of --model on the Hugging Face hub; by default, the newest."""
 
     @classmethod
     def load(cls, flags: Mapping[str, object]) -> Self:
-        """Puts flags (by field name), environment, file and defaults together.
+        """Combines flags (by field name), environment, file and defaults.
 
-        Variables and keys of the file that mean something to a server alone are passed over elsewhere.
+        Variables and keys that only a server uses are ignored elsewhere.
 
         Raises:
             OperatorError: with one line that names the flag, variable or key that is wrong.
@@ -109,7 +109,7 @@ class CommonSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, environment, file: the first that has a setting gives it."""
+        """Returns flags, environment and file in order of precedence."""
         path = init_settings().get("config") or env_settings().get("config")
         values = _read_toml(Path(path)) if path else {}
         known = {name: value for name, value in values.items() if name in settings_cls.model_fields}
@@ -118,89 +118,90 @@ class CommonSettings(BaseSettings):
 
 
 class FrontSettings(CommonSettings):
-    """The settings of whatever listens: a server, and a switch in front of several."""
+    """The settings of a process that listens: a server, or a switch in front of several."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
 
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
 
     insecure: bool = False
-    """Listen on an address that others reach though no key is asked for: whoever reaches it may use the server."""
+    """Listen on an address that others can reach without requiring a key: anyone who reaches it may use the server."""
 
     api_keys_file: Path | None = None
-    """File with one `NAME:sha256:DIGEST` a line, as `penstock key NAME` makes them; with it, requests need a key."""
+    """File with one `NAME:sha256:DIGEST` per line, as printed by `penstock key NAME`; with it, requests need a key."""
 
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
-    """Comma-separated names that requests may be addressed to, or * for any. Without it: any, but on a loopback address
-    without --api-keys-file only localhost, lest pages of other sites call this server under a name of their own."""
+    """Comma-separated host names that requests may be addressed to, or * for any. By default any, except on a loopback
+    address without --api-keys-file: there only localhost, so that a page of another site cannot call this server by
+    pointing a name of its own at it."""
 
     served_model_name: str | None = None
-    """Name that clients ask for; without it, the directory's name or the id."""
+    """Model name that clients use; by default, the directory's name or the id."""
 
     cluster_secret: str | None = Field(default=None, min_length=16, json_schema_extra={"metavar": "SECRET"})
-    """Secret by which this replica and the switches in front of it know each other, of at least 16 characters; best
-    given as a variable or in the --config file, for flags can be seen by all who are on the machine."""
+    """Secret of at least 16 characters that this replica shares with the switches in front of it. Set it as a variable
+    or in the --config file: every user of the machine can see flags."""
 
     drain_timeout: float = Field(default=30.0, ge=0, json_schema_extra={"metavar": "SECONDS"})
-    """Seconds that running streams may go on for after SIGTERM."""
+    """Seconds that running streams may continue after SIGTERM."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least important kind of line in the log."""
+    """Lowest level that is logged."""
 
     log_format: Literal["plain", "json"] = "plain"
-    """Lines to read, or one JSON object a line."""
+    """Plain lines for people, or one JSON object per line."""
 
     access_log: bool = False
-    """A line for each request that ended: its id, status and duration; of probes only at level debug."""
+    """Log a line for each finished request: its id, status and duration. Probes are logged at level debug only."""
 
 
 class EngineSettings(CommonSettings):
-    """The settings of a model at work: in a server, and in a program."""
+    """The settings of a running model, in a server or in a program."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type the weights are kept in; auto takes what is fastest here without a loss that shows."""
+    """Type of the weights in memory; auto picks the fastest on this machine that loses no visible quality."""
 
     quantize: Literal["int8", "int4", "fp8", "nf4"] | None = None
-    """Round the weights of linear maps to fewer bits as they are loaded. int8 and int4 are the fastest on a CPU; fp8,
-    and nf4, which a GPU lacks, round no activations to 8 bits. With int4 and nf4, the output head
-    and the first layer still have int8. The embedding keeps the type of --dtype."""
+    """Round the weights of linear maps to fewer bits while loading. int8 and int4 are the fastest on a CPU. fp8 and nf4
+    (not on a GPU) do not round activations to 8 bits. With int4 and nf4 the output head and the first layer keep int8;
+    the embedding keeps --dtype."""
 
     quantize_group_size: int | None = Field(default=None, json_schema_extra={"metavar": "32|64|128"})
-    """Inputs that share a scale with --quantize; without it, 32 for int4, 64 or 32 for nf4, a whole row for int8. With
-    int4, 64 is quicker, and further from the weights."""
+    """Inputs that share a scale with --quantize; by default 32 for int4, 64 or 32 for nf4, a whole row for int8.
+    With int4, 64 is faster and less accurate."""
 
     no_quantize_cache: bool = False
-    """With --quantize, quantize at every start, and keep nothing of it in the cache folder."""
+    """With --quantize, quantize at every start instead of keeping the result in the cache folder."""
 
     kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "int8", "fp8"] = "auto"
-    """Type the KV cache is kept in; auto takes that of --dtype. int8 holds nearly twice as many tokens; fp8 is
-    another name for it."""
+    """Type of the KV cache; auto follows --dtype. int8 holds nearly twice as many tokens as 16 bits; fp8 means the
+    same."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs."""
 
     tensor_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
-    """Processes that run the model together, each with a part of every layer: on that many GPUs, or one CPU. They have
-    no drafts."""
+    """Number of processes that run the model together, each with a part of every layer: on as many GPUs, or on one CPU.
+    They do not use drafts."""
 
     expert_parallel: Literal["auto", "on", "off"] = "auto"
-    """How these processes share the experts of a model: on, each has some of them; off, each has some rows of every
-    expert; auto takes what is better for their size."""
+    """How these processes divide a model's experts: on gives each some whole experts, off some rows of every expert;
+    auto chooses by the experts' size."""
 
     threads: int | None = Field(default=None, ge=1)
-    """Threads of the model on a CPU, at most four for each core; without it, one for each."""
+    """Threads of the model on a CPU, at most four per core; by default, one per core."""
 
     numa: int | None = Field(default=None, ge=0)
-    """NUMA node that the model runs on, its threads on the cores and its weights and KV cache in the memory of that
-    node alone; without it, the system places them."""
+    """NUMA node to run the model on: its threads on that node's cores, its weights and KV cache in that node's memory.
+    By default the system places them."""
 
     max_model_len: int | None = Field(default=None, ge=1)
-    """Most tokens of one prompt and its answer; without it, what the model was made for."""
+    """Most tokens of a prompt and its answer together; by default, the model's own context length."""
 
     max_batch_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens computed in one step; without it, 512 on a CPU and 8192 on a GPU."""
+    """Most tokens computed in one step; by default, 512 on a CPU and 8192 on a GPU."""
 
     max_num_seqs: int = Field(default=256, ge=1)
     """Most sequences running at the same time."""
@@ -212,34 +213,35 @@ class EngineSettings(CommonSettings):
     max_bytes, ttl, ageing, tenant_share, kv_share."""
 
     lane_standard: _Standard = Field(default=DEFAULT_POLICIES[Lane.STANDARD], json_schema_extra=_POLICY_TEXT)
-    """As --lane-interactive, for service_tier "default", and for requests that name none."""
+    """Like --lane-interactive, for service_tier "default" and for requests that name none."""
 
     lane_batch: _Batch = Field(default=DEFAULT_POLICIES[Lane.BATCH], json_schema_extra=_POLICY_TEXT)
-    """As --lane-interactive, for service_tier "flex"."""
+    """Like --lane-interactive, for service_tier "flex"."""
 
     num_blocks: int | None = Field(default=None, ge=2)
-    """KV blocks in the pool; without it, as many as --kv-memory holds."""
+    """KV blocks in the pool; by default, as many as --kv-memory holds."""
 
     kv_memory: ByteSize | None = Field(default=None, json_schema_extra={"metavar": "SIZE"})
-    """Memory for the KV cache, and for states where layers keep some, 2GiB say; without it, a share of what is free."""
+    """Memory for the KV cache, and for the states of layers that keep one, such as 2GiB; by default, a share of the
+    free memory."""
 
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of a GPU's memory that may be in use once the KV cache is there, whoever uses it."""
+    """Share of a GPU's memory that may be in use once the KV cache is allocated, other programs included."""
 
     no_speculation: bool = False
-    """Compute one token of each sequence in a step. Without it, tokens that are likely to come next are computed along
-    with it where that pays; answers are the same, to the token."""
+    """Compute one token of each sequence per step. By default, likely next tokens are computed in the same step where
+    that is faster; the answers are the same, token for token."""
 
     draft: str | None = Field(default=None, json_schema_extra={"metavar": "DIR|HUB_ID|none"})
-    """A small model, best of the same tokens, or a head in EAGLE-3's format, which guesses what --model says next where
-    that pays, on a CPU. By default, the demo model has one, others guess by their own layer for multi-token prediction
-    if their checkpoint has one, and "none" leaves it out; answers are the same, to the token."""
+    """Small model, preferably with the same tokens, or EAGLE-3 head (CPU only) that guesses the next tokens of --model
+    where that is faster. By default the demo model uses its own head, and others their layer for multi-token
+    prediction if the checkpoint has one; "none" uses neither. The answers are the same, token for token."""
 
     draft_revision: str | None = Field(default=None, json_schema_extra={"metavar": "COMMIT|TAG|BRANCH"})
-    """Revision of --draft on the Hugging Face hub; without it, the newest."""
+    """Revision of --draft on the Hugging Face hub; by default, the newest."""
 
     no_cuda_graphs: bool = False
-    """On a GPU, launch every kernel of a step by itself: slower, starts sooner, takes less memory."""
+    """On a GPU, launch every kernel of a step separately: slower, but starts sooner and takes less memory."""
 
     @field_validator("quantize_group_size")
     @classmethod
@@ -291,7 +293,7 @@ class EngineSettings(CommonSettings):
 
 
 class Settings(EngineSettings, FrontSettings):
-    """Everything that an operator can set of a server."""
+    """All settings of a server."""
 
     tool_parser: Literal[
         "auto",
@@ -321,7 +323,7 @@ class Settings(EngineSettings, FrontSettings):
         "qwen3_coder",
         "seed_oss",
     ] = "auto"
-    """How the model writes that it calls a tool; auto goes by its chat template, and with none there are no tools."""
+    """Format in which the model writes tool calls; auto follows its chat template, none turns tools off."""
 
     reasoning_parser: Literal[
         "auto",
@@ -338,34 +340,35 @@ class Settings(EngineSettings, FrontSettings):
         "think_answer",
         "think_response",
     ] = "auto"
-    """How the model marks its reasoning; auto goes by its chat template, and with none it is part of the answer."""
+    """Format in which the model marks its reasoning; auto follows its chat template, none leaves it in the answer."""
 
     strict: bool = False
-    """Refuse fields that could not change an answer and are not honoured; otherwise a reply's header names them."""
+    """Refuse requests with fields that are not honoured and could not change an answer; by default such fields are
+    ignored, and a header of the reply names them."""
 
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
-    """Comma-separated origins whose pages may call this server."""
+    """Comma-separated origins whose pages may call this server from a browser."""
 
     redis_url: str | None = Field(default=None, json_schema_extra={"metavar": "URL"})
-    """Redis that keeps conversations, resumable streams and limits; without it they are kept in memory."""
+    """Redis that keeps conversations, resumable streams and limits; by default they are kept in memory."""
 
     replica: str | None = None
-    """Name of this process among those that share a Redis; without it, the host's name and the port."""
+    """Name of this process among those that share a Redis; by default, the host's name and the port."""
 
     warm_up_tokens: int = Field(default=16_384, ge=0)
-    """Most prompt tokens that a restarted server computes ahead, those used most; with 0, Redis is told of no prompt's
-    tokens. Those of requests with "store": false are never told."""
+    """Most prompt tokens that a restarted server computes in advance, the most used first; with 0, no prompt's tokens
+    are written to Redis. Those of requests with "store": false never are."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port for /metrics, /health and /ready alone, on the same address; then /metrics is not on --port."""
+    """Separate port for /metrics, /health and /ready, on the same address; /metrics is then not served on --port."""
 
     metrics_compat: Literal["vllm"] | None = None
-    """Give /metrics a second set of names, those of another server's dashboards."""
+    """Add the metric names of another server to /metrics, so that its dashboards work."""
 
     otlp_endpoint: str | None = Field(
         default=None, pattern="^(https?://.|none$)", json_schema_extra={"metavar": "URL|none"}
     )
-    """Collector that is sent a trace of each request, by OTLP over HTTP; without it, the one that
+    """Collector that receives a trace of each request, by OTLP over HTTP; by default, the one that
     OTEL_EXPORTER_OTLP_ENDPOINT names, if any. Needs penstock[otel]."""
 
     @model_validator(mode="after")
@@ -376,12 +379,12 @@ class Settings(EngineSettings, FrontSettings):
 
 
 def default_text(value: object) -> str:
-    """A default as an operator would write it."""
+    """Returns a default as an operator would write it."""
     return policy_text(value) if isinstance(value, LanePolicy) else str(value)
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The words that a setting may be."""
+    """Returns the values that a setting may have."""
     annotation = Settings.model_fields[name].annotation
     literals = [annotation, *get_args(annotation)]
     return next(get_args(literal) for literal in literals if get_origin(literal) is Literal)
@@ -405,7 +408,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    """A misspelt variable would be ignored in silence otherwise."""
+    """Raises OperatorError for a misspelt variable, which would otherwise be ignored silently."""
     known = {(ENV_PREFIX + name).upper() for name in Settings.model_fields} | {
         levels.VARIABLE,
         prebuilt.VARIABLE,
@@ -428,7 +431,7 @@ def _first_line(error: ValidationError, flags: Mapping[str, object]) -> str:
 
 
 def _origin(name: str, flags: Mapping[str, object]) -> str:
-    """The words of the operator: the flag, the variable or the key, by the same precedence as the value."""
+    """Returns where the operator set a value, the flag, the variable or the key, by the precedence of values."""
     variable = (ENV_PREFIX + name).upper()
     if name in flags:
         return flag(name)

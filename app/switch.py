@@ -39,7 +39,7 @@ class ReplicasFile:
     """
 
     def __init__(self, named: Sequence[str], path: Path | None) -> None:
-        """`named` are replicas beside those of the file, if there is one."""
+        """`named` are replicas in addition to those of the file, if there is one."""
         self._named = list(named)
         self._path = path
         self._read_last = ""
@@ -140,7 +140,7 @@ def make_switch(
 
 
 def _drain_at_signals(switch: Switch, server: Server, timeout_s: float) -> None:
-    """At the first signal nothing new is taken in, and what is on its way goes on; at the second it ends at once."""
+    """At the first signal new requests are refused and those in progress continue; at the second it ends at once."""
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 

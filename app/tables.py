@@ -15,7 +15,7 @@ def number(value: float | None, factor: float = 1.0) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Whole percents, but tenths where a percent decides: 99.6 % is not 100 %."""
+    """Formats whole percents, with tenths near the ends: 99.6 % is not 100 %."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.0%}" if value in (0, 1) or 0.1 < value < 0.9 else f"{value:.1%}"

@@ -18,18 +18,18 @@ class Metrics:
         count = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
         gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
         self.requests = count("requests", "Requests sent to a replica.", ["replica"])
-        self.retries = count("retries", "Requests that another replica was asked for.")
-        self.refused = count("refused", "Requests refused here, by reason.", ["reason"])
-        self.mended = count("mended", "Streams that another replica went on with.")
-        self.broken = count("broken", "Replies that ended with an error since a replica died.")
-        self.slow_readers = count("slow_readers", "Clients cut off that did not read.")
-        self.cached_tokens = count("cached_tokens", "Prompt tokens forecast to be cached where they go.")
+        self.retries = count("retries", "Requests sent again, to another replica.")
+        self.refused = count("refused", "Requests refused by the switch, by reason.", ["reason"])
+        self.mended = count("mended", "Streams that another replica continued.")
+        self.broken = count("broken", "Replies that ended with an error because a replica died.")
+        self.slow_readers = count("slow_readers", "Clients cut off because they did not read.")
+        self.cached_tokens = count("cached_tokens", "Prompt tokens forecast to be cached there.")
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens read.")
-        self.streams = gauge("streams", "Requests on their way now.")
+        self.streams = gauge("streams", "Requests in progress.")
         self.replicas = gauge("replicas", "Replicas whose state is known.")
         self.choice_seconds = Histogram(
             "choice_seconds",
-            "Reading a request and choosing its replica.",
+            "Time to read a request and choose its replica.",
             namespace=_NAMESPACE,
             buckets=_CHOICE_BUCKETS_S,
             registry=self.registry,

@@ -43,8 +43,8 @@ from penstock.gateway.http.refusals import answer_fault, refusal
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.prompts import Prompts
-from penstock.priority.refusal import Refusal
 from penstock.priority.routing.router import RouteQuery, Router
+from penstock.priority.verdict import Refusal
 
 STALL_S = 30.0
 """The silence after which a replica is given up in a stream, which is never without a comment for so long."""

@@ -33,7 +33,7 @@ from penstock.priority.lanes import LanePolicy
 
 FOLDER = Path(__file__).parent / "reference"
 _PUBLISHED = Path(__file__).parent / "published.json"
-"""By architecture, published models whose configs were read, and whether their logits, shrunk, are transformers'."""
+"""By architecture, the published models whose configs were read, and whether their shrunk logits match transformers."""
 _NOTE = "<!-- Written by `python -m docs.generate`: change the code, not this page. -->"
 
 
@@ -68,11 +68,11 @@ def _codes(values: Iterable[object]) -> str:
 def _families() -> Iterator[str]:
     yield f"""\
 {len(FAMILIES)} architectures are served, by their name in a model's config.json. Each is a short function in
-`engine/model/families`. Tests compare the logits of tiny random models of each with transformers': by plain torch, by
-the native kernels of the CPU, and by those for CUDA in Triton's interpreter; in 8 and 4 bits, and on two ranks where
-ranks can run them. Those with a `general.architecture` come as GGUF files, too, whose logits are compared likewise;
-files of Granite 4 call it `granite` or `granitehybrid`, and those of Mistral Small 3.1 `llama`.
-[Models](../guide/models.md) says how to serve one."""
+`engine/model/families`. Tests compare the logits of tiny random models of each architecture with those of
+transformers: in plain torch, with the native CPU kernels, and with the CUDA kernels in Triton's interpreter; in 8 and 4
+bits, and on two ranks where ranks can run them. Architectures with a `general.architecture` are also served from GGUF
+files, whose logits are compared in the same way; files of Granite 4 name it `granite` or `granitehybrid`, those of
+Mistral Small 3.1 `llama`. [Models](../guide/models.md) describes how to serve one."""
     yield _table(
         "architecture | models | as GGUF",
         ((f"`{name}`", family.models, _kinds_of(name)) for name, family in FAMILIES.items()),
@@ -83,11 +83,11 @@ files of Granite 4 call it `granite` or `granitehybrid`, and those of Mistral Sm
     )
     yield "## Published sizes"
     yield f"""\
-The config.json files of {num_read} published models were read, and each number compared with what transformers reads.
-With sizes shrunk and random weights, {num_same} of them have transformers' logits (within 1e-4 of the largest). The
-others are marked with a star: transformers does not have the model, cannot build it from these entries, or computes
-something else (steps of Nemotron H have a least size there, which its makers' code does not have; logits of Aya Vision
-are not scaled, as those of its text model alone are)."""
+The config.json files of {num_read} published models were read, and every number was compared with what transformers
+reads. Shrunk and with random weights, {num_same} of them have the logits of transformers (within 1e-4 of the largest).
+The others are marked with a star: transformers lacks the model, cannot build it from these entries, or computes
+something else (it bounds the steps of Nemotron H from below, which its makers' code does not, and leaves the logits of
+Aya Vision unscaled, unlike those of its text model)."""
     yield _table(
         "architecture | read from their own files",
         (
@@ -97,11 +97,11 @@ are not scaled, as those of its text model alone are)."""
         ),
     )
     yield "## Not served yet"
-    yield _table("architecture | what it has that is not served", ((f"`{k}`", v) for k, v in NOT_YET.items()))
+    yield _table("architecture | unsupported part", ((f"`{k}`", v) for k, v in NOT_YET.items()))
 
 
 def _kinds_of(architecture: str) -> str:
-    """The kinds of GGUF files that models of the architecture are converted to."""
+    """Returns the kinds of GGUF files that models of the architecture are converted to."""
     rows = [
         (kind, name)
         for kind, row in KINDS.items()
@@ -118,15 +118,15 @@ def _kinds_of(architecture: str) -> str:
 
 def _settings() -> Iterator[str]:
     yield """\
-Every setting is a flag of `penstock serve`, a variable, and a key of the TOML file that `--config` names. A flag counts
-before a variable, and a variable before the file. A flag that is on or off takes no value."""
+Every setting is a flag of `penstock serve`, an environment variable, and a key of the TOML file that `--config` names.
+A flag overrides a variable, and a variable overrides the file. A flag that is on or off takes no value."""
     rows = ((_names(name), _about(field)) for name, field in Settings.model_fields.items())
     yield _table("flag, variable, key | what it does", rows)
     yield f"""\
-Two more variables are about the [CPU kernels](../internals/kernels.md), for all commands:
+Two more variables control the [CPU kernels](../internals/kernels.md), for all commands:
 
-- `{levels.VARIABLE}` names the level of instruction sets to use in place of the best one.
-- `{prebuilt.VARIABLE}` names the folder that has prebuilt kernels."""
+- `{levels.VARIABLE}` names the level of instruction sets to use instead of the best one.
+- `{prebuilt.VARIABLE}` names the folder of prebuilt kernels."""
 
 
 def _names(name: str) -> str:
@@ -156,7 +156,7 @@ _KINDS = {
 
 
 def _value(field: FieldInfo) -> str:
-    """The values that may be given, in words."""
+    """Describes the values that a setting takes."""
     extra = field.json_schema_extra
     if isinstance(extra, Mapping) and isinstance(metavar := extra.get("metavar"), str):
         return _codes(metavar.split("|"))
@@ -177,7 +177,7 @@ def _kind(annotation: Any) -> str:
 
 
 def _command(words: list[str]) -> Iterator[str]:
-    """Describes a command, and below it those that its help lists."""
+    """Describes a command, followed by the commands that its help lists."""
     parser = parser_of(words)
     if words:
         yield f"#{'#' * len(words)} {' '.join(words)}"
@@ -196,7 +196,7 @@ def _command(words: list[str]) -> Iterator[str]:
 
 
 def parser_of(words: list[str]) -> argparse.ArgumentParser:
-    """The parser of a command, which has all its arguments by the time that it prints its help."""
+    """Returns the parser of a command, which has all its arguments once it prints its help."""
     with (
         mock.patch.object(argparse.ArgumentParser, "print_help", autospec=True) as shown,
         suppress(SystemExit),
@@ -234,12 +234,12 @@ def _http() -> Iterator[str]:
     document = OpenApi(routes, Limits(), with_keys=False).document()
     schemas = document["components"]["schemas"]
     yield f"""\
-A server says all of this at `/openapi.json`. [Clients](../guide/clients.md) says which programs use which routes, and
-what becomes of their fields. Replies are those of OpenAI's, Anthropic's and Ollama's APIs, as their packages read them;
-`tests/gateway/test_reply_types.py` lists what is added to them.
+A server describes its API at `/openapi.json`. [Clients](../guide/clients.md) lists which programs use which routes, and
+how each of their fields is handled. Replies have the types of OpenAI's, Anthropic's and Ollama's packages;
+`tests/gateway/test_reply_types.py` lists the additions.
 
-Any request may be answered with an error object and {_codes(ALWAYS)}, one with a body with `415`, and one without a key
-with `401` where keys are configured. Other errors are listed with the endpoints."""
+Any request may get an error object with {_codes(ALWAYS)}; a request with a body may get `415`, and one without a key
+`401` where keys are configured. Other errors are listed with the endpoints."""
     bodies: dict[str, list[str]] = {}
     rows = []
     for path, operations in document["paths"].items():
@@ -288,7 +288,7 @@ _INT64 = 2**63
 
 
 def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """A schema in words; of an object that it refers to, the names of its members."""
+    """Describes a schema in words, and an object that it refers to by the names of its members."""
     if "$ref" in schema:
         found = schemas[schema["$ref"].rpartition("/")[2]]
         return f"object of {_codes(found['properties'])}" if "properties" in found else _type(found, schemas)
@@ -313,8 +313,8 @@ def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 
 def _metrics() -> Iterator[str]:
     yield """\
-Prometheus reads them at `/metrics`. The samples of a counter have `_total` behind its name, those of a histogram
-`_bucket`, `_sum` and `_count`. With `--metrics-compat vllm`, many are there under vLLM's names, too."""
+Prometheus scrapes `/metrics`. The samples of a counter have the suffix `_total`, those of a histogram
+`_bucket`, `_sum` and `_count`. `--metrics-compat vllm` adds many of them under vLLM's names."""
     store = CollectorRegistry()
     store.register(penstock.gateway.metrics.StoreMetrics(lambda: StoreStats(failures={"timeout": 0})))
     of_server, of_switch = (
@@ -328,11 +328,11 @@ Prometheus reads them at `/metrics`. The samples of a counter have `_total` behi
             for registry in registries
             for metric in registry.collect()
         ]
-        yield _table("name | type | labels | what it says", sorted(rows))
+        yield _table("name | type | labels | what it measures", sorted(rows))
 
 
 def _labels(registry: CollectorRegistry, metric: Metric) -> Iterable[str]:
-    """The names of a metric's labels, of which there are samples only once something was counted."""
+    """Returns the names of a metric's labels; a labelled metric has no samples before something was counted."""
     known = getattr(registry._names_to_collectors.get(metric.name), "_labelnames", ())
     return known or {label: None for sample in metric.samples for label in sample.labels if label != "le"}
 

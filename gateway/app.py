@@ -133,7 +133,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
 
 
 def create_metrics_app(service: Service) -> ASGIApp:
-    """What is served on a port of its own where the operator asked for one."""
+    """Returns the application for the separate metrics port."""
     return Starlette(
         routes=OperatorApi(service).routes(with_metrics=True),
         exception_handlers={HTTPException: answer_http_error},
@@ -141,7 +141,7 @@ def create_metrics_app(service: Service) -> ASGIApp:
 
 
 def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
-    """Lets pages of these origins call, and read every answer, a fault's included: it lies outside all that answers."""
+    """Lets pages of these origins call, and read every answer. It is outermost, so faults have its headers too."""
     if not origins:
         return app
     return CORSMiddleware(

@@ -21,16 +21,15 @@ from penstock.gateway.http.errors import ApiError, internal, refused, unavailabl
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.tickets import Tickets
 from penstock.gateway.wire.streams import Generation, joined
-from penstock.priority.admission import Forecast
 from penstock.priority.lanes import Lane
 from penstock.priority.queue import LaneQueue
-from penstock.priority.refusal import Refusal
+from penstock.priority.verdict import Forecast, Refusal
 
 log = logging.getLogger("penstock.gateway")
 
 
 class Engine(Protocol):
-    """What the gateway needs of `engine.engine.Engine`."""
+    """The part of `engine.engine.Engine` that the gateway uses."""
 
     state: EngineState
     error: str | None
@@ -51,7 +50,7 @@ class Engine(Protocol):
 
 
 class Tracing(Protocol):
-    """What the gateway needs of `gateway.tracing.Traces`."""
+    """The part of `gateway.tracing.Traces` that a dispatch uses."""
 
     def begin(self, stream: Generation) -> None: ...
 
@@ -74,7 +73,7 @@ class Dispatch:
         self._engine = engine
         self._queue = queue
         self.draining = False
-        """Nothing new is let in."""
+        """Whether new work is refused because the server shuts down."""
         self.tickets = Tickets()
         self._metrics = metrics
         self._clock = clock
@@ -101,7 +100,7 @@ class Dispatch:
         return self._engine.state
 
     def waiting(self, tenant: str, correlation: str) -> dict[str, object] | None:
-        """Where the tenant's request of that `x-request-id` stands in the queue; None if it does not wait there."""
+        """Returns the queue place of the tenant's request with that `x-request-id`; None if it does not wait there."""
         for stream in self._streams:
             if stream.correlation != correlation or stream.requests[0].tenant != tenant:
                 continue
@@ -153,7 +152,7 @@ class Dispatch:
         self._engine.wake()
 
     def resume(self, stream: Generation) -> None:
-        """Queues what another process let in and did not finish: it is not asked again whether there is room."""
+        """Queues requests that another process admitted and did not finish, without asking for room again."""
         self._streams[stream] = None
         self._empty.clear()
         for request in stream.requests:
@@ -162,7 +161,7 @@ class Dispatch:
         self._engine.wake()
 
     def release(self, stream: Generation) -> None:
-        """The reader is done with its stream, or gone: whatever of it still waits or runs is cancelled. Idempotent."""
+        """Ends a stream whose reader is done or gone, cancelling whatever of it still waits or runs. Idempotent."""
         for request in stream.requests:
             known = self._by_request.pop(request.request_id, None)
             if known is not None and stream.num_unfinished(request.request_id):
@@ -206,7 +205,7 @@ class Dispatch:
     # Steps come in
 
     def deliver(self, *reports: StepReport) -> None:
-        """What a step brought, or several steps while the event loop had no time: then it is sent in fewer pieces."""
+        """Passes on the outputs of a step, or of several in fewer pieces if the event loop fell behind."""
         for report in reports:
             self._metrics.note_step(report, sum(len(output.token_ids) for output in report.outputs))
         for output in reports[0].outputs if len(reports) == 1 else self._joined(reports):
@@ -247,7 +246,7 @@ class Dispatch:
     # Watching over
 
     def tick(self, now: float, timeouts: Timeouts) -> None:
-        """One look at everything that waits."""
+        """Checks all deadlines and timeouts once."""
         for request in self._queue.expire(now):
             self._expire(request)
         if self._engine.state in (EngineState.FAILED, EngineState.STOPPED):

@@ -43,7 +43,7 @@ _SPANS = {
     "inference_seconds": ("From a request's first step to the end of a choice.", "scheduled_s", "finished_s"),
     "request_seconds": ("From a request's arrival to the end of a choice.", "arrival_s", "finished_s"),
 }
-"""The times that are measured of every choice that ended well, and between which of its `Timings`."""
+"""The times measured for every choice that ended well, each with the two `Timings` that it lies between."""
 
 
 class Metrics:
@@ -52,10 +52,10 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._registries = [self.registry]
-        """The registries that are shown: other servers' names for the same values are in one of their own."""
+        """The registries to render; another server's names for the same values have a registry of their own."""
         self.num_output_tokens = 0
         self._promises_of: dict[Lane, tuple[int, int]] = {}
-        """The promises kept and broken, for those who do not read the registry."""
+        """The numbers of promises kept and broken, by lane, for callers that do not read the registry."""
         self._name_requests()
         self._name_steps()
         self._name_the_rest()
@@ -74,13 +74,13 @@ class Metrics:
     # Metrics with labels are looked up once: prometheus_client takes a microsecond for it.
 
     def _counters(self, name: str, documentation: str, labels: Sequence[str]) -> Callable[..., Counter]:
-        """Makes a counter for each combination of labels; returns what finds it."""
+        """Returns a function from labels to their counter."""
         return cache(self._counter(name, documentation, labels).labels)
 
     def _histograms(
         self, name: str, documentation: str, buckets: Sequence[float]
     ) -> Callable[[str], Histogram]:
-        """Makes a histogram for each lane; returns what finds it."""
+        """Returns a function from a lane's label to its histogram."""
         return cache(self._histogram(name, documentation, buckets, ["lane"]).labels)
 
     def _name_requests(self) -> None:
@@ -90,25 +90,25 @@ class Metrics:
             for name, (documentation, start, end) in _SPANS.items()
         ]
         self.tpot = histograms(
-            "time_per_output_token_seconds", "Mean time per token after the first, one a choice.", _SECONDS
+            "time_per_output_token_seconds", "Mean time per token after the first, per choice.", _SECONDS
         )
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("request_output_tokens", "Output tokens of a choice.", _TOKENS)
-        self.finished = counters("choices", "Choices that ended, by how.", ["lane", "finish_reason"])
+        self.finished = counters("choices", "Choices that ended, by reason.", ["lane", "finish_reason"])
         self.admissions = counters(
-            "admissions", "Requests that were let in or refused, and why.", ["lane", "decision", "reason"]
+            "admissions", "Requests that were admitted or refused, and why.", ["lane", "decision", "reason"]
         )
         self.promises = counters(
             "promises", "Promises on the time to first token, kept or broken.", ["lane", "outcome"]
         )
         self.promise_use = histograms(
             "promise_use_ratio",
-            "Part of the promised time to first token that the forecast of a request let in takes.",
+            "Forecast of an admitted request as a part of the promised time to first token.",
             _RATIOS,
         )
         self.forecast_ratio = histograms(
             "ttft_forecast_ratio",
-            "Time to first token, as a part of what was forecast at admission; 2 in 3 should be below 1.",
+            "Time to first token divided by the forecast at admission; 2 in 3 should be below 1.",
             _RATIOS,
         )
 
@@ -117,62 +117,62 @@ class Metrics:
         counter, counters = self._counter, self._counters
         self.step_model = gauge(
             "step_model_seconds",
-            "The fitted step time: alpha, and beta per prefill token, gamma per decode, delta per context token, "
-            "epsilon per pair of a prefill token and one it attends to; zeta for all experts, if there are some.",
+            "The fitted step time: alpha, plus beta per prefill token, gamma per decode, delta per context token, "
+            "epsilon per pair of a prefill token and a token that it attends to, and zeta for all experts of a model.",
             ["coefficient"],
         )
         self.step_seconds = histogram("step_seconds", "Duration of a step.", _SECONDS)
         self.step_tokens = histogram("step_tokens", "Tokens computed in a step.", _TOKENS)
         self.failed_steps = counter("failed_steps", "Steps that failed.")
         self.prefill_tokens = counter("prefill_tokens", "Prompt tokens computed.")
-        self.output_tokens = counter("output_tokens", "Tokens brought to clients.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of the requests let in.")
-        self.preemptions = counter("preemptions", "Sequences that made room for others.")
+        self.output_tokens = counter("output_tokens", "Output tokens of all choices.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.preemptions = counter("preemptions", "Sequences that were preempted to make room for others.")
         self.prefix_queries = counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
         self.prefix_hits = counter("prefix_cache_hit_tokens", "Prompt tokens found in the cache.")
         self.running = gauge("running_sequences", "Sequences in the batch.")
-        self.preempted = gauge("waiting_sequences", "Sequences in the engine that are not in the batch.")
+        self.preempted = gauge("waiting_sequences", "Sequences in the engine that wait to go on.")
         self.blocks = gauge("kv_blocks", "KV blocks in the pool.")
-        self.free_blocks = gauge("kv_free_blocks", "KV blocks that can be taken.")
+        self.free_blocks = gauge("kv_free_blocks", "KV blocks that are free or can be evicted.")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks in use.")
         self.state_slots = gauge("state_slots", "Slots for the states of sequences and snapshots; 0 without.")
-        self.held_states = gauge("state_held_slots", "State slots that sequences have.")
-        self.snapshots = gauge("state_snapshots", "Snapshots of states that prompts may find.")
+        self.held_states = gauge("state_held_slots", "State slots held by sequences.")
+        self.snapshots = gauge("state_snapshots", "Snapshots of states that prompts can reuse.")
         self.expert_imbalance = gauge(
             "expert_imbalance_ratio",
-            "Tokens of the most chosen expert of a layer, or rank, by the mean of all; on a CPU.",
+            "Tokens of a layer's most chosen expert, or of the busiest rank, divided by the mean; CPU only.",
             ["among"],
         )
         self.experts_touched = counter(
             "experts_touched",
-            "Experts that tokens of a step chose, each once for a layer and step; on a CPU.",
+            "Experts chosen by the tokens of a step, each counted once per layer and step; CPU only.",
         )
         self.expert_layers = counter(
-            "expert_layers", "Layers with experts that steps went through, where these were counted."
+            "expert_layers", "Layers with experts that steps ran, where chosen experts were counted."
         )
         places = ["proposer", "position"]
         self.draft_tokens = counters(
             "draft_tokens",
-            "Tokens that were guessed and verified, by their place among those of a step.",
+            "Draft tokens that were verified, by position within a step.",
             places,
         )
-        self.accepted_tokens = counters("accepted_tokens", "Guessed tokens that were right.", places)
+        self.accepted_tokens = counters("accepted_tokens", "Draft tokens that were right.", places)
         self.draft_spent = counter(
             "draft_spent_seconds",
-            "Time of steps with drafts beyond what they are expected to take without: guessing, drafting, verifying.",
+            "Time of steps with drafts beyond the expected time without: proposing, drafting, verifying.",
         )
         self.draft_saved = counter(
             "draft_saved_seconds",
-            "Time that the tokens which drafts brought would have taken in steps without drafts.",
+            "Time that the tokens gained by drafts would have taken in steps without drafts.",
         )
         self.failed_proposers = counters(
             "failed_proposers",
-            "Failures of proposers of drafts, each of which then rests for some steps.",
+            "Failures of draft proposers; each failure suspends the proposer for some steps.",
             ["proposer"],
         )
         self.inter_token = WeightedHistogram(
             "penstock_inter_token_seconds",
-            "From the end of one step to the end of the next, once for every sequence that goes on.",
+            "From the end of one step to the end of the next, counted for every sequence that continues.",
             _SECONDS,
         )
         self.registry.register(self.inter_token)
@@ -183,17 +183,17 @@ class Metrics:
         self.loop_lag = self._histogram(
             "event_loop_lag_seconds", "How late the event loop ran a timer.", _SECONDS
         )
-        self.slow_readers = counter("slow_reader_disconnects", "Streams cut because nobody read them.")
-        self.streams = gauge("streams", "Replies in the making.")
+        self.slow_readers = counter("slow_reader_disconnects", "Streams cut off because nobody read them.")
+        self.streams = gauge("streams", "Replies in progress.")
         self.queued = gauge("queued_requests", "Requests in the queue.", ["lane"])
-        self.up = gauge("engine_up", "1 if the step loop makes progress.")
-        self.pool_violations = gauge("pool_violations", "Times the KV pool had to start afresh.")
-        self.recordings = gauge("recordings", "Replies that can be followed again.")
-        self.recording_bytes = gauge("recording_bytes", "Memory that these replies take, about.")
-        self.resumes = counter("stream_resumes", "Replies taken over from a process that is gone.")
-        self.follows = counter("stream_follows", "Connections that went on with a reply.")
+        self.up = gauge("engine_up", "1 while the step loop makes progress.")
+        self.pool_violations = gauge("pool_violations", "Times the KV pool failed its check and was reset.")
+        self.recordings = gauge("recordings", "Replies that clients can follow again.")
+        self.recording_bytes = gauge("recording_bytes", "Approximate memory of these replies.")
+        self.resumes = counter("stream_resumes", "Replies taken over from a process that ended.")
+        self.follows = counter("stream_follows", "Connections that resumed a reply.")
         self.prefix_blocks = gauge("prefix_blocks", "Blocks whose prefix is known.")
-        self.switches = gauge("switches", "Switches that know how this replica does.")
+        self.switches = gauge("switches", "Switches that receive this replica's state.")
         self.prefix_depth = gauge("prefix_depth_blocks", "Blocks of the longest known prefix.")
 
     def note_step(self, report: StepReport, num_output_tokens: int) -> None:
@@ -303,33 +303,33 @@ class Metrics:
 
 
 class StoreMetrics(Collector):
-    """The metrics of a store, read when somebody asks."""
+    """The metrics of a store, read at each scrape."""
 
     def __init__(self, stats: Callable[[], StoreStats]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         stats, gauge, counter = self._stats(), GaugeMetricFamily, CounterMetricFamily
-        failures = counter("penstock_store_failures", "Calls to Redis that failed, by how.", labels=["kind"])
+        failures = counter("penstock_store_failures", "Calls to Redis that failed, by kind.", labels=["kind"])
         for kind, number in stats.failures.items():
             failures.add_metric([kind], number)
         yield failures
         for family, name, documentation, value in (
             (gauge, "up", "0 while Redis is gone and memory stands in for it.", stats.state == "ok"),
             (counter, "calls", "Calls to Redis.", stats.num_calls),
-            (counter, "rejected", "Calls not tried: Redis was known to be gone.", stats.num_rejected),
-            (gauge, "unwritten", "Changes that Redis does not know of yet.", stats.num_dirty),
-            (counter, "dropped", "Changes that Redis will never know of.", stats.num_dropped),
+            (counter, "rejected", "Calls not tried because Redis was gone.", stats.num_rejected),
+            (gauge, "unwritten", "Changes not yet written to Redis.", stats.num_dirty),
+            (counter, "dropped", "Changes dropped without being written to Redis.", stats.num_dropped),
             (counter, "corrupt", "Values in Redis that could not be read.", stats.num_corrupt),
             (gauge, "records", "Records in memory.", stats.num_records),
-            (gauge, "bytes", "Memory that they take.", stats.num_bytes),
+            (gauge, "bytes", "Memory of these records.", stats.num_bytes),
         ):
             yield family(f"penstock_store_{name}", documentation, value)
         for index, (labelled, name, documentation) in enumerate(
             (
-                (gauge, "share_bytes", "What the records of one tenant may take."),
-                (gauge, "largest_share_bytes", "What the records of the tenant take that has most."),
-                (counter, "evicted", "Records given up since their tenant had too much."),
+                (gauge, "share_bytes", "Most memory that the records of one tenant may take."),
+                (gauge, "largest_share_bytes", "Memory of the records of the tenant that has the most."),
+                (counter, "evicted", "Records evicted because their tenant exceeded its share."),
             )
         ):
             metric = labelled(f"penstock_store_{name}", documentation, labels=["place"])
@@ -339,7 +339,7 @@ class StoreMetrics(Collector):
 
 
 class WeightedHistogram(Collector):
-    """A histogram that takes one value many times at the price of once: a step is the same for all of its batch."""
+    """A histogram that takes one value many times at the cost of once, since a step is the same for its whole batch."""
 
     def __init__(self, name: str, documentation: str, buckets: Iterable[float]) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""The service: what one served model has beside its engine, on one event loop, and what watches over all of it."""
+"""The service: everything around the engine of one served model, on one event loop, and the watch over it."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ log = logging.getLogger("penstock.gateway")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """What the operator sets."""
+    """The operator's settings, and facts about the served model."""
 
     models: tuple[str, ...]
     """Names the model answers to; the first is the one it calls itself."""
     created: int = 0
-    """When the model was made, in seconds since 1970."""
+    """The time at which the model was made, in seconds since 1970."""
     num_bytes: int = 0
-    """Of its weights, as they are stored."""
+    """The bytes of the stored weights."""
     block_size: int = 16
     vocab_size: int | None = None
-    """Of the model; its tokenizer may have more or fewer."""
+    """The number of the model's tokens; its tokenizer may have more or fewer."""
     eos_token_ids: tuple[int, ...] = ()
-    """Of the model: any of them ends an answer."""
+    """The model's end tokens, any of which ends an answer."""
     embedding: Embedding = field(default_factory=Embedding)
-    """How embeddings are made."""
+    """The way in which embeddings are made."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -70,27 +70,27 @@ class ServiceOptions:
     """Seconds to the first token that a lane promises, where it does."""
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    """Names that the server answers to; none is any."""
+    """Host names that the server answers to; any if empty."""
     metrics_compat: str | None = None
     metrics_elsewhere: bool = False
-    """/metrics has a port of its own."""
+    """Whether /metrics has a port of its own."""
     replica: str = "local"
     """This process's name among those that share a store."""
     identity: str = ""
-    """What is served: model, checkpoint and version, the same for replicas that can stand in for each other."""
+    """Identifies model, checkpoint and version; the same for replicas that can stand in for each other."""
     system_fingerprint: str | None = None
-    """What replies call weights, arithmetic and version: the same, if it is the same text that they make."""
+    """The `system_fingerprint` of replies: equal values of weights, arithmetic and version give equal texts."""
     policies: Mapping[Lane, LanePolicy] = field(default_factory=lambda: DEFAULT_POLICIES)
-    """Of the queue."""
+    """The policies of the queue's lanes."""
     cluster_secret: str | None = None
-    """By which switches ask for this replica's state; without it, nobody can."""
+    """The secret with which switches ask for this replica's state; without it, nobody can."""
     warm_up_tokens: int = 0
     """Most prompt tokens of a process before this one that are computed again."""
     tool_parser: str = AUTO
-    """How the model calls tools; see `gateway.wire.reading.Formats`."""
+    """The format of the model's tool calls; see `gateway.wire.reading.Formats`."""
     reasoning_parser: str = AUTO
     strict: bool = False
-    """Fields of which nothing comes are refused."""
+    """Whether fields that would be ignored are refused."""
 
 
 class Service:
@@ -133,7 +133,7 @@ class Service:
         self.quotas = Quotas(store)
         self.idempotency = Idempotency(store)
         self.tag = tag_of(options.replica)
-        """What the ids of recorded replies and conversations begin with."""
+        """The prefix of the ids of recorded replies and conversations."""
         self.recordings = Recordings(
             self.dispatch,
             store,
@@ -148,7 +148,7 @@ class Service:
         self._warm_up: asyncio.Task[None] | None = None
 
     def deliver(self, *reports: StepReport) -> None:
-        """What a step brought, or several steps while the event loop had no time."""
+        """Takes the report of a step, or of several if the event loop fell behind."""
         for report in reports:
             self.prefixes.take(report.prefix_events)
             self._watches.note(report)
@@ -173,7 +173,7 @@ class Service:
                 await end(self._warm_up)
 
     def _telling_prefixes(self) -> AbstractAsyncContextManager[None]:
-        """Nothing is told to a store that forgets."""
+        """Writes prefixes to a durable store; with memory alone it does nothing."""
         if self.store.durable is None:
             return contextlib.nullcontext()
         with_tokens = self.options.warm_up_tokens > 0
@@ -191,7 +191,7 @@ class Service:
                 log.exception("looking after the streams failed; going on")
 
     def note_loop_lag(self, lag_s: float) -> None:
-        """How late the event loop ran a timer."""
+        """Notes how late the event loop ran a timer."""
         self.metrics.loop_lag.observe(lag_s)
         self._watches.note_lag(lag_s)
 
@@ -249,7 +249,7 @@ class Service:
         return "ready" if self.health == "ok" else self.health
 
     def status(self) -> dict[str, object]:
-        """What `/v1/events` tells of the server: its state, its lanes, and what the engine has done and holds."""
+        """Returns the server's status for `/v1/events`: its state, its lanes, and the engine's work and memory."""
         forecasts, stats = self._queue.forecasts(self.clock()), self._engine.stats()
         lanes = {
             lane.label: {
@@ -277,7 +277,7 @@ class Service:
         return self._engine.stats()
 
     def load(self) -> Load:
-        """What a switch has to know of the work here."""
+        """Returns the load of this replica, for switches."""
         num_free_kv = self._engine.stats().num_free_tokens
         return self._queue.load(self.clock(), num_free_kv=num_free_kv, is_draining=self.dispatch.draining)
 
@@ -286,11 +286,11 @@ class Service:
         return self._watches.watching(self.clock(), self.metrics.num_output_tokens)
 
     def watched(self, watch: StepWatch) -> dict[str, object]:
-        """What the steps did since this was asked last."""
+        """Returns the work of the steps since the last call."""
         return watch.take(self.clock(), self.metrics.num_output_tokens)
 
     def block_map(self) -> dict[str, object] | None:
-        """What `/v1/events` tells of the KV blocks; None before the engine is ready. The bytes are as base64."""
+        """Returns the KV blocks for `/v1/events`, in base64; None before the engine is ready."""
         drawn = self._engine.block_map()
         if drawn is None:
             return None
@@ -323,7 +323,7 @@ class Service:
     # The end
 
     def begin_drain(self) -> None:
-        """From now on /ready is red and new work is refused; what was let in goes on."""
+        """Turns /ready red and refuses new work; admitted requests continue."""
         self.dispatch.draining = True
         if self._warm_up is not None:
             self._warm_up.cancel()

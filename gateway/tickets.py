@@ -17,11 +17,11 @@ class Tickets:
 
     def __init__(self) -> None:
         self._let_in: dict[str, list[int]] = {}
-        """By switch, those that it was not told of yet."""
+        """The tickets not yet reported to each switch."""
 
     @contextlib.contextmanager
     def listening(self, switch: str) -> Iterator[list[int]]:
-        """The tickets of this switch that are let in while this is entered; who tells it of them clears the list."""
+        """Collects this switch's admitted tickets while it is entered; the caller reports and clears them."""
         mine = self._let_in[switch] = []
         try:
             yield mine

@@ -27,7 +27,7 @@ from penstock.priority.lanes import Lane
 log = logging.getLogger("penstock.gateway")
 
 _GOODBYE_S = 2.0
-"""What the last spans have to leave in, when the server ends."""
+"""The seconds that the last spans get to be exported when the server ends."""
 _TEXT_COMPLETIONS = "/v1/completions"
 
 
@@ -98,7 +98,7 @@ class Traces:
         span.end(zero_ns + _ns(self._clock()))
 
     def close(self) -> None:
-        """Sends what is left, and waits for it no longer than a moment. Not for the event loop."""
+        """Exports the remaining spans, waiting at most `_GOODBYE_S`. Must not be called on the event loop."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_GOODBYE_S)
@@ -109,7 +109,7 @@ def _ns(seconds: float) -> int:
 
 
 def _events(stream: Generation) -> Iterator[tuple[str, float]]:
-    """What the engine noted, at its clock: choices start and see their first token together, and end one by one."""
+    """Adds the engine's timings: choices start and get their first token together, and end one by one."""
     if not stream.timings:
         return
     yield "admitted", min(timings.scheduled_s for timings in stream.timings)

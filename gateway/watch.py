@@ -1,4 +1,4 @@
-"""The engine's steps and the event loop's delays, for those who watch them; nothing is kept while nobody does."""
+"""The engine's steps and the event loop's delays, kept only while somebody watches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = ("started_ms", "duration_ms", "prefill", "decode", "drafts", "accepte
 
 
 class StepWatch:
-    """What happened since one listener looked last."""
+    """The events since one listener last looked."""
 
     def __init__(self, now: float, num_output_tokens: int) -> None:
         """`num_output_tokens` is the count, of all time, of tokens brought to clients."""
@@ -73,7 +73,7 @@ class StepWatch:
 
 
 class Watches:
-    """All who watch."""
+    """All listeners."""
 
     def __init__(self) -> None:
         self._watches: dict[StepWatch, None] = {}
@@ -93,7 +93,7 @@ class Watches:
             watch.note(report)
 
     def note_lag(self, lag_s: float) -> None:
-        """How late the event loop ran a timer."""
+        """Notes how late the event loop ran a timer."""
         for watch in self._watches:
             watch.note_lag(lag_s)
 

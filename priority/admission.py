@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
 from math import inf
 
 from penstock.engine.planning.request import FinishReason, Sequence
@@ -26,6 +25,7 @@ from penstock.priority.ratios import LATE, TOLD
 from penstock.priority.room import MOST_AHEAD, Ending, Held, Need, grouped
 from penstock.priority.shares import COST_PREFILL, virtual
 from penstock.priority.steptime import StepTimeModel
+from penstock.priority.verdict import Forecast
 from penstock.priority.waiting import Account, LaneLine, Size, Ticket
 from penstock.priority.yielding import yielding
 
@@ -34,26 +34,12 @@ _BLOCK_TOKENS = 16
 """About the KV that is left free for each fourth of the running sequences, any of which may need a block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """When the first token is expected, in seconds from now."""
-
-    seconds: float
-    """The time that two in three first tokens come before: what a client is told."""
-    late_s: float
-    """The time that nine in ten come before: what is held against the promise."""
-    raw_s: float
-    """The time before what was learnt of earlier forecasts."""
-    allowed_s: float
-    """The time that the lane promises; infinite, if it promises none."""
-
-
 _Other = tuple[Account, float, float]
-"""A tenant that has something waiting: how much, and what of it is its due before the request."""
+"""A tenant with waiting work: how much, and the part of it that is due before the request."""
 
 
 class Admission:
-    """What the engine was seen to do, and what follows from it."""
+    """The observed behaviour of the engine, and the forecasts that follow from it."""
 
     def __init__(
         self,
@@ -72,7 +58,7 @@ class Admission:
         self._load: StepLoad | None = None
         self.last_step_s = 0.0
         self.step_began_s = -inf
-        """When the last step came back, which is when the one that runs began. On the simulator it may be to come."""
+        """The time at which the last step ended and the running one began; the simulator may set one in the future."""
         self.context_each = 0.0
         """KV tokens of a running stream, as it was seen last."""
         self._length = 128.0
@@ -82,7 +68,7 @@ class Admission:
         self._num_prefill = 1
         """Prompt tokens that the last step was allowed."""
         self._held: Held | None = None
-        """What `held` found since the last step."""
+        """The cached result of `held` since the last step."""
         self.passed_over: Ticket | None = None
         """The request that waits for too long and that others leave room for."""
         self._finished = Rate()
@@ -130,7 +116,7 @@ class Admission:
     def allowance(
         self, running: list[Sequence], decodes: list[Sequence], chunked: list[Sequence], now: float
     ) -> Allowance:
-        """Returns what a step of these sequences may do, of which some decode and some have longer chunks."""
+        """Returns the allowance of a step with these sequences, some decoding and some with longer chunks."""
         self.running = running
         lanes = [sequence.request.lane for sequence in decodes]
         num_context = sum([len(sequence.token_ids) for sequence in decodes])
@@ -168,7 +154,7 @@ class Admission:
         return Forecast(raw_s * told, raw_s * late, raw_s, allowed_s)
 
     def _raw_s(self, account: Account, own: Need, load: StepLoad, now: float) -> float:
-        """Returns the time to the first token, before what was learnt of earlier forecasts."""
+        """Returns the time to the first token, without corrections learnt from earlier forecasts."""
         outlook = self._outlook(account.lane, load, now)
         rate, mine = outlook.pace.tokens_per_second, account.work(self.model.attended_each) + own.work
         others = self._others(account, mine)
@@ -182,7 +168,7 @@ class Admission:
         return wait_s + (self._left_s(now) if outlook.held.num_running else 0.0)
 
     def _others(self, account: Account, work: float) -> list[_Other]:
-        """Returns the other tenants of the lane, and what is their due before this one has had so much work."""
+        """Returns the lane's other tenants, with the work due to each before this one has had so much."""
         lane, each = account.lane, self.model.attended_each
         floor = lane.floor
         return [
@@ -216,7 +202,7 @@ class Admission:
     def _lower(
         self, line: LaneLine, lane: LaneLine, load: StepLoad, *, is_before: bool
     ) -> tuple[float, float, float]:
-        """Returns what `Outlook.lower` has of a less urgent lane, whose running prompts may be counted already."""
+        """Returns the entry of `Outlook.lower` for a less urgent lane, whose running prompts may be counted already."""
         each = self.model.attended_each
         waiting = line.work(each) * self._starts(line, load) + line.work_left(each) * (not is_before)
         return waiting, line.share.weight / lane.share.weight, _lead(line, lane)
@@ -252,7 +238,7 @@ class Admission:
         return seconds_to_catch_up(wait_s * rate, rate, overtakers)
 
     def _share(self, account: Account, rate: float, now: float, ahead_s: float) -> float:
-        """Returns what of the prefill rate is left for this tenant when all others go on as they do."""
+        """Returns the part of the prefill rate that is left for this tenant if all others keep sending."""
         others = [
             (other.arrivals.per_second(now, ahead_s), other.share.weight)
             for other in account.lane.accounts.values()
@@ -262,7 +248,7 @@ class Admission:
         return max(fair_part(left, account.share.weight, others), 1e-9)
 
     def _left_for(self, lane: LaneLine, rate: float, now: float, ahead_s: float) -> float:
-        """Returns what of the prefill rate more urgent lanes leave to a lane, which has its own share at least."""
+        """Returns the part of the prefill rate that more urgent lanes leave to a lane, at least its own share."""
         lanes = self._lanes.values()
         urgent = [a for line in lanes if line.lane < lane.lane for a in line.accounts.values()]
         busy = [line for line in lanes if line is lane or line.num_requests or line.num_running]
@@ -284,7 +270,7 @@ class Admission:
         return outlook.idle_s(load.num_free_tokens, free_seats, [*preempted, *ahead], own, num_ahead)
 
     def _preempted(self, load: StepLoad, last: Lane) -> list[Need]:
-        """Returns what the preempted sequences of these lanes need to go on."""
+        """Returns the needs of these lanes' preempted sequences."""
         return [
             Need(num, num, 1, self._spare(self._lanes[Lane(other)], load))
             for other, num in load.preempted
@@ -332,7 +318,7 @@ class Admission:
         return max(kept, (1.0 - lane.policy.kv_share) * load.num_kv_tokens)
 
     def held(self) -> Held:
-        """Returns what the running sequences hold."""
+        """Returns the KV and seats that running sequences hold."""
         if self._held is None:
             self._held = self._count_held(list(self.running))
         return self._held

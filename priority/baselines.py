@@ -1,4 +1,4 @@
-"""What `LaneQueue` is compared with: first come, first served, as one line or as one line per lane."""
+"""Baselines for `LaneQueue`: first come, first served, with one line or one per lane."""
 
 from __future__ import annotations
 

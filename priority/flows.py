@@ -1,4 +1,4 @@
-"""Flows: work that goes on coming, at so many prompt tokens a second, beside a machine that computes so many."""
+"""Flows: work that keeps arriving at a rate of prompt tokens a second, for a machine with its own rate."""
 
 from __future__ import annotations
 

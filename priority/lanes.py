@@ -1,4 +1,4 @@
-"""The lanes: who is in a hurry, what each is promised, and how much may wait in it."""
+"""The lanes: how urgent they are, what each promises, and how much may wait in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_lane(label: object) -> Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanePolicy:
-    """What a lane is promised and how it is bounded.
+    """The promises and bounds of a lane.
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -43,15 +43,15 @@ class LanePolicy:
     weight: int = 1
     """The lane's share of the work among lanes that all have some."""
     max_requests: int = 1_024
-    """Answers that may wait: a request of several choices counts as so many."""
+    """Answers that may wait; each choice of a request counts."""
     max_tokens: int = 1_048_576
-    """Prompt tokens that may wait, those found in the prefix cache not counted; one of a long prompt counts as more."""
+    """Uncached prompt tokens that may wait; a token of a long prompt counts as more."""
     max_bytes: int = 64 * 1024 * 1024
     """Memory that waiting prompts may take."""
     ttl_s: float = 300.0
-    """Nobody waits longer."""
+    """The longest that a request may wait."""
     ageing_s: float = inf
-    """A tenant that waits and was not served for so long goes before its turn, within a quarter of the work."""
+    """A waiting tenant that was not served for this long goes before its turn, within a quarter of the work."""
     tenant_share: float = 0.5
     """The part of `max_requests` and `max_tokens` that one tenant may fill when there are several."""
     kv_share: float = 1.0
@@ -85,13 +85,13 @@ DEFAULT_POLICIES: Mapping[Lane, LanePolicy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A sender of requests, and what it is entitled to."""
+    """A sender of requests, and its entitlements."""
 
     name: str
     weight: int = 1
     """The tenant's share of the work among the tenants of a lane that all have some."""
     default_lane: Lane = Lane.STANDARD
-    """Where a request goes that does not say."""
+    """The lane of a request that names none."""
     top_lane: Lane = Lane.INTERACTIVE
     """The most urgent lane that its requests may name."""
 

@@ -1,4 +1,4 @@
-"""How long answers are, as they were of late, and how much of one is likely still to come.
+"""The lengths of recent answers, and the expected rest of a running one.
 
 An answer that was cut off, by its limit or its client, says only that it would have been longer: the share of answers
 that are longer than so many tokens is the estimate of Kaplan and Meier (1958).
@@ -20,7 +20,7 @@ class Lengths:
 
     def __init__(self) -> None:
         self._alike: dict[int, _Alike] = {}
-        """By bit length of the limit: who asks for exactly what is needed says nothing of who sets no limit."""
+        """The lengths by bit length of the limit, because exact limits say nothing about answers without one."""
 
     def add(self, num_tokens: int, limit: int, *, is_whole: bool) -> None:
         """Takes the length of an answer, and whether it ended by itself."""
@@ -42,9 +42,9 @@ class _Alike:
         self._ends = [0]
         """The lengths at which the share changes, ascending."""
         self._shares = [1.0]
-        """By end, the share of answers that are longer."""
+        """The share of answers longer than each end."""
         self._areas = [0.0]
-        """By end, the tokens that answers have up to there on average."""
+        """The mean tokens of answers up to each end."""
 
     def add(self, num_tokens: int, *, is_whole: bool) -> None:
         self._last.append((num_tokens, is_whole))

@@ -1,4 +1,4 @@
-"""What a new request of a lane has before it: the arithmetic that a server and a router in front of it share."""
+"""The work ahead of a new request: arithmetic that a server and a router in front of it share."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from penstock.priority.yielding import MAX_VICTIMS
 
 @dataclass(slots=True, kw_only=True)
 class Outlook:
-    """What a new request of a lane meets, whatever its prompt and its tenant. Work is in prompt tokens."""
+    """The state that any new request of a lane meets. Work is in prompt tokens."""
 
     pace: PromptPace
     running: float
-    """Work of the prompts that run and that it does not go before."""
+    """Work of the running prompts that it does not overtake."""
     urgent: float
     """Work that waits in more urgent lanes."""
     lower: Sequence[tuple[float, float, float]]
-    """Of less urgent lanes that have any: the work, the lane's share for each token of this one, and what is its due
-    before."""
+    """For each less urgent lane with work: the work, the lane's share for each token of this lane, and the part due
+    first."""
     held: Held
     num_yielding: int
-    """Running sequences that may give way to it."""
+    """The number of running sequences that may give way to it."""
 
     def work(self, own: float, others: Iterable[tuple[float, float]]) -> float:
-        """Returns the work until its first token, its own included, and that of its tenant.
+        """Returns the work until its first token, including its own and its tenant's.
 
         Args:
             own: its own, and what waits of its tenant.
@@ -50,7 +50,7 @@ class Outlook:
     def idle_s(
         self, free_kv: float, free_seats: float, ahead: Sequence[Need], own: Need, num_ahead: float = 0.0
     ) -> float:
-        """Returns the time in which no prompt can be computed for want of room.
+        """Returns the time in which no prompt can be computed for lack of room.
 
         Args:
             ahead: the requests that go before, in turn.

@@ -1,4 +1,4 @@
-"""The pace of steps: how much one may do so that promises on the time per token are kept, and what prompts get."""
+"""The pace of steps: how much a step may do within the promises per token, and how much of that prompts get."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.steptime import StepTimeModel
 
 ALONE_SLACK = 1.5
-"""A prompt so long that even alone it takes longer than the promise is let in if this times that can be kept."""
+"""A prompt that even alone takes longer than the promise is admitted if this multiple of that time can be kept."""
 _MARGIN = 0.9
-"""The part of a promise on the time per token that a step is planned to take: the rest is for what is between steps."""
+"""The part of a promised time per token that a step may take; the rest is for the work between steps."""
 _STEPS_PER_TTFT = 8
-"""No step takes longer than this part of the promise on the first token, so that nobody who comes waits longer."""
+"""No step takes longer than this part of the promise on the first token, because a newcomer may have to wait for it."""
 _LEAST_PREFILL = 16
 _GRAIN = 8
 _CATCH_UP = 8
-"""A stream without a promise decodes at least once in so many steps."""
+"""A stream without a promise decodes at least once in this many steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPace:
-    """Steps that have so many prompt tokens at most, beside decodes that take the fixed part of their time."""
+    """Steps with at most so many prompt tokens, and decodes that take the fixed part of their time."""
 
     num_prefill: int
     fixed_s: float
@@ -62,7 +62,7 @@ NO_STREAMS = Streams({})
 
 
 class StepPlanner:
-    """What a step may do, by the lanes' promises and the model of step time.
+    """Decides how much a step may do, by the lanes' promises and the model of step time.
 
     Drafts do not count: they get what prompts leave of the same time.
     """
@@ -72,7 +72,7 @@ class StepPlanner:
         self.model = model
 
     def allowance(self, streams: Streams, lively: Iterable[Lane], num_before: float = 0.0) -> Allowance:
-        """Returns what a step may do.
+        """Returns the allowance of a step.
 
         Args:
             lively: lanes in which requests are to be expected.
@@ -91,7 +91,7 @@ class StepPlanner:
         return Allowance(max(1, num_decode), max(num_prefill, _LEAST_PREFILL), min(tpot_s, newcomer_s))
 
     def pace(self, streams: Streams, lively: Iterable[Lane], max_batch_tokens: int) -> PromptPace:
-        """Returns how prompts are computed beside these streams."""
+        """Returns the pace of prompts while these streams run."""
         allowance = self.allowance(streams, lively)
         num_decode = min(streams.num, allowance.num_decodes)
         num_prefill = min(allowance.num_prefill, max(1, max_batch_tokens - num_decode))
@@ -99,7 +99,7 @@ class StepPlanner:
         return PromptPace(num_prefill, max(1e-6, fixed_s), self.model.coefficients[1])
 
     def allowed_s(self, lane: Lane, work: float, max_batch_tokens: int) -> float:
-        """Returns what the lane promises to a prompt that is so much work."""
+        """Returns the time that the lane promises to a prompt of this much work."""
         ttft_s = self.policies[lane].ttft_s
         if not isfinite(ttft_s):
             return inf
@@ -119,7 +119,7 @@ class StepPlanner:
         return int(fixed_s / beta_s) if beta_s > 0 else 0
 
     def _decode_s(self, streams: Streams, num: int) -> float:
-        """Returns what a step takes in which so many of the streams decode, and that does nothing else."""
+        """Returns the time of a step in which only so many of the streams decode."""
         return self.model.seconds(0, num, _context_of(streams, num))
 
     def _num_decodes(self, streams: Streams, tpot_s: float) -> int:
@@ -133,7 +133,7 @@ class StepPlanner:
         return streams.num - min(too_many, patient - -(-patient // _CATCH_UP))
 
     def _num_prefill(self, cap_s: float, num_decode: int, num_context: float, num_before: float) -> int:
-        """Returns the prompt tokens that a step of `cap_s` has room for beside the decodes."""
+        """Returns the prompt tokens for which a step of `cap_s` has room after its decodes."""
         fitting = self.model.prefill_within(cap_s, num_decode, num_context, num_before)
         return int(min(fitting, UNLIMITED.num_prefill)) // _GRAIN * _GRAIN
 

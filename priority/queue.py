@@ -1,4 +1,4 @@
-"""The queue: requests that were let in and wait for the engine to have room; the engine's RequestQueue.
+"""The queue: admitted requests that wait until the engine has room; the engine's RequestQueue.
 
 Three questions, answered one after the other. Which lane: the one that has had least for its weight, where a more
 urgent lane may run ahead by a bounded lead. Which tenant: the one that has had least for its weight, where those who
@@ -18,26 +18,26 @@ from math import inf, isfinite
 
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import Allowance, StepLoad
-from penstock.priority.admission import Admission, Forecast
+from penstock.priority.admission import Admission
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from penstock.priority.refusal import RETRY_S, Refusal
 from penstock.priority.routing.state import Load
 from penstock.priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
 from penstock.priority.steptime import NAMES, StepTimeModel
+from penstock.priority.verdict import RETRY_S, Forecast, Refusal
 from penstock.priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from penstock.priority.yielding import MAX_VICTIMS, yielding
 
 LOCALITY_TOKENS = 2_048
 """Tenants within so many prompt tokens of each other count as equal; 0 is the pure counter."""
 AGED_PART = 4
-"""One token in so many may go to those who were passed over for too long."""
+"""One token in this many may go to requests that were passed over for too long."""
 _AGED_MOST_TOKENS = 2_048
 _SHORT_PROMPT = 64
 _FORGET_AFTER_US = 600_000_000
 
 
 class LaneQueue:
-    """Lanes, tenants and deadlines; with admission, only what the lane's promise can be kept for."""
+    """Lanes, tenants and deadlines. With admission, only requests whose promise can be kept are let in."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class LaneQueue:
         self._tickets: dict[str, Ticket] = {}
         self._num_let_in = 0
         self._aged_tokens = _AGED_MOST_TOKENS
-        """What may still be spent on those who were passed over for too long."""
+        """The tokens that may still be spent on requests that were passed over for too long."""
         self._now_us = 0
         self.admission = Admission(policies, model or StepTimeModel(), self._lanes, self._tickets)
 
     # The event loop's side
 
     def put(self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0) -> Forecast | None:
-        """Lets a request in and reserves its place, in one go.
+        """Admits a request and reserves its place, in one operation.
 
         Args:
             num_cached: prompt tokens that are likely to be found in the prefix cache.
@@ -87,12 +87,12 @@ class LaneQueue:
             return forecast
 
     def readmit(self, request: Request, now: float) -> None:
-        """Lets in a request that a process that is gone let in before: no bound and no promise is asked again."""
+        """Admits a request that an earlier process had admitted, without checking bounds and promises again."""
         with self._lock:
             self._enter(*self._ticket(request, now), now)
 
     def check_open(self, lane: Lane, tenant: str, arrival_s: float, now: float, most_tokens: int) -> None:
-        """Refuses what `put` would refuse whatever the prompt, before any work is spent on it.
+        """Refuses a request that `put` would refuse whatever its prompt, before any work is spent on it.
 
         Args:
             most_tokens: the prompt has no more of them.
@@ -119,7 +119,7 @@ class LaneQueue:
             return True
 
     def expire(self, now: float) -> list[Request]:
-        """Removes and returns what has waited longer than its lane allows."""
+        """Removes and returns the requests that have waited longer than their lane allows."""
         with self._lock:
             self._now_us = max(self._now_us, microseconds(now))
             overdue = [
@@ -149,7 +149,7 @@ class LaneQueue:
             return found
 
     def position(self, request_id: str) -> int | None:
-        """How many requests of its lane have an earlier deadline; None if it does not wait here."""
+        """Returns the number of requests of its lane with an earlier deadline; None if it does not wait here."""
         with self._lock:
             ticket = self._tickets.get(request_id)
             if ticket is None or ticket.stage is not Stage.WAITING:
@@ -157,7 +157,7 @@ class LaneQueue:
             return sum(1 for other in ticket.account.lane.waiting() if other.key < ticket.key)
 
     def tenants(self) -> dict[str, int]:
-        """What each tenant has been charged, in 2048ths of a prompt token, over all lanes."""
+        """Returns each tenant's charges over all lanes, in 2048ths of a prompt token."""
         with self._lock:
             charged: dict[str, int] = {}
             for line in self._lanes.values():
@@ -166,7 +166,7 @@ class LaneQueue:
             return charged
 
     def set_weights(self, weights: Mapping[str, int]) -> None:
-        """From now on tenants have these weights, 1 where missing; what they were charged so far stays."""
+        """Sets the weights of tenants, 1 where missing; earlier charges stay."""
         with self._lock:
             self._weights = dict(weights)
             for line in self._lanes.values():
@@ -174,7 +174,7 @@ class LaneQueue:
                     account.share.weight = weights.get(tenant, 1)
 
     def load(self, now: float, *, num_free_kv: int, is_draining: bool = False) -> Load:
-        """What a router has to know of this queue and its engine, of whose KV pool so many tokens are free."""
+        """Returns the load of this queue and its engine, for routers, given the free tokens of the KV pool."""
         with self._lock:
             admission, model, held = self.admission, self.admission.model, self.admission.held()
             return Load(
@@ -205,7 +205,7 @@ class LaneQueue:
             return self.admission.allowance(running, decodes, chunked, self._now_us / 1e6)
 
     def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
-        """Whether a request fits can take milliseconds to say, and is asked without the lock."""
+        """Checks whether a request fits without the lock, because that can take milliseconds."""
         while True:
             with self._lock:
                 aged = self._aged() if above is None else None
@@ -263,7 +263,7 @@ class LaneQueue:
                 self._end(ticket, now)
 
     def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:
-        """A strictly lower lane gives way, cheapest recompute first; else the newest of the lowest lane."""
+        """Chooses from strictly lower lanes, cheapest recompute first; else the newest of the lowest lane."""
         if lower := yielding(running, beneficiary.request.lane):
             return lower[0]
         return max(running, key=lambda s: (s.request.lane, s.order, -s.num_computed, s.index), default=None)
@@ -392,7 +392,7 @@ class LaneQueue:
     # Whose turn it is
 
     def _lines_in_turn(self, above: int | None) -> list[LaneLine]:
-        """The lane whose turn it is, then the more urgent ones: they may try if its head does not fit."""
+        """Returns the lane whose turn it is, then the more urgent ones, which may try if its head does not fit."""
         contenders = [line for line in self._lanes.values() if line.num_requests or line.lane == above]
         if not contenders:
             return []
@@ -409,7 +409,7 @@ class LaneQueue:
         return min(candidates, key=lambda account: account.turn).head
 
     def _aged(self) -> Ticket | None:
-        """Of the tenants that were not served for too long, the one that has waited longest, within their budget."""
+        """Returns the longest waiting of the tenants that were not served for too long, within their budget."""
         if self._aged_tokens <= 0:
             return None
         aged = [

@@ -1,4 +1,4 @@
-"""Rates of events that fade: half of what was seen as long ago as a half-life counts."""
+"""Fading rates of events: an event a half-life ago counts half."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rate:
         self._amounts, self._at_s = (short + amount, long + amount), now
 
     def per_second(self, now: float, ahead_s: float = 0.0) -> float:
-        """Returns the rate of late; who looks far ahead looks back as far."""
+        """Returns the recent rate, over as long a past as the caller looks ahead."""
         short, long = (
             amount * log(2) / s for amount, s in zip(self._faded(now), (HALF_LIFE_S, _LONG_S), strict=True)
         )

@@ -1,4 +1,4 @@
-"""How forecasts came out: real over forecast time to the first token, of the last requests of a tenant or a lane."""
+"""Accuracy of forecasts: real over forecast time to the first token, of a tenant's or lane's last requests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import deque
 from itertools import islice, repeat
 
 TOLD, LATE = 2 / 3, 0.9
-"""The parts of all first tokens that come sooner than is told, and than is held against the promise."""
+"""The shares of first tokens that come before the reported time, and before the time compared with the promise."""
 _KEPT = 64
 _ENOUGH = 16
-"""As many of a tenant's own are enough; if there are fewer, the last ones of its lane make up for them."""
+"""The number of a tenant's own ratios that suffice; with fewer, its lane's are used."""
 _LEAST, _MOST = 0.5, 3.0
 
 
@@ -25,7 +25,7 @@ class Ratios:
         self._last.append(ratio)
 
     def quantile(self, part: float, others: Ratios | None = None) -> float:
-        """Returns the ratio that so large a part of all stay below; what is not known yet counts as 1.
+        """Returns the quantile of the ratios; ratios that are not known yet count as 1.
 
         Args:
             others: the ratios to go by as far as these are too few.

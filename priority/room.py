@@ -8,29 +8,29 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 MAX_ENDINGS = 32
-"""Endings that are told apart; those that are close to each other are one."""
+"""The number of endings kept apart; close ones are merged."""
 MOST_AHEAD = 48
-"""Requests before one that are looked at one by one; if there are more, what these wait says how long the others do."""
+"""The requests ahead that are examined one by one; the wait of further ones is extrapolated."""
 
 
 class Need(NamedTuple):
-    """What is needed of the machine, by one request or by all that go before it."""
+    """The resources that one request needs, or all that go before it."""
 
     work: float
-    """Prompt tokens to compute, those included that attending to others takes as long as."""
+    """Prompt tokens to compute, with the cost of attending expressed in tokens."""
     num_kv: float
     num_seats: float
     spare: float = 0.0
-    """Tokens of KV that have to be left free where it starts."""
+    """Tokens of KV that must stay free when it starts."""
 
 
 Ending = tuple[float, float, float]
-"""An expected end: how many steps from now, and what is free then of the KV (in tokens) and the seats held now."""
+"""An expected end: the number of steps from now, and the KV tokens and seats that it frees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What the running sequences hold, and when they are expected to give it back."""
+    """The KV and seats of running sequences, and when they are expected to be freed."""
 
     num_running: int
     num_kv: int
@@ -43,7 +43,7 @@ class Held:
     """Steps that a sequence which starts now is expected to run after its prompt."""
 
     def idle_steps(self, free: Need, running: float, ahead: Sequence[Need], own: Need) -> float:
-        """Returns how many steps can compute no prompt, for want of room, until the own one is computed.
+        """Returns the steps in which lack of room keeps all prompts waiting, until the own prompt is computed.
 
         Those ahead start in turn, each when there is room for it, and give it back when they have run.
 
@@ -73,7 +73,7 @@ class Held:
 
 
 def grouped(endings: Sequence[Ending]) -> list[Ending]:
-    """Returns at most MAX_ENDINGS that stand for these, the soonest first."""
+    """Merges endings into at most MAX_ENDINGS, the soonest first."""
     ordered = sorted(endings)
     each = -(-len(ordered) // MAX_ENDINGS)
     return [

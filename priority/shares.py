@@ -1,4 +1,4 @@
-"""Fair shares by virtual time: whoever has had least, for its weight, goes next.
+"""Fair shares by virtual time: the contender with the least work for its weight goes next.
 
 The virtual token counter of Sheng et al. (OSDI 2024), used twice: between lanes, and between the tenants of a lane. All
 integers: costs are 2048ths of a prompt token, clocks are costs divided by weights. A token costs more the more
@@ -8,11 +8,11 @@ tokens it attends to, in the proportions of a large model on a GPU; those of a s
 from __future__ import annotations
 
 COST_PREFILL = 2048
-"""The cost of a prompt token that is computed, before what it attends to."""
+"""The cost of a computed prompt token, without the cost of attending."""
 COST_HIT = 128
 """The cost of a prompt token that is found in the prefix cache: sharing pays, but the memory is not free."""
 COST_OUTPUT = 4096
-"""The cost of an output token, before what it attends to."""
+"""The cost of an output token, without the cost of attending."""
 _TOGETHER = 16
 """Tokens of a prompt are computed together and read each KV once: attending costs them this much less than output."""
 ATTENDED_EACH = 2 / (_TOGETHER * COST_PREFILL)
@@ -40,7 +40,7 @@ class Share:
         self.clock += cost * _PRECISION // self.weight
 
     def join(self, floor: int, now_us: int) -> None:
-        """Puts one that comes back from idling among contenders whose least clock is `floor`.
+        """Lets a share that was idle rejoin contenders whose least clock is `floor`.
 
         Credit is never hoarded: nobody comes back behind the others. Debt halves with every minute of idling.
         """

@@ -33,7 +33,7 @@ _REFIT_STEPS = 8
 _ENOUGH_STEPS = 20
 NAMES = ("alpha_s", "beta_s", "gamma_s", "delta_s", "epsilon_s")
 EXPERTS = "zeta_s"
-"""The name of the coefficient that models with experts have beside those of NAMES."""
+"""The name of the coefficient that only models with experts have, in addition to NAMES."""
 _SEARCH_STEPS = 24
 
 

@@ -1,4 +1,4 @@
-"""Who waits, in which order, and how much there is of it: plain bookkeeping without any policy."""
+"""The waiting requests, their order and their sums: plain bookkeeping without any policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAD_TOKENS = 4_096
 """Prompt tokens that a lane may be ahead of the next less urgent one and still go first, at weight 1."""
 _LIVELY_S = 300.0
 _UNKNOWN_LENGTH = 256
-"""The tokens that are expected of an answer while too little is known, if its limit allows them."""
+"""The expected length of an answer while too little is known, if its limit allows it."""
 _BYTES_PER_TOKEN = 36
 """A slot of a tuple, and an integer object."""
 
@@ -34,7 +34,7 @@ class Stage(Enum):
 
 
 class Size(NamedTuple):
-    """What a request asks of the machine until its first token."""
+    """The machine's work for a request until its first token."""
 
     num_uncached: int
     """Prompt tokens to compute."""
@@ -45,12 +45,12 @@ class Size(NamedTuple):
     num_seats: int = 1
 
     def work(self, attended_each: float) -> float:
-        """Returns the prompt tokens to compute, those included that attending to others takes as long as."""
+        """Returns the prompt tokens to compute, with the cost of attending expressed in tokens."""
         return self.num_uncached + attended_each * self.num_attended
 
     @staticmethod
     def of(num_prompt: int, num_cached: int = 0, num_in_use: int = 0, num_seats: int = 1) -> Size:
-        """Returns the size of a prompt of which so much is cached, and so much of that is in use."""
+        """Returns the size of a prompt with so many cached tokens, some of them in use."""
         num_uncached = max(1, num_prompt - num_cached)
         return Size(
             num_uncached,
@@ -61,7 +61,7 @@ class Size(NamedTuple):
 
 
 class Ticket:
-    """One request, from being let in to the end of its last choice."""
+    """One request, from admission to the end of its last choice."""
 
     __slots__ = (
         "account",
@@ -101,7 +101,7 @@ class Ticket:
         self.num_prompt = num_prompt
         self.size = Size.of(num_prompt, num_cached, num_in_use, request.n if request.beams is not None else 1)
         self.num_places = 1 if request.branches else request.n
-        """Answers that are streams of their own; branches have no output."""
+        """The number of answers with streams of their own; branches have no output."""
         most = 0 if request.branches else self.num_places
         self.num_growth = int(most * account.left(0, max(1, request.sampling.max_tokens)))
         """Tokens of KV that its answers are expected to take."""
@@ -113,10 +113,10 @@ class Ticket:
         self.num_computed = 0
         self.choices_left = request.n
         self.forecast_s: float | None = None
-        """The forecast that it was let in with, before what is learnt from forecasts."""
+        """The forecast at admission, without learnt corrections."""
 
     def need(self, attended_each: float, spare: float) -> Need:
-        """Returns what it needs of the machine, with half of what its answers take: they grow."""
+        """Returns its need, with half of the KV of its answers, which grow."""
         size = self.size
         return Need(size.work(attended_each), size.num_kv + self.num_growth / 2, self.num_places, spare)
 
@@ -181,7 +181,7 @@ class Account(Backlog):
         self.ratios = Ratios()
         self.lengths = Lengths()
         self.served_us = 0
-        """When a request of it was last dispatched."""
+        """The time at which its last request was dispatched."""
         self.arrivals = Rate()
         """Work that was let in per second, in prompt tokens."""
 
@@ -216,7 +216,7 @@ class Account(Backlog):
 
 
 class LaneLine(Backlog):
-    """A lane: the accounts that have something waiting, and what it adds up to."""
+    """A lane: the accounts with waiting requests, and their sums."""
 
     def __init__(self, lane: Lane, policy: LanePolicy) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class LaneLine(Backlog):
         self.num_attended_left = 0
         self.num_running = 0
         self.entered_s = -inf
-        """When a request last came."""
+        """The time at which a request last arrived."""
         self.is_late = False
         """Whether the request that was looked at last was refused because it would have come too late."""
         self.ratios = Ratios()
@@ -265,7 +265,7 @@ class LaneLine(Backlog):
             self.num_attended_left += sign * ticket.num_attended_left
 
     def told(self, now: float, attended_each: float) -> LaneWork:
-        """Returns what a router has to know of it."""
+        """Returns its load, for routers."""
         queued = {tenant: int(account.work(attended_each)) for tenant, account in self.active.items()}
         return LaneWork(
             queued=with_largest(queued),

@@ -11,7 +11,7 @@ MAX_VICTIMS = 2
 
 
 def yielding(running: list[Sequence], lane: int) -> list[Sequence]:
-    """Those of strictly lower lanes that were not asked too often: lowest lane, cheapest recompute, newest first."""
+    """Sorts sequences of strictly lower lanes, not preempted too often: lowest lane, cheapest recompute, newest."""
     lower = [
         s for s in running if s.request.lane > lane and s.num_preemptions < MAX_PREEMPTIONS and s.block_table
     ]

@@ -22,44 +22,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=listed(one_of(PARTS)),
         default=list(PARTS),
         metavar="PART,PART",
-        help=f"of {','.join(PARTS)}; without it, all of them",
+        help=f"some of {','.join(PARTS)}; by default, all of them",
     )
     parser.add_argument(
         "--workload",
         type=_workloads,
         action="extend",
         metavar="NAME,NAME",
-        help=f"fixed workloads, of {','.join(WORKLOADS)}, or all; no other part",
+        help=f"only these workloads, some of {','.join(WORKLOADS)}, or all",
     )
     parser.add_argument(
         "--url",
         metavar="URL",
-        help="with --workload: a server that runs already and speaks OpenAI's API, with a vocabulary of "
+        help="with --workload: a running server that speaks OpenAI's API, with a vocabulary of "
         "16,384 tokens or more",
     )
     parser.add_argument(
         "--ladder",
         action="store_true",
-        help="generate, batching, prefix cache, 8 bits and drafts, one on top of the other; no other part",
+        help="only the ladder: generate, batching, prefix cache, 8 bits and drafts, each added to the one before",
     )
     parser.add_argument(
         "--drafts",
         action="store_true",
-        help="drafts on and off in turns, to a verdict for each --workload (W1,W2,W3,W5); no other part",
+        help="only drafts: alternate runs with and without, and say which is better for each --workload (W1,W2,W3,W5)",
     )
     parser.add_argument(
         "--price",
         type=not_negative,
         default=1.0,
         metavar="N",
-        help="with --ladder: of the machine's hour (1)",
+        help="with --ladder: price of an hour of the machine, in dollars (1)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --ladder: draw it, as PNG")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --ladder: draw it as a PNG")
     parser.add_argument(
         "--cost",
         type=Path,
         metavar="FILE",
-        help="with the part promise: write the step times, for `penstock simulate --cost`",
+        help="with the part promise: write the measured step times, for `penstock simulate --cost`",
     )
 
 
@@ -69,27 +69,27 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="MODEL",
         action="append",
-        help="what to measure, as of `penstock serve`; more than once if wanted, but for --workload, --drafts and "
-        "--cost; without it, the demo model and a random 135 M Llama, which is the one for these three",
+        help="model to measure, as for `penstock serve`; repeatable, but not with --workload, --drafts or --cost. "
+        "By default the demo model and a random 135 M Llama; with these three, the Llama alone",
     )
     parser.add_argument(
         "--streams",
         type=listed(count),
         default=[1, 16, 64],
         metavar="N,N",
-        help="streams at a time (1,16,64)",
+        help="numbers of simultaneous streams (1,16,64)",
     )
     parser.add_argument(
         "--dtype",
         type=listed(one_of(choices("dtype"))),
         default=["auto", "float32"],
         metavar="DTYPE,DTYPE",
-        help=f"of {','.join(choices('dtype'))} (auto,float32)",
+        help=f"some of {','.join(choices('dtype'))} (auto,float32)",
     )
-    parser.add_argument("--quantize", choices=choices("quantize"), help="as of `penstock serve`")
-    parser.add_argument("--kv-dtype", choices=choices("kv_dtype"), help="as of `penstock serve`")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, once")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--quantize", choices=choices("quantize"), help="like that of `penstock serve`")
+    parser.add_argument("--kv-dtype", choices=choices("kv_dtype"), help="like that of `penstock serve`")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, in a single run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
 
 
 def run(options: argparse.Namespace) -> int:

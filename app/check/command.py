@@ -29,7 +29,7 @@ VERDICTS = (
     (0.1, "it says nearly what its weights say, as weights do that are rounded to 4 bits"),
     (float("inf"), "it is far from what its weights say; another --quantize or --dtype may be nearer"),
 )
-"""By what the mean KL is below."""
+"""The verdicts by the bound that the mean KL is below."""
 WRONG_BELOW = 0.5
 """The share of likeliest tokens that agree below which something is broken: no rounding does that."""
 

@@ -1,4 +1,4 @@
-"""How far what is served is from what the weights say."""
+"""Compares the served model with its weights in float32."""
 
 from __future__ import annotations
 

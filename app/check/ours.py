@@ -1,4 +1,4 @@
-"""What a model says and how fast, as it is served."""
+"""The predictions and the speed of a model as it is served."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Top = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a model says about a text."""
+    """A model's predictions for a text."""
 
     kind: str
     token_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a model is."""
+    """The speed of a model."""
 
     loading_s: float
     prompt_length: int
@@ -105,7 +105,7 @@ def _top(found: TokenLogprob) -> Top:
 
 
 def _prompt_speed(llm: LLM, told: Sequence[Told]) -> tuple[int, float]:
-    """How long a prompt was, and its tokens a second: a short one says how long another may be."""
+    """Returns the length of a prompt and its tokens a second; a short one determines how long another may be."""
     text = [token_id for each in told for token_id in each.token_ids]
     length, one_token = _PROMPT // 8, Sampling(**_GREEDY, max_tokens=1)
     for start in (3, 5):  # no block is then one that was computed before

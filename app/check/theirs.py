@@ -1,4 +1,4 @@
-"""What the same weights say in float32, by transformers."""
+"""The predictions of the same weights in float32, by transformers."""
 
 from __future__ import annotations
 

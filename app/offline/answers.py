@@ -29,7 +29,7 @@ class Choice:
     finish_reason: str | None = None
     """stop or length."""
     logprobs: list[TokenLogprob] | None = None
-    """By token, if they were asked for."""
+    """The log probabilities by token, if they were requested."""
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
@@ -56,14 +56,14 @@ class Piece:
 
 @dataclass(slots=True)
 class Answer:
-    """All that one prompt or conversation brought."""
+    """The whole answer to one prompt or conversation."""
 
     prompt_token_ids: tuple[int, ...]
     choices: list[Choice]
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was in the prefix cache."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """By token of the prompt, from the second one on, if they were asked for."""
+    """The log probabilities of the prompt's tokens from the second one on, if they were requested."""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""How what the step thread delivers comes to the thread, or the event loop, that asked for it."""
+"""Passes the step thread's outputs to the thread, or the event loop, that asked for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Call:
         self._tell()
 
     def __iter__(self) -> Iterator[tuple[int, Output]]:
-        """All that comes, with the number of its request; waits for it."""
+        """Yields the outputs, each with the number of its request, as they come."""
         while self.open:
             yield self._taken(self._outputs.get())
 
@@ -54,7 +54,7 @@ class Deliveries:
 
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
-        """By request."""
+        """The calls by request."""
         self.settled = threading.Event()
         """The model is loaded, or cannot be."""
 

@@ -1,4 +1,4 @@
-"""From the arguments of a call to requests for the engine, checked as the server checks bodies."""
+"""Makes the engine's requests from the arguments of a call, checked as the server checks bodies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Sampling(TypedDict, total=False):
     top_logprobs: int
     """For chats, how many."""
     prompt_logprobs: int
-    """How many of the most likely tokens to name at every token of the prompt but the first."""
+    """The number of likely tokens to report at every prompt token but the first."""
     service_tier: str
     """The lane: priority, default or flex."""
     top_k: int

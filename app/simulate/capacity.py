@@ -1,4 +1,4 @@
-"""How much traffic of a kind so many machines can promise: the highest rate at which the promise is still kept."""
+"""Capacity: the highest rate of some kind of traffic at which a number of machines still keep the promise."""
 
 from __future__ import annotations
 

@@ -39,11 +39,11 @@ _MODES = {
 }
 """The arguments that go only with a mode, and those that do not go with it."""
 _COST_HELP = (
-    "a step",
-    "a prompt token",
-    "a decoded token",
-    "a token of KV that is read",
-    "a token that a prompt token attends to",
+    "per step",
+    "per prompt token",
+    "per decoded token",
+    "per token of KV that is read",
+    "per pair of a prompt token and a token that it attends to",
 )
 
 
@@ -55,28 +55,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         type=listed(one_of(POLICIES)),
         metavar="NAME,NAME",
-        help=f"what to compare, of {','.join(POLICIES)} (all)",
+        help=f"policies to compare, some of {','.join(POLICIES)} (all)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument(
-        "--plots", type=Path, metavar="DIR", help="write promise.png and ttft.png there, or scale.png"
+        "--plots",
+        type=Path,
+        metavar="DIR",
+        help="write promise.png and ttft.png, or scale.png, to this folder",
     )
     parser.add_argument(
         "--capacity",
         action="store_true",
-        help="search the highest rate at which the interactive promise is kept, instead of comparing policies",
+        help="find the highest rate at which the interactive promise is kept, instead of comparing policies",
     )
     parser.add_argument(
         "--target",
         type=quantity(float, above=0, most=100),
         metavar="PERCENT",
-        help="of promises to keep with --capacity (99)",
+        help="with --capacity: share of promises to keep (99)",
     )
     parser.add_argument(
         "--machines",
         type=_MACHINES,
         metavar="N,M",
-        help="numbers of machines to ask about with --capacity (1,2)",
+        help="with --capacity: numbers of machines to try (1,2)",
     )
 
 
@@ -106,36 +109,45 @@ def run(options: argparse.Namespace) -> int:
 def add_traffic(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--scenario", choices=SCENARIOS, help=f"who sends what and when ({DEFAULTS['scenario']})"
+        "--scenario", choices=SCENARIOS, help=f"who sends which requests, and when ({DEFAULTS['scenario']})"
     )
-    source.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's JSONL instead of a scenario")
+    source.add_argument(
+        "--trace", type=Path, metavar="FILE", help="trace in Mooncake's JSONL instead of a scenario"
+    )
     parser.add_argument("--kind", choices=KINDS, help=f"lengths and burstiness ({DEFAULTS['kind']})")
     parser.add_argument(
         "--rate", type=positive, metavar="N", help=f"requests per second ({DEFAULTS['rate']:g})"
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
-        "--duration", type=positive, metavar="SECONDS", help=f"of arrivals ({DEFAULTS['duration']:g})"
+        "--duration",
+        type=positive,
+        metavar="SECONDS",
+        help=f"how long requests arrive ({DEFAULTS['duration']:g})",
     )
-    size.add_argument("--requests", type=count, metavar="N", help="so many requests instead of a duration")
-    parser.add_argument("--scale", type=positive, metavar="N", help="all lengths times N (1)")
+    size.add_argument("--requests", type=count, metavar="N", help="number of requests, instead of a duration")
+    parser.add_argument("--scale", type=positive, metavar="N", help="multiply all lengths by N (1)")
     parser.add_argument("--seed", type=whole, metavar="N", help="the same seed gives the same trace (0)")
-    parser.add_argument("--write-trace", type=Path, metavar="FILE", help="write the trace there, as JSONL")
+    parser.add_argument(
+        "--write-trace", type=Path, metavar="FILE", help="write the trace to this file as JSONL"
+    )
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--cost", type=Path, metavar="FILE", help=f"JSON with {', '.join(NAMES)} of a machine"
+        "--cost", type=Path, metavar="FILE", help=f"JSON file with a machine's {', '.join(NAMES)}"
     )
     for name, what in zip(NAMES, _COST_HELP, strict=True):
         parser.add_argument(
             _flag(name),
             type=not_negative,
             metavar="S",
-            help=f"seconds that {what} takes ({GPU_COST[name]:g})",
+            help=f"seconds {what} ({GPU_COST[name]:g})",
         )
-    parser.add_argument("--ttft", type=positive, metavar="S", help="interactive promise: first token (1)")
-    parser.add_argument("--tpot", type=positive, metavar="S", help="interactive promise: each token (0.1)")
+    parser.add_argument(
+        "--ttft", type=positive, metavar="S", help="interactive promise to the first token (1)"
+    )
+    parser.add_argument("--tpot", type=positive, metavar="S", help="interactive promise per token (0.1)")
 
 
 def _add_replicas(parser: argparse.ArgumentParser) -> None:
@@ -143,25 +155,31 @@ def _add_replicas(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         type=_MACHINES,
         metavar="N,M",
-        help="compare routers on so many replicas instead of policies; --rate is then that of one replica",
+        help="compare routers on these numbers of replicas instead of policies; --rate is then per replica",
     )
     parser.add_argument(
         "--router",
         type=listed(one_of(ROUTERS)),
         metavar="NAME,NAME",
-        help=f"what to compare with --replicas, of {','.join(ROUTERS)} ({','.join(DEFAULT_ROUTERS)})",
+        help=f"with --replicas: routers to compare, some of {','.join(ROUTERS)} ({','.join(DEFAULT_ROUTERS)})",
     )
     parser.add_argument(
         "--push-ms",
         type=quantity(float, least=0, most=10_000),
         metavar="MS",
-        help="until a router has what a replica pushed (30)",
+        help="milliseconds until a router knows the state that a replica pushed (30)",
     )
     parser.add_argument(
-        "--transfer-gbps", type=positive, metavar="N", help="gigabits a second of a link, for KV (100)"
+        "--transfer-gbps",
+        type=positive,
+        metavar="N",
+        help="gigabits per second of the link that carries KV (100)",
     )
     parser.add_argument(
-        "--prefill-replicas", type=count, metavar="N", help="that compute prompts, disaggregated (half)"
+        "--prefill-replicas",
+        type=count,
+        metavar="N",
+        help="replicas that compute prompts, when disaggregated (half)",
     )
 
 

@@ -104,7 +104,7 @@ def check_can_run(traffic: Traffic, machine: Machine, options: argparse.Namespac
 
 
 def _line_number(path: Path, place: int) -> int:
-    """Where the file has the request of that place, empty lines counted."""
+    """Returns the line of the request at that place, empty lines counted."""
     with path.open(encoding="utf-8") as lines:
         return [number for number, line in enumerate(lines, 1) if line.strip()][place]
 
@@ -143,7 +143,7 @@ def _at_least(scenario: str, demand: Demand, num_requests: int | None) -> list[A
 
 
 def _replayed(arrivals: list[Arrival], rate: float) -> list[Arrival]:
-    """From time 0 on, the gaps stretched or shrunk so that the rate comes out."""
+    """Shifts arrivals to start at 0, and scales the gaps to the given rate."""
     first_s = arrivals[0].at_s
     span_s = arrivals[-1].at_s - first_s
     factor = len(arrivals) / rate / span_s if span_s > 0 else 1.0

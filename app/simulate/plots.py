@@ -114,7 +114,7 @@ def _ttft(traffic: str, results: Sequence[Result], policy: LanePolicy) -> Figure
 def draw_routers(
     path: Path, lines: Mapping[str, Sequence[tuple[int, Summary]]], traffic: str, policy: LanePolicy
 ) -> Path:
-    """By number of replicas, what each router kept of the promises, and the goodput of a replica."""
+    """Plots the promises kept by each router and the goodput per replica, by number of replicas."""
     figure = new_figure(
         "Promises kept, and requests that kept them per replica, by router",
         f"First token within {policy.ttft_s:g} s, then one every {policy.tpot_s * 1000:g} ms. Traffic: {traffic}.",

@@ -1,1 +1,1 @@
-"""What the next step computes, and what it meant: plain Python, without tensors."""
+"""Planning: decides what the next step computes, and applies its result. Plain Python, without tensors."""

@@ -9,7 +9,7 @@ Words = tuple[tuple[int, ...], ...]
 
 
 class Bans:
-    """What may come next by `allowed_token_ids` and `bad_words`: a function of the output tokens before.
+    """The tokens that `allowed_token_ids` and `bad_words` allow next, a function of the output so far.
 
     A set of tokens is a number with a bit for each.
 

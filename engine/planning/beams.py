@@ -93,7 +93,7 @@ class BeamSearch:
         return Beam((*beam.token_ids, token_id), score, told)
 
     def _is_settled(self, length: int) -> bool:
-        """Whether there are enough answers, and no beam can still become a better one."""
+        """Returns whether there are enough answers, and no beam can still become a better one."""
         if len(self.finished) < self.width:
             return False
         penalty, early = self._params.length_penalty, self._params.early_stopping

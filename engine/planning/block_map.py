@@ -1,4 +1,4 @@
-"""A picture of the pool of KV blocks: what is held, shared, free with content, and free, at any size in a few cells."""
+"""A map of the pool of KV blocks: held, shared, free with content, and free, in a few cells at any size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BlockMap:
     num_shared: int
     num_cached: int
     num_saved: int
-    """Blocks that would be taken beside those that are, if nothing were shared."""
+    """The extra blocks that would be in use if nothing were shared."""
 
 
 def block_map(ref_counts: list[int], findable: bytearray) -> BlockMap:

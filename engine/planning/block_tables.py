@@ -68,10 +68,10 @@ class BlockTables:
         self.max_chunk = self.windows.max_chunk(num_blocks - 1)
         """Tokens of the largest chunk: its blocks and those of the windows before it fit into the pool together."""
         self._num_seen = [self.blocks_for(size) for size in self.windows.sizes]
-        """By table, the blocks of a window; 0 if it has none."""
+        """The blocks of a window by table; 0 if it has none."""
         self.index = PrefixIndex(self.num_tables)
         self.findable = bytearray(num_blocks)
-        """By block, 1 if the prefix index finds it: what `knows_block` says, for a look at all of them."""
+        """1 for each block that the prefix index finds, for a view of all blocks at once."""
         self.pool = BlockPool(num_blocks, on_reuse=self._drop)
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
@@ -128,12 +128,12 @@ class BlockTables:
 
     @property
     def max_running(self) -> int:
-        """Sequences that may run at a time, as far as it depends on what they hold beside blocks."""
+        """The sequences that may run at a time, as limited by resources other than blocks."""
         return NO_LIMIT
 
     @property
     def state_use(self) -> StateUse:
-        """What becomes of state slots, for any thread."""
+        """The use of state slots, for any thread."""
         return StateUse()
 
     @property

@@ -21,7 +21,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, on_reuse: Callable[[int], None] = lambda _: None) -> None:
-        """`on_reuse` is called with every block that is handed out: what it held before is gone."""
+        """`on_reuse` is called with every block that is handed out, whose old content is lost."""
         if num_blocks < 2:
             raise ValueError(f"a pool needs at least 2 blocks, not {num_blocks}")
         self.num_blocks = num_blocks

@@ -1,4 +1,4 @@
-"""What a planned step has, and taking chunks out of one that is not launched."""
+"""Questions about the chunks of a planned step, and taking some out before it is launched."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cut(plan: Plan, chunk: Chunk, num_tokens: int) -> None:
 
 
 def set_drafts(plan: Plan, chunk: Chunk, drafts: TokenIds[int], proposer: str = "") -> None:
-    """Gives a chunk these drafts in place of those that it has; its sequence has blocks for them."""
+    """Replaces a chunk's drafts; its sequence has blocks for them."""
     num_more = len(drafts) - len(chunk.drafts)
     chunk.drafts, chunk.proposer = drafts, proposer if drafts else ""
     chunk.num_tokens += num_more

@@ -18,7 +18,7 @@ class Detokenizer(Protocol):
         """The text that is certain now; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """What is left when no more tokens come: incomplete characters as U+FFFD."""
+        """Returns the rest when no more tokens come, with incomplete characters as U+FFFD."""
 
 
 def make_detokenizer(tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> Detokenizer:

@@ -56,7 +56,7 @@ _SPREAD = 16
 
 
 class Proposer(Protocol):
-    """Guesses what comes next in sequences, at no cost."""
+    """Guesses the next tokens of sequences at no cost."""
 
     name: str
     is_behind: bool
@@ -70,7 +70,7 @@ class Proposer(Protocol):
 
 
 class Drafting:
-    """Adds drafts to planned steps, and learns from what came.
+    """Adds drafts to planned steps, and learns from the results.
 
     A proposer that fails rests, for longer each time; sequences go on without it.
     """
@@ -117,14 +117,14 @@ class Drafting:
         """The time of a pass of the model, in units of a step of the target with as many tokens."""
         self._num_steps = 0
         self._rests: dict[str, int] = {}
-        """By proposer that failed: the steps that it rested for the last time."""
+        """The length of the last rest, in steps, by failed proposer."""
         self._rests_until: dict[str, int] = {}
-        """By proposer that failed: the step from which on it is asked again."""
+        """The step from which a failed proposer is asked again."""
         names = [proposer.name for proposer in self._proposers] + [DRAFT_MODEL] * has_model
         self._shares = Shares(names, most)
         self._records: dict[Sequence, Record] = {}
         self._paces: dict[int, Pace] = {}
-        """By bit length of the number of sequences that sample."""
+        """The paces by bit length of the number of sampling sequences."""
         self._num_idle_steps = 0
         """Steps since the model was asked last."""
         self._num_sampling = 0
@@ -258,7 +258,7 @@ class Drafting:
 
     @property
     def _may_draft(self) -> bool:
-        """Whether steps like the one that was planned last may have drafts; beside prompts a trial says nothing."""
+        """Returns whether steps like the last planned one may have drafts; a trial next to prompts says nothing."""
         pace = self._pace(self._num_sampling)
         return pace.drafts if self._is_measured else pace.pays
 
@@ -277,7 +277,7 @@ class Drafting:
         return longer_s <= self._most_s and value(num_sampling + 1, longer_s) >= value(num_sampling, plain_s)
 
     def _price_of(self, plan: Plan, overhead: float) -> Price | None:
-        """What a step takes that has no drafts yet, and what they add; None while too little was measured."""
+        """Returns the price of a step without drafts and of adding drafts; None while too little was measured."""
         num_prefill, num_decode = plan.num_prefill, plan.num_tokens - plan.num_prefill
         rest = plan.num_context, plan.num_attended
 
@@ -299,7 +299,7 @@ class Drafting:
     # Guessing
 
     def _guesses(self, plan: Plan, *, is_known: bool) -> list[Guess]:
-        """What the proposers that cost nothing guess of the plan's sequences.
+        """Returns the guesses of the free proposers for the plan's sequences.
 
         Args:
             is_known: whether the host has to know the token before the drafts.
@@ -367,7 +367,7 @@ class Drafting:
             guess.rate = 1.0  # for it to be tried
 
     def _best_length(self, asked: list[Guess], num_sampling: int) -> int:
-        """How many tokens the model is to draft for each: what brings the most tokens a second.
+        """Returns the number of tokens to draft for each sequence: the one that yields the most tokens a second.
 
         The time that the model takes is no longer there for verifying.
         """
@@ -401,7 +401,7 @@ class Drafting:
         return length * each_s + late_s
 
     def _learn_costs(self, chunks: list[Chunk], seconds: float) -> None:
-        """Learns from what it took to make the drafts of these chunks, all of which are open."""
+        """Learns from the time that it took to make the drafts of these chunks, all of which are open."""
         length = max(len(chunk.drafts) for chunk in chunks)
         if target_s := self._target_seconds(len(chunks), length, self._num_late(chunks)):
             weight = _LEARNING_OF_COSTS if self._model_share else 1.0
@@ -415,7 +415,7 @@ class Drafting:
     # Choosing
 
     def _counts(self, guesses: list[Guess], num_sampling: int, room: int) -> tuple[list[int], float]:
-        """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most.
+        """Returns the number of drafts for each chunk: the likeliest ones, as many as make the step most valuable.
 
         Returns:
             The drafts of each guess, and the tokens that the step is expected to bring with them.

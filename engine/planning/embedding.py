@@ -1,4 +1,4 @@
-"""How a checkpoint makes embeddings, as its sentence-transformers files say."""
+"""A checkpoint's way of making embeddings, from its sentence-transformers files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MODES = {
     "mean": Pooling.MEAN,
     "mean_tokens": Pooling.MEAN,
 }
-"""As `pooling_mode`, and after "pooling_mode_" as a name."""
+"""The values of `pooling_mode`, and the suffixes of "pooling_mode_" fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What is made of the hidden states of a prompt."""
+    """How the hidden states of a prompt become an embedding."""
 
     size: int | None = None
     """Its numbers; None if nobody said."""

@@ -38,7 +38,7 @@ class Grammar:
 
     @property
     def plain(self) -> Grammar:
-        """The texts alone, without what was compiled."""
+        """Returns the grammar without its compiled form."""
         return self
 
 

@@ -116,7 +116,7 @@ class _Process:
         return self._answer(patience_s)
 
     def was_idle(self) -> bool:
-        """Whether the process, which has ended, ended because it had nothing to do."""
+        """Returns whether the process ended because it had nothing to do."""
         is_so = self._popen.wait() == 0
         self.end()
         return is_so
@@ -182,7 +182,7 @@ def _check(source: str) -> str:
 
 
 def _serve(idle_s: float) -> None:
-    """Answers what is asked, a line each, until nothing was for so long."""
+    """Answers one request a line, until none came for so long."""
     import os
     import resource
 

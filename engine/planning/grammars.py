@@ -46,7 +46,7 @@ _JSON_STYLE: JsonCompileOptions = {
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be followed; the message is for whoever sent it."""
+    """A grammar cannot be followed; the message is for the client."""
 
 
 class TooManyGrammars(RuntimeError):
@@ -65,7 +65,7 @@ class Grammars:
         # llguidance refuses the whole vocabulary where a configuration names an end that the tokenizer does not have.
         self._eos_token_ids = tuple(i for i in eos_token_ids if i < tokenizer.vocab_size)
         self._compiled = WeakValueDictionary[_Key, CompiledGrammar]()
-        """All that there are: those of requests, and the latest."""
+        """All compiled grammars: those of requests, and the latest."""
         self._latest: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Guesses: the drafts that a step may compute of its sequences, and what is known of earlier ones."""
+"""Guesses: the drafts that a step may compute for its sequences, and the record of earlier ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from penstock.engine.planning.step import Chunk, Plan
 
 @dataclass(slots=True)
 class Record:
-    """What is known of the drafts of a sequence."""
+    """The record of a sequence's drafts."""
 
     rates: dict[str, float]
-    """By proposer: the share of its drafts that were right."""
+    """The share of right drafts by proposer."""
     start: int = 0
     """The tokens that the sequence had when drafts were proposed last."""
     num_read: int = 0
     """The tokens that the draft model had read when it drafted last, its drafts included."""
     proposed: dict[str, list[int]] = field(default_factory=dict)
-    """By proposer: those drafts, computed or not."""
+    """These drafts by proposer, computed or not."""
 
 
 @dataclass(slots=True)
@@ -49,6 +49,6 @@ class Guess:
         set_drafts(plan, chunk, self.drafts[:count], self.proposer)
 
     def is_copied(self, plan: Plan) -> bool:
-        """Whether a block of the sequence is yet to be copied: a head would find nothing in it."""
+        """Returns whether a block of the sequence still has to be copied, so that a head would find nothing in it."""
         blocks = self.chunk.sequence.block_table
         return any(target in blocks for _, target in plan.copies)

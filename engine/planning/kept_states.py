@@ -1,4 +1,4 @@
-"""The states that are kept beside the blocks of a pool: in which slots, for whom, and how they are found again.
+"""The states kept in addition to the blocks of a pool: their slots and owners, and how they are found again.
 
 What is found of a prompt is a snapshot: the state after some of its tokens, and the blocks with the keys and values of
 these. It is found at any token, not only where a block ends.
@@ -76,7 +76,7 @@ class KeptStates(BlockTables):
         self._copies: list[tuple[int, int]] = []
         """Block copies for sequences that started, to be made by the next step."""
         self._read: dict[int, list[int]] = {}
-        """By step in flight: the slots that it reads and that its sequences have left. Every entry is a reference."""
+        """The slots that a step in flight reads and its sequences have left, by step. Every entry is a reference."""
         self._ended: deque[_Ended] = deque()
 
     @property
@@ -85,7 +85,7 @@ class KeptStates(BlockTables):
 
     @property
     def state_use(self) -> StateUse:
-        """What becomes of state slots, for any thread: the numbers are of one moment, give or take a step."""
+        """Returns the use of state slots, for any thread; the numbers may be a step apart."""
         slots, snapshots = self.slots, list(self.snapshots)
         num_alone = sum(1 for snapshot in snapshots if slots.ref_counts[snapshot.slot] == 1)
         num_held = max(0, slots.num_slots - 1 - slots.num_free - num_alone)
@@ -186,7 +186,7 @@ class KeptStates(BlockTables):
         )
 
     def _is_worth_keeping(self, sequence: Sequence, state: SequenceState) -> bool:
-        """Whether the state of a sequence that leaves is known, and may be asked for again."""
+        """Returns whether the state of a departing sequence is known, and may be needed again."""
         return (
             self.prefix_cache
             and not (state.is_torn or state.is_lost)

@@ -1,4 +1,4 @@
-"""Guessing what comes next by looking up where the last tokens stood before: no model is needed.
+"""Guesses the next tokens without a model, by finding earlier places of the last tokens.
 
 Text repeats itself: a document that is edited or quoted, code, the words of earlier answers. Where the last few tokens
 were seen before, what followed them then is likely to follow again (Saxena, "Prompt lookup decoding", 2023; Oliaro et
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from penstock.engine.planning.request import Request, Sequence
 
 SHORTEST = 3
-"""So many tokens have to be the same; fewer are mostly so by chance."""
+"""The number of tokens that must match; shorter matches are mostly chance."""
 LONGEST = 16
 """More than so many equal tokens say nothing more."""
 _ENOUGH = 6
 """Tokens of a run in the sequence's own text that are enough not to look into earlier answers."""
 _MOST_PLACES = 4
-"""So many earlier places are compared, the latest first."""
+"""The number of earlier places to compare, latest first."""
 _MEMORY_TOKENS = 1 << 15
 """Tokens of earlier answers that are remembered of one tenant, twice."""
 _MOST_REMEMBERED = 1 << 19
@@ -47,7 +47,7 @@ class TokenIndex:
         self._last: dict[int, int] = {}
         """The last place after each run, by the run's hash: where two share one, a guess is wrong, and that is all."""
         self._earlier: list[int] = []
-        """By place, from SHORTEST on: the place before it after the same run; 0 if there is none."""
+        """The previous place after the same run, by place from SHORTEST on; 0 if there is none."""
 
     def find(self, recent: list[int]) -> tuple[int, int]:
         """The place after the longest run of tokens that `recent` ends with: (place, length of the run).

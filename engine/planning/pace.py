@@ -1,4 +1,4 @@
-"""Whether drafts pay: by what they are expected to bring, and by what steps with them really take."""
+"""Decides whether drafts pay, by their expected gain and the measured time of steps with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import ceil
 from statistics import median
 
 _PAIRS = 8
-"""Steps with drafts of a trial, each beside steps without; and the steps of either kind that are remembered."""
+"""The steps with drafts of a trial, each next to a step without, and the steps remembered of either kind."""
 _ENOUGH = 4
 """Measured steps without which nothing is said of the time that drafts take."""
 _KEPT_STEPS = 32
@@ -18,7 +18,7 @@ _SHORTEST_REST, _LONGEST_REST = 16, 1024
 _MOST_BEHIND = 256
 """Steps of a turn that are not measured because a proposer has yet to read what it proposes from."""
 _PAYS, _LOSES = 1.03, 1.0
-"""Tokens a second, in units of those without drafts: from the one on a trial is won, below the other comes another."""
+"""Relative tokens a second: at the first a trial is won, and below the second another trial begins."""
 _FADING = 0.875
 """The weight of a step with drafts in the next one's sums."""
 _LOOK_COST = 0.005
@@ -33,7 +33,7 @@ class _State(Enum):
 
 
 class Pace:
-    """Whether steps of about so many sequences are to have drafts.
+    """Decides whether steps of about so many sequences have drafts.
 
     What drafts bring is known without computing any: proposals are compared with what came. What they take, the model
     of step times says, but for what it does not know: looking for drafts, verifying them, and on a device the wait for
@@ -68,9 +68,9 @@ class Pace:
         self._num_behind = 0
         """Steps of this turn in which proposers caught up."""
         self._plain, self._drafted = (deque[float](maxlen=_PAIRS) for _ in range(2))
-        """By kind of step: what the last ones took, in units of what was expected."""
+        """The times of recent steps divided by the expected times, by kind of step."""
         self._worth_s = self._cost_s = 0.0
-        """Of late steps with drafts: what their tokens would have taken without, and what the model says they take."""
+        """For recent steps with drafts: the time of their tokens without drafts, and the modelled time of the steps."""
         self._until_look = 0
         self._between_looks = 1
 
@@ -81,19 +81,19 @@ class Pace:
 
     @property
     def overhead(self) -> float:
-        """What steps with drafts take in units of what is expected of them, by that of steps without."""
+        """Returns the relative time of steps with drafts, divided by that of steps without."""
         if min(len(self._plain), len(self._drafted)) < _ENOUGH:
             return 1.0
         return median(self._drafted) / max(median(self._plain), 1e-9)
 
     @property
     def slowness(self) -> float:
-        """What steps without drafts take in units of what is expected of them."""
+        """Returns the measured time of steps without drafts divided by the expected time."""
         return median(self._plain) if len(self._plain) >= _ENOUGH else 1.0
 
     @property
     def gain(self) -> float:
-        """The tokens a second of late steps with drafts, in units of those without."""
+        """Returns the tokens a second of recent steps with drafts, relative to those without."""
         return self._worth_s / max(self._cost_s * self.overhead, 1e-9)
 
     def begin_paying(self) -> None:
@@ -105,14 +105,14 @@ class Pace:
     # While they rest
 
     def is_look_due(self) -> bool:
-        """Whether it is time to look what drafts would bring; called once a step."""
+        """Returns whether it is time to check the gain of drafts; called once a step."""
         if self._state is not _State.RESTS or not self._is_watched or self._left > _MOST_BETWEEN_LOOKS:
             return False
         self._until_look -= 1
         return self._until_look < 0
 
     def note_outlook(self, gain: float, look_s: float, plain_s: float) -> None:
-        """Somebody looked.
+        """Notes the result of such a check.
 
         Args:
             gain: the tokens a second that drafts promise, in units of those without.

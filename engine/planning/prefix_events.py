@@ -28,7 +28,7 @@ class Found(NamedTuple):
     """A new sequence found the chain of blocks that ends with this hash."""
 
     hash: bytes
-    """Of the deepest block found."""
+    """The hash of the deepest block found."""
 
 
 class Dropped(NamedTuple):

@@ -59,7 +59,7 @@ class PrefixIndex:
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_tables)]
         self._hash_of: dict[int, bytes] = {}
         self._pending: dict[bytes, tuple[object, int]] = {}
-        """By hash: who computes its blocks, and in which lane."""
+        """The sequence that computes the blocks of a hash, and its lane, by hash."""
 
     def __len__(self) -> int:
         return len(self._hash_of)
@@ -152,12 +152,12 @@ class PrefixIndex:
             del self._pending[block_hash_]
 
     def is_pending(self, block_hash_: bytes, lane: int = 0) -> bool:
-        """Says whether somebody who is at least as urgent as `lane` computes the block of this hash."""
+        """Returns whether a sequence at least as urgent as `lane` is computing the block of this hash."""
         pending = self._pending.get(block_hash_)
         return pending is not None and pending[1] <= lane
 
     def owner_of(self, block_hash_: bytes) -> object | None:
-        """Returns who computes the block of this hash, if somebody does."""
+        """Returns the sequence that is computing the block of this hash, if any."""
         pending = self._pending.get(block_hash_)
         return None if pending is None else pending[0]
 

@@ -1,4 +1,4 @@
-"""What a planned step is expected to take, with drafts and without."""
+"""The expected time of a planned step, with drafts and without."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _LONG = 0.15
-"""How much a step that is longer by some part has to bring more than that part: as those without drafts wait for it."""
+"""The gain required beyond the relative length that drafts add, because sequences without drafts wait as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a step takes, in seconds, by the number of its drafts."""
+    """The time of a step in seconds, by the number of its drafts."""
 
     plain_s: float
     """The step without drafts."""
     token_s: float
-    """What a token takes in steps that do nothing but decode, without drafts: what a draft that is right saves."""
+    """The time of a token in steps that only decode, without drafts, which a right draft saves."""
     added_s: Callable[[int], float]
-    """What so many drafts add, by the model of step times."""
+    """The time that so many drafts add, by the model of step times."""
     overhead: float = 1.0
-    """What steps with drafts took of late, in units of what the model says of them."""
+    """The time of recent steps with drafts, relative to the model."""
 
     def modelled_s(self, num_drafts: int) -> float:
         """The whole step with so many drafts, as the model has it."""
@@ -32,7 +32,7 @@ class Price:
 
 
 def value(num_tokens: float, seconds: float) -> float:
-    """What steps are chosen by: tokens a second, less where a step is longer.
+    """The value by which steps are chosen: tokens a second, with a penalty for long steps.
 
     A draft that is right with chance p is worth its place while p is more than 1 + _LONG times the part by which it
     makes the step longer, in tokens: so a step bound by memory gets many, and one bound by arithmetic none.

@@ -18,7 +18,7 @@ from penstock.engine.planning.states import SequenceState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The way in which the tokens of one request are chosen. The engine does not check the values again."""
+    """How the tokens of one request are chosen. The engine does not check the values again."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -62,7 +62,7 @@ class SamplingParams:
 
     @property
     def is_guided(self) -> bool:
-        """Whether masks say which tokens may be chosen."""
+        """Whether masks limit the tokens that may be chosen."""
         return self.grammar is not None or bool(self.allowed_token_ids or self.bad_words)
 
 
@@ -81,7 +81,7 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Tokens that go on from a prompt, or from another branch of it, and after which log probabilities are told.
+    """Tokens that continue a prompt or another branch of it, and after which log probabilities are reported.
 
     The branches of a request are numbered level by level, those that go on from the same one side by side. Branch 0 is
     the prompt itself.
@@ -89,7 +89,7 @@ class Branch:
 
     token_ids: tuple[int, ...] = ()
     candidates: tuple[int, ...] = ()
-    """The tokens that may come next, whose log probabilities are told."""
+    """The possible next tokens, whose log probabilities are reported."""
     parent: int = 0
     """The number of the branch that it goes on from."""
     first_child: int = 0
@@ -154,13 +154,13 @@ class Request:
 
     @property
     def num_logprobs(self) -> int | None:
-        """The likely tokens that are told at each place, as in SamplingParams; a search chooses among them."""
+        """The number of likely tokens to report at each position, as in SamplingParams; a search chooses among them."""
         told = self.sampling.num_logprobs
         return told if self.beams is None else max(told or 0, self.n + len(self.beams.end_token_ids))
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether something is wanted of every token of the prompt, so that all are computed, whatever is cached."""
+        """Whether every prompt token is needed, so that all are computed even if they are cached."""
         return self.sampling.num_prompt_logprobs is not None or self.pooling in (Pooling.FIRST, Pooling.MEAN)
 
 
@@ -390,7 +390,7 @@ class Sequence:
         return 1
 
     def give_way(self) -> Sequence:
-        """The sequence that is computed again in place of those that gave way together: this one."""
+        """The sequence that is recomputed for a group that gave way together: this one."""
         return self
 
     @property
@@ -420,7 +420,7 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the log probabilities of the prompt are told with this choice; they are told once for all choices."""
+        """Whether this choice reports the prompt's log probabilities, which are reported once for all choices."""
         return self.request.sampling.num_prompt_logprobs is not None and self.index == 0
 
     @property

@@ -51,9 +51,9 @@ class Scheduler(StepResults):
         self._tokens_left = 0
         """Tokens that the step being planned has room for."""
         self._scored_left = 0
-        """Tokens of prompts that it may score beside other sequences."""
+        """The prompt tokens that it may score while other sequences run."""
         self._turn = 0
-        """Where in the list of decodes the next round begins, while a step has no room for all of them."""
+        """The place in the list of decodes where the next round begins, while a step has no room for all of them."""
         self._num_preemptions_before = 0
         """`counters.num_preemptions` when the planning of this step began."""
         self._queue_goes_first = False
@@ -62,7 +62,7 @@ class Scheduler(StepResults):
         self._candidate: Sequence | None = None
         """Made of the request that was last looked at in the queue, so that its hashes are not computed twice."""
         self._passed_over: Sequence | None = None
-        """Whoever starts before this one leaves it the blocks that it needs."""
+        """The request to which others that start first leave the blocks that it needs."""
         self._refused: Request | None = None
         """The first request of the current turn that did not fit."""
 
@@ -73,7 +73,7 @@ class Scheduler(StepResults):
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether the steps in flight are to come back before the next is planned: it may have drafts."""
+        """Whether steps in flight must land before the next is planned, because it may have drafts."""
         return self.drafting is not None and self.drafting.is_due
 
     def plan(self, now: float) -> Plan:
@@ -183,7 +183,7 @@ class Scheduler(StepResults):
         return sure + others[start:] + others[:start]
 
     def _plan_prefills(self, plan: Plan, chunked: list[Sequence], now: float) -> None:
-        """Plans chunks of running sequences, the most urgent first; who is more urgent than a lane goes before it."""
+        """Plans chunks of running sequences, the most urgent first; more urgent queued requests go before them."""
         chunked.sort(key=_urgency)
         for lane, sequences in groupby(chunked, key=lambda s: s.request.lane):
             self._resume_waiting(plan, now, above=lane)
@@ -281,7 +281,7 @@ class Scheduler(StepResults):
             self._start(plan, sequence, prefix, now)
 
     def _admit_queued(self, plan: Plan, now: float, above: int | None = None) -> None:
-        """Starts what the queue gives; with `above`, only what may go before the work of that lane.
+        """Starts requests from the queue; with `above`, only those that may go before the work of that lane.
 
         A waiting sequence goes before requests of its lane and below, unless it is deferred for the first time.
         """
@@ -314,7 +314,7 @@ class Scheduler(StepResults):
             self._start(plan, sequence, prefix, now)
 
     def _make_way(self, plan: Plan, request: Request) -> bool:
-        """Preempts for a request whose turn it is, if that is enough to start it; else nothing changes.
+        """Preempts for a request whose turn it is if that is enough to start it; else changes nothing.
 
         What steps in flight still use counts as room: the request starts with the next step.
         """
@@ -335,12 +335,12 @@ class Scheduler(StepResults):
         return bool(victims)
 
     def _defer(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Notes for which block the sequence has to wait, and says whether there is one."""
+        """Notes the block that the sequence has to wait for, and returns whether there is one."""
         sequence.awaited_hash = self.tables.awaited_hash(sequence, prefix)
         return bool(sequence.awaited_hash)
 
     def _is_deferred(self, sequence: Sequence) -> bool:
-        """Whether another sequence is still computing the block that this one was found to wait for."""
+        """Returns whether another sequence is still computing the block that this one waits for."""
         return self.tables.index.is_pending(sequence.awaited_hash, sequence.request.lane)
 
     def _num_deferred(self) -> int:

@@ -48,7 +48,7 @@ class SequenceStore:
         self.searches: list[Beams] = []
         """The searches over beams that have begun and not ended."""
         self._ended: list[tuple[Request, Sequence | None]] = []
-        """The choices that ended and that the queue was not told of."""
+        """The ended choices that the queue has not settled yet."""
         self._departed: list[Sequence] = []
 
     @property
@@ -175,7 +175,7 @@ class SequenceStore:
         return Output(request.request_id, index, finish_reason=reason, error=error, timings=timings)
 
     def _settle(self, now: float) -> None:
-        """Tells the queue which choices ended; by then it has been charged for what they did."""
+        """Settles ended choices with the queue, which has been charged for their work by then."""
         ended, self._ended = self._ended, []
         for request, sequence in ended:
             self.queue.settle(request, now, sequence)

@@ -1,4 +1,4 @@
-"""How often drafts are right: by proposer, by sequence, and by position."""
+"""The shares of right drafts by proposer, by sequence, and by position."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _LEARNING, _LEARNING_OF_ALL = 0.15, 0.02
 
 
 class Shares:
-    """The shares of drafts that were right, learnt from what was proposed, computed or not."""
+    """The shares of right drafts, learnt from all proposals, computed or not."""
 
     def __init__(self, proposers: Iterable[str], most: int) -> None:
         """`most` drafts of one sequence are proposed at a time."""
         self.rates = dict.fromkeys(proposers, _FIRST_RATE)
-        """By proposer: the share of drafts that were right, of all sequences."""
+        """The share of right drafts of all sequences, by proposer."""
         self._most = most
         self._factors = {name: [1.0] * most for name in self.rates}
-        """By proposer and position: how often drafts after right ones are right, in units of a sequence's rate."""
+        """How often a draft after right ones is right, relative to the sequence's rate, by proposer and position."""
 
     def learn(self, record: Record, sequence: Sequence) -> None:
-        """Compares what was proposed last with what came: that needs no draft to have been computed."""
+        """Compares the last proposals with the tokens that came, whether or not drafts were computed."""
         came = sequence.token_ids[record.start : record.start + self._most]
         for name, drafts in record.proposed.items():
             factors = self._factors[name]
@@ -43,5 +43,5 @@ class Shares:
         record.proposed.clear()
 
     def chances(self, name: str, rate: float, num: int) -> Iterator[float]:
-        """How likely each of so many drafts is kept, of a sequence for which a share of `rate` is right."""
+        """Returns the probability that each of so many drafts is kept, if a share of `rate` is right."""
         return accumulate((min(1.0, rate * factor) for factor in self._factors[name][:num]), mul)

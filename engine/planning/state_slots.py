@@ -80,7 +80,7 @@ class Snapshots:
     """The snapshots by the last full block before them; every one of them is a reference to its slot."""
 
     def __init__(self, block_size: int, on_drop: Callable[[Snapshot], None]) -> None:
-        """`on_drop` is told of every snapshot that is no longer found."""
+        """`on_drop` is called for every snapshot that can no longer be found."""
         self._block_size, self._on_drop = block_size, on_drop
         self._by_key: dict[bytes, tuple[Snapshot, ...]] = {}
         """Tuples, so that another thread may read them."""
@@ -173,11 +173,11 @@ class Snapshots:
             self.drop(snapshot)
 
     def needs(self, block: int) -> bool:
-        """Whether a snapshot needs this block, whatever the prefix index has."""
+        """Returns whether a snapshot needs this block, apart from the prefix index."""
         return block in self._by_block
 
     def least(self, ref_counts: ListLike[int]) -> Snapshot | None:
-        """The snapshot that saves the least work, of those whose slots nobody else holds."""
+        """Returns the snapshot that saves the least work, of those whose slots nobody else holds."""
         return min((s for s in self._all if ref_counts[s.slot] == 1), key=self.value, default=None)
 
     def value(self, snapshot: Snapshot) -> float:

@@ -1,4 +1,4 @@
-"""Block tables of a model that has layers with a state: each sequence has a state slot beside its blocks.
+"""Block tables of a model that has layers with a state: each sequence also has a state slot.
 
 A step reads a sequence's state from its slot and writes it there, too, unless others have the slot as well; then it
 writes to another one. While a step has not come back, nobody writes what it reads.
@@ -241,7 +241,7 @@ class StateTables(KeptStates):
     # Slots
 
     def _has_target(self, sequence: Sequence) -> bool:
-        """Whether there is a slot for the next step of a sequence to write: its own, or one that is reserved now."""
+        """Returns whether the next step of a sequence has a slot to write: its own, or one reserved now."""
         state = sequence.state
         assert state is not None
         if state.next:
@@ -258,7 +258,7 @@ class StateTables(KeptStates):
             state.fork = None
 
     def _give_up(self, sequence: Sequence, state: SequenceState) -> None:
-        """Gives back all slots of a sequence, and what was to be done for it."""
+        """Frees all slots of a sequence, and drops its pending work."""
         for snapshot in state.promised:
             self._withdraw(snapshot)
         self._end_forks(state)
@@ -271,7 +271,7 @@ class StateTables(KeptStates):
 
 
 def _forks(sequence: Sequence) -> bool:
-    """Whether other choices are to fork from it once its prompt is computed."""
+    """Returns whether other choices will fork from it once its prompt is computed."""
     request = sequence.request
     is_plain = request.beams is None and not request.branches
     return request.n > 1 and not sequence.index and is_plain and not sequence.num_output_tokens

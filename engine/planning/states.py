@@ -57,7 +57,7 @@ class Snapshot:
     parent: Snapshot | None = None
     """One before it in its chain, which may be gone."""
     used: int = 0
-    """When it was found or made last, in requests started since."""
+    """The time of its last use, as a count of started requests."""
     is_gone: bool = False
 
     def reach(self, tail: ListLike[int]) -> int:
@@ -85,19 +85,19 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class StateUse:
-    """What becomes of the state slots of a model."""
+    """The use of a model's state slots."""
 
     num_slots: int = 0
     """0 if no layer has a state."""
     num_held: int = 0
-    """Those that are a sequence's, or both a sequence's and a snapshot's."""
+    """The slots held by a sequence, alone or together with a snapshot."""
     num_snapshots: int = 0
     """The snapshots that can be found; most have a slot of their own."""
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """The slots of a running sequence; they hold what is said here once the steps launched so far are done."""
+    """The slots of a running sequence, as they will be once the launched steps are done."""
 
     slot: int = 0
     """The slot with the state of the first `at` tokens; others may share it. Pending rows follow up to

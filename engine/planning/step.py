@@ -39,7 +39,7 @@ class Chunk:
     start: int
     num_tokens: int
     samples: bool
-    """True if the chunk reaches the last token there is, so that its logits choose the next one."""
+    """True if the chunk reaches the last known token, so that its logits choose the next one."""
     incarnation: int = 0
     """The number of times that the sequence had been preempted when the chunk was planned."""
     drafts: ListLike[int] = ()
@@ -48,7 +48,7 @@ class Chunk:
     proposer: str = ""
     """The name of the proposer of the drafts."""
     num_accepted: int = 0
-    """Drafts that were right, once the step has come back."""
+    """The number of right drafts, once the step has come back."""
     state: ChunkState | None = None
     """The slots of its sequence's states; None where the model has none."""
 
@@ -116,15 +116,15 @@ class Plan:
     masks: Masks | None = None
     """Limits the choice of its tokens; known when `StepInFlight.choose` is called."""
     turn: int = -1
-    """The turn of its `Pace` that it was planned in; -1 if what it takes says nothing of that."""
+    """The turn of its `Pace` in which it was planned; -1 if its time says nothing about that."""
     price: Price | None = None
-    """What it was expected to take with drafts and without; None if nobody asked, or too little was measured."""
+    """The expected time with drafts and without; None if it was not computed, or too little was measured."""
     is_behind: bool = False
-    """Whether a proposer of its drafts has yet to read what it proposes from."""
+    """Whether a proposer still has to read the tokens that it proposes from."""
     experts: ExpertUse | None = None
-    """Those of its result."""
+    """The experts that its tokens chose, once the step has come back."""
     is_beside: bool = False
-    """Whether the host goes on while it runs, and plans the next."""
+    """Whether the host plans the next step while this one runs."""
 
     @property
     def num_drafts(self) -> int:
@@ -166,17 +166,17 @@ class Sampled:
     error: str | None = None
     """This sequence alone failed (its logits were not finite, say)."""
     is_finite: bool = True
-    """Else what the sequence's blocks hold may be the reason."""
+    """If False, the content of the sequence's blocks may be the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """How unevenly tokens chose among a layer's experts of late: 1 is evenly."""
+    """How unevenly recent tokens chose among a layer's experts; 1 is even."""
 
     experts: float
     """The tokens of the most chosen expert, in units of the mean."""
     ranks: float
-    """The same of the ranks, each of which has some experts; 1 if all have a part of every expert."""
+    """The same for ranks that have whole experts; 1 if each rank has a part of every expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class RunnerFacts:
     max_model_len: int = NO_LIMIT
     """Tokens of the longest sequence that it has positions for."""
     windows: tuple[int, ...] = (0,)
-    """By block table of a sequence, the tokens that a token sees; 0 if it sees all of them."""
+    """The tokens that a token sees, by block table of a sequence; 0 if it sees all of them."""
     max_drafts: int = 0
     """Drafts that a chunk may have."""
     max_rows: int = NO_LIMIT
@@ -292,7 +292,7 @@ class Runner(Protocol):
         """
 
     def launch(self, plan: Plan) -> StepInFlight:
-        """Launches the pass of one step. It runs after the steps launched before, and sees what they wrote.
+        """Launches the pass of one step. It runs after the steps launched before, and sees their writes.
 
         The plan's sequences may change as soon as the step's tokens are chosen; what the step needs of them was taken
         by then. Block copies that were made are taken off the plan, so that they are made once.
@@ -304,7 +304,7 @@ class Runner(Protocol):
         """
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Frees what the runner holds of these sequences, which ended or were preempted."""
+        """Frees the runner's state of these sequences, which ended or were preempted."""
 
     def close(self) -> None:
         """Frees everything that the runner holds."""
@@ -312,7 +312,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftSeconds:
-    """What drafts did to the time of steps."""
+    """The effect of drafts on the time of steps."""
 
     spent_s: float
     """Time beyond that of the same steps without drafts: looking for them, making and verifying them."""
@@ -388,16 +388,16 @@ class RequestQueue(Protocol):
         """
 
     def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
-        """The next request, removed from the queue, or None if there is none whose turn it is and that fits.
+        """Removes and returns the next request, or None if none whose turn it is fits.
 
         With `above`, only one that may go before the work of that lane.
         """
 
     def passed_over(self) -> Request | None:
-        """The request in the queue that has waited for too long, if there is one; others leave it room."""
+        """Returns the request that has waited too long, if any; others leave it room."""
 
     def charge(self, work: list[tuple[Request, int, int, int]], now: float) -> None:
-        """Takes the work of a step, called once per step.
+        """Charges the work of a step. Called once per step.
 
         Args:
             work: request, prompt tokens computed, output tokens brought, and the tokens that the sequence has then.
@@ -407,7 +407,7 @@ class RequestQueue(Protocol):
         """Takes the measured load of a step. Called once per step, last."""
 
     def step_seconds(self, num_prefill: int, num_decode: int, num_context: int, num_attended: int) -> float:
-        """The time that a step is expected to take, by those that were observed; see `StepSeconds`."""
+        """Returns the expected time of a step, by those that were observed; see `StepSeconds`."""
 
     def settle(self, request: Request, now: float, sequence: Sequence | None = None) -> None:
         """Notes that one choice of the request has ended; called once for each.
@@ -428,7 +428,7 @@ class RequestQueue(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:
-    """All that one step brought, delivered in one piece."""
+    """Everything that one step brought, delivered at once."""
 
     outputs: list[Output]
     started_s: float

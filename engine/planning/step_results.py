@@ -231,7 +231,7 @@ class StepResults(SequenceStore):
     # Branches
 
     def _apply_branch(self, sequence: Sequence, branch: Branch, sampled: Sampled, now: float) -> list[Output]:
-        """Ends a branch with what is told of it; those that go on from it begin, as many as there are seats for."""
+        """Ends a branch with its scores, and begins its children, as many as there are seats for."""
         if sampled.error is not None:
             return list(self._abort(sequence, FinishReason.FAILED, sampled.error, now))
         sequence.timings.note_first_token(now, self.experts)

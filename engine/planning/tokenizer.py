@@ -125,7 +125,7 @@ class Tokenizer:
 
     @cached_property
     def _num_around(self) -> tuple[int, int]:
-        """How many special tokens a text gets around it, without and with `add_special`."""
+        """The number of special tokens added around a text, without and with `add_special`."""
         return 0, _count(self._plain.encode("", add_special_tokens=True).ids, self._control_ids)
 
     def spell_out(self, text: str, others: frozenset[int] = frozenset()) -> list[int]:
@@ -291,7 +291,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json, with what older files have beside it, in transformers' order."""
+    """Returns tokenizer_config.json merged with the separate files of older checkpoints, in transformers' order."""
     config = _read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(folder / "special_tokens_map.json")
@@ -301,7 +301,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def template_of(named: Mapping[str, object]) -> str | None:
-    """Makes one template of those that have names: `rag` for documents, `tool_use` for tools, else `default`."""
+    """Joins named templates into one: `rag` for documents, `tool_use` for tools, else `default`."""
     kinds = {"rag": "documents", "tool_use": "tools", "default": "true"}
     found = [(asked, source) for name, asked in kinds.items() if isinstance(source := named.get(name), str)]
     if not found or found[-1][0] == "documents":  # what is written for documents is for nothing else

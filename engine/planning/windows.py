@@ -1,4 +1,4 @@
-"""How many blocks a sequence holds at a time, where some or all of its block tables have a sliding window."""
+"""The number of blocks that a sequence holds if some or all of its block tables have a sliding window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Windows:
     """
 
     sizes: tuple[int, ...]
-    """By table, the tokens that a token sees, itself included; 0 where it sees all of them."""
+    """The tokens that a token sees, itself included, by table; 0 if it sees all of them."""
     block_size: int
 
     @property

@@ -1,1 +1,1 @@
-"""Who may use how much: keys, quotas, and requests that are sent twice."""
+"""Access: API keys, quotas, and idempotent requests."""

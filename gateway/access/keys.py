@@ -1,4 +1,4 @@
-"""Who is it: API keys, the tenants they belong to, and how much those may use."""
+"""Authentication: API keys, the tenants they belong to, and the quotas of those."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Access:
         self._open = not clients
 
     def replace(self, clients: Mapping[bytes, Client | Tenant]) -> None:
-        """From now on these keys are let in and no others; without any, nobody is."""
+        """Replaces the accepted keys; without any, nobody is let in."""
         self._open = False
         known = {digest: Client(of) if isinstance(of, Tenant) else of for digest, of in clients.items()}
         self._clients = {self._place(digest): client for digest, client in known.items()}

@@ -1,4 +1,4 @@
-"""Quotas: the store is asked for what a request may use before it is queued, and told what it used after its end.
+"""Quotas: the store reserves a request's tokens before it is queued, and is charged the real use at its end.
 
 How long an answer will be nobody knows when it is asked for, so what is reserved is a guess from the tenant's last
 answers; the difference is charged or given back. Nothing but the first question is ever waited for.
@@ -74,7 +74,7 @@ class Reservation:
         self._quotas = quotas
 
     def end(self, num_tokens_used: int) -> None:
-        """Charges what was used, prompt and output, instead of what was reserved. Only the first call counts."""
+        """Charges the used tokens, prompt and output, instead of the reserved ones. Only the first call counts."""
         if not self.ended:
             self.ended = True
             self._quotas.settle(self, num_tokens_used)
@@ -88,13 +88,13 @@ class Quotas:
         self._clock = clock
         self._open: WeakSet[Reservation] = WeakSet()
         self._outputs: dict[str, deque[tuple[float, int]]] = {}
-        """By tenant, when its last answers ended and how many tokens they had."""
+        """The end times and token counts of each tenant's last answers."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def reserve(
         self, client: Client, num_prompt_tokens: int, max_output_tokens: int, lease_id: str
     ) -> Reservation:
-        """Asks for room for one request, all its prompts and choices together. A store in trouble refuses nobody.
+        """Reserves room for one request with all its prompts and choices. A store in trouble refuses nobody.
 
         Raises:
             ApiError: 429 if a bound is reached; without Retry-After if the prompt alone is more than ever fits.
@@ -118,7 +118,7 @@ class Quotas:
         return reservation
 
     def settle(self, reservation: Reservation, num_tokens_used: int) -> None:
-        """Charges what was used; `Reservation.end` calls it."""
+        """Charges the used tokens; `Reservation.end` calls it."""
         if reservation.client.quota == UNBOUNDED:
             return
         self._open.discard(reservation)
@@ -143,7 +143,7 @@ class Quotas:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Renews leases while it is entered, and tells the store at its end what it was not told yet."""
+        """Renews leases while it is entered, and writes pending changes to the store when it ends."""
         try:
             async with meanwhile(every(LEASE_S / 3, self.renew, "renewing the leases")):
                 yield
@@ -234,7 +234,7 @@ def _refusal(grant: Grant, quota: Quota, num_tokens: int) -> ApiError:
 
 
 def _figures(grant: Grant, quota: Quota, num_tokens: int) -> tuple[int | None, int | None, int]:
-    """The limit that is reached, what of it is used, and what was asked for."""
+    """The limit that is reached, its used part, and the requested amount."""
     if grant.refused == "streams":
         return quota.max_streams, quota.max_streams, 1
     allotment = grant.tokens if grant.refused == "tokens" else grant.requests

@@ -1,1 +1,1 @@
-"""What is served under which path."""
+"""The endpoints, by path."""

@@ -126,7 +126,7 @@ class BatchesApi(Endpoints):
             return Json(_found(await self.batches.cancel(tenant, batch_id)).as_json())
 
     def _asked(self, http: HttpRequest) -> tuple[str, str]:
-        """The tenant and the id that it asks for, in this order: a stranger is told nothing about ids."""
+        """Returns the tenant and the id, checking the client first so that ids stay secret."""
         tenant, batch_id = self._intake.tenant(http), http.path_params["batch_id"]
         existing(BATCH_ID.fullmatch(batch_id), "There is no batch of that id.", "id")
         return tenant, batch_id

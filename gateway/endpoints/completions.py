@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.access.idempotency import idempotency_key, not_here
-from penstock.gateway.endpoints.intake import Arrival, Endpoints, Handler, Intake, as_sent, route
-from penstock.gateway.endpoints.params import GenerationParams, is_compared
+from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake, as_sent, route
+from penstock.gateway.endpoints.params import Arrival, GenerationParams, is_compared
 from penstock.gateway.endpoints.replies import Attached, Keep, position_asked
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.off_loop import off_loop
@@ -70,7 +70,7 @@ class CompletionsApi(Endpoints):
         return await self._reply(params, CHAT, [prompt], shape, keep=kept)
 
     async def _stored(self, came: Arrival[ChatBody], body: ChatBody) -> dict[str, Any] | None:
-        """Returns what is stored beside the completion; None if it is not to be stored."""
+        """Returns the request's part of a stored completion; None if it is not to be stored."""
         if body.store:
             check_metadata(body.metadata)
             return await off_loop(came.num_bytes, _asked, body)

@@ -145,7 +145,7 @@ class ConversationsApi(Endpoints):
         return input_items(items)
 
     def _key(self, http: HttpRequest) -> Key:
-        """Returns whose conversation is meant, checking the client first: a stranger is told nothing about ids."""
+        """Returns the conversation's key, checking the client first so that ids stay secret."""
         tenant = self._intake.tenant(http)
         conversation_id = check_id("conversation_id", http.path_params["conversation_id"], "conv")
         return Key(KIND, tenant, conversation_id)

@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Branch, Request, SamplingParams
-from penstock.gateway.endpoints.intake import Arrival, Endpoints, route
-from penstock.gateway.endpoints.params import salt_of
+from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.endpoints.params import Arrival, salt_of
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.replies import LiveReply
 from penstock.gateway.http.errors import invalid
@@ -35,7 +35,7 @@ _NO_END = (
     "Another answer begins with this one, and the model's configuration names no token that ends an answer."
 )
 _OPTION_BYTES = 64
-"""What is made of an answer that may be given is as much work as reading so many bytes."""
+"""The bytes whose reading is as much work as one possible answer."""
 
 
 class DecisionsApi(Endpoints):

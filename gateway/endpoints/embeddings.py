@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Request, SamplingParams
-from penstock.gateway.endpoints.intake import Arrival, Endpoints, as_sent, route
-from penstock.gateway.endpoints.params import REQUEST_BYTES, salt_of
+from penstock.gateway.endpoints.intake import Endpoints, as_sent, route
+from penstock.gateway.endpoints.params import REQUEST_BYTES, Arrival, salt_of
 from penstock.gateway.endpoints.replies import LiveReply
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop

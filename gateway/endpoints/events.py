@@ -76,14 +76,14 @@ class EventsApi(Endpoints):
                     told_map = drawn
 
     def _status_now(self) -> bytes:
-        """Returns the status, which is made once for all who listen."""
+        """Returns the status, made once for all listeners."""
         now = self._service.clock()
         if now - self._status_s >= EVERY_S / 2:
             self._status, self._status_s = orjson.dumps(self._service.status()), now
         return self._status
 
     def _map_now(self) -> bytes:
-        """Returns the map, which is drawn once for all who listen, and less often; empty before there is one."""
+        """Returns the block map, made once for all listeners and less often; empty before there is one."""
         now = self._service.clock()
         if now >= self._map_due_s:
             began_s = time.thread_time()
@@ -94,7 +94,7 @@ class EventsApi(Endpoints):
         return self._map
 
     async def prefixes(self, http: HttpRequest) -> EventSourceResponse:
-        """Streams the hashes of the caller's blocks that are cached, then of those that come and go."""
+        """Streams the hashes of the caller's cached blocks, then changes to them."""
         return _response(self._prefix_events(salts_of(self._intake.client(http).tenant)))
 
     async def _prefix_events(self, salts: tuple[bytes, ...]) -> AsyncIterator[ServerSentEvent]:

@@ -115,7 +115,7 @@ class FilesApi(Endpoints):
 
 
 async def begun(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Returns the same parts once the first is there: an error that keeps it away is told before the reply begins."""
+    """Returns the same parts once the first has arrived, so that an error before it can still set the status."""
     first = await anext(parts, b"")
 
     async def all_parts() -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""The intake of all endpoints: who sends a request, what it asks, in which lane, and whether there is room for it."""
+"""The intake of all endpoints: a request's client, body and lane, and whether there is room for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -20,7 +20,7 @@ from penstock.engine.planning.grammar import CompiledGrammar
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
-from penstock.gateway.endpoints.params import GenerationParams, RequestMaker, is_compared
+from penstock.gateway.endpoints.params import Arrival, GenerationParams, RequestMaker, Understood, is_compared
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.replies import Keep, LiveReply
 from penstock.gateway.http.correlation import CORRELATION
@@ -43,29 +43,13 @@ from penstock.gateway.wire.tools.use import ToolUse
 from penstock.priority.lanes import Lane, Tenant
 
 Read = TypeVar("Read", bound=StrictBody)
-Understood = TypeVar("Understood")
 
 _PROMPT_BYTES = 64 * 1024 * 1024
 _COUNTED_BYTES = 16 * 1024 * 1024
-"""The bytes of one tenant's texts that may wait to be tokenised: some seconds' work."""
+"""The bytes of one tenant's texts that may wait to be tokenised, which is some seconds of work."""
 
 CLIENT = "penstock.client"
 """The scope's name for the client, in a request that the server itself sends for one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival(Generic[Understood]):
-    """A request that was read; whether there is room for it was not asked yet."""
-
-    at_s: float
-    client: Client
-    body: Understood
-    num_bytes: int
-    """The size of the body as it was sent."""
-
-    @property
-    def tenant(self) -> Tenant:
-        return self.client.tenant
 
 
 class Intake:
@@ -81,7 +65,7 @@ class Intake:
         return self._prompting(tenant, lane, self._prompts)
 
     def counting(self, tenant: Tenant) -> Prompting:
-        """Returns what makes tokens for their own sake: in a thread apart, so that no prompt stands behind them."""
+        """Returns a Prompting for counting tokens, in a separate thread so that no prompt has to wait for it."""
         return self._prompting(tenant, tenant.default_lane, self._counts)
 
     def _prompting(self, tenant: Tenant, lane: Lane, threads: FairThreads) -> Prompting:
@@ -126,7 +110,7 @@ class Intake:
     async def read_as(
         self, http: HttpRequest, kind: type[Read], understand: Callable[[Read, Limits], Understood]
     ) -> Understood:
-        """Returns what a body of any API asks for."""
+        """Reads a body of any API and translates it."""
         # Any page may send a browser's form or text to this machine without being asked; JSON it may not. Clients of
         # Ollama often say nothing of what they send, or curl's default.
         if not http.url.path.startswith(OLLAMA_PATH) or _is_of_a_page(http):
@@ -256,7 +240,7 @@ class Intake:
         return replace(params, reading=reading, grammar=await self.grammar(params.tenant, form))
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
-        """Reserves room for these requests in the quota of who sends them; raises 429 if there is none."""
+        """Reserves room for these requests in the client's quota; raises 429 if there is none."""
         with self._noting_refusals(Lane(requests[0].lane)):
             return await self._service.quotas.reserve(
                 client,
@@ -275,7 +259,7 @@ class Intake:
 
     @contextlib.asynccontextmanager
     async def counted(self, client: Client) -> AsyncIterator[Mapping[str, str]]:
-        """A request that is answered without the model, within its client's quota; gives the headers that say so.
+        """Counts a request that needs no model against its client's quota; gives the quota's headers.
 
         It counts as a request and, while it is answered, as one at work; it costs no tokens.
 
@@ -317,7 +301,7 @@ class Intake:
         return prompt, await self.with_tools(params, prompt, use, shows_reasoning=shows_reasoning)
 
     def ignore(self, field: str) -> None:
-        """Takes a field of which nothing comes; the reply's header names it.
+        """Accepts a field that is ignored; the reply's header names it.
 
         Raises:
             ApiError: 400, if the operator wants such fields refused.

@@ -138,7 +138,7 @@ class MessageBatchesApi(Endpoints):
                 yield await off_loop(sum(map(len, lines)), left_results, lines, told, batch)
 
     async def _found(self, http: HttpRequest) -> Batch:
-        """The batch that the path names; a stranger is told nothing about ids."""
+        """Returns the batch that the path names, checking the client first so that ids stay secret."""
         tenant, batch_id = self._intake.tenant(http), http.path_params["message_batch_id"]
         with answering():
             known = MESSAGE_BATCH_ID.fullmatch(batch_id) is not None

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.embeddings import EmbeddingsApi
-from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake, Read, route
+from penstock.gateway.endpoints.intake import Endpoints, Intake, Read, route
+from penstock.gateway.endpoints.params import Arrival
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.service import Service
 from penstock.gateway.wire.embeddings import Embedded

@@ -1,4 +1,4 @@
-"""An operation, a method of a path, says what it takes and answers with, and how a switch passes it on."""
+"""An operation is a method of a path: its input and output, and how a switch routes it."""
 
 from __future__ import annotations
 
@@ -48,30 +48,30 @@ class LocateQuery(TypedDict, total=False):
 
 
 class Passing(Flag):
-    """The ways in which a switch passes requests of an operation on: ANY, or those of the others that hold."""
+    """How a switch routes the requests of an operation: ANY, or a combination of the other flags."""
 
     ANY = 0
     """Any replica answers as well as any other."""
     OWN = auto()
-    """The answer tells of one process: a switch gives its own, or none."""
+    """The answer describes one process: a switch gives its own, or none."""
     BY_PROMPT = auto()
-    """They go to the replica whose first token is forecast soonest, by the prompt in the body."""
+    """Requests go to the replica with the earliest forecast first token for the prompt in the body."""
     BY_ID = auto()
-    """They go to the replica that has what the first parameter of the path names."""
+    """Requests go to the replica that has the object named by the path's first parameter."""
     RECORDED = auto()
-    """Another replica can go on with a stream whose replica dies, if the client asked for one that is recorded."""
+    """Another replica can continue a recorded stream if its replica dies."""
     ONCE = auto()
-    """They make something that stays: none is sent to another replica once the first one may have carried it out."""
+    """Requests create something permanent: none is sent to a second replica once the first may have executed it."""
 
 
 ALWAYS = (400, 408, 413, 421, 431, 500, 501)
-"""Any request may be answered with these: it is no HTTP, too slow, too large, or for another host."""
+"""Statuses that any request may get: it is not HTTP, too slow, too large, or for another host."""
 _PASSED = {Passing.BY_PROMPT: (403, 404, 429, 503), Passing.BY_ID: (404, 503)}
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What one method of one path takes and answers with, and which replica gets it."""
+    """The input and output of one method of one path, and the replica that gets it."""
 
     passing: Passing
     summary: str
@@ -90,7 +90,7 @@ class Operation:
     is_probe: bool = False
     """A supervisor asks it: a 503 has the JSON of a 200."""
     is_cached: bool = False
-    """A client that has the answer already is told so."""
+    """A client that already has the answer gets 304."""
 
     @property
     def refusals(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""The table of all routes: what each takes, what it answers with, and which replica gets it."""
+"""The table of all routes: the input and output of each, and the replica that gets it."""
 
 from __future__ import annotations
 

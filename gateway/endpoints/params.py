@@ -1,9 +1,10 @@
-"""The requests that the engine gets for a body that was checked, and how their answers are chosen and bounded."""
+"""The types between a body that was read and the engine's requests, and how answers are chosen and bounded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from penstock.engine.planning.bans import Words
 from penstock.engine.planning.grammar import CompiledGrammar
@@ -23,8 +24,25 @@ from penstock.gateway.wire.streams import LOGPROB_BYTES
 from penstock.gateway.wire.tokenizer import Tokenizer
 from penstock.priority.lanes import Lane, Tenant
 
+Understood = TypeVar("Understood")
+
 REQUEST_BYTES, _BAD_WORD_BYTES = 1024, 4096
-"""Making a request, or tokenising a bad word, is as much work as reading so many bytes is."""
+"""The bytes whose reading is as much work as making a request, or as tokenising a bad word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival(Generic[Understood]):
+    """A request whose body was read, before anybody asked whether there is room for it."""
+
+    at_s: float
+    client: Client
+    body: Understood
+    num_bytes: int
+    """The size of the body as it was sent."""
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.client.tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +60,7 @@ class GenerationParams:
     lane: Lane
     arrival_s: float
     is_recorded: bool = False
-    """Whether the reply is kept as a whole even if it is streamed."""
+    """Whether the reply is recorded as a whole, even if it is streamed."""
     grammar: CompiledGrammar | None = None
     """The grammar that each answer has to match."""
     reading: Reading = PLAIN
@@ -151,7 +169,7 @@ def is_compared(body: Sampled) -> bool:
 
 
 def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = None) -> bytes:
-    """Returns what a tenant's blocks are hashed with, so that nobody finds, or times, another's prompts.
+    """Returns the hash salt of a tenant's blocks, so that nobody can find, or time, another's prompts.
 
     Those of private prompts (`store: false`, or a salt that was `asked` for) are apart, for their tokens never leave
     the process.

@@ -31,9 +31,9 @@ from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Message, Sam
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse
 
 MESSAGE_CHARS = 100
-"""The work that a template has with one message, beside its text."""
+"""A template's work per message, in characters of text."""
 TEXT_CHARS = 80
-"""The work that the tokenizer has with one text, however short it is."""
+"""The tokenizer's work per text, in characters."""
 
 _Result = TypeVar("_Result")
 
@@ -133,7 +133,7 @@ class Prompting:
         return self._truncated(self._prompts.behind(before, prompt) if before else prompt, body), use
 
     def turn(self, body: ResponseBody) -> Callable[[Thread, Sequence[ThreadMessage]], Awaitable[list[int]]]:
-        """Returns what makes the tokens of a response's turn, which goes on from a thread with new messages."""
+        """Returns a function that makes the tokens of a response's turn, which continues a thread with new messages."""
         effort = None if body.reasoning is None else body.reasoning.effort
         variables = self.variables(body.chat_template_kwargs, effort)
         make = partial(extend, self._prompts, instructions=body.instructions, variables=variables)
@@ -153,7 +153,7 @@ class Prompting:
         return encode
 
     async def branched(self, asked: Decisions) -> tuple[list[int], list[list[int]]]:
-        """The tokens that all questions have in common, and those that each has after them."""
+        """Returns the tokens that all questions share, and the further ones of each."""
         messages, texts = asked.messages, [question.text for question in asked.questions]
         num_shared = sum(len(message["content"]) for message in messages)
         self.check_length(num_shared + max(map(len, texts)), asked.field)
@@ -162,7 +162,7 @@ class Prompting:
         return await self.run(num_shared + sum(map(len, texts)) + MESSAGE_CHARS * num_texts, branched)
 
     def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
-        """Returns the variables of the chat template beside messages and tools.
+        """Returns the variables of the chat template other than messages and tools.
 
         Raises:
             ApiError: 400 for what is not the client's to tell.
@@ -263,7 +263,7 @@ class Prompting:
         return prompts
 
     def _truncated(self, prompt: list[int], body: Sampled | Embedded) -> list[int]:
-        """Returns the last tokens of a prompt, as many as the body asks for or, for -1, as fit beside the answer."""
+        """Returns the last tokens of a prompt: as many as the body asks for or, for -1, as leave room to answer."""
         num = body.truncate_prompt_tokens
         if num is None:
             return prompt

@@ -1,4 +1,4 @@
-"""Replies: what a generation comes to, on its way to a client, streamed or whole."""
+"""Replies: they send a generation to a client, streamed or whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.gateway.wire.frames import at_once, json_pieces
 from penstock.gateway.wire.streams import Stream, WholeWriter
 
 _NUMBER_BYTES = 8
-"""The number of bytes that are as much work to read as a number of an embedding, or a score, is to write."""
+"""The bytes whose reading is as much work as writing one number of an embedding, or a score."""
 
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
@@ -33,7 +33,7 @@ SourceT = TypeVar("SourceT", Stream, Reader)
 
 
 class Reply(Response, Generic[SourceT]):
-    """Sends what comes of a generation."""
+    """Sends the output of a generation."""
 
     def __init__(
         self, service: Service, source: SourceT, reservation: Reservation | None, *, streamed: bool
@@ -46,15 +46,15 @@ class Reply(Response, Generic[SourceT]):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Begins to send to the source's connection."""
+        """Connects the source and starts its work."""
 
     @abstractmethod
     def _leave(self) -> None:
-        """Ends the connection's part in it, when it is gone or has had everything; may be called again."""
+        """Detaches the connection when it is gone or has everything. Idempotent."""
 
     @abstractmethod
     async def _send_whole(self) -> None:
-        """Sends a reply that has ended in one piece."""
+        """Sends a finished reply as a whole."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
@@ -73,7 +73,7 @@ class Reply(Response, Generic[SourceT]):
                 self._leave()
 
     async def _end_stream(self) -> None:
-        """Does what is to be done before the last of a stream is sent."""
+        """Runs before the last piece of a stream is sent."""
 
     async def _send_stream(self) -> None:
         source, connection = self._source, self._source.connection
@@ -99,7 +99,7 @@ class Reply(Response, Generic[SourceT]):
 
 
 class LiveReply(Reply[Stream]):
-    """Submits a stream when the server asks for the reply, and sends what comes of it.
+    """Submits a stream when the server calls the reply, and sends its output.
 
     Its requests are cancelled the moment their client is gone, whatever state they are in.
     """
@@ -138,7 +138,7 @@ class LiveReply(Reply[Stream]):
 
 
 class Attached(Reply[Reader]):
-    """Follows a recording: sends the events that a reader lacks, and those that come; or the whole at its end."""
+    """Follows a recording: sends the events that a reader lacks and new ones, or the whole reply at its end."""
 
     def __init__(
         self, service: Service, reader: Reader, *, streamed: bool = True, at_once: bool = False

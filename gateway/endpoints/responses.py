@@ -68,7 +68,7 @@ class _Turn:
     body: ResponseBody
     id: str
     resumable: bool
-    """Whether it goes on for a while when its client is gone."""
+    """Whether it continues for a while after its client has gone."""
 
 
 class ResponsesApi(Endpoints):
@@ -279,7 +279,7 @@ class ResponsesApi(Endpoints):
         return Json(response(found))
 
     async def delete(self, http: HttpRequest) -> Response:
-        """A response that is still at work is ended; its conversation keeps what it has."""
+        """Ends a running response; its conversation keeps the output so far."""
         tenant, response_id = self._asked(http)
         recording = await self._visible(tenant, response_id)
         if recording is not None:
@@ -319,7 +319,7 @@ class ResponsesApi(Endpoints):
         return found if is_whole else None
 
     async def _visible(self, tenant: str, response_id: str) -> Recording | None:
-        """Finds one that can be asked for: nobody can ask for what was not to be stored."""
+        """Finds a stored response; others cannot be requested."""
         recording = await self._recording(tenant, response_id)
         return recording if recording is not None and recording.details["store"] else None
 

@@ -26,7 +26,7 @@ from penstock.priority.routing.state import Change, Load, Snapshot
 PATH = "/internal/state"
 SECRET_HEADER = "x-penstock-cluster"
 EVERY_S = 0.03
-"""The shortest time between two changes that are told."""
+"""The shortest time between two pushed changes."""
 CALM_S = 0.25
 """The time between two changes of a replica that has no work, or whose streams just go on."""
 _SWITCH = re.compile(r"[0-9a-f]{1,64}")

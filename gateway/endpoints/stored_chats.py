@@ -32,7 +32,7 @@ _answering = partial(answering_unavailable, "Stored completions")
 
 
 class ChatsQuery(PageQuery):
-    """The query of a list of stored completions, beside `metadata[KEY]`."""
+    """The query of a list of stored completions, without `metadata[KEY]`."""
 
     order: Literal["asc", "desc"] = "asc"
     model: str | None = None

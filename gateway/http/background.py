@@ -1,4 +1,4 @@
-"""Work that goes on beside other work, and ends with it."""
+"""Background work that runs alongside other work and ends with it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ async def every(seconds: float, work: Callable[[], Awaitable[None]], name: str) 
 
 
 async def end(task: asyncio.Task[None]) -> None:
-    """Cancels a task and waits until it is over; raises what it failed with."""
+    """Cancels a task and waits until it is over; raises its exception if it failed."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
 class Rounds:
-    """Work that is done for all who ask for it while it was done for others, one round after another."""
+    """Coalesced work: requests that arrive during one round are all served by the next."""
 
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
         self._work = work
@@ -50,7 +50,7 @@ class Rounds:
         """The round that waits for the end of the current one."""
 
     async def next(self) -> None:
-        """Returns when a round has ended that began after this was called, whoever else stops to wait."""
+        """Returns when a round that began after this call has ended, even if other callers stop waiting."""
         if self._next is None:
             # Of nobody's own context: what one request may wait for is not what all of them may.
             self._next = asyncio.create_task(self._run(), context=Context())

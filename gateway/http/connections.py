@@ -10,7 +10,7 @@ from functools import partial
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 ABORT = "penstock.abort"
-"""ASGI extension of gateway.http.protocol: a callable that drops the connection and what is still unsent."""
+"""ASGI extension of gateway.http.protocol: a callable that drops the connection and its unsent bytes."""
 
 WRITABLE = "penstock.writable"
 """ASGI extension of gateway.http.protocol: a callable that says whether `send` would return without waiting."""
@@ -76,7 +76,7 @@ class Connection:
         """Whether the status line is out."""
         self.gone = False
         self.overdue = False
-        """Whether nothing was sent for so long that the client is to be told that it is not forgotten."""
+        """Whether nothing was sent for so long that a keep-alive is due."""
         self.last_sent_s = clock()
         self.sending_since_s: float | None = None
         self._send = send
@@ -153,7 +153,7 @@ class Connection:
         self.last_sent_s = self._clock()
 
     def offer(self, body: bytes) -> bool:
-        """Sends at once what comes while its task sleeps; False if something else is to go first, or it must wait."""
+        """Sends a body at once while the task sleeps; False if it would have to wait, or something else goes first."""
         is_ready = self.is_ready
         if is_ready:
             self.send_now(body)
@@ -180,13 +180,13 @@ class Connection:
             self.abort()
 
     def abort(self) -> None:
-        """Ends the connection in the midst of a reply."""
+        """Drops the connection in the middle of a reply."""
         self.leave()
         if self._abort is not None:
             self._abort()
 
     def look_after(self, now: float, timeouts: Timeouts) -> None:
-        """Cuts a reader that takes nothing, and notes when one is to be told that it is not forgotten."""
+        """Cuts off a reader that takes nothing, and notes when a keep-alive is due."""
         patience_s = timeouts.keepalive_s if self.committed else timeouts.commit_after_s
         if self.sending_since_s is not None:
             if now - self.sending_since_s > timeouts.send_stall_s:
@@ -197,7 +197,7 @@ class Connection:
 
 
 def _next_piece(pieces: Iterator[bytes]) -> bytes:
-    """Returns as many pieces as are worth being sent together; nothing at their end."""
+    """Returns as many pieces as are worth sending together; empty after the last one."""
     taken, size = [], 0
     for piece in pieces:
         taken.append(piece)

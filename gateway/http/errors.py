@@ -1,4 +1,4 @@
-"""What a client is told of: every refusal and fault, made in one place."""
+"""Every refusal and fault that a client can get, made in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Found = TypeVar("Found")
 
 
 class ApiError(Exception):
-    """A refusal or a fault that the client is told about.
+    """A refusal or a fault that is reported to the client.
 
     Attributes:
         status: the HTTP status, if nothing was sent yet.
@@ -90,7 +90,7 @@ def not_found(message: str, param: str | None = None) -> ApiError:
 
 
 def existing(found: Found | None, message: str, param: str | None = None) -> Found:
-    """Returns what was found; raises 404 if there is none."""
+    """Returns the object; raises 404 if there is none."""
     if found is None:
         raise not_found(message, param)
     return found

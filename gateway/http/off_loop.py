@@ -1,4 +1,4 @@
-"""Work on what is large is done in a thread: it would hold every stream up."""
+"""Work on large bodies runs in a thread, because on the event loop it would hold up every stream."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ async def off_loop(size: int, work: Callable[..., _Result], *args: object) -> _R
 
 
 class Turns:
-    """Places that tenants have in turns: one tenant's next work waits for a few pieces of each other tenant's only."""
+    """A fair semaphore: one tenant's next work waits for only a few pieces of each other tenant's work."""
 
     def __init__(self, num_places: int, num_each: int) -> None:
-        """At most `num_each` pieces of one tenant's work have a place, or wait for one, beside others'."""
+        """At most `num_each` pieces of one tenant's work hold a place or compete for one."""
         self._num_each = num_each
         self._places = anyio.Semaphore(num_places)
         self._turns: WeakValueDictionary[str, anyio.Semaphore] = WeakValueDictionary()
-        """By tenant, as long as any of its work is there."""
+        """The tenants' own semaphores, each as long as the tenant has work."""
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
@@ -55,17 +55,17 @@ class Turns:
 
 
 class FairThreads:
-    """Threads for work on texts, which tenants have in turns; each tenant may have so much of it waiting."""
+    """Threads for work on texts that tenants share fairly, with a bound on each tenant's waiting work."""
 
     def __init__(self, num_threads: int, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_bytes` is what one tenant's texts may come to, those that are worked on included."""
+        """`max_bytes` bounds one tenant's texts, including those being processed."""
         self._clock = clock
         self._num_threads = num_threads
         self._max_bytes = max_bytes
         self._turns = Turns(num_threads, num_threads)
         self._threads = anyio.CapacityLimiter(num_threads)
         self._bytes: Counter[str] = Counter()
-        """Bytes that wait or are worked on, by tenant."""
+        """The bytes that wait or are being processed, by tenant."""
         self._s_per_byte = _FIRST_GUESS_S_PER_BYTE
 
     async def run(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:

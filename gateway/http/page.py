@@ -42,7 +42,7 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".
 class _File:
     body: bytes
     packed: bytes | None
-    """The body for clients that take gzip; None for what is packed already."""
+    """The gzipped body, for clients that accept it; None if the file is compressed already."""
     media_type: str
     etag: str
 

@@ -24,7 +24,7 @@ _DEFAULTS = Limits()
 
 class _Cycle(RequestResponseCycle):
     def write(self, body: bytes) -> None:
-        """Sends a piece of a body as `send` would, which must not have to wait; for a stream, without a coroutine."""
+        """Sends a piece of a body like `send`, which must not have to wait; for a stream, without a coroutine."""
         if body and self.chunked_encoding and not self.disconnected:
             self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         else:
@@ -48,7 +48,7 @@ class _OldCycle(_Cycle):
 
 
 class _Parser(httptools.HttpRequestParser):
-    """Tells the protocol what it leaves unread behind the head of a request that offers an upgrade."""
+    """Hands the protocol the bytes after the head of a request that offers an upgrade."""
 
     def __init__(self, protocol: GatewayProtocol) -> None:
         super().__init__(protocol)
@@ -70,9 +70,9 @@ class GatewayProtocol(HttpToolsProtocol):
     max_header_bytes = _DEFAULTS.max_header_bytes
     max_headers = _DEFAULTS.max_headers
     max_pipelined = 8
-    """The requests that may wait behind one that is being answered, before the connection is not read any more."""
+    """The requests that may wait behind the current one before the connection is no longer read."""
     send_buffer_bytes = 128 * 1024
-    """The kernel's buffer: what it holds back for a slow reader is out of the gateway's sight."""
+    """The kernel's send buffer; the gateway cannot see how much of it a slow reader has left unread."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,7 +85,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._cycles: list[RequestResponseCycle] = []
         """The requests of this connection that are not answered yet, in order; the last may still be arriving."""
         self._deaf = False
-        """Whether what comes is not HTTP any more; what was asked before is still answered."""
+        """Whether further bytes are ignored because they are not HTTP; earlier requests are still answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -154,7 +154,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # or else nobody would notice that the client hangs up
 
     def _check_headers(self, is_old: bool) -> None:
-        """Gives up on what could be understood in two ways, or not at all."""
+        """Refuses headers that are ambiguous or cannot be understood."""
         if self.parser.should_upgrade() and not self._offers_http_2():
             self._give_up(_wrong("There is nothing to upgrade to.", "upgrade_not_supported"))
         num_hosts = sum(name == b"host" for name, _ in self.headers)
@@ -169,7 +169,7 @@ class GatewayProtocol(HttpToolsProtocol):
         return [value.strip().lower() for name, value in self.headers if name == b"upgrade"] == [b"h2c"]
 
     def decline_upgrade(self, rest: bytes) -> None:
-        """Reads a request again without its offer, which a server may pass over (RFC 9110, 7.8), and what follows.
+        """Parses a request again without its upgrade offer, which a server may ignore (RFC 9110, 7.8), and the rest.
 
         Java's HttpClient offers HTTP/2 with every request; a parser that has seen an offer reads no body.
         """

@@ -30,7 +30,7 @@ _ANTHROPIC_TYPES = {
 
 
 def speaks_anthropic(http: Request) -> bool:
-    """Whether a request is of Anthropic's API, whose list of models has the path of OpenAI's."""
+    """Returns whether a request uses Anthropic's API, whose list of models has the same path as OpenAI's."""
     path = http.url.path
     return path.startswith(ANTHROPIC_PATH) or (
         path.startswith(_MODELS_PATH) and "anthropic-version" in http.headers

@@ -1,1 +1,1 @@
-"""What is kept from one request to the next: recorded replies, responses, conversations, cached prefixes."""
+"""State kept from one request to the next: recorded replies, responses, conversations, cached prefixes."""

@@ -41,7 +41,7 @@ CHATS = Records(KIND, StoredChat, KEPT_S, lambda chat: chat.num_bytes)
 
 
 async def keep(store: Store, tenant: str, asked: Mapping[str, Any], completion: dict[str, Any]) -> None:
-    """Stores a completion, beside the `messages` and `metadata` of its request; its client gets it in any case."""
+    """Stores a completion with the `messages` and `metadata` of its request; its client gets it in any case."""
     size = len(orjson.dumps([asked["messages"], completion]))
     chat = StoredChat(completion=completion, num_bytes=size, **asked)
     try:
@@ -62,6 +62,6 @@ def _message(id: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fits(chat: StoredChat, model: str | None, metadata: Mapping[str, str]) -> bool:
-    """Whether a completion is of a model, and has all of the metadata."""
+    """Returns whether a completion is of that model and has all of that metadata."""
     is_of_model = model in (None, chat.completion["model"])
     return is_of_model and metadata.items() <= chat.metadata.items()

@@ -22,7 +22,7 @@ MAX_AHEAD_US = 24 * 60 * MINUTE_US
 
 
 def cost_us(amount: int, limit: int) -> int:
-    """How far an amount moves a bound's time, rounded towards zero, so that `limit` single ones fit in a minute."""
+    """Returns how far an amount moves a bound's time, rounded towards zero so that `limit` units fit in a minute."""
     whole = abs(amount) * MINUTE_US // max(1, limit)
     return whole if amount >= 0 else -whole
 
@@ -81,7 +81,7 @@ class _Account:
     requests_us: int = 0
     tokens_us: int = 0
     leases: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    """When each lease ends, the one that ends first in front."""
+    """The leases by their end, the earliest first."""
 
     def lend(self, lease_id: str, now_us: int) -> None:
         """The lease begins, or begins again."""
@@ -150,7 +150,7 @@ class LocalQuotas:
         self._forget_idle(tenant, now_us)
 
     def _account(self, tenant: str) -> tuple[_Account, int]:
-        """The tenant's account, without what is over, and the time."""
+        """Returns the tenant's account without expired entries, and the time."""
         now_us = int(self._clock() * SECOND_US)
         account = self._accounts.setdefault(tenant, _Account())
         account.requests_us = max(account.requests_us, now_us)

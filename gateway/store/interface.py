@@ -22,7 +22,7 @@ MAX_WAIT_S = 0.1
 
 
 PIECE = "piece"
-"""The kind of what is shared."""
+"""The kind of records that other records share."""
 
 
 class StoreUnavailable(Exception):
@@ -40,11 +40,11 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JournalChange:
-    """A JournalChange is what is new of a stream since it was last written. Writing it twice changes nothing."""
+    """A JournalChange is the part of a stream that is not written yet. Writing it twice changes nothing."""
 
     stream_id: str
     header: bytes | None
-    """What the stream was made from; None if it is written already."""
+    """The header with the stream's request; None if it is written already."""
     offset: int
     """The number of tokens that were written before."""
     token_ids: tuple[int, ...]
@@ -92,7 +92,7 @@ class Allotment:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A Grant is what came of asking for room within a quota."""
+    """A Grant is the answer to a reservation within a quota."""
 
     refused: str | None
     """"requests", "tokens" or "streams": the bound that is reached; then nothing was reserved."""
@@ -128,7 +128,7 @@ class PrefixChange:
 
 
 class Share(NamedTuple):
-    """A Share is what one tenant's records may take, and what they take."""
+    """A Share is the room for one tenant's records, and its use."""
 
     max_bytes: int
     largest_bytes: int
@@ -139,7 +139,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """StoreStats are what the operator sees of a store. All counts begin at 0 with the process."""
+    """StoreStats are a store's figures for the operator. All counts begin at 0 with the process."""
 
     state: Literal["ok", "gone"] = "ok"
     """The state is "gone" while Redis does not answer, and memory stands in for it."""
@@ -164,14 +164,14 @@ class StoreStats:
 
 
 class Durable(Protocol):
-    """A Durable store has what outlives this process beside records and quotas: streams, and who caches what.
+    """A Durable store also keeps streams and the replicas' prefixes, which outlive this process.
 
     Every method raises StoreUnavailable while the store does not answer.
     """
 
     @property
     def num_losses(self) -> int:
-        """A number that grows when what was written may be lost: then it is to be written again."""
+        """A number that grows when written data may be lost and has to be written again."""
 
     async def put(self, key: Key, value: bytes, ttl_s: float) -> None:
         """Puts a record that is too large for this process's memory; `Store.get` finds it."""
@@ -179,7 +179,7 @@ class Durable(Protocol):
     # Journals of streams
 
     async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
-        """What became of each change, in order.
+        """Returns the outcome of each change, in order.
 
         Raises:
             StoreUnavailable: some may not be written; the caller writes them again.
@@ -218,7 +218,7 @@ class Store(Protocol):
         """The durable part; None if nothing that is written here is still there after a restart."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Carries out what was put, while it is entered; when it is left, all of it is done."""
+        """Writes pending puts while it is entered; all are done when it is left."""
 
     # Records: whatever was put last, forgotten `ttl_s` after it was put or read
 

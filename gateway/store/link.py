@@ -22,7 +22,7 @@ from penstock.gateway.store.patience import NUM_GLANCES, PATIENCE, Patience
 from penstock.gateway.store.scripts import SCRIPTS
 
 MAX_COMMANDS = 100
-"""So many commands are sent in one go."""
+"""The number of commands that are sent together."""
 MAX_CONNECTIONS = 8
 POOL_WAIT_S = 0.05
 WORK_S = 0.08
@@ -137,7 +137,7 @@ class Link:
             task.exception()
 
     async def _judged(self, commands: Sequence[Command]) -> list[Any]:
-        """Asks and tells the breaker once what came of it."""
+        """Makes the call, and reports its outcome to the breaker once."""
         num_successes = self._num_successes
         try:
             answers = await self._ask_in_pieces(commands)
@@ -210,7 +210,7 @@ class Link:
             log.warning("Redis is gone (%s): memory stands in for it", kind)
 
     async def aclose(self) -> None:
-        """Ends what is under way and closes all connections."""
+        """Ends calls in progress and closes all connections."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -40,11 +40,11 @@ class _Share:
     used: OrderedDict[Key, None] = field(default_factory=OrderedDict)
     """The key that was used least recently first."""
     ids: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
-    """By kind, the id that was put least recently first."""
+    """The ids by kind, the least recently put first."""
 
 
 class LocalRecords:
-    """LocalRecords expire. When there is no more room, the tenant that has most loses what it used least recently."""
+    """LocalRecords expire. When there is no room, the tenant with the most loses its least recently used ones."""
 
     def __init__(self, clock: Callable[[], float], max_bytes: int) -> None:
         self.num_bytes = 0

@@ -72,7 +72,7 @@ def _bytes_as_text(packed: bytes) -> str:
 
 
 Base64 = Annotated[bytes, PlainValidator(_bytes_of_text), PlainSerializer(_bytes_as_text)]
-"""Bytes are in base64 as a field of a record."""
+"""Bytes, in base64 as a field of a record."""
 
 Tokens = Annotated[
     tuple[int, ...],

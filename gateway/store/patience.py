@@ -1,4 +1,4 @@
-"""A request has some patience with Redis for all its calls together, and more where it needs nothing else."""
+"""A time budget for Redis, shared by all calls of a request, and a larger one for calls that it cannot do without."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from penstock.gateway.store.interface import StoreUnavailable
 T = TypeVar("T")
 
 NUM_GLANCES = 4
-"""A call that is not answered is looked after so often before it is given up."""
+"""The number of checks on an unanswered call before it is given up."""
 INSIST_S = 5.0
-"""A request that only the store can answer asks again for so long: the breaker probes twice meanwhile."""
+"""The time for which a request that only the store can answer retries: the breaker probes twice in it."""
 _PAUSE_S = 0.05
 GLANCE_S = 0.02
-"""A call is looked after so often, while this process is not late."""
+"""The interval of these checks while this process is not late."""
 
 
 @dataclass(slots=True)
 class Patience:
-    """Patience is what one call may take: the calls of a request do not add up to more."""
+    """The time budget of a request's calls, counted in checks."""
 
     num_glances: int = NUM_GLANCES
 
 
 def insistent() -> Patience:
-    """The patience of one who can go on with nothing but the answer."""
+    """Returns the budget for a call that the request cannot do without."""
     return Patience(round(INSIST_S / GLANCE_S))
 
 
 PATIENCE: ContextVar[Patience | None] = ContextVar("PATIENCE", default=None)
-"""The patience of the request that is served; None outside requests, where every call has all of its time."""
+"""The budget of the current request; None outside requests, where every call has its full time."""
 
 
 class PatienceMiddleware:
-    """The middleware gives every request its own patience."""
+    """Gives every request its own budget."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -53,7 +53,7 @@ class PatienceMiddleware:
 
 
 async def insist(ask: Callable[[], Awaitable[T]], clock: Callable[[], float] | None = None) -> T:
-    """Asks for what the request cannot go on without, again and again for up to `INSIST_S`.
+    """Makes a call that the request cannot do without, retrying for up to `INSIST_S`.
 
     Raises:
         StoreUnavailable: there was none in all that time.

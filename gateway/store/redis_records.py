@@ -23,7 +23,7 @@ MAX_TENANT_BYTES = 256 * 1024 * 1024
 COUNTED_S = 3600.0
 """Records with a shorter time to live do not count."""
 BOUNDED_ELSEWHERE = frozenset({"file_part"})
-"""Records of these kinds do not count: whoever uploads is told when there is no more room."""
+"""Records of these kinds do not count, because uploads have a bound of their own."""
 RECORD_BYTES = 400
 """A record takes so much in Redis besides its value."""
 
@@ -39,7 +39,7 @@ class RedisRecords:
         self._records_prefix = prefix_of(namespace)
         self._num_evicted = 0
         self._shares: dict[str, int] = {}
-        """By tenant, the bytes that it had when this process wrote for it last."""
+        """The bytes of each tenant at this process's last write for it."""
 
     @property
     def share_of_tenants(self) -> Share:
@@ -119,7 +119,7 @@ class RedisRecords:
         return self._call(scripts.PUT, self._keys_of(key), packed, ms(ttl_s), *arguments)
 
     def _is_put(self, key: Key, answer: Any) -> bool:
-        """Whether a record was put, by the answer to `_put`."""
+        """Returns whether a record was put, from the answer to `_put`."""
         if not isinstance(answer, list):
             return False
         num_bytes, num_evicted = answer

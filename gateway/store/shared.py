@@ -23,7 +23,7 @@ from penstock.gateway.store.memory import MAX_BYTES, MemoryStore
 from penstock.gateway.store.redis import RedisStore
 
 FLUSH_S = 0.03
-"""What was put waits so long for more that goes with it."""
+"""The time for which a put waits for others to be sent with it."""
 BATCH_BYTES = 1024 * 1024
 MAX_DIRTY = 100_000
 CLOSE_S = 1.0
@@ -79,7 +79,7 @@ class Backlog:
             self._entries.move_to_end(key)
 
     def of(self, kind: str, tenant: str) -> dict[str, Pending]:
-        """What is pending of one tenant and kind by id, the oldest first."""
+        """Returns the pending changes of one tenant and kind by id, oldest first."""
         return {
             key.id: pending
             for key, pending in self._entries.items()
@@ -124,7 +124,7 @@ class SharedStore:
         self._backlog = Backlog(max_dirty, max_dirty_bytes)
         self._releases: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._unshared: dict[str, int] = {}
-        """By lease, the tokens that were reserved here alone while Redis was gone, which has to be told of them."""
+        """The tokens reserved by lease while Redis was gone, still to be written to it."""
         self._num_losses_seen = remote.num_losses
         self._work = asyncio.Event()
         self._is_closing = False
@@ -177,7 +177,7 @@ class SharedStore:
         return found is None and self.remote.num_losses != num_losses
 
     def _is_known_better(self, key: Key) -> bool:
-        """Whether Redis does not have what is here."""
+        """Returns whether Redis lacks what memory has."""
         return self._backlog.get(key) is not None
 
     async def _get_local(self, key: Key, ttl_s: float | None) -> bytes | None:

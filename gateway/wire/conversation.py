@@ -11,7 +11,7 @@ from penstock.gateway.wire.schemas import AllowedChoice, ChatBody, Function, Mes
 from penstock.gateway.wire.tools.use import ToolUse, tool_use
 
 _LIMITS = Limits()
-"""Of the JSON in arguments."""
+"""The limits on the JSON in arguments."""
 
 
 def thinking_switches(on: bool) -> dict[str, Any]:

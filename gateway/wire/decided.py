@@ -34,7 +34,7 @@ class _Writer:
         }
 
     def answers(self, found: Iterable[tuple[Asked, list[float], float]]) -> object:
-        """Spells what was found: by question, the probabilities of its options, and the mass that they had."""
+        """Writes the result: by question, the probabilities of its options, and their total mass."""
         raise NotImplementedError
 
 
@@ -119,13 +119,13 @@ def _log_sum(logs: Sequence[float]) -> float:
 
 
 def choice_confidence(values: Sequence[float]) -> float:
-    """How far the likeliest stands above all being alike: 0 if they are, 1 if it is certain."""
+    """Returns how far the likeliest is above an even choice: 0 if all are alike, 1 if it is certain."""
     alike = 1 / len(values)
     return max(0.0, (max(values) - alike) / (1 - alike))
 
 
 def score_confidence(values: Sequence[float]) -> float:
-    """How near the levels lie to the likeliest: 1 if it is certain, 0 if as far as the middle is when all are alike."""
+    """Returns how close the levels are to the likeliest: 1 if it is certain, 0 if as spread as an even choice."""
     best, middle = values.index(max(values)), (len(values) - 1) / 2
     distance = fsum(value * abs(level - best) for level, value in enumerate(values))
     alike = fsum(abs(level - middle) for level in range(len(values))) / len(values)

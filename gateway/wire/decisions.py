@@ -28,7 +28,7 @@ _CALLS = ("function_call", "custom_tool_call", "function_call_output", "custom_t
 _QUESTIONS = ("predicate", "choice", "score")
 _YES, _NO = "Yes", "No"
 LEAD = "\n\nAnswer the following about the text above with one of the answers listed, exactly as it is written.\n\n"
-"""What stands between the input and every question."""
+"""The text between the input and every question."""
 
 
 # Bodies
@@ -128,7 +128,7 @@ class DecisionCustomCall(_CallItem):
 
 
 class DecisionOutput(_CallItem):
-    """What a call came to."""
+    """The output of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     output: str | Many[Part]
@@ -182,7 +182,7 @@ DecisionQuestion = Annotated[
 
 
 class DecidedBody(StrictBody):
-    """What both APIs have in common."""
+    """The fields that both APIs share."""
 
     model: Annotated[str, Field(min_length=1)]
     user: str | None = None
@@ -293,7 +293,7 @@ class Asked:
 
     @property
     def text(self) -> str:
-        """What the model is asked."""
+        """The text that the model is asked."""
         lines = (f"- {o.label}: {o.description}" if o.description else f"- {o.label}" for o in self.options)
         return "\n".join((self.instructions, *lines)).strip()
 
@@ -303,7 +303,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """All that one body asks."""
+    """All questions of one body."""
 
     body: DecidedBody
     field: str

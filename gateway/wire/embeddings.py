@@ -1,4 +1,4 @@
-"""`/v1/embeddings` on the wire, and what is made of embeddings: scores, and documents in their order."""
+"""`/v1/embeddings` on the wire, and the uses of embeddings: scores and ranked documents."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def timings_of(generation: Generation) -> dict[str, object]:
 
 
 def _timeline(timings: Timings) -> dict[str, object]:
-    """Returns what happened to one choice and when, since its arrival; each list is bounded."""
+    """Returns the events of one choice with their times since arrival; each list is bounded."""
 
     def since(at_s: float) -> float:
         return round(1000 * (at_s - timings.arrival_s), 1)
@@ -240,7 +240,7 @@ class StreamWriter:
         return {**body, "usage": usage_of(generation), "timings": timings_of(generation)}
 
     def chunk(self, index: int, delta: Delta) -> bytes:
-        """Returns the chunks that show what is new for one choice, without its end."""
+        """Returns the chunks with one choice's new output, without its end."""
         in_choice, beside = self._shape.token_ids(delta)
         known = self._logprobs(index, delta) + in_choice
         parser = self._choice(index).parser
@@ -324,7 +324,7 @@ def error_frame(error: ApiError) -> bytes:
 
 
 def last_frames(error: ApiError, path: str) -> bytes:
-    """Returns what ends a stream that failed, as the API of that path spells it."""
+    """Returns the last frames of a failed stream, in the API of that path."""
     if path.startswith(OLLAMA_PATH):
         return ollama_body(error) + b"\n"
     if path.startswith(ANTHROPIC_PATH):

@@ -15,10 +15,10 @@ from typing import Any
 Message = Mapping[str, Any]
 Shape = Callable[[Sequence[Message]], Iterable[Message]]
 Shows = Callable[[Sequence[Message]], bool]
-"""Whether a template takes these messages and shows all their texts."""
+"""Tells whether a template accepts these messages and shows all their texts."""
 
 ANSWERED = "Done."
-"""What the assistant says to results where a template wants an answer to them before the user's next turn."""
+"""The assistant's reply to results, where a template wants one before the user's next turn."""
 _SYSTEM = ("system", "developer")
 _HARMONY = "<|channel|>analysis"
 _FIRST_CALL = re.compile(r"tool_calls('\])?\[0\]")

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a body, in words for clients who know JSON and not Python."""
+"""Describes pydantic's errors in words for clients that know JSON and not Python."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WANTED = {
     "float_type": "a number",
     "bool_type": "a boolean",
 }
-"""What a value has to be, by the error that it is not."""
+"""The required kind of value, by type of error."""
 
 
 def explained(error: ValidationError) -> ApiError:

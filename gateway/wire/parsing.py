@@ -1,4 +1,4 @@
-"""What a reply is made of once its text is understood: text, reasoning, and calls of tools.
+"""The parts of a reply once its text is parsed: text, reasoning, and tool calls.
 
 A parser is a pure function of the text: the same text, however it is cut into deltas, gives pieces that say the same.
 So a reply that is resumed, or taken over by another process, has the same pieces again.

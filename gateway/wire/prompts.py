@@ -1,4 +1,4 @@
-"""From messages or text to token ids.
+"""Converts messages or text to token ids.
 
 Templates are rendered the way transformers renders them. What users wrote can never become a special token, nor another
 one that the template writes to mark turns, calls or results: where their text spells one, that spot is guarded before
@@ -35,7 +35,7 @@ _SLOT = "\ufdd1"
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _GUARDED = re.compile(f"({_GUARD}(?:[^{_GUARD}]{_GUARD})+)")
 _IN_BRACKETS = re.compile(r"[^\w\s]\S*\w\S*[^\w\s]")
-"""What marks look like. Vocabularies have added tokens for spaces and newlines, too, which templates are full of."""
+"""The form of marks. Vocabularies also have added tokens for spaces and newlines, which templates are full of."""
 _OF_ROLE = re.compile(
     r"[^\w\s]+(system|developer|user|assistant|model|tool|ipython|observation)[^\w\s]+", re.IGNORECASE
 )
@@ -46,7 +46,7 @@ _FIM = (
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
     ("<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>"),
 )
-"""What stands before the text, before the middle and before what follows it, as families of models name it."""
+"""The tokens before the prefix, before the middle and before the suffix, as model families name them."""
 
 
 class Prompts:
@@ -59,7 +59,7 @@ class Prompts:
         self._template = None if source is None else environment.from_string(source)
         self._has_tools_in_system = source is not None and "message['tools']" in source
         self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source or ""))
-        """What the template reads, messages and tools included."""
+        """The variables that the template reads, messages and tools included."""
         self._reserved = {*_OWN_VARIABLES, *environment.globals, *tokenizer.special_tokens}
         special = _texts(tokenizer, tokenizer.special_ids)
         added = _texts(tokenizer, getattr(tokenizer, "added_ids", ()))  # not every tokenizer tells of such
@@ -173,7 +173,7 @@ class Prompts:
             raise invalid(message, "messages", "chat_template_error") from None
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in the order and the shape that the template takes, with guards in what they say."""
+        """Returns the messages in the template's order and shape, with guards in their texts."""
         for shape in self._shapes:
             messages = list(shape(messages))
         return [
@@ -197,7 +197,7 @@ class Prompts:
         return all(message["content"] in shown for message in messages)
 
     def _marks_in(self, message: Mapping[str, Any], key: str) -> re.Pattern[str]:
-        """The marks to look for in a field: those of reasoning and calls are the model's own, in what it said."""
+        """Returns the marks to look for in a field; the model's own text may have those of reasoning and calls."""
         is_said = message["role"] == "assistant" and key == "content"
         return self._marks_never_said if is_said else self._marks
 

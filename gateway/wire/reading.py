@@ -77,7 +77,7 @@ _ANSWERS: Mapping[str | None, tuple[str, str]] = {
 _SIGNS = {"minimax_m2": ("<minimax:tool_call>",)}
 """More that a chat template has of some of them."""
 _NEXT = "<|start|>assistant"
-"""What stands before each of harmony's messages but a prompt's first one, which has it at its end."""
+"""The marker before each of harmony's messages except the first, for which the prompt ends with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ class Formats:
         return " ".join(found + [json.dumps(text.decode())] * bool(text))
 
     def thoughts(self, reading: Reading) -> Thoughts | None:
-        """Returns what counts the reasoning of one reply; None if none is told from its text."""
+        """Returns a counter of one reply's reasoning tokens; None if its format has none."""
         if reading.reasoning is None:
             return None
         return Thoughts(reading, self._tokenizer.token_bytes)

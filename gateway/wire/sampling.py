@@ -1,4 +1,4 @@
-"""From a request body to the engine's SamplingParams."""
+"""Converts request bodies to the engine's SamplingParams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.gateway.wire.schemas import Sampled, as_strings
 from penstock.priority.lanes import Lane, Tenant
 
 LEAST_TOP_P = 1e-6
-"""What 0 means: the likeliest token alone."""
+"""The top_p used for 0, which leaves the likeliest token alone."""
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p", "top_a", "xtc_probability", "xtc_threshold"),

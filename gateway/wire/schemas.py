@@ -261,7 +261,7 @@ def known_choice(choice: object) -> object:
 
 
 class Chat(StrictBody):
-    """A conversation, and what its template is told beside it."""
+    """A conversation, and the further inputs of its template."""
 
     MOST: ClassVar[Mapping[str, str | int]] = MOST_MESSAGES
     TOLERANT_AT = TOLERANT_IN_MESSAGES
@@ -313,7 +313,7 @@ class ChatBody(Chat, Sampled):
     ) = None
     parallel_tool_calls: bool | None = None
     documents: Many[dict[str, Any]] | None = None
-    """What the chat template shows the model to answer from, in the form that it knows."""
+    """Documents to answer from, in the form that the chat template expects."""
     functions: Many[Function] | None = None
     """An older form of `tools`, with `function_call` for `tool_choice`: at most one of them is called."""
     function_call: Literal["none", "auto"] | NamedFunction | None = None

@@ -58,7 +58,7 @@ class Head:
     model: str
     service_tier: str
     system_fingerprint: str | None = None
-    """The same for servers that make the same texts; None if it is not told."""
+    """Equal for servers that make the same texts; None if it is not shown."""
 
 
 class Best(NamedTuple):
@@ -92,7 +92,7 @@ def _sum(delta: Delta) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """The extras of a reply: what it says beside its texts."""
+    """The extras of a reply: its output other than texts."""
 
     num_top: int = 0
     """The number of most likely tokens, where log probabilities were asked for."""
@@ -134,7 +134,7 @@ class Shape(ABC):
         return f"{before}{encode_basestring_ascii(piece.text)}{after}"
 
     def token_ids(self, delta: Delta) -> tuple[str, str]:
-        """Returns the members with token ids of a chunk's choice, and those that stand beside its choices."""
+        """Returns the members with token ids for a chunk's choice, and those for the chunk itself."""
         if not self.extras.token_ids:
             return "", ""
         own, prompt = _member("token_ids", delta.token_ids), delta.prompt_token_ids

@@ -16,12 +16,12 @@ from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.errors import ApiError, internal, log_fault
 from penstock.gateway.wire.reading import Thoughts
-from penstock.priority.admission import Forecast
+from penstock.priority.verdict import Forecast
 
 MAX_PENDING_BYTES = 1024 * 1024
-"""A reader that leaves more than this lying is cut off."""
+"""A reader with more unsent bytes than this is cut off."""
 LOGPROB_BYTES = 100
-"""The bytes that one log probability takes, about, here and on the wire."""
+"""The approximate bytes of one log probability, here and on the wire."""
 
 
 _UNANSWERED = frozenset({FinishReason.CANCELLED, FinishReason.FAILED})
@@ -29,7 +29,7 @@ _UNANSWERED = frozenset({FinishReason.CANCELLED, FinishReason.FAILED})
 
 @dataclass(slots=True)
 class Delta:
-    """The output of one choice since the reader last looked."""
+    """The output of one choice since the reader last took it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -99,11 +99,11 @@ class Generation:
         """The forecast at admission of the time from arrival to the first token; of several requests, the longest."""
         self.left = False
         self.kept: dict[int, Delta] = {}
-        """All that each choice brought, where it is kept to the end; see KeptStream."""
+        """The whole output of each choice, if it is kept to the end; see KeptStream."""
         self.reservation: Reservation | None = None
         """The part of the tenant's quota that it may use."""
         self.was_begun = False
-        """Whether the engine had one of its requests when it was cancelled: the prompt may have been computed."""
+        """Whether a request had reached the engine when it was cancelled, so that its prompt may have been computed."""
         self._unfinished = {request.request_id: request.n for request in requests}
         self._num_choices = self._num_unfinished = sum(self._unfinished.values())
 
@@ -137,7 +137,7 @@ class Generation:
         return self._unfinished[request_id]
 
     def push(self, output: Output) -> None:
-        """Takes in what one step brought for one choice."""
+        """Takes the output of one step for one choice."""
         if output.finish_reason is not None:
             self._end_choice(output)
         if not self.left and self.error is None:
@@ -156,15 +156,15 @@ class Generation:
         return output.request_id, output.index
 
     def receive(self, output: Output) -> None:
-        """Takes the output of one step for one choice, for whoever reads it."""
+        """Passes the output of one step for one choice to the reader."""
         raise NotImplementedError
 
     def wake(self) -> None:
-        """Tells whoever reads to look again."""
+        """Wakes the reader."""
         raise NotImplementedError
 
     def look_after(self, now: float, timeouts: Timeouts) -> None:
-        """Looks at the clock; it is called several times a second until the generation has ended."""
+        """Checks the clock; called several times a second until the generation has ended."""
         raise NotImplementedError
 
     def fail(self, error: ApiError) -> None:
@@ -173,7 +173,7 @@ class Generation:
             self.wake()
 
     def leave(self) -> None:
-        """Notes that nobody wants it any more."""
+        """Notes that nobody reads it any more."""
         self.left = True
         self.wake()
 
@@ -193,14 +193,14 @@ class Generation:
 
 
 class WholeWriter(Protocol):
-    """One reply in one wire format that comes in one piece."""
+    """Writes one reply in one wire format as a whole."""
 
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         """The reply's JSON; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
 
 
 class Writer(WholeWriter, Protocol):
-    """One reply in one wire format, streamed or whole. It knows what it has said so far."""
+    """Writes one reply in one wire format, streamed or whole, and remembers what it has written so far."""
 
     media_type: str
     """The media type of a stream."""
@@ -209,16 +209,16 @@ class Writer(WholeWriter, Protocol):
         """Returns the frames of new text of a choice that goes on; it is called for every token."""
 
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
-        """Returns the frames of all that is new, and of the stream's end if the generation has finished.
+        """Returns the frames of all new output, and of the stream's end if the generation has finished.
 
         This is the first that is asked of a stream's writer.
         """
 
     def fault(self, error: ApiError) -> bytes:
-        """Returns what a stream that has begun ends with if it fails."""
+        """Returns the last frames of a stream that fails after it has begun."""
 
     def keepalive(self) -> bytes:
-        """Returns a frame that says that the client is not forgotten."""
+        """Returns a frame that only keeps the connection alive."""
 
 
 class Stream(Generation):
@@ -248,7 +248,7 @@ class Stream(Generation):
         self.is_streamed = writer is not None
         self.media_type = "" if writer is None else writer.media_type
         self.at_end = False
-        """Whether nothing comes any more."""
+        """Whether everything has been taken."""
         self._writer = writer
         self._first_choice = _first_choices(requests)
         self._echoes = {request.request_id: text for request, text in zip(requests, echoes, strict=False)}
@@ -303,7 +303,7 @@ class Stream(Generation):
             await self.connection.sleep()
 
     def take(self) -> bytes:
-        """Returns all that there is to say now; empty, for example, while a character is incomplete."""
+        """Returns everything that can be sent now; empty while a character is incomplete, for example."""
         assert self._writer is not None
         frames, self.at_end = self._writer.news(self, self.take_deltas()), self.ended
         if self.error is not None:
@@ -316,12 +316,12 @@ class Stream(Generation):
         return self._writer.keepalive()
 
     def take_deltas(self) -> Iterable[tuple[int, Delta]]:
-        """Takes out all that is new, by choice."""
+        """Takes out all new output, by choice."""
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
         return pending.items()
 
     def _begin(self, index: int, output: Output) -> None:
-        """Keeps what a choice begins with, before its first output. The first choice of a prompt brings it for all."""
+        """Keeps the parts of the prompt that a choice begins with. The first choice of a prompt has them for all."""
         request = self._unbegun.pop(index)
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[request.request_id] = output.prompt_logprobs
@@ -343,7 +343,7 @@ class Stream(Generation):
 
 
 class KeptStream(Stream):
-    """A stream that keeps what it has sent, for what is made of the whole reply at its end."""
+    """A stream that keeps what it has sent, so that the whole reply can be made at its end."""
 
     def receive(self, output: Output) -> None:
         index = self._first_choice[output.request_id] + output.index
@@ -352,7 +352,7 @@ class KeptStream(Stream):
 
 
 def _first_choices(requests: list[Request]) -> dict[str, int]:
-    """The number of each request's first choice: those of one prompt stand together (OpenAI's order)."""
+    """Returns the number of each request's first choice; choices of one prompt are consecutive (OpenAI's order)."""
     first, number = {}, 0
     for request in requests:
         first[request.request_id] = number

@@ -1,4 +1,4 @@
-"""How request bodies are read: strictly typed, counted first, and refused for the first thing that is wrong.
+"""Reads request bodies: strictly typed, counted first, and refused for the first mistake.
 
 A field is either honoured, or known to be harmless and named in the reply's header, or refused by name: none is
 silently ignored.
@@ -43,9 +43,9 @@ class StrictBody(BaseModel):
     NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
     """Fields of OpenAI's that are refused by name unless they are null."""
     IGNORED: ClassVar[frozenset[str]] = frozenset()
-    """Places of fields that are taken although nothing comes of them: they could hardly change the answer."""
+    """Places of fields that are accepted and ignored, because they could hardly change the answer."""
     NEUTRAL: ClassVar[Mapping[str, object]] = {}
-    """What some of these ask for if it is what is done in any case."""
+    """The values of some of these fields that only ask for the default behaviour."""
 
 
 class TolerantBody(StrictBody):

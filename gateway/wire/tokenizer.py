@@ -1,4 +1,4 @@
-"""What the gateway needs of a tokenizer."""
+"""The part of a tokenizer that the gateway uses."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from random import Random
 
 from penstock.app.bench.statistics import percentile
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
-from penstock.priority.refusal import Refusal
 from penstock.priority.room import Held
 from penstock.priority.routing.index import BlockIndex
 from penstock.priority.routing.router import Choice, RouteQuery, Router
 from penstock.priority.routing.state import HASH_BYTES, Change, LaneWork, Load, Snapshot
+from penstock.priority.verdict import Refusal
 
 _BLOCK_SIZE = 16
 _SYSTEM_BLOCKS = 32

@@ -1,1 +1,1 @@
-"""Which replica serves a request: what replicas say of themselves, who holds which prefix, and the choice."""
+"""Routing: the state that replicas push, the prefixes that they hold, and the choice of a replica."""

@@ -66,7 +66,7 @@ class BlockIndex:
             self._expected.update(dict.fromkeys(hashes, bit))
 
     def expect_no_longer(self, hashes: Iterable[bytes], bit: int) -> None:
-        """Notes that the request ended: what is resident was said by the replica."""
+        """Notes that the request ended: from here on the replica's own state counts."""
         expected = self._expected
         for known in hashes:
             if expected.get(known) == bit:

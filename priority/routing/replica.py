@@ -1,4 +1,4 @@
-"""A replica as a router sees it: the load that it pushed last, and what was sent to it since.
+"""A replica as a router sees it: its last pushed load, and the requests sent to it since.
 
 Its forecast is that of `priority.admission`, by the same outlook. What admission adds from the rates at which tenants
 send is left out: a router itself decides what comes next.
@@ -37,7 +37,7 @@ class Reservation:
 
 
 class _Line:
-    """A lane of a replica: what was pushed, and what was sent since."""
+    """A lane of a replica: the pushed work, and the work sent since."""
 
     __slots__ = ("num_tokens", "num_waiting", "queued", "weight", "work")
 
@@ -108,7 +108,7 @@ class Replica:
         return any(self.load.coefficients)
 
     def take(self, load: Load) -> None:
-        """A newer load; what was sent and is not in it yet is put on top of it again."""
+        """Takes a newer load, and adds the work sent that it does not include yet."""
         self.load = load
         self._planner.model = _model(load) if self.is_measured else StepTimeModel(_NOMINAL, learns=False)
         self._paces.clear()

@@ -22,11 +22,11 @@ from itertools import islice
 from random import Random
 
 from penstock.priority.lanes import Lane
-from penstock.priority.refusal import Refusal
 from penstock.priority.routing.index import DEFAULT_MAX_BLOCKS, BlockIndex
 from penstock.priority.routing.order import CLOSE, LoadOrder
 from penstock.priority.routing.replica import Replica, Reservation
 from penstock.priority.routing.state import Change, Snapshot, StateError
+from penstock.priority.verdict import Refusal
 
 STALE_S = 1.0
 """The silence after which a replica is passed over."""
@@ -141,7 +141,7 @@ class Router:
         self._gone.sweep(self.index)
 
     def on_gone(self, name: str) -> None:
-        """Forgets a replica whose stream broke, and releases what was reserved there."""
+        """Forgets a replica whose stream broke, and releases its reservations."""
         replica = self.replicas.pop(name, None)
         if replica is None:
             return

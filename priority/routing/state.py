@@ -23,7 +23,7 @@ HASH_BYTES = 16
 MAX_BLOCKS = 4_000_000
 """Block hashes in one message."""
 MAX_TENANTS = 64
-"""The number of a lane's tenants that are told apart; what the others have waiting counts as that of OTHERS."""
+"""The number of a lane's tenants that are listed; the waiting work of the others counts as that of OTHERS."""
 OTHERS = ""
 MAX_TICKETS = 65_536
 """Tickets in one message."""
@@ -73,7 +73,7 @@ class Load:
     is_draining: bool = False
     """New requests are refused."""
     experts_s: float = 0.0
-    """Seconds of a step in which tokens choose every expert, beside those of the coefficients."""
+    """Seconds that a step takes in addition to the coefficients if its tokens choose every expert."""
     chosen_share: float = 0.0
     """The share of a layer's experts that each token chooses; 0 if the model has none."""
 
@@ -168,7 +168,7 @@ def _read_fields(kind: Any, value: object, where: str) -> Any:
 
 
 def _read_lanes(kind: Any, value: object, where: str) -> dict[Lane, Any]:
-    """Reads what is said of each lane, by a type whose defaults hold for a lane that nothing is said of."""
+    """Reads the values of each lane, with defaults for lanes that are missing."""
     given, read = _object(value, where), _reader(kind)
     for name in given.keys() - _LANES.keys():
         raise StateError(f"{where}.{str(name)[:40]} is no lane here")

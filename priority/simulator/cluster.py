@@ -20,12 +20,12 @@ from penstock.engine.planning.prefix_index import block_hash, chain_start, exten
 from penstock.engine.planning.request import Request, SamplingParams, Sequence
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
-from penstock.priority.refusal import Refusal
 from penstock.priority.routing.router import LeastRouter, RandomRouter, RoundRobinRouter, RouteQuery, Router
 from penstock.priority.routing.state import Change, Load, Snapshot
 from penstock.priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
 from penstock.priority.simulator.run import Machine, Server, Tally, make_queue
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
+from penstock.priority.verdict import Refusal
 
 ROUTERS = ("prefix", "least", "random", "round-robin", "disaggregated")
 _TOKEN = 1
@@ -36,16 +36,16 @@ _CALM = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """What lies between machines."""
+    """The network between machines."""
 
     push_every_s: float = 0.05
     """A replica pushes at most so often."""
     push_delay_s: float = 0.03
     """Until the router has it."""
     transfer_gbps: float = 100.0
-    """Of a replica's link, for KV, in gigabits per second."""
+    """The rate of a replica's link, for KV, in gigabits per second."""
     kv_bytes: int = 131_072
-    """Of a token. 32 layers of 8 heads of 128 in 16 bits have so many."""
+    """The bytes of a token's KV, here of 32 layers of 8 heads of 128 in 16 bits."""
 
     def transfer_s(self, num_tokens: int) -> float:
         return num_tokens * self.kv_bytes * 8 / (self.transfer_gbps * 1e9)
@@ -96,7 +96,7 @@ def _router(name: str, seed: int) -> Router:
 
 
 class _Clock:
-    """What happens when, in seconds; of what happens at once, what was told first is first."""
+    """Events in order of their time in seconds; simultaneous ones in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -174,13 +174,13 @@ class _Pool:
 
 
 class _Replica:
-    """A server, and what it pushes."""
+    """A server, and the state that it pushes."""
 
     def __init__(self, name: str, pool: _Pool) -> None:
         site = pool.site
         self.name = name
         self.link_free_s = 0.0
-        """When it has sent all KV that it was to send."""
+        """The time at which it has sent all its KV."""
         self._pool = pool
         self._clock = site.clock
         self._log = PrefixLog()
@@ -194,7 +194,7 @@ class _Replica:
         self._counted: list[int] = []
         self._over: list[int] = []
         self._push_s = inf
-        """When it pushes next."""
+        """The time of its next push."""
         self._is_stepping = False
 
     def snapshot(self) -> Snapshot:
@@ -411,7 +411,7 @@ def _adopt(server: Server, request: Request) -> None:
 
 
 def _append(served: Served, leg: Served) -> None:
-    """What came of a part of a request, at the end of what came before."""
+    """The outcome of a part of a request, appended to the earlier parts."""
     if leg.first_token_s is not None:
         if served.first_token_s is None:
             served.first_token_s = leg.first_token_s

@@ -1,4 +1,4 @@
-"""How simulated requests went, and how they are made of a trace."""
+"""The outcomes of simulated requests, and the making of requests from a trace."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Request, SamplingParams
-from penstock.priority.refusal import Refusal
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
+from penstock.priority.verdict import Refusal
 
 BLOCK_SIZE = 16
 
 
 @dataclass(slots=True)
 class Served:
-    """How one request of the trace went. Times in seconds on the virtual clock."""
+    """The outcome of one request of the trace. Times are seconds on the virtual clock."""
 
     arrival: Arrival
     first_token_s: float | None = None

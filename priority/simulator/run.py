@@ -13,27 +13,26 @@ from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
-from penstock.priority.admission import Forecast
 from penstock.priority.baselines import FirstComeQueue
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
-from penstock.priority.refusal import Refusal
 from penstock.priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
 from penstock.priority.simulator.trace import Arrival
 from penstock.priority.steptime import StepTimeModel
+from penstock.priority.verdict import Forecast, Refusal
 
 POLICIES = ("fcfs", "strict", "fair", "penstock")
 _PROGRESS_EVERY = 100
 _LOOK_EVERY_S = 0.25
-"""How often requests that waited too long are looked for, as on the server."""
+"""The interval of the search for requests that waited too long, as on the server."""
 _PATIENCE = 0.5
-"""Of the shortest promise on the time per token: in shorter steps all streams may decode."""
+"""The part of the shortest promise per token below which all streams may decode in a step."""
 _TOKEN = [1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is simulated: how long steps take, and how much it holds."""
+    """The simulated machine: its step times and its capacity."""
 
     coefficients: Mapping[str, float]
     num_kv_tokens: int = 400_000
@@ -43,7 +42,7 @@ class Machine:
 
 
 class SimulatedQueue(RequestQueue, Protocol):
-    """What the simulator needs beyond the engine's side."""
+    """The queue methods that the simulator needs in addition to the engine's."""
 
     def put(
         self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0
@@ -107,7 +106,7 @@ def simulate(
 
 
 def _limits(machine: Machine, lanes: Mapping[Lane, LanePolicy]) -> SchedulerLimits:
-    """Returns what a step of the machine may hold; without `lanes` each may take all of the KV."""
+    """Returns the limits of the machine's steps; without `lanes` each lane may use all of the KV."""
     return SchedulerLimits(
         max_batch_tokens=machine.max_batch_tokens,
         max_num_seqs=machine.max_num_seqs,
@@ -152,7 +151,7 @@ class Server:
         log: PrefixLog | None,
         prefix_cache: bool = True,
     ) -> None:
-        """`on_end` is told of each request that was let in and is over: its id, and how it went."""
+        """`on_end` is called for each admitted request that is over, with its id and outcome."""
         self.machine = machine
         self.queue = queue
         self.result = result
@@ -167,7 +166,7 @@ class Server:
         self.patience_s = _PATIENCE * min(policy.tpot_s for policy in lanes.values())
         self.now = 0.0
         self.looked_s = 0.0
-        """When it was last looked for requests that waited too long."""
+        """The time of the last search for requests that waited too long."""
         self.open: dict[str, Served] = {}
         """Let in and not ended."""
         self.num_prompt_open = 0
@@ -284,7 +283,7 @@ class Server:
             self._observe(*shape, run.last_s)
 
     def _num_alike(self, running: list[Sequence]) -> int:
-        """How many steps can be nothing but one more token for each stream; arrivals not considered."""
+        """Returns the number of steps that only decode one token per stream, ignoring arrivals."""
         if self.scheduler.waiting or not running or len(running) > self.limits.max_batch_tokens:
             return 0
         if any(s.num_remaining != 1 or s.num_computed < s.num_prompt_tokens for s in running) or any(
@@ -318,7 +317,7 @@ class Server:
         return sorted(ending, key=lambda sequence: sequence.order)
 
     def _extend(self, sequences: list[Sequence], num_tokens: int, run: _Run) -> None:
-        """So many tokens more for each of these, which took part in all steps of the run."""
+        """Adds tokens to sequences that took part in all steps of the run."""
         if not num_tokens:
             return
         for sequence in sequences:

@@ -1,4 +1,4 @@
-"""What simulated runs came to: promises kept, times, fairness, and who was sent away.
+"""Summaries of simulated runs: promises kept, times, fairness, and refusals.
 
 Lanes without a promise (batch) count neither into goodput nor into attainment: they have nothing to keep. Their part
 shows as work done. Times are in seconds, rates per second.
@@ -32,21 +32,21 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """How some of the requests went."""
+    """The outcomes of a group of requests."""
 
     offered: int
     refused: int
     kept: int
     """Had both promises of their lane kept; those of lanes without a promise never count."""
     attainment: float | None
-    """Kept, of those offered to lanes that promise something."""
+    """The share of promises kept, of requests offered to lanes that promise something."""
     attainment_of_admitted: float | None
     ttft_s: Spread
-    """Of requests that were served."""
+    """The times to the first token of served requests."""
     tpot_s: Spread
     """Mean time per token after the first, of requests that had more than one."""
     work: int
-    """What they were served, in 2048ths of a prompt token."""
+    """The work that they were served, in 2048ths of a prompt token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Summary:
 
     policy: str
     span_s: float
-    """From the first arrival to the last."""
+    """The time from the first arrival to the last."""
     duration_s: float
-    """From the first arrival to the end of the last request."""
+    """The time from the first arrival to the end of the last request."""
     goodput: float
     """Requests that kept their promises, per second of `span_s`."""
     jain: float | None
@@ -69,13 +69,13 @@ class Summary:
     tokens_per_s: float
     """The prompts of served requests included."""
     hit_rate: float | None
-    """Of the prompt tokens of served requests, those found in the prefix cache."""
+    """The share of served requests' prompt tokens that were found in the prefix cache."""
     busy_share: float
     """Part of the machines' time that was spent in steps."""
     num_steps: int
     num_preemptions: int
     refused: dict[str, int]
-    """By reason."""
+    """The refusals by reason."""
     total: Figures
     lanes: dict[str, Figures]
     tenants: dict[str, Figures]
@@ -151,7 +151,7 @@ def is_kept(served: Served, lanes: Promises) -> bool:
 
 
 def work(served: Served) -> int:
-    """What serving it came to, in 2048ths of a prompt token, as the queue charges it; 0 without a first token."""
+    """Returns a request's cost in 2048ths of a prompt token, as the queue charges it; 0 without a first token."""
     if served.first_token_s is None:
         return 0
     arrival = served.arrival
@@ -164,7 +164,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float | None:
-    """Linear between the closest ranks of what is sorted already."""
+    """Returns a quantile of sorted values, linear between the closest ranks."""
     if not ordered:
         return None
     place = (len(ordered) - 1) * percent / 100

@@ -36,7 +36,7 @@ class Arrival:
     lane: Lane = Lane.INTERACTIVE
     tenant: str = "default"
     hash_ids: tuple[int, ...] = ()
-    """What each 512 tokens of the prompt are: equal ids from the start on mean an equal prefix. Empty: none."""
+    """An id for each 512 tokens of the prompt; equal ids from the start mean an equal prefix. Empty: none."""
     n: int = 1
     """Choices, each of `num_output` tokens."""
     max_tokens: int = 0
@@ -75,7 +75,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What to generate: so many requests a second for so long, lengths times `scale`."""
+    """The trace to generate: rate, duration, and a factor on all lengths."""
 
     rate: float
     duration_s: float
@@ -142,15 +142,15 @@ def agents(demand: Demand) -> list[Arrival]:
 
 @dataclass(frozen=True, slots=True)
 class _Talk:
-    """What conversations are like."""
+    """The shape of conversations."""
 
     kind: Kind
     pause: tuple[float, float]
     """Between turns: mean and deviation of the logarithm of its seconds."""
     end: float
-    """How likely a turn is the last one."""
+    """The probability that a turn is the last one."""
     most_tokens: float = inf
-    """Of a prompt."""
+    """The most tokens of a prompt."""
 
 
 def _turns(
@@ -291,7 +291,7 @@ def _noisy(demand: Demand, rate: float) -> list[Arrival]:
 
 
 def _bursts(demand: Demand) -> list[Arrival]:
-    """So many long batch requests as the quiet ones send in a fifth of the time, at once, twice."""
+    """Two bursts of long batch requests, each as many as the quiet ones send in a fifth of the time."""
     rng = Random(f"{demand.seed}/bursts")
     kind = KINDS[demand.kind]
     number = max(1, int(demand.rate * demand.duration_s / 10))

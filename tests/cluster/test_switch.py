@@ -26,9 +26,9 @@ from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.owners import tag_in, tag_of
 from penstock.gateway.wire.prompts import Prompts
 from penstock.priority.lanes import Lane, Tenant
-from penstock.priority.refusal import Refusal
 from penstock.priority.routing.router import RouteQuery, Router
 from penstock.priority.routing.state import parse_change, parse_snapshot
+from penstock.priority.verdict import Refusal
 from tests.cluster.scripted_replicas import PATIENCE_S, serving
 from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, completion_body, make_tokenizer
 

@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from penstock.gateway.tracing import Traces
-from penstock.priority.refusal import Refusal
+from penstock.priority.verdict import Refusal
 from tests.clock import Clock
 from tests.collector import Collector, attributes
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body

@@ -13,9 +13,9 @@ from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import Plan, StepLoad
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
-from penstock.priority.refusal import Refusal
 from penstock.priority.shares import cost_of
 from penstock.priority.steptime import StepTimeModel
+from penstock.priority.verdict import Refusal
 from penstock.priority.waiting import Account, LaneLine, Stage
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from penstock.engine.planning.request import Request, SamplingParams, Sequence
 from penstock.engine.planning.step import StepLoad
-from penstock.priority.admission import Admission, Forecast
+from penstock.priority.admission import Admission
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.pacing import ALONE_SLACK
 from penstock.priority.queue import LaneQueue
-from penstock.priority.refusal import Refusal
 from penstock.priority.steptime import StepTimeModel
+from penstock.priority.verdict import Forecast, Refusal
 from penstock.priority.waiting import Size
 from tests.few import examples
 from tests.priority.simulated_engine import (

@@ -21,7 +21,7 @@ WINDOW_S = 24 * 3600
 """A batch that is not done after so long ends as expired."""
 MAX_LINES = 10_000
 MAX_RESULT_BYTES = 16 * 1024 * 1024
-"""The results of one batch may have so many bytes; with more it fails, and keeps what it has."""
+"""The most bytes of one batch's results; with more it fails, and keeps those it has."""
 MAX_ERRORS = 50
 """A failed batch names so many lines."""
 MAX_CUSTOM_ID_CHARS = 512
@@ -155,7 +155,7 @@ class InputCheck:
 
     @property
     def is_over(self) -> bool:
-        """Whether the lines that follow change nothing."""
+        """Returns whether further lines change nothing."""
         return len(self._known) > MAX_LINES or len(self._errors) == MAX_ERRORS
 
     @property

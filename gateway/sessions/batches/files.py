@@ -74,7 +74,7 @@ class Upload:
     """A file that arrives piece by piece and cannot be found yet."""
 
     def __init__(self, files: Files, tenant: str, most_bytes: int) -> None:
-        """`most_bytes` is the room that the tenant has, beside other uploads."""
+        """`most_bytes` is the tenant's room, less other uploads."""
         self._files = files
         self._tenant = tenant
         self.most_bytes = most_bytes

@@ -100,9 +100,9 @@ class Run:
         self._done: set[str] = set()
         """The `custom_id` of each line that has a result."""
         self._is_closed = False
-        """Whether this process takes no work any more."""
+        """Whether this process takes no more work."""
         self._is_lost = False
-        """Whether another process has it, so that nothing may be written here."""
+        """Whether another process owns the batch, so that nothing may be written here."""
 
     async def run(self) -> bool:
         """Returns whether the batch has ended; otherwise another process has to go on with it.

@@ -1,1 +1,1 @@
-"""The store is told which prefixes are cached here, and asked who has others: hints, for the engine alone decides."""
+"""Prefixes in the store: those cached here and on other replicas. They are hints; only the engine decides."""

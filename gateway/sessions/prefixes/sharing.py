@@ -1,4 +1,4 @@
-"""Replicas tell the store what they have cached, and find in it what others have."""
+"""Shares the cached prefixes of replicas by way of the store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PrefixWriter:
         every_s: float = 0.1,
         max_changes: int = 200,
     ) -> None:
-        """Without tokens, replicas find out what others hold, but nothing can be computed again from what is kept."""
+        """Without tokens, replicas see each other's prefixes, but nothing can be recomputed from the store."""
         self._with_tokens = with_tokens
         self._tracker = tracker
         self._store = store

@@ -22,7 +22,7 @@ MAX_TRACKED = 100_000
 MAX_RECENT = 1_000
 """For each salt so many candidates for the hottest are known: ends of chains, and blocks at which a hit ended."""
 PASS_ON_S = 60.0
-"""How often a block tells its parent of its hits: the blocks of a long chain are not all looked at with every hit."""
+"""The interval at which a block reports its hits to its parent, so that a hit does not visit a whole chain."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Block:
     owed: int = 0
     """Hits that its parent was not told of yet."""
     passed_on_s: float = -math.inf
-    """When the block told its parent of its hits last."""
+    """The time at which the block last reported its hits to its parent."""
     is_end: bool = False
     """A hit ended here."""
 
@@ -91,7 +91,7 @@ class PrefixTracker:
         self._leaves: OrderedDict[bytes, None] = OrderedDict()
         """Blocks without a child, the one used longest ago first."""
         self._recent: dict[bytes, OrderedDict[bytes, None]] = {}
-        """By salt, the candidates for the hottest, the one used longest ago first."""
+        """The candidates for the hottest blocks by salt, least recently used first."""
         self._num_at_depth: dict[int, int] = {}
         self._dirty: dict[bytes, None] = {}
         self._gone: dict[bytes, _Block] = {}
@@ -167,7 +167,7 @@ class PrefixTracker:
     # What the store does not know yet
 
     def changes(self, limit: int) -> list[PrefixChange]:
-        """Takes out at most so many changes: what is gone first, then what is resident, in order."""
+        """Takes out at most so many changes: evicted blocks first, then resident ones, in order."""
         gone = list(islice(self._gone, limit))
         brought = [_change(known, self._gone.pop(known), resident=False) for known in gone]
         for known in list(islice(self._dirty, limit - len(brought))):

@@ -42,7 +42,7 @@ class Warming(Generation):
         self._over = asyncio.Event()
 
     async def over(self) -> None:
-        """Returns when it has ended; raises what it failed with."""
+        """Returns when it has ended; raises its exception if it failed."""
         await self._over.wait()
         if self.error is not None:
             raise self.error
@@ -104,7 +104,7 @@ def _ends(known: dict[bytes, PrefixChange]) -> Iterable[PrefixChange]:
 
 
 def _is_sound(block: PrefixChange, block_size: int) -> bool:
-    """Whether the block's tokens give its hash."""
+    """Returns whether the block's tokens have its hash."""
     parent = chain_start(block.salt) if block.parent is None else block.parent
     return len(block.token_ids) == block_size and block_hash(parent, block.token_ids) == block.hash
 
@@ -147,7 +147,7 @@ class WarmUp:
         self._clock = clock
 
     async def run(self, store: Durable, tracker: PrefixTracker) -> None:
-        """Computes them, once the engine is ready; logs what it did, and raises nothing."""
+        """Computes the prefixes once the engine is ready; logs the result, and raises nothing."""
         limit = min(self._max_tokens // self._block_size, MAX_WARMED_BLOCKS)
         if limit <= 0:
             return
@@ -168,7 +168,7 @@ class WarmUp:
         log.info("computed %d prefixes again, %d tokens in %.1f s", len(done), num_done, seconds)
 
     async def _compute(self, prefix: WarmPrefix) -> bool:
-        """Computes a prefix, anew after every interruption: what was computed by then is found in the cache."""
+        """Computes a prefix, again after every interruption: the finished part is found in the cache."""
         while True:
             while not self._is_idle():
                 await asyncio.sleep(self._poll_s)

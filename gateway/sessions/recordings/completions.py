@@ -29,7 +29,7 @@ def details_of(
     num_choices: int = 1,
     stored: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns what a recording has to know of the request, as JSON; `stored` if its completion is to be stored."""
+    """Returns the request's details for a recording, as JSON; `stored` if its completion is to be stored."""
     return {
         "model": head.model,
         "service_tier": head.service_tier,
@@ -53,7 +53,7 @@ class Said(NamedTuple):
     choice: int
     piece: Piece | None
     token_ids: tuple[int, ...] = ()
-    """The tokens that were in no event before, where log probabilities are told."""
+    """The tokens not yet in an event, if log probabilities are reported."""
     logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property

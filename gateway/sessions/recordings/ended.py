@@ -14,7 +14,7 @@ class _Share:
 
     num_bytes: int = 0
     recordings: OrderedDict[str, tuple[Recording, int]] = field(default_factory=OrderedDict)
-    """By id, the recordings and their bytes, the one that ended first in front."""
+    """The recordings and their bytes by id, the earliest end first."""
 
 
 class EndedRecordings:
@@ -24,7 +24,7 @@ class EndedRecordings:
         self.num_bytes = 0
         """The memory that all of them take, about."""
         self._shares: dict[str, _Share] = {}
-        """By tenant; none is empty."""
+        """The ended recordings of each tenant that has any."""
 
     def add(self, recording: Recording) -> None:
         self.discard(recording)
@@ -56,7 +56,7 @@ class EndedRecordings:
         return list(found.values())
 
     def _give_up(self, excess: int, found: dict[str, Recording]) -> None:
-        """Adds to what was found so many bytes, of the tenant that has most at the time."""
+        """Collects recordings of so many bytes, each from the tenant that has the most at the time."""
         sizes = {tenant: share.num_bytes for tenant, share in self._shares.items()}
         oldest = {tenant: iter(share.recordings.values()) for tenant, share in self._shares.items()}
         while excess > 0 and sizes:

@@ -1,4 +1,4 @@
-"""A journal is what is written down of a recording, so that another process can go on with it.
+"""A journal is the stored form of a recording, from which another process can continue it.
 
 A journal has words of 32 bits. A token is one of them: its id; in a reply of several choices, which take turns, with
 the highest bit set if its choice ends with it. Where log probabilities are told they follow: the token's own, as a

@@ -53,7 +53,7 @@ class Reader:
         self._format = format
         self._began_at = position
         self.at_end = False
-        """Whether nothing comes any more."""
+        """Whether the reader has everything."""
         self._check_position()
 
     def tell(self, event: object) -> None:
@@ -79,7 +79,7 @@ class Reader:
 
     @property
     def refusal(self) -> ApiError | None:
-        """Whoever has some of the events is told of an error in another one."""
+        """The error that is the whole reply; a reader that has some events gets it as another event instead."""
         return self.recording.error if self.recording.settled and self._began_at < 0 else None
 
     @property

@@ -26,15 +26,15 @@ MAX_TEXT_BYTES = 8 * 1024 * 1024
 INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
 """Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
 EVENT_BYTES = 160
-"""The bytes that an event takes beside its text."""
+"""The bytes of an event without its text."""
 _CHOICE_BYTES = 80
 """The bytes that an event takes more, where it says which choice it is of."""
 _KNOWN_BYTES = 240
 """The bytes that an event takes more, where it has log probabilities, without these."""
 _HELD_BYTES = 400
-"""The bytes of a token that waits for its turn."""
+"""The approximate bytes of a token that waits to be turned into events."""
 _OWN_BYTES = 6_000
-"""The bytes of a recording beside its events and tokens; its request and its script are counted."""
+"""The approximate bytes of a recording without its events and tokens, with its request and script."""
 _UNTOLD = TokenLogprobs(nan)
 
 
@@ -186,7 +186,7 @@ class Recording(Generation):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether this process does not finish it, but another one can."""
+        """Whether this process will not finish it, but another one can."""
         return self.journalled and self.error is not None and self.error.code in INTERRUPTED
 
     @property
@@ -243,7 +243,7 @@ class Recording(Generation):
         self._add(self._script.feed(text, index))
 
     def close(self) -> None:
-        """Adds what is left to say; no text comes any more."""
+        """Adds the last events; no more text comes."""
         for index in range(self.request.n):
             self._add(self._script.finish(self.reason, index))
 
@@ -376,7 +376,7 @@ class Recording(Generation):
         return bool(self._readers)
 
     def is_abandoned(self, now: float) -> bool:
-        """Whether nobody reads it, and nobody is expected any more."""
+        """Returns whether nobody reads it or is expected to."""
         if self.detached_s is None or self.ended:
             return False
         patience_s = self.max_detached_s if self.detachable else 0.0

@@ -49,11 +49,11 @@ _REPLAYED_BYTES = 64
 _WRITES = 2
 """A reply is tried to be written down so often before it begins: a store that has much to do may be late once."""
 _TAKEN_OVER = 25
-"""So many journals are read in one go."""
+"""The number of journals that one call reads."""
 ABANDONED = "abandoned"
 """The error code of a reply that was cancelled since nobody read it."""
 MAX_ATTEMPTS = 3
-"""So many processes may die over one request; then it fails."""
+"""The number of processes that may die during one request before it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,11 @@ class Keeping:
     max_age_s: float = 3_600.0
     """Nothing is generated for longer than this."""
     max_bytes: int = 64 * 1024 * 1024
-    """All that have ended may have so many bytes; the oldest are forgotten first."""
+    """The bytes that all ended replies may take; the oldest are forgotten first."""
     flush_s: float = 0.05
-    """How often what is new is written down."""
+    """The interval at which new events are written to the journal."""
     claim_s: float = 2.0
-    """How often streams are looked for whose process is gone."""
+    """The interval at which streams of dead processes are searched for."""
     batch: int = 100
 
 
@@ -101,14 +101,14 @@ class Recordings:
         self._clock = clock
         self.keeping = Keeping()
         self.on_end: dict[str, EndHook] = {}
-        """By kind, what is done before the client is told that its reply is complete."""
+        """The work to do, by kind of reply, before the client gets the end of its reply."""
         self.scripts: dict[str, ScriptMaker] = {}
-        """By kind, what makes the script of a reply."""
+        """The function that makes the script of a reply, by kind."""
         self._all: dict[str, Recording] = {}
         self._unsettled: dict[str, Recording] = {}
         self._ended = EndedRecordings()
         self._written: dict[str, int] = {}
-        """By id, the words that are in the journal; missing if not even the header is."""
+        """The number of tokens in the journal by id; missing if not even the header is written."""
         self._dirty: dict[str, None] = {}
         self._doomed: dict[str, None] = {}
         """Ids of journals that are to be deleted."""
@@ -212,7 +212,7 @@ class Recordings:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Writes down what is new and takes over the streams of dead processes, while it is entered."""
+        """Writes new events and takes over the streams of dead processes, while it is entered."""
         try:
             async with meanwhile(every(self.keeping.flush_s, self._keep, "writing the journal")):
                 yield
@@ -227,7 +227,7 @@ class Recordings:
                 await self._claiming.next()
 
     def tick(self, now: float) -> None:
-        """Ends what nobody reads or what is too old, and forgets what has ended long ago."""
+        """Ends recordings that nobody reads or that are too old, and forgets those that ended long ago."""
         for recording in list(self._unsettled.values()):
             if recording.is_abandoned(now):
                 self.cancel(recording, ABANDONED)
@@ -254,7 +254,7 @@ class Recordings:
             task.add_done_callback(lambda _: self._settling.pop(recording.id))
 
     async def _settle(self, recording: Recording) -> None:
-        """Does what is to be done once a reply has ended, before anybody is told."""
+        """Runs the work at the end of a reply, before any client sees the end."""
         self._dispatch.release(recording)
         if (grammar := recording.request.sampling.grammar) is not None:
             recording.hold_to(grammar.plain)
@@ -297,7 +297,7 @@ class Recordings:
                 await self._writing.next()
 
     async def _write_down(self) -> None:
-        """Writes all that is new, and deletes what is not wanted any more."""
+        """Writes all new events, and deletes the journals that are no longer needed."""
         await self._writing.next()
         await self._delete_doomed()
 
@@ -314,7 +314,7 @@ class Recordings:
                 return
 
     async def _write(self, recordings: Sequence[Recording]) -> bool:
-        """Writes what is new of these; False if the store is not there, and then it stays noted."""
+        """Writes the new events of these; returns False if the store is away, and keeps them for later."""
         for recording in recordings:
             self._dirty.pop(recording.id, None)
         wanted = [recording for recording in recordings if recording.journalled]

@@ -302,7 +302,7 @@ def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
 def details_of(
     body: ResponseBody, lane: Lane, items: list[Item], history: Sequence[Message], reading: Reading = PLAIN
 ) -> JsonObject:
-    """Returns what is written down with a recording, so that all of its objects can be made from it at any time.
+    """Returns the details stored with a recording, from which all of its objects can be made at any time.
 
     Args:
         items: of this request, as `input_items` made them.

@@ -58,7 +58,7 @@ class KeptThread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResponse:
-    """A KeptResponse is what is kept of one response."""
+    """A KeptResponse is the stored form of one response."""
 
     object: JsonObject
     input: list[Item]

@@ -59,7 +59,7 @@ Includable = Literal[
 
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-"""What the ids of each kind of item begin with."""
+"""The prefixes of ids by kind of item."""
 ITEM_PREFIXES = tuple(_PREFIXES.values())
 
 
@@ -276,7 +276,7 @@ class ResponseBody(Sampled):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the most likely tokens are told at each place; None if no log probabilities are."""
+        """Returns the number of likely tokens to report at each position; None without log probabilities."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     @property
@@ -285,7 +285,7 @@ class ResponseBody(Sampled):
 
     @property
     def stored(self) -> bool:
-        """Whether the response can be asked for, and continued, after it has ended."""
+        """Returns whether the response is kept, so that it can be fetched and continued later."""
         return self.store is not False
 
 

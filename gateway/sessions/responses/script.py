@@ -59,7 +59,7 @@ class _Open:
     call: Call
     """The call that the item is, if it is one."""
     seals: bool
-    """Whether reasoning is given as an opaque string, too."""
+    """Whether reasoning is also returned as an opaque string."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[ChosenLogprob] = field(default_factory=list)
     """The log probabilities of a message's tokens, if they were asked for."""

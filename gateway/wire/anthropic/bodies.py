@@ -1,4 +1,4 @@
-"""What Anthropic's Messages API is asked, and what of it chat completions are asked."""
+"""The bodies of Anthropic's Messages API, and their translation to chat completions."""
 
 from __future__ import annotations
 

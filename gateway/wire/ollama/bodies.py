@@ -1,4 +1,4 @@
-"""What Ollama's API is asked, and what of it chat completions are asked."""
+"""The bodies of Ollama's API, and their translation to chat completions."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class OllamaGenerateBody(Asked):
 
     prompt: str | None = None
     suffix: str | None = None
-    """What follows the answer."""
+    """The text after the answer."""
     system: str | None = None
     raw: bool | None = None
     """The prompt is not a turn of a conversation: it is taken as it is."""
@@ -148,7 +148,7 @@ class OllamaEmbedBody(OfModel):
 
     input: str | Many[str] | None = None
     truncate: bool | None = None
-    """What is too long loses its end, unless it says false."""
+    """Whether texts that are too long lose their end."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -176,7 +176,7 @@ class Understood:
     raw: str | None = None
     """The prompt, if it is to be taken as it is."""
     suffix: str | None = None
-    """What follows the answer, if the prompt is taken as what stands before it."""
+    """The text after the answer, if the prompt is the text before it."""
     context: Sequence[int] = ()
     """The tokens of the conversation that the chat goes on with."""
 

@@ -19,7 +19,7 @@ class Style(Enum):
     NAMED = auto()
     """The arguments are an object after the name."""
     FENCED = auto()
-    """The same, and each call has markers around it."""
+    """The same, with markers around each call."""
     TAGGED = auto()
     """The name and each argument stand between tags."""
     PYTHON = auto()
@@ -83,7 +83,7 @@ class Format:
     has_cdata: bool = False
     """A value between tags may stand between the markers of XML's CDATA, and then end at these only."""
     others: tuple[str, ...] = ()
-    """Markers that models write beside those above."""
+    """Further markers that models write."""
     has_short_ids: bool = False
     """Templates take ids of nine letters and digits only."""
 

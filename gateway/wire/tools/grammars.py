@@ -21,7 +21,7 @@ _LINE = r'"\n"?'
 
 
 class Beside(Enum):
-    """The kinds of reply that may be given beside calls."""
+    """The kinds of reply that are allowed in addition to calls."""
 
     NOTHING = "nothing"
     ANSWER = "answer"
@@ -80,7 +80,7 @@ class _Rules:
         self._spell = spell
         self._rules: list[str] = []
         self._begun: dict[str, str] = {}
-        """Returns the beginnings of calls that may be all of a reply, by the rule of what follows them."""
+        """The beginnings of calls that may be a whole reply, by the rule for the rest."""
 
     def add(self, name: str, expression: str) -> str:
         self._rules.append(f"{name}: {expression}")

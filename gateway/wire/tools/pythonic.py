@@ -14,7 +14,7 @@ _NEXT_KEY = re.compile(rf"\s*,\s*({_NAME.pattern})\s*=")
 _END = re.compile(r"\s*(?:,\s*)?\)")
 _END_IN_LIST = re.compile(rf"{_END.pattern}\s*(?:\]|<\||\Z|,\s*{_NAME.pattern}\s*\()")
 _BEGUN = re.compile(rf"(?:\s*|{_END.pattern}\s*<?|(?:\s*|{_END.pattern}\s*),\s*(?:{_NAME.pattern}\s*)?)\Z")
-"""What may become one of those that follow an argument: another one, the end of a call, or that of one in a list."""
+"""Matches the beginning of what can follow an argument: another one, or the end of a call, alone or in a list."""
 _IN_TEXT = re.compile(r'\\[^\n\r]|[\\"\n\r]')
 _AS_WRITTEN = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"}
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
@@ -24,7 +24,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class Pythonic(FormatParser):
-    """Reads a list of calls, or one on each line, up to what is none. An argument is passed on when it is complete.
+    """Reads a list of calls, or one call per line, up to other text. An argument is passed on when it is complete.
 
     LFM2.5's template puts quotation marks around any text and escapes nothing in it: those that neither an argument of
     the tool nor the end of the call follows belong to the text, as newlines do.
@@ -95,7 +95,7 @@ class Pythonic(FormatParser):
             i += 2 if self._text[i] == "\\" else 1
 
     def _is_end(self, i: int, name: str) -> bool:
-        """Whether an argument may end at `i`, by what follows."""
+        """Returns whether an argument can end at `i`, judging by the text after it."""
         if (key := _NEXT_KEY.match(self._text, i)) is not None:
             schema = self._tools.schemas[name]
             known = schema.get("properties") if isinstance(schema, dict) else None

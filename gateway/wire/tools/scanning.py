@@ -58,9 +58,9 @@ class Scanner:
         self.told: list[str] | None = None
         """The texts that were said up to markers, and by no other parser; if somebody wants them, a list."""
         self.reasons: bool | None = None
-        """Whether the text that came last is reasoning; None if what follows decides that."""
+        """Whether the latest text is reasoning; None while that depends on further text."""
         self.is_over = False
-        """Whether all reasoning was read, or there is none."""
+        """Whether all reasoning has been read, or there is none."""
         self.num_undecided = 0
         """The number of tokens of which it is not known yet whether they are reasoning; see `Thoughts`."""
 

@@ -18,7 +18,7 @@ class ToolUse:
     """The tools of one request."""
 
     tools: Sequence[dict[str, Any]] = ()
-    """The tools that the model is told of, as chat templates know them: `{"type": "function", "function": {...}}`."""
+    """The tools shown to the model, in the form of chat templates: `{"type": "function", "function": {...}}`."""
     required: frozenset[str] = frozenset()
     """The tools of which one has to be called; empty if the model is free."""
     one_call: bool = False
