@@ -29,9 +29,9 @@ from app.checkpoint import (
 from app.doctor import Level, check_model, check_types
 from app.errors import OperatorError
 from app.settings import Settings
+from demo.held_out import held_out
+from demo.score import Talker
 from engine.model.checkpoint import read_tokenizer
-from lab.demo.held_out import held_out
-from lab.demo.score import Talker
 from lab.quality import distance
 from loadtests.forked import ForkedServer
 from tests.app.command import penstock

@@ -27,7 +27,7 @@ from penstock import isolation
 
 ROOT = Path(__file__).parents[2]
 KERNELS = "penstock/lib/engine/kernels/cpu/prebuilt"
-NOT_INSTALLED = {"tests", "lab", "loadtests", "deploy", "docs"}
+NOT_INSTALLED = {"tests", "demo", "lab", "loadtests", "deploy", "docs"}
 
 # Every process of the environment writes down, as it ends, which modules it had and from where.
 REPORT = """

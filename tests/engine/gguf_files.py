@@ -20,8 +20,8 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lab.demo import gguf_files
-from lab.demo.gguf_files import FLOAT32, Array, Types, ggml_name, same, tokenizer_metadata
+from lab import gguf_files
+from lab.gguf_files import FLOAT32, Array, Types, ggml_name, same, tokenizer_metadata
 
 __all__ = ["ggml_name", "same", "tokenizer_metadata", "write_family", "write_file", "write_gguf"]
 

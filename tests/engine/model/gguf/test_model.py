@@ -37,7 +37,7 @@ from engine.model.transformer import make_decoder
 from engine.model.weights import load_weights
 from engine.quant.integers import Factors, Integers
 from engine.spec import Attention, HeadOrder, Rows
-from lab.demo.gguf_files import Types
+from lab.gguf_files import Types
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY
