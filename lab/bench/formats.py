@@ -20,7 +20,7 @@ from engine.heap import trim_heap
 from engine.kernels.cpu.native import NativeDecoder
 from engine.model.files import open_files
 from engine.quant.storages.names import LAYERS
-from lab.bench.format_files import MAKERS
+from lab.bench.checkpoints import MAKERS
 from lab.bench.parts import Case, NoNativeDecoder, load, make_batch
 
 SHAPES = {shape.name: shape for shape in (LLAMA_135M, HALF_B, LLAMA_TINY)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from app.bench.checkpoint import LLAMA_TINY
-from lab.bench.format_files import MAKERS
+from lab.bench.checkpoints import MAKERS
 from lab.bench.formats import CASES, SUBJECTS, Peak, measure
 from lab.bench.parts import NoNativeDecoder
 from lab.bench.report import print_formats
