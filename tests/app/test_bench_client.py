@@ -118,11 +118,6 @@ def test_an_exchange_is_watched_piece_by_piece_and_has_its_key() -> None:
     assert b"authorization: Bearer key\r\n" in heads[1]
 
 
-def test_a_measurement_tells_the_processor_time_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "process_time", lambda: 0.25)
-    assert measure(host="127.0.0.1", port=1, path="/", bodies=[[]]) == {"cpu_s": 0.25, "answers": []}
-
-
 def test_nobody_there_is_an_error_at_once() -> None:
     with pytest.raises(OSError, match="1"):
         measure(host="127.0.0.1", port=1, path="/", bodies=[[{}]])

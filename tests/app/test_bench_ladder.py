@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import pytest
 
-from app.bench import command
 from app.bench.ladder import (
     OWN_TOKENS,
     SHARED_TOKENS,
     USERS,
     Ladder,
-    cost_per_million,
     is_kept,
     most_users,
     print_ladder,
 )
-from app.bench.ladder_plot import draw_ladder
 from app.bench.server_process import ServerProcess
-from app.errors import OperatorError
 from app.reader import Answer
 
 ENDS = {"failed": 0, "requests": 64, "first_error": None}
@@ -72,14 +66,6 @@ def test_the_most_users_are_found_to_a_quarter(limit: int, most: int) -> None:
     assert most_users(lambda users: 1.0 if users <= limit else 0.9) == most
 
 
-def test_19_of_20_are_enough() -> None:
-    assert most_users(lambda users: 0.95 if users <= 4 else 0.94) == 4
-
-
-def test_a_machine_of_a_dollar_that_makes_a_thousand_tokens_a_second() -> None:
-    assert cost_per_million(1.0, 1_000.0) == pytest.approx(0.2778, abs=1e-4)
-
-
 def ladder(jobs: list[object]) -> Ladder:
     def start(arguments: object) -> AbstractContextManager[ServerProcess]:
         raise AssertionError(arguments)
@@ -111,33 +97,3 @@ def test_a_rung_that_failed_says_why(capsys: pytest.CaptureFixture[str]) -> None
     row = {**ROWS[1], "tokens_per_s": 0.0, "failed": 64, "first_error": "no answer"}
     print_ladder("demo", [ROWS[0], row], 1.0)
     assert "batching: 64 of 64 requests failed: no answer" in capsys.readouterr().out
-
-
-def test_rungs_are_times_the_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    print_ladder("demo", ROWS, 2.0)
-    assert capsys.readouterr().out.splitlines()[4].split() == [
-        "batching",
-        "300",
-        "30x",
-        "500",
-        "900",
-        "64",
-        "1.85",
-    ]
-    draw_ladder(tmp_path / "ladder.png", {"demo": ROWS, "135m": ROWS})
-    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--ladder", "--workload", "W1"],
-        ["--plot", "/tmp/x.png", "--only", "http"],
-        ["--cost", "/tmp/x.json", "--ladder"],
-    ],
-)
-def test_runs_that_do_not_go_together(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    with pytest.raises(OperatorError):
-        command.run(parser.parse_args(arguments))
