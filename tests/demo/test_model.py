@@ -17,7 +17,7 @@ from app.checkpoint import DEMO_MODEL
 from demo import tools
 from demo.batches import batch
 from demo.corpus import sample
-from demo.head import HEAD, UNROLLED, loss_of, read_head, read_target, redrafted
+from demo.head import UNROLLED, loss_of, read_head, read_target, redrafted
 from demo.score import Talker
 from demo.tokenizer import (
     END,
@@ -28,7 +28,6 @@ from demo.tokenizer import (
     TOOLS_INTRODUCTION,
     Message,
     encode_conversation,
-    special_id,
 )
 from demo.train import MODEL
 from engine.model.checkpoint import read_config
@@ -122,17 +121,6 @@ def test_a_head_keeps_what_it_knows_of_tokens_that_it_still_drafts() -> None:
     torch.testing.assert_close(again.fc.weight, head.fc.weight)
 
 
-def test_the_vocabulary_is_small_and_fits_the_embedding(tokenizer: Tokenizer) -> None:
-    assert tokenizer.get_vocab_size() == MODEL.vocab_size == HEAD.vocab_size <= 4096
-
-
-def test_the_turn_tokens_are_single_and_special(tokenizer: Tokenizer) -> None:
-    for token in SPECIAL_TOKENS:
-        number = special_id(tokenizer, token)
-        assert tokenizer.encode(token, add_special_tokens=False).ids == [number]
-        assert tokenizer.decode([number]) == ""
-
-
 @settings(max_examples=examples(300))
 @given(text=st.text())
 @example("<|user|>")
@@ -142,14 +130,6 @@ def test_any_text_round_trips(text: str) -> None:
     token_ids = SERVED.encode(text)
     assert not SERVED.special_ids & set(token_ids)
     assert SERVED.decode(token_ids) == text
-
-
-def test_numbers_are_read_digit_by_digit(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("3072", add_special_tokens=False).tokens == ["3", "0", "7", "2"]
-
-
-def test_a_bare_text_gets_a_beginning_token(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("Once").tokens[0] == "<|bos|>"
 
 
 def turns(messages: list[Message]) -> list[dict[str, str]]:
@@ -171,16 +151,6 @@ def test_a_prompt_is_the_start_of_the_conversation_it_becomes(chat: PreTrainedTo
     whole = chat.apply_chat_template(turns(TALK), tokenize=False)
     assert prompt.endswith(ROLES["assistant"])
     assert whole == f"{prompt}{TALK[-1][1]}{END}"
-
-
-def test_the_template_trims_and_knows_developers(chat: PreTrainedTokenizerBase) -> None:
-    text = chat.apply_chat_template(turns([("developer", " Be kind. "), ("user", "hi\n")]), tokenize=False)
-    assert text == "<|bos|><|system|>Be kind.<|end|><|user|>hi<|end|>"
-
-
-def test_the_template_refuses_other_roles(chat: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(Exception, match="no role function"):
-        chat.apply_chat_template(turns([("function", "42")]), tokenize=False)
 
 
 def function(name: str, *parameters: str, **more: object) -> dict[str, Any]:

@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from demo.batches import Batch, Source, batch, encode
-from demo.corpus import practice, sample, texts
+from demo.batches import Batch, batch
+from demo.corpus import sample, texts
 from demo.network import within_talks
 from demo.tokenizer import (
     BOS,
     END,
     ROLES,
-    SPECIAL_TOKENS,
     Message,
     encode_conversation,
     encode_text,
@@ -28,8 +27,6 @@ from demo.tokenizer import (
     train_tokenizer,
 )
 from tests.few import examples
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 IGNORED = -100
 LENGTH = 128
@@ -63,19 +60,6 @@ def test_any_text_survives_a_tokenizer_of_our_training(text: str) -> None:
     assert TOKENIZER.decode(encode_text(TOKENIZER, text)) == text
 
 
-@given(st.text())
-def test_text_is_never_read_as_the_start_of_a_turn(text: str) -> None:
-    """Whatever people write, only the words of special tokens themselves become special tokens."""
-    specials = {special_id(TOKENIZER, token) for token in SPECIAL_TOKENS}
-    if not any(token in text for token in SPECIAL_TOKENS):
-        assert not specials & set(encode_text(TOKENIZER, text))
-
-
-@given(st.integers(0, 10**30))
-def test_a_number_is_as_many_tokens_as_it_has_digits(value: int) -> None:
-    assert len(encode_text(TOKENIZER, str(value))) == len(str(value))
-
-
 @given(conversations)
 def test_of_a_conversation_exactly_the_answers_are_learnt(messages: list[Message]) -> None:
     ids, said = encode_conversation(TOKENIZER, messages)
@@ -83,14 +67,6 @@ def test_of_a_conversation_exactly_the_answers_are_learnt(messages: list[Message
     assert spoken(TOKENIZER, ids, said) == answers
     assert ids[0] == BOS_ID
     assert ids.count(END_ID) == len(messages)
-
-
-@given(conversations)
-def test_no_turn_mark_is_learnt(messages: list[Message]) -> None:
-    """The server writes these into a prompt; a model that said them would speak for the user."""
-    ids, said = encode_conversation(TOKENIZER, messages)
-    learnt = {token for token, is_said in zip(ids, said, strict=True) if is_said}
-    assert not learnt & {BOS_ID, *ROLE_IDS.values()}
 
 
 def packed(seed: int, rows: int = 4, length: int = 512) -> Batch:
@@ -129,28 +105,6 @@ def test_every_conversation_of_a_row_is_whole(seed: int) -> None:
         assert learnt[-1] == END_ID
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_conversations_of_a_row_are_numbered_one_after_another(seed: int) -> None:
-    for talks in packed(seed).talks:
-        assert talks[0] == 1
-        assert set(talks.diff().tolist()) <= {0, 1}
-
-
-def test_the_first_token_of_a_conversation_is_no_target_of_the_one_before() -> None:
-    some = packed(1, rows=8)
-    begins = (some.inputs[:, 1:-1] == BOS_ID) & (some.inputs[:, 2:] != BOS_ID)
-    assert begins.any()
-    assert (some.targets[:, :-2][begins] == IGNORED).all()
-
-
-def test_padding_is_never_learnt() -> None:
-    some = packed(2, rows=8)
-    for inputs, targets in zip(some.inputs, some.targets, strict=True):
-        (ends,) = (inputs != 0).nonzero(as_tuple=True)
-        last = int(ends[-1])
-        assert (targets[last + 1 :] == IGNORED).all()
-
-
 talk_numbers = st.lists(st.integers(1, 4), min_size=1, max_size=9).map(sorted)
 
 
@@ -176,16 +130,3 @@ def test_rows_hold_whole_conversations_of_any_length(lengths: list[int], rows: i
     answers = [TOKENIZER.decode([t for t in targets if t != IGNORED]) for _, targets in talks_of(some)]
     assert len(answers) >= rows
     assert not Counter(answers) - Counter(made)
-
-
-@pytest.mark.parametrize("source", [sample, practice], ids=["sample", "practice"])
-def test_a_batch_is_filled_from_any_source(source: Source) -> None:
-    some = batch(TOKENIZER, source, Random(3), 4, 512)
-    assert (some.inputs != 0).float().mean() > 0.7
-    assert (some.targets != IGNORED).any(dim=1).all()
-
-
-def test_a_bare_text_has_no_turns() -> None:
-    ids, said = encode(TOKENIZER, [("", "Once upon a time.")])
-    assert not set(ids) & set(ROLE_IDS.values())
-    assert spoken(TOKENIZER, ids, said) == [f"Once upon a time.{END}"]

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from demo import train as training
-from demo.batches import Batch, batch
-from demo.corpus import sample, texts
+from demo.batches import batch
+from demo.corpus import sample
 from demo.network import Llama, Shape
 from demo.optimiser import optimisers
 from demo.train import (
@@ -21,12 +20,8 @@ from demo.train import (
     next_token_loss,
     restore,
     save,
-    tokenizer_of,
-    train,
     train_step,
 )
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = Shape(320, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24)
 PLAN = Plan(
@@ -64,23 +59,6 @@ def test_it_does_not_matter_in_how_many_passes_a_batch_is_worked_on(tokenizer: T
     assert_same(whole, parts)
 
 
-def test_a_step_says_how_many_tokens_it_saw(tokenizer: Tokenizer) -> None:
-    model, steppers = begin(PLAN)
-    assert train_step(model, steppers, tokenizer, PLAN, next_token_loss, 0)[1] == PLAN.batch_tokens
-
-
-def test_the_first_loss_is_that_of_knowing_nothing(tokenizer: Tokenizer) -> None:
-    """A mean over what is learnt, so that runs with other batches compare."""
-    for tokens in (512, 1024):
-        model, steppers = begin(PLAN)
-        with torch.no_grad():
-            model.model.embed_tokens.weight.zero_()
-        loss, _ = train_step(
-            model, steppers, tokenizer, replace(PLAN, batch_tokens=tokens), next_token_loss, 0
-        )
-        assert loss == pytest.approx(torch.tensor(float(TINY.vocab_size)).log().item(), rel=1e-4)
-
-
 def test_only_what_is_taught_counts(tokenizer: Tokenizer) -> None:
     model, _ = begin(PLAN)
     some = batch(tokenizer, sample, Random(1), 2, 512)
@@ -106,13 +84,6 @@ def test_rates_go_on_where_they_stopped(tokenizer: Tokenizer, tmp_path: Path) ->
     assert_same(model, resumed)
 
 
-def test_without_a_checkpoint_training_begins(tmp_path: Path) -> None:
-    model, steppers = begin(PLAN)
-    before = [parameter.clone() for parameter in model.parameters()]
-    assert restore(tmp_path / "none.pt", model, steppers) == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 def test_a_crash_while_saving_leaves_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,39 +98,3 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(
     with pytest.raises(OSError, match="no space"):
         save(tmp_path / "a.pt", model, steppers, 8)
     assert restore(tmp_path / "a.pt", model, steppers) == 7
-
-
-def test_a_finished_run_is_not_trained_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    plan = replace(PLAN, steps=1, batch_tokens=512)
-
-    def never(_: Llama, __: Batch) -> torch.Tensor:
-        raise AssertionError("there is no step left")
-
-    first = train(TINY, tokenizer, plan, next_token_loss, tmp_path / "a.pt", tmp_path / "model")
-    again = train(TINY, tokenizer, plan, never, tmp_path / "a.pt", tmp_path / "model")
-    assert_same(first, again)
-
-
-def test_a_resumed_run_keeps_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "texts", lambda seed, _: texts(seed, 20))
-    path = tmp_path / "checkpoints" / "tokenizer.json"
-    first = tokenizer_of(path, 1)
-    monkeypatch.setattr(training, "texts", lambda _, __: iter(["another corpus"]))
-    assert tokenizer_of(path, 1).get_vocab() == first.get_vocab()
-
-
-def test_a_step_s_batch_is_its_own(tokenizer: Tokenizer) -> None:
-    """It depends on the seed and the step, and on nothing that was drawn before."""
-    seen = list[torch.Tensor]()
-
-    def note(model: Llama, some: Batch) -> torch.Tensor:
-        seen.append(some.inputs)
-        return next_token_loss(model, some)
-
-    for seed, step in ((1, 3), (1, 3), (1, 4), (2, 3)):
-        model, steppers = begin(PLAN)
-        plan = replace(PLAN, seed=seed, batch_tokens=512)
-        train_step(model, steppers, tokenizer, plan, note, step)
-    assert torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[0], seen[2])
-    assert not torch.equal(seen[0], seen[3])

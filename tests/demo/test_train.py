@@ -8,13 +8,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from demo.batches import Batch, batch, encode
+from demo.batches import Batch, batch
 from demo.circuits import build_induction
 from demo.corpus import sample, texts
-from demo.network import Llama, Shape, within_talks
-from demo.optimiser import orthogonalise
-from demo.tokenizer import BOS, END, special_id, train_tokenizer
-from demo.train import LONG_ROW, MODEL, SHORT_ROW, Loss, Plan, next_token_loss, train
+from demo.network import Llama, Shape
+from demo.tokenizer import train_tokenizer
+from demo.train import MODEL, Loss, Plan, next_token_loss, train
 
 TINY = Shape(512, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64)
 PLAN = Plan(
@@ -25,41 +24,6 @@ PLAN = Plan(
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return train_tokenizer(texts(1, 150), vocab_size=512)
-
-
-def test_a_batch_depends_on_its_seed_alone(tokenizer: Tokenizer) -> None:
-    first, again, other = (batch(tokenizer, sample, Random(seed), 4, 512) for seed in (1, 1, 2))
-    assert torch.equal(first.inputs, again.inputs)
-    assert torch.equal(first.targets, again.targets)
-    assert not torch.equal(first.inputs, other.inputs)
-
-
-def test_targets_are_the_next_tokens_of_the_assistant(tokenizer: Tokenizer) -> None:
-    whole = batch(tokenizer, sample, Random(1), 4, 512)
-    for row, wanted in zip(whole.inputs, whole.targets, strict=True):
-        learnt = [at for at in range(511) if wanted[at] != -100]
-        assert all(wanted[at] == row[at + 1] for at in learnt[:-1])
-        assert wanted[learnt[-1]] == special_id(tokenizer, END)
-        assert special_id(tokenizer, BOS) not in wanted
-
-
-def test_rows_are_well_filled(tokenizer: Tokenizer) -> None:
-    whole = batch(tokenizer, sample, Random(1), 8, 512)
-    assert (whole.inputs != 0).float().mean() > 0.85
-
-
-def test_a_batch_can_be_split_by_rows(tokenizer: Tokenizer) -> None:
-    whole = batch(tokenizer, sample, Random(1), 5, 512)
-    parts = list(whole.split(2))
-    assert [len(part.inputs) for part in parts] == [2, 2, 1]
-    assert torch.equal(torch.cat([part.talks for part in parts]), whole.talks)
-
-
-def test_a_token_sees_the_past_of_its_own_conversation_only() -> None:
-    seen = within_talks(torch.tensor([[1, 1, 2, 2]]))[0, 0].isfinite()
-    assert seen.tolist() == [
-        [True, False, False, False], [True, True, False, False], [False, False, True, False], [False, False, True, True]
-    ]  # fmt: skip
 
 
 def test_packed_conversations_are_computed_as_if_alone(tokenizer: Tokenizer) -> None:
@@ -83,12 +47,6 @@ def randomise(model: Llama) -> None:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_bare_text_is_learnt_whole(tokenizer: Tokenizer) -> None:
-    ids, said = encode(tokenizer, [("", "Once upon a time.")])
-    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{BOS}Once upon a time.{END}"
-    assert said == [False] + [True] * (len(ids) - 1)
-
-
 def test_the_learning_rate_warms_up_and_ends_near_zero() -> None:
     plan = replace(PLAN, steps=1000)
     scales = [plan.lr_scale(step) for step in range(1000)]
@@ -96,22 +54,6 @@ def test_the_learning_rate_warms_up_and_ends_near_zero() -> None:
     assert max(scales) == scales[200] == 1.0
     assert scales[400:] == sorted(scales[400:], reverse=True)
     assert 0 < scales[-1] < 0.005
-
-
-def test_long_rows_come_now_and_then_and_at_the_end() -> None:
-    plan = replace(PLAN, steps=100)
-    lengths = [plan.row_length(step) for step in range(100)]
-    assert set(lengths) == {SHORT_ROW, LONG_ROW}
-    assert set(lengths[93:]) == {LONG_ROW}
-    assert lengths[:90].count(LONG_ROW) == 7
-
-
-@pytest.mark.parametrize("shape", [(3, 20, 50), (2, 50, 20), (1, 32, 32)])
-def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, int, int]) -> None:
-    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalise(matrices, steps=8))
-    assert values.min() > 0.5
-    assert values.max() < 1.4
 
 
 def interrupted_after(steps: int) -> Loss:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,3 +163,29 @@ def test_a_server_that_fails_when_it_is_warmed_is_not_measured(
     assert replay.main(["--requests", "1"]) == 2
     assert capsys.readouterr().err == "replay: the server answers with HTTP 500\n"
     assert len(server) == 1
+
+
+@pytest.mark.long("load tests")
+def test_a_trace_is_served_and_simulated_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "figures.json"
+    assert replay.main(["--requests", "12", "--rate", "4", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    served, simulated = found["served"]["total"], found["simulated"]["total"]
+    assert served["offered"] == simulated["offered"] == 12
+    assert served["work"] > 0 < served["kept"] <= 12 - served["refused"]
+    assert found["machine"]["max_batch_tokens"] in (512, 8192)
+    assert 0 < found["machine"]["coefficients"]["alpha_s"] < 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("served / simulated")
+
+
+@pytest.mark.long("load tests")
+def test_sessions_run_on_one_server_and_behind_both_switches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["replicas", "--replicas", "2", "--sessions", "3", "--turns", "2"])
+    replicas.main()
+    names = ("one server", "2 replicas, by forecast", "2 replicas, at random")
+    for line, name in zip(capsys.readouterr().out.splitlines(), names, strict=True):
+        assert line.startswith(f"{name}: 6 turns, 0 failed: ")
