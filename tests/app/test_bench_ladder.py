@@ -9,34 +9,12 @@ import pytest
 from app.bench.ladder import (
     OWN_TOKENS,
     SHARED_TOKENS,
-    USERS,
     Ladder,
     is_kept,
     most_users,
-    print_ladder,
 )
 from app.bench.server_process import ServerProcess
 from app.reader import Answer
-
-ENDS = {"failed": 0, "requests": 64, "first_error": None}
-ROWS = [
-    {
-        "rung": "generate",
-        "tokens_per_s": 10.0,
-        "ttft_p50_ms": 9_000.0,
-        "ttft_p99_ms": 18_000.0,
-        "users": 0,
-        **ENDS,
-    },
-    {
-        "rung": "batching",
-        "tokens_per_s": 300.0,
-        "ttft_p50_ms": 500.0,
-        "ttft_p99_ms": 900.0,
-        "users": 64,
-        **ENDS,
-    },
-]
 
 
 def answer(*token_times_s: float, error: str | None = None) -> Answer:
@@ -77,13 +55,6 @@ def ladder(jobs: list[object]) -> Ladder:
     return Ladder(start, run_module, None, range(100, 200), "model", "int8", [], 2)
 
 
-def test_one_by_one_users_wait_for_those_before_them() -> None:
-    row = next(ladder([]).measure())
-    assert row["tokens_per_s"] == pytest.approx(64 / 0.4)
-    assert row["ttft_p50_ms"] == pytest.approx(1_000 * 0.4 * (USERS + 1) / 2)
-    assert row["users"] == 2
-
-
 def test_prompts_are_of_one_length_and_share_a_beginning_only_if_asked() -> None:
     some = ladder([])
     shared, apart = some._prompts(3, 1, shared=True), some._prompts(3, 1, shared=False)
@@ -91,9 +62,3 @@ def test_prompts_are_of_one_length_and_share_a_beginning_only_if_asked() -> None
     assert len({tuple(prompt[:SHARED_TOKENS]) for prompt in shared}) == 1
     assert len({tuple(prompt[SHARED_TOKENS:]) for prompt in shared}) == 3
     assert len({tuple(prompt[:16]) for prompt in apart}) == 3
-
-
-def test_a_rung_that_failed_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {**ROWS[1], "tokens_per_s": 0.0, "failed": 64, "first_error": "no answer"}
-    print_ladder("demo", [ROWS[0], row], 1.0)
-    assert "batching: 64 of 64 requests failed: no answer" in capsys.readouterr().out

@@ -11,17 +11,12 @@ import pytest
 from hypothesis import strategies as st
 
 from app.bench import command, runs
-from app.bench.arithmetic import Arithmetic
-from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
-from app.bench.report import print_report, print_workloads
+from app.bench.report import print_report
 from app.bench.statistics import Figures
 from app.bench.workloads import WORKLOADS
 from app.cli import main
 from app.errors import OperatorError
 from app.reader import Answer
-
-CEILINGS: dict[str, Any] = {"memory_gb_per_s": 20.0, "peaks": {"fma8": 100.0, "tile_bf16": 2000.0}}
-ARITHMETIC = Arithmetic(body=200_000_000, head=20_000_000, vocabulary=16_384, kv=11_520)
 
 seconds = st.floats(0, 100, allow_nan=False)
 
@@ -58,21 +53,6 @@ def test_failures_are_told_below_the_figures(capsys: pytest.CaptureFixture[str])
     lines = report_of(capsys, http=[http_row(requests=16, failed=3, first_error="cut"), http_row()])
     assert lines[-1] == "m, auto, 1: 3 of 16 requests failed: cut"
     assert len([line for line in lines if "failed" in line]) == 1
-
-
-def workloads_report(capsys: pytest.CaptureFixture[str], *rows: dict[str, Any]) -> list[str]:
-    print_workloads({"machine": {"processor": "P", "cores": 2}, "ceilings": CEILINGS, "http": rows})
-    return capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.parametrize("name", sorted(WORKLOADS))
-def test_a_workload_that_reaches_what_the_machine_can_do_reaches_all_of_it(
-    capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    most = most_tokens_per_s(WORKLOADS[name], ARITHMETIC, Sizes(2, 2, 2), Ceilings(**CEILINGS))
-    lines = workloads_report(capsys, http_row(workload=name, tokens_per_s=most, most_tokens_per_s=most))
-    (line,) = (line for line in lines if line.startswith(f"{name}, auto"))
-    assert line.endswith("100%")
 
 
 def test_an_interactive_request_that_was_refused_has_not_failed() -> None:

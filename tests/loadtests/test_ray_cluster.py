@@ -49,16 +49,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(cast(LocalRay, ray))
 
 
-def test_commands_are_those_of_an_operator(cluster: Cluster) -> None:
-    said = "token: -m penstock cluster scale --address here:1 2\n"
-    assert asyncio.run(cluster.run("scale", "2")) == said
-    with pytest.raises(RuntimeError) as caught:
-        asyncio.run(cluster.run("fail", "2"))
-    failed = "fail 2: token: -m penstock cluster fail --address here:1 2\nno\n"
-    assert str(caught.value) == failed
-    assert asyncio.run(cluster.status()).text == "token: -m penstock cluster status --address here:1\n"
-
-
 def test_a_replica_is_replaced_when_the_switch_and_ray_say_so(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
