@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 
@@ -55,10 +57,13 @@ def ladder(jobs: list[object]) -> Ladder:
     return Ladder(start, run_module, None, range(100, 200), "model", "int8", [], 2)
 
 
-def test_prompts_are_of_one_length_and_share_a_beginning_only_if_asked() -> None:
-    some = ladder([])
+@pytest.mark.parametrize("encode", [None, lambda text: list(text.encode())])
+def test_prompts_are_of_one_length_and_share_a_beginning_only_if_asked(
+    encode: Callable[[str], list[int]] | None,
+) -> None:
+    some = replace(ladder([]), encode=encode)
     shared, apart = some._prompts(3, 1, shared=True), some._prompts(3, 1, shared=False)
     assert {len(prompt) for prompt in shared + apart} == {SHARED_TOKENS + OWN_TOKENS}
     assert len({tuple(prompt[:SHARED_TOKENS]) for prompt in shared}) == 1
     assert len({tuple(prompt[SHARED_TOKENS:]) for prompt in shared}) == 3
-    assert len({tuple(prompt[:16]) for prompt in apart}) == 3
+    assert len({tuple(prompt[:99]) for prompt in apart}) == 3

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
-from app.bench.replay import delay, prompts, served_of
+from app.bench.replay import body_of, delay, prompts, served_of
 from app.reader import Answer
 from priority.lanes import DEFAULT_POLICIES
 from priority.simulator.run import Machine, simulate
@@ -25,6 +28,23 @@ def test_equal_hash_ids_are_equal_prefixes() -> None:
     assert first[: 2 * BLOCK_TOKENS] == second[: 2 * BLOCK_TOKENS]
     assert first[2 * BLOCK_TOKENS :] != second[2 * BLOCK_TOKENS : 1_100]
     assert first[:BLOCK_TOKENS] != third[:BLOCK_TOKENS]
+
+
+def test_a_request_that_allows_itself_more_samples_until_it_ends() -> None:
+    plain = body_of(ARRIVAL, [5])
+    assert (plain["max_tokens"], plain["temperature"], "n" in plain, "logit_bias" in plain) == (
+        3,
+        0,
+        False,
+        False,
+    )
+    free = body_of(replace(ARRIVAL, max_tokens=900, n=4), [5])
+    assert (free["max_tokens"], free["temperature"], free["n"], free["ignore_eos"]) == (900, 1, 4, False)
+    biases = [
+        body_of(replace(ARRIVAL, max_tokens=900, num_output=num), [5])["logit_bias"] for num in (10, 100)
+    ]
+    short, long = (next(iter(bias.values())) for bias in biases)  # type: ignore[attr-defined]
+    assert short == pytest.approx(long + math.log(10)), "an end ten times as likely"
 
 
 def test_prompts_without_hash_ids_share_nothing() -> None:

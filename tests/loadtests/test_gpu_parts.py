@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.gpu import parts
-from loadtests.gpu.figures import Figure, emit, emit_fact, emit_skip
+from loadtests.gpu.figures import Figure, emit, emit_fact, emit_skip, say
 from loadtests.gpu.parts import Outcome, Part, run_part
 
 FIGURE = json.dumps({"figure": {"name": "speed", "value": 2.5, "unit": "GB/s", "how": ""}})
@@ -74,6 +74,20 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(
     assert outcome.skipped == [("the rest of p", "it was not done after 5 s")]
     assert outcome.seconds < 60
     assert ends(int(pid.read_text()))
+
+
+@pytest.mark.parametrize(("bound_s", "left_s"), [(60, 9.9), (9.9, 60)])
+def test_without_time_a_part_is_not_begun(bound_s: float, left_s: float) -> None:
+    assert run_part(Part("p", "", bound_s), ["/nowhere"], left_s) == Outcome(
+        "p", skipped=[("p", "no time was left")]
+    )
+
+
+def test_progress_has_the_seconds_since_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    say("kernels: decode")
+    _, seconds, _, text = capsys.readouterr().err.split(maxsplit=3)
+    assert 0 <= float(seconds) < 7200
+    assert text == "kernels: decode\n"
 
 
 def ends(pid: int) -> bool:

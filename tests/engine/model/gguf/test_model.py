@@ -37,11 +37,11 @@ from engine.model.transformer import make_decoder
 from engine.model.weights import load_weights
 from engine.quant.integers import Factors, Integers
 from engine.spec import Attention, HeadOrder, Rows
-from lab.gguf_files import Types
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY
 from tests.engine.gguf_files import ggml_name, same, write_family, write_gguf
+from tests.engine.gguf_writing import Types
 from tests.engine.model.test_transformer import oracle_logits
 
 CPU = torch.device("cpu")
