@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     drawn: dict[str, Figure] = {}
     save = Figure.savefig
 
-    def keep(figure: Figure, path: Path, **options: object) -> None:
+    def keep(figure: Figure, path: Path, **options: Any) -> None:
         drawn[path.name] = figure
         save(figure, path, **options)
 
