@@ -63,7 +63,7 @@ def ensure_folder(name: str, write: Callable[[Path], None], root: Path | None = 
 
 def write_checkpoint(config: Mapping[str, object], folder: Path) -> None:
     """Writes a model of this config.json, as `write_weights` does, and its tokenizer."""
-    from app.bench.weights import write_weights  # only it needs torch
+    from penstock.app.bench.weights import write_weights  # only it needs torch
 
     write_all_but_weights(config, folder)
     write_weights(folder, text_token_ids(config))

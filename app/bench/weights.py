@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.model.parse import read_config
-from engine.model.safetensors import DTYPES
-from engine.model.tensors import expected_tensors, make_recipe
-from engine.quant.float8 import FLOAT8
-from engine.quant.storage import StoredTensor
+from penstock.engine.config import LoadOptions
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.safetensors import DTYPES
+from penstock.engine.model.tensors import expected_tensors, make_recipe
+from penstock.engine.quant.float8 import FLOAT8
+from penstock.engine.quant.storage import StoredTensor
 
 _WRITTEN = ("BF16", "F8_E4M3", "I64", "I32", "I8")
 _DEVIATION = 0.02

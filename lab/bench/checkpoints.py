@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
-from app.bench.checkpoint import (
+from lab.bench.random_states import QWEN_08B
+from lab.gguf_files import add_entry, model_metadata, tokenizer_metadata
+from penstock.app.bench.checkpoint import (
     Shape,
     config_of,
     ensure_checkpoint,
@@ -28,10 +30,8 @@ from app.bench.checkpoint import (
     write_all_but_weights,
     write_checkpoint,
 )
-from engine.model.parse import read_config
-from engine.model.tensors import expected_shapes
-from lab.bench.random_states import QWEN_08B
-from lab.gguf_files import add_entry, model_metadata, tokenizer_metadata
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.tensors import expected_shapes
 
 _GROUP_SIZES = (128, 64)
 """For 4 bits; the first that divides the inputs is taken."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from app.bench.checkpoint import MOST_TOKENS, Shape, config_of, text_token_ids
+from penstock.app.bench.checkpoint import MOST_TOKENS, Shape, config_of, text_token_ids
 
 MODES = ("full", "quick", "dry")
 

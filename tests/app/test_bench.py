@@ -9,13 +9,13 @@ from typing import NoReturn
 
 import pytest
 
-from app.bench import runs
-from app.bench.ceilings import Ceilings
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
-from app.bench.workloads import Interactive, Workload
-from app.cli import main
-from app.errors import OperatorError
 from loadtests.forked import ForkedServer
+from penstock.app.bench import runs
+from penstock.app.bench.ceilings import Ceilings
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from penstock.app.bench.workloads import Interactive, Workload
+from penstock.app.cli import main
+from penstock.app.errors import OperatorError
 from tests.app.command import penstock
 
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from app.bench.ladder import (
+from penstock.app.bench.ladder import (
     OWN_TOKENS,
     SHARED_TOKENS,
     Ladder,
     is_kept,
     most_users,
 )
-from app.bench.server_process import ServerProcess
-from app.reader import Answer
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.reader import Answer
 
 
 def answer(*token_times_s: float, error: str | None = None) -> Answer:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.job import run_module
-from app.bench.server_process import ServerFailed, ServerProcess
-from app.errors import OperatorError
+from penstock.app.bench.job import run_module
+from penstock.app.bench.server_process import ServerFailed, ServerProcess
+from penstock.app.errors import OperatorError
 
 MODULE = """
 import os, sys

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from app.bench.replay import body_of, delay, prompts, served_of
-from app.reader import Answer
-from priority.lanes import DEFAULT_POLICIES
-from priority.simulator.run import Machine, simulate
-from priority.simulator.summary import is_kept
-from priority.simulator.trace import BLOCK_TOKENS, Arrival
+from penstock.app.bench.replay import body_of, delay, prompts, served_of
+from penstock.app.reader import Answer
+from penstock.priority.lanes import DEFAULT_POLICIES
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.summary import is_kept
+from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 
 ARRIVAL = Arrival(5.0, 100, 3)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from app.bench import command, runs
-from app.bench.report import print_report
-from app.bench.statistics import Figures
-from app.bench.workloads import WORKLOADS
-from app.cli import main
-from app.errors import OperatorError
-from app.reader import Answer
+from penstock.app.bench import command, runs
+from penstock.app.bench.report import print_report
+from penstock.app.bench.statistics import Figures
+from penstock.app.bench.workloads import WORKLOADS
+from penstock.app.cli import main
+from penstock.app.errors import OperatorError
+from penstock.app.reader import Answer
 
 seconds = st.floats(0, 100, allow_nan=False)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from app.checkpoint import DEMO_MODEL
 from demo.head import before, read_target
 from demo.prediction import Prediction, export
-from engine.model.checkpoint import read_config
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.model.checkpoint import read_config
 from tests.engine.model.test_prediction import drafting
 from tests.engine.test_prediction import TOKEN_IDS, hidden_of
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.planning.step import StepReport
 from loadtests.gpu import alone
+from penstock.engine.planning.step import StepReport
 
 
 def test_only_steps_of_all_streams_that_prefill_nothing_are_a_pace() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.planning.step import OPEN, Chunk, Plan
 from loadtests.gpu import drafts, figures, sizes
 from loadtests.gpu.drafts import Forced, ForcedModel
 from loadtests.gpu.parts import Outcome
+from penstock.engine.planning.step import OPEN, Chunk, Plan
 
 
 def run(mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Outcome]:

@@ -10,15 +10,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from app.bench.checkpoint import write_checkpoint
-from engine.config import LoadOptions
-from engine.execution.loader import load_model
-from engine.fields import Fields
-from engine.kernels.batch import blank_batch
-from engine.model.parse import parse_config, read_config
-from engine.model.tensors import expected_shapes, linear_specs, make_recipe
-from engine.quant.float8 import Float8
-from engine.quant.integers import Integers
 from loadtests.gpu.sizes import (
     LLAMA_8B,
     LLAMA_SMALL,
@@ -27,6 +18,15 @@ from loadtests.gpu.sizes import (
     ModelShape,
     serving,
 )  # fmt: skip
+from penstock.app.bench.checkpoint import write_checkpoint
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution.loader import load_model
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.batch import blank_batch
+from penstock.engine.model.parse import parse_config, read_config
+from penstock.engine.model.tensors import expected_shapes, linear_specs, make_recipe
+from penstock.engine.quant.float8 import Float8
+from penstock.engine.quant.integers import Integers
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.reader import Answer
 from loadtests.gpu import figures, serving, sizes
 from loadtests.gpu.parts import Outcome
+from penstock.app.reader import Answer
 
 Sent = tuple[int, int, int, int, int]
 """Streams, prompt tokens, output tokens, rounds, client processes."""

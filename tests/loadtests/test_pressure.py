@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.reader import Answer
 from loadtests.pressure import figures, pool_blocks, simulated, traffic
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.simulator.run import Machine, simulate
-from priority.simulator.trace import Arrival
+from penstock.app.reader import Answer
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.trace import Arrival
 
 PROMISE_S = DEFAULT_POLICIES[Lane.STANDARD].ttft_s
 SLOW = Machine(

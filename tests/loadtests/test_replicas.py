@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from app.bench.client import Job
-from app.bench.job import run_module
-from app.bench.server_process import ServerFailed
-from app.checkpoint import DEMO_MODEL
-from app.reader import Answer
 from loadtests import replay, replicas
 from loadtests import run as minute
 from loadtests.keys import key_file
 from loadtests.replicas import Load
+from penstock.app.bench.client import Job
+from penstock.app.bench.job import run_module
+from penstock.app.bench.server_process import ServerFailed
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.app.reader import Answer
 from tests.loadtests.scripted import REFUSED, ScriptedServer, chat
 
 Log = list[Any]

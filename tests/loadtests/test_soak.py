@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import pytest
 
-from app.reader import Answer
 from loadtests import soak as module
 from loadtests.exchange import Server
 from loadtests.soak import BEHAVIOURS, Clients, ServerUnderTest, main, soak
+from penstock.app.reader import Answer
 from tests.loadtests.scripted import ScriptedServer, whole
 from tests.loadtests.test_behaviours import Clock
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from engine.config import LoadOptions
-from engine.fields import Fields
-from engine.model.checkpoint import read_config, read_tokenizer
-from engine.model.files import open_files
-from engine.model.parse import parse_config
-from engine.model.stacks import unstacked
-from engine.model.tensors import check_tensors, expected_tensors, layer_specs, make_recipe
-from engine.quant.integers import Integers
-from engine.spec import Attention, Experts, GatedDelta
 from lab.bench import checkpoints
 from lab.bench.checkpoints import MODELS, write_gguf
+from penstock.engine.config import LoadOptions
+from penstock.engine.fields import Fields
+from penstock.engine.model.checkpoint import read_config, read_tokenizer
+from penstock.engine.model.files import open_files
+from penstock.engine.model.parse import parse_config
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import check_tensors, expected_tensors, layer_specs, make_recipe
+from penstock.engine.quant.integers import Integers
+from penstock.engine.spec import Attention, Experts, GatedDelta
 
 _CUT = {"vocab_size": 1024, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 EXPERTS = MODELS["30b-a3b"] | _CUT | {

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.kernels.cpu.native import NativeUnavailable, load_library
 from lab.bench import attention, experts, sampling, states
 from lab.bench.checkpoints import A3B_30B
 from lab.bench.planning import measure_planning
 from lab.bench.random_states import QWEN_08B
 from lab.bench.routing import measure_routing
+from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
 from tests.lab.bench.test_checkpoints import EXPERTS, STATES
 
 Run = Callable[..., list[list[str]]]
