@@ -25,7 +25,7 @@ _MOST_CHARACTERS_PER_TOKEN = 32
 """No more of a file is read than so many bytes for each token that is wanted."""
 
 _DEMO_TEXTS = DEMO_MODEL.parent / "texts.json"
-"""Conversations as token ids of the demo model's tokenizer, made by `python -m lab.demo.texts`."""
+"""Conversations as token ids of the demo model's tokenizer, made by `python -m demo.texts`."""
 
 
 def make_texts(

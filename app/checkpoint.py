@@ -33,9 +33,9 @@ _SAMPLED_BYTES, _PIECE = 1 << 25, 1 << 13
 def asked_for(model: str) -> str | None:
     """The model that an operator names: None, as if he had named none, if he calls the demo model by its name.
 
-    A folder of that name goes before it.
+    A checkpoint's folder of that name goes before it; the checkout's own demo/ is none.
     """
-    return None if model in _DEMO_NAMES and not Path(model).exists() else model
+    return None if model in _DEMO_NAMES and not (Path(model) / "config.json").exists() else model
 
 
 def model_name(model: str | None, served_model_name: str | None) -> str:

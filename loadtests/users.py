@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import isnan
 from typing import ClassVar
 
 import gevent
@@ -18,13 +19,41 @@ from locust import User, between, task
 
 from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, poll, question, respond, resume
 from loadtests.exchange import Server, failed
-from loadtests.outcomes import Outcome
-from loadtests.settings import read_tenants
 from penstock.app.reader import Answer
 from penstock.gateway.wire.sampling import tier_of
 from penstock.priority.lanes import parse_lane
 
 _ENOUGH_TURNS = 6
+
+
+def read_tenants(text: str) -> dict[str, str]:
+    """Key by name; one tenant without a key if the text is empty.
+
+    Raises:
+        ValueError: an entry is not NAME=KEY.
+    """
+    if not text:
+        return {"default": ""}
+    tenants = {}
+    for entry in text.split(","):
+        name, _, key = entry.partition("=")
+        if not name or not key:
+            raise ValueError("--tenants takes NAME=KEY,NAME=KEY")
+        tenants[name] = key
+    return tenants
+
+
+def times_s(answer: Answer) -> Iterator[tuple[str, float]]:
+    """The times of an answer that came whole, each with the name of its row in locust's tables."""
+    if answer.token_times_s:
+        yield "ttft", answer.ttft_s
+    if not isnan(answer.tpot_s):
+        yield "tpot", answer.tpot_s
+    if gaps_s := answer.gaps_s:
+        yield "longest itl", max(gaps_s)
+    if answer.queue_s is not None:
+        yield "queue", answer.queue_s
+    yield "e2e", answer.ended_s - answer.started_s
 
 
 class PenstockUser(User):
@@ -45,26 +74,41 @@ class PenstockUser(User):
     def chat(self, **fields: object) -> Body:
         return self.body(messages=[{"role": "user", "content": question()}], **fields)
 
-    def report(self, due_s: float, ask: Callable[[], Answer], *, was_left: bool = False) -> Outcome:
-        """Asks, and tells locust and our own reports what came of it; `due_s` is when it was to be sent."""
+    def report(self, due_s: float, ask: Callable[[], Answer], *, was_left: bool = False) -> Answer:
+        """Asks, and tells locust the times of the answer, which count from `due_s`, when it was to be sent.
+
+        Args:
+            was_left: whether the user goes away on purpose.
+        """
         sent_s = time.perf_counter()
-        at_s = time.time() - (sent_s - due_s)
         try:
             answer = ask()
         except (OSError, ValueError) as error:
             answer = failed(sent_s, error)
         answer.started_s = due_s
-        outcome = Outcome(
-            kind=type(self).__name__.lower(),
-            tenant=self.tenant,
-            lane=self.lane,
-            at_s=at_s,
-            lag_s=sent_s - due_s,
-            answer=answer,
-            was_left=was_left,
+        self._fire("client late", answer, sent_s - due_s)
+        whole_s = answer.ended_s - due_s
+        if answer.was_refused:
+            self._fire("refused", answer, whole_s)
+        elif was_left:
+            self._fire("left", answer, whole_s)
+        elif answer.error:
+            self._fire("e2e", answer, whole_s, RuntimeError(answer.error))
+        else:
+            for name, seconds in times_s(answer):
+                self._fire(name, answer, seconds)
+        return answer
+
+    def _fire(self, what: str, answer: Answer, seconds: float, error: Exception | None = None) -> None:
+        """A row for each kind of time, user, lane and tenant; the server's word on the lane goes before ours."""
+        self.environment.events.request.fire(
+            request_type=what,
+            name=f"{type(self).__name__.lower()}, {answer.lane or self.lane}, {self.tenant}",
+            response_time=1000 * seconds,
+            response_length=answer.num_output_tokens,
+            exception=error,
+            context={},
         )
-        self.environment.events.request_outcome.fire(outcome=outcome)
-        return outcome
 
 
 class Chatter(PenstockUser):
@@ -83,10 +127,10 @@ class Chatter(PenstockUser):
         if self.previous_id:
             body["previous_response_id"] = self.previous_id
         due_s = time.perf_counter()
-        outcome = self.report(due_s, lambda: respond(self.server, body))
+        answer = self.report(due_s, lambda: respond(self.server, body))
         self.num_turns += 1
-        goes_on = outcome.ending == "done" and self.num_turns < _ENOUGH_TURNS
-        self.previous_id, self.num_turns = (outcome.answer.id, self.num_turns) if goes_on else ("", 0)
+        goes_on = not answer.error and self.num_turns < _ENOUGH_TURNS
+        self.previous_id, self.num_turns = (answer.id, self.num_turns) if goes_on else ("", 0)
 
 
 class Source(PenstockUser):

@@ -1,4 +1,4 @@
-"""A Llama of random weights as a real checkpoint: speed does not depend on what the weights say."""
+"""Models of random weights as real checkpoints, with a tokenizer whose tokens are plain text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 NUM_BYTES = 256
+MOST_TOKENS = 16_384
+"""The size of the largest tokenizer; further rows of a vocabulary have no token."""
 _SPECIAL = ("<s>", "</s>")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -41,7 +43,7 @@ def cache_folder() -> Path:
 
 def ensure_checkpoint(shape: Shape, root: Path | None = None) -> Path:
     """The folder of the checkpoint, written on first use."""
-    return ensure_folder(shape.name, lambda folder: write_checkpoint(shape, folder), root)
+    return ensure_folder(shape.name, lambda folder: write_checkpoint(config_of(shape), folder), root)
 
 
 def ensure_folder(name: str, write: Callable[[Path], None], root: Path | None = None) -> Path:
@@ -59,22 +61,25 @@ def ensure_folder(name: str, write: Callable[[Path], None], root: Path | None = 
     return folder
 
 
-def write_checkpoint(shape: Shape, folder: Path) -> None:
-    write_all_but_weights(shape, config_of(shape), folder)
-    _write_weights(shape, folder / "model.safetensors")
+def write_checkpoint(config: Mapping[str, object], folder: Path) -> None:
+    """Writes a model of this config.json, as `write_weights` does, and its tokenizer."""
+    from penstock.app.bench.weights import write_weights  # only it needs torch
+
+    write_all_but_weights(config, folder)
+    write_weights(folder, text_token_ids(config))
 
 
-def write_all_but_weights(shape: Shape, config: dict[str, object], folder: Path) -> None:
-    """Writes the config that is given, and a tokenizer with as many tokens as the shape has."""
+def write_all_but_weights(config: Mapping[str, object], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"bos_token_id": NUM_BYTES, "eos_token_id": NUM_BYTES + 1})
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
-    _write_tokenizer(shape, folder / "tokenizer.json")
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(config))
+    _write_tokenizer(text_token_ids(config).stop, folder / "tokenizer.json")
 
 
-def letter_token_ids(shape: Shape) -> range:
+def text_token_ids(config: Mapping[str, object]) -> range:
     """Tokens that are text of their own; the ones before are bytes and special tokens."""
-    return range(NUM_BYTES + len(_SPECIAL), shape.vocabulary)
+    return range(NUM_BYTES + len(_SPECIAL), min(MOST_TOKENS, int(str(config["vocab_size"]))))
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -105,21 +110,21 @@ def config_of(shape: Shape) -> dict[str, object]:
     }
 
 
-def _tokenizer_config(shape: Shape) -> dict[str, object]:
+def _tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": _SPECIAL[0],
         "eos_token": _SPECIAL[1],
-        "model_max_length": shape.max_length,
+        "model_max_length": config["max_position_embeddings"],
         "chat_template": _TEMPLATE,
     }
 
 
-def _write_tokenizer(shape: Shape, path: Path) -> None:
+def _write_tokenizer(num_tokens: int, path: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL]
-    merges = list(itertools.islice(_merges(), shape.vocabulary - len(tokens)))
+    merges = list(itertools.islice(_merges(), num_tokens - len(tokens)))
     tokens += [left + right for left, right in merges]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -129,43 +134,7 @@ def _write_tokenizer(shape: Shape, path: Path) -> None:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Every pair of letters, then pairs with a third letter, then pairs of pairs: 475,228 merges of plain text."""
+    """Every pair of letters, then pairs with a third letter: 18,252 merges of plain text."""
     pairs = [(left, right) for left in _LETTERS for right in _LETTERS]
     yield from pairs
     yield from ((left + right, third) for left, right in pairs for third in _LETTERS)
-    yield from itertools.product(map("".join, pairs), repeat=2)
-
-
-def _write_weights(shape: Shape, path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator).mul_(0.02)
-        for name, size in _weight_sizes(shape).items()
-    }
-    # A zero row is never the most likely token: no answer gets stuck on half a character or ends early.
-    weights["model.embed_tokens.weight"][: NUM_BYTES + len(_SPECIAL)] = 0
-    save_file(
-        {name: weight.to(torch.bfloat16) for name, weight in weights.items()}, path, metadata={"format": "pt"}
-    )
-
-
-def _weight_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    hidden, kv = shape.hidden, shape.hidden // shape.num_heads * shape.num_kv_heads
-    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        sizes |= {
-            prefix + "input_layernorm.weight": (hidden,),
-            prefix + "self_attn.q_proj.weight": (hidden, hidden),
-            prefix + "self_attn.k_proj.weight": (kv, hidden),
-            prefix + "self_attn.v_proj.weight": (kv, hidden),
-            prefix + "self_attn.o_proj.weight": (hidden, hidden),
-            prefix + "post_attention_layernorm.weight": (hidden,),
-            prefix + "mlp.gate_proj.weight": (shape.intermediate, hidden),
-            prefix + "mlp.up_proj.weight": (shape.intermediate, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, shape.intermediate),
-        }
-    return sizes | {"model.norm.weight": (hidden,)}

@@ -18,6 +18,8 @@ from penstock.app.bench.workloads import completion
 from penstock.app.reader import Answer
 from penstock.app.settings import Settings
 from penstock.app.tables import number, percent, table
+from penstock.engine.config import LoadOptions
+from penstock.engine.model.dtype import choose_device
 from penstock.gateway.wire.sampling import tier_of
 from penstock.priority.simulator.result import Result, Served
 from penstock.priority.simulator.run import Machine, simulate
@@ -26,8 +28,6 @@ from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 from penstock.priority.steptime import NAMES
 
 _BLOCK_SIZE = 16
-_MAX_BATCH_TOKENS = 512
-"""The default of a server on a CPU."""
 _LOG_OF_OTHERS = 9.82
 """The logarithm of the sum over what all but the end token weigh in the choice of a random model's token."""
 _NUM_ALONE, _APART_S, _SHORT_PROMPT = 20, 0.1, 64
@@ -95,17 +95,19 @@ def served_of(arrival: Arrival, answer: Answer, at_s: float) -> Served:
 
 
 def machine_of(url: str) -> Machine:
-    """The machine that a server has found itself to be, for the simulator."""
+    """The machine that a server of this process's environment has found itself to be, for the simulator."""
     with urllib.request.urlopen(f"{url}/metrics") as reply:
         text = reply.read().decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     learnt = {s.labels["coefficient"]: s.value for s in samples if s.name == "penstock_step_model_seconds"}
     blocks = next(s.value for s in samples if s.name == "penstock_kv_blocks")
+    settings = Settings.load({})
+    options = LoadOptions(max_batch_tokens=settings.max_batch_tokens or 0)
     return Machine(
         coefficients={name: learnt[name] for name in NAMES},
         num_kv_tokens=int(blocks) * _BLOCK_SIZE,
-        max_batch_tokens=_MAX_BATCH_TOKENS,
-        max_num_seqs=Settings.model_fields["max_num_seqs"].default,
+        max_batch_tokens=options.for_device(choose_device(settings.device).type).max_batch_tokens,
+        max_num_seqs=settings.max_num_seqs,
     )
 
 

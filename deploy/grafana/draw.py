@@ -9,7 +9,6 @@ import argparse
 import math
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,13 +66,9 @@ def _named(name: str, labels: Mapping[str, str]) -> str:
 
 
 def main(path: Path) -> None:
-    with (
-        ServerProcess() as server,
-        Prometheus(server.url) as prometheus,
-        tempfile.TemporaryDirectory() as folder,
-    ):
+    with ServerProcess() as server, Prometheus(server.url) as prometheus:
         began_s = time.time()
-        load = ["--report", folder, "--load-shape", "double-wave", "--users", "48", "--spawn-rate", "8"]
+        load = ["--load-shape", "double-wave", "--users", "48", "--spawn-rate", "8"]
         load += ["--run-time", f"{LOAD_S}s", "--stop-timeout", "30"]
         run = command(server.url, load)
         subprocess.run(run, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -10,12 +10,12 @@ import argparse
 import math
 from collections.abc import Iterator
 from ctypes import c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lab.bench.sparse_files import A3B_30B, SparseShape, sparse_config
+from lab.bench.checkpoints import A3B_30B
 from penstock.app.measures import measure_memory
 from penstock.app.tables import number, table
 from penstock.engine.fields import Fields
@@ -60,13 +60,19 @@ class Figure:
 class Model:
     """Layers of random experts, which all have the same numbers, though each a copy of its own."""
 
-    def __init__(self, team: Team, type: str, shape: SparseShape) -> None:
-        self.team, self.type, self.shape = team, type, shape
-        self.config = parse_config(Fields("", sparse_config(replace(shape, vocabulary=_VOCABULARY))))
+    def __init__(self, team: Team, type: str, num_layers: int) -> None:
+        self.team, self.type = team, type
+        cut = {"num_hidden_layers": num_layers, "vocab_size": _VOCABULARY}
+        self.config = parse_config(Fields("", A3B_30B | cut))
+        experts = self.config.layers[0].feed_forward
+        assert isinstance(experts, Experts)
+        self.experts = experts
         self.kernels = native_kernels(team, torch.bfloat16)
-        layers = [self._layer(number) for number in range(shape.num_layers)]
-        embedding = torch.randn(_VOCABULARY, shape.hidden).bfloat16()
-        weights = Weights(embedding, layers, torch.ones(shape.hidden), nn.Identity(), is_tied=False)
+        layers = [self._layer(number) for number in range(num_layers)]
+        embedding = torch.randn(_VOCABULARY, self.config.hidden_size).bfloat16()
+        weights = Weights(
+            embedding, layers, torch.ones(self.config.hidden_size), nn.Identity(), is_tied=False
+        )
         layout = KVLayout.of(self.config, BLOCK_SIZE)
         kv = KVCache(layout, max(ROWS) // BLOCK_SIZE, torch.bfloat16, torch.device("cpu"))
         decoder = make_decoder(self.config, weights, self.kernels, kv, max(ROWS))
@@ -74,11 +80,10 @@ class Model:
         self.decoder = decoder
 
     def _layer(self, number: int) -> LayerWeights:
-        layer, shape = self.config.layers[number], self.shape
-        maps, norm, head_norm = layer.maps(), torch.ones(shape.hidden), torch.ones(shape.head_dim)
-        assert isinstance(layer.feed_forward, Experts)
+        maps = self.config.layers[number].maps()
+        norm, head_norm = torch.ones(self.config.hidden_size), torch.ones(self.config.head_dim)
         experts = ExpertsWeights(
-            spec=layer.feed_forward,
+            spec=self.experts,
             kernels=self.kernels,
             eps=1e-6,
             router=self._linear(maps["router"]),
@@ -95,7 +100,7 @@ class Model:
 
     def _experts(self, map: LinearMap) -> ExpertLinear:
         tensors, format, rows = self._random(map)
-        count = self.shape.num_experts
+        count = self.experts.router.num_experts
         each = ((tensors, None) for _ in range(count))
         return self.kernels.pack_experts(each, format, count, rows, gated=map.is_gated)
 
@@ -120,7 +125,7 @@ class Model:
 
     def dense_seconds(self, rows: int) -> float:
         """The time of so many rows through the linear maps of `top_k` experts, all rows through each."""
-        count, own, total = self.shape.top_k, self._first(), 0.0
+        count, own, total = self.experts.router.top_k, self._first(), 0.0
         for linears in (own.gate_up, own.down):
             handles = (c_void_p * count)(*[linear.handle for linear in linears[:count]])
             call = self.team.library.call
@@ -136,7 +141,7 @@ class Model:
             self.decoder(batch)
             times = self.team.times()
             self.team.time(False)
-            yield {part: times[part].open_ns / 1e6 / self.shape.num_layers for part in PARTS}
+            yield {part: times[part].open_ns / 1e6 / self.config.num_layers for part in PARTS}
 
     def _batch(self, token_ids: Tensor) -> Batch:
         rows = len(token_ids)
@@ -152,14 +157,14 @@ def kept_in(type: str, in_features: int) -> torch.dtype | Rounding:
     return Quantization(type).layer_format(_LAYERS_OF_8_BITS, in_features)
 
 
-def measure(team: Team, type: str, shape: SparseShape, repeats: int) -> list[Figure]:
-    model = Model(team, type, shape)
+def measure(team: Team, type: str, num_layers: int, repeats: int) -> list[Figure]:
+    model = Model(team, type, num_layers)
     return [_figure(model, rows, repeats) for rows in ROWS]
 
 
 def _figure(model: Model, rows: int, repeats: int) -> Figure:
     """The best step for its experts, and the best dense products, in turns: other processes slow both."""
-    shape, steps, taken = model.shape, model.steps(rows), list[tuple[float, float, dict[str, float]]]()
+    experts, steps, taken = model.experts, model.steps(rows), list[tuple[float, float, dict[str, float]]]()
     next(steps)
     dense_s = math.inf
     for _ in range(repeats):
@@ -168,14 +173,14 @@ def _figure(model: Model, rows: int, repeats: int) -> Figure:
         touched, layers = model.decoder.take_experts_touched()
         taken.append((sum(parts.values()), touched / layers, parts))
         dense_s = min(dense_s, model.dense_seconds(rows))
-    ms, experts, parts = min(taken, key=lambda step: step[0] / step[1])
-    flop = 2.0 * rows * shape.top_k * 3 * shape.hidden * shape.inner
+    ms, num_read, parts = min(taken, key=lambda step: step[0] / step[1])
+    flop = 2.0 * rows * experts.router.top_k * 3 * model.config.hidden_size * experts.inner_size
     return Figure(
         type=model.type,
         rows=rows,
         parts_ms=parts,
-        touched=experts,
-        gb_per_s=experts * model.expert_bytes / ms / 1e6,
+        touched=num_read,
+        gb_per_s=num_read * model.expert_bytes / ms / 1e6,
         gflop_per_s=flop / ms / 1e6,
         dense_gflop_per_s=flop / dense_s / 1e9,
     )
@@ -210,9 +215,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
     team = load_library(print).start_team(options.threads)
-    shape = replace(A3B_30B, num_layers=options.layers)
     memory = measure_memory(team)
-    found = [figure for type in options.types for figure in measure(team, type, shape, options.repeats)]
+    found = [
+        figure for type in options.types for figure in measure(team, type, options.layers, options.repeats)
+    ]
     print_figures(found, memory)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.bench.format_files import MAKERS
+from lab.bench.checkpoints import MAKERS
 from lab.bench.parts import Case, NoNativeDecoder, load, make_batch
 from penstock.app.bench.checkpoint import HALF_B, LLAMA_135M, LLAMA_TINY
 from penstock.engine.execution.loaded import LoadedModel

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from loadtests.gpu.checkpoints import token_ids
+from loadtests.gpu.sizes import TEXT_TOKENS
 from loadtests.gpu.timing import event
 from penstock.app.loop import settle_garbage
 from penstock.engine.config import LoadOptions
@@ -192,7 +192,7 @@ class Bench:
         return self._reports, elapsed_s
 
     def _request(self, name: str, output_tokens: int) -> Request:
-        prompt = tuple(self.random.choices(token_ids(), k=self.job.prompt_tokens))
+        prompt = tuple(self.random.choices(TEXT_TOKENS, k=self.job.prompt_tokens))
         sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
         return Request(
             request_id=name,

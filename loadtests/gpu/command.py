@@ -1,4 +1,4 @@
-"""`loadtests/gpu/run` and `loadtests/gpu/tune`: what runs, for how long, and where the report goes."""
+"""`loadtests/gpu/run`: what runs, for how long, and where the report goes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,29 +26,11 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the parts; the exit status: 1 if a test or a part failed, 2 if nothing can be measured here."""
     started_s = time.monotonic()
     options = _parser().parse_args(arguments)
-    return _measured(options, lambda scratch: _Run(options, scratch, started_s + options.limit).run())
-
-
-def tune(arguments: Sequence[str]) -> int:
-    """Measures tiles, and writes the best; the exit status: 2 if nothing can be measured here."""
-    started_s = time.monotonic()
-    options = _tune_parser().parse_args(arguments)
-
-    def run(_: Path) -> int:
-        from loadtests.gpu.tuning import tune  # not above: torch may not be here, which is said
-
-        return tune(options, started_s + options.limit)
-
-    return _measured(options, run)
-
-
-def _measured(options: argparse.Namespace, run: Callable[[Path], int]) -> int:
-    """Calls `run` with a folder for its files, or says why nothing can be measured."""
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-", dir=options.scratch) as scratch:
         try:
             prepare(Path(scratch) / "packages", say)
             check_device(options.dry_run)
-            return run(Path(scratch))
+            return _Run(options, Path(scratch), started_s + options.limit).run()
         except (PackagesMissing, NoDevice) as error:
             print(f"gpu: {error}", file=sys.stderr)
             return EXIT_CANNOT
@@ -78,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tiny sizes, on the CPU: does the command itself work? No report",
     )
-    _add_limit(parser)
+    parser.add_argument(
+        "--limit", type=positive, default=LIMIT_S, metavar="SECONDS", help=f"of the whole run ({LIMIT_S:g})"
+    )
     parser.add_argument("--reports", type=Path, default=REPORTS, metavar="DIR", help="where the report goes")
     parser.add_argument(
         "--scratch",
@@ -87,37 +71,6 @@ def _parser() -> argparse.ArgumentParser:
         help="room for 17 GB of checkpoints; the system's temporary folder",
     )
     return parser
-
-
-def _tune_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="loadtests/gpu/tune",
-        description="Measures tiles, and writes the best into tiles.json.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="tiny sizes on the CPU, plain torch in the kernel's place; says what it would write, and writes nothing",
-    )
-    _add_limit(parser)
-    parser.add_argument(
-        "--only",
-        metavar="TEXT",
-        default="",
-        help='classes of code with this in their name: "int4 x bfloat16"',
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where entries go; engine/kernels/triton/tiles.json"
-    )
-    parser.set_defaults(scratch=None)
-    return parser
-
-
-def _add_limit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--limit", type=positive, default=LIMIT_S, metavar="SECONDS", help=f"of the whole run ({LIMIT_S:g})"
-    )
 
 
 def check_device(dry_run: bool) -> None:

@@ -11,9 +11,9 @@ import traceback
 from random import Random
 
 from lab.bench.stepping import Always, Step, Stepper
-from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.figures import emit, emit_skip, say
-from loadtests.gpu.sizes import Arguments, parse_arguments, speculation
+from loadtests.gpu.sizes import TEXT_TOKENS, Arguments, parse_arguments, speculation
+from penstock.app.bench.checkpoint import write_checkpoint
 from penstock.engine.config import LoadOptions
 from penstock.engine.execution.loader import load_model
 from penstock.engine.model.drafts import DraftSource
@@ -63,13 +63,12 @@ class Bench:
 
     def __init__(self, arguments: Arguments) -> None:
         target, draft, self.sizes = speculation(arguments.mode)
-        num_random = 1 << (20 if arguments.is_dry else 26)
         folders = [arguments.scratch / name for name in ("drafted-for", "draft")]
         options = LoadOptions(device=arguments.device.type, max_batch_tokens=0)
         try:
             say("drafts: writing the checkpoints")
             for shape, folder in zip((target, draft), folders, strict=True):
-                write_checkpoint(shape, folder, num_random)
+                write_checkpoint(shape.config, folder)
             say("drafts: loading")
             model, source = folders[0], DraftSource(folders[1])
             self._stepper = Stepper(
@@ -78,7 +77,7 @@ class Bench:
         finally:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
-        self._text = token_ids()
+        self._text = TEXT_TOKENS
         self._random = Random(0)
 
     def run(self) -> None:

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from loadtests import report
 from loadtests.gpu.figures import GOALS, Figure
 from loadtests.gpu.parts import Outcome
-from loadtests.report import markdown
 from penstock.app.tables import number
 
 
@@ -39,7 +37,15 @@ def as_markdown(title: str, outcomes: Sequence[Outcome], *, with_goals: bool = T
 def write(folder: Path, stem: str, title: str, outcomes: Sequence[Outcome]) -> Path:
     """Both files, over what an earlier call of the same run wrote; returns the Markdown's path."""
     texts = {f"{stem}.json": as_json(title, outcomes), f"{stem}.md": as_markdown(title, outcomes)}
-    return report.write(folder, texts)[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder / f"{stem}.md"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def file_stem(device: str, date: str) -> str:

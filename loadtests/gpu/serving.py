@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from loadtests.gpu import alone
-from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.figures import emit, emit_skip, say
-from loadtests.gpu.sizes import Arguments, ModelShape, ServingSizes, parse_arguments, serving
+from loadtests.gpu.sizes import TEXT_TOKENS, Arguments, ModelShape, ServingSizes, parse_arguments, serving
+from penstock.app.bench.checkpoint import write_checkpoint
 from penstock.app.bench.client import Job, ask
 from penstock.app.bench.job import run_module
 from penstock.app.bench.server_process import ServerProcess
@@ -52,13 +52,12 @@ class Bench:
         self.sizes: ServingSizes
         self.shape, self.sizes = serving(name, arguments.mode)
         self.folder = arguments.scratch / name
-        self.num_random = 1 << (20 if arguments.is_dry else 26)
         self._seeds = count().__next__
         self.has_failed = False
 
     def run(self) -> None:
         say(f"{self.name}: writing the checkpoint")
-        write_checkpoint(self.shape, self.folder, self.num_random)
+        write_checkpoint(self.shape.config, self.folder)
         try:
             http_tpot_ms = self._serve()
             if self.sizes.host_streams:
@@ -208,7 +207,7 @@ class Bench:
         Raises:
             RuntimeError: a request failed.
         """
-        bodies = workload.bodies("bench", token_ids(), self._seeds())
+        bodies = workload.bodies("bench", TEXT_TOKENS, self._seeds())
         num_processes = min(_CLIENT_PROCESSES, max(1, len(bodies) // 32))
         job = Job(server.host, server.port, "/v1/completions", bodies)
         answers = ask(partial(run_module, timeout_s=_CLIENT_S), job, num_processes)

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.app.bench.checkpoint import Shape, config_of
+from penstock.app.bench.checkpoint import MOST_TOKENS, Shape, config_of, text_token_ids
 
 MODES = ("full", "quick", "dry")
-VOCABULARY = 16_384
-"""Tokens that are text, in every checkpoint here; the other rows of a model's vocabulary are never chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +121,12 @@ def _small(shape: ModelShape, head_dim: int) -> ModelShape:
     """Shrinks a model to what a CPU wants, in its own architecture."""
     return replace(
         shape, hidden=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim, intermediate=96,
-        vocabulary=VOCABULARY + 64, max_length=1024,
+        vocabulary=MOST_TOKENS + 64, max_length=1024,
     )  # fmt: skip
 
+
+TEXT_TOKENS = text_token_ids(QWEN3_06B.config)
+"""Tokens that are text in every checkpoint here, for prompts."""
 
 LLAMA_SMALL, QWEN3_SMALL = _small(LLAMA_8B, 16), _small(QWEN3_06B, 24)
 

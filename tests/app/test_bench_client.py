@@ -1,9 +1,12 @@
-"""The bench's client: streams side by side, their requests one after another."""
+"""The bench's client: streams side by side, their requests one after another, and servers that misbehave."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,32 +17,76 @@ from penstock.app.bench.client import Job, ask, exchange, measure, run_job
 from penstock.app.reader import Answer, Recording
 from tests.app.test_reader import HEAD, STREAM, chunked, recorded
 
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Serves a connection whose request has been read."""
+BUSY = (
+    b'HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n\r\n{"error": {"message": "The server is full."}}'
+)
+WHOLE = HEAD + chunked(*STREAM)
 
-def test_streams_run_side_by_side_and_their_requests_one_after_another() -> None:
-    most = now = 0
+
+def sends(data: bytes) -> Script:
+    async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        await writer.drain()
+
+    return script
+
+
+def resets(data: bytes) -> Script:
+    """Breaks the connection after this instead of closing it."""
+
+    async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await sends(data)(_, writer)
+        writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
+        )
+        writer.transport.abort()
+
+    return script
+
+
+def answers_to(*scripts: Script, streams: int = 1) -> list[Answer]:
+    """A connection for each script, one request after another in so many streams."""
+    turns = iter(scripts)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal most, now
-        now += 1
-        most = max(most, now)
+        script = next(turns)
         await reader.readuntil(b"}")
-        while now < 2 and most < 2:  # the first waits for the second stream
-            await asyncio.sleep(0)
-        writer.write(HEAD + chunked(*STREAM))
-        await writer.drain()
-        now -= 1
+        await script(reader, writer)
         writer.close()
 
     async def run() -> list[Answer]:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with server:
+        async with asyncio.timeout(60), await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            return await run_job(Job("127.0.0.1", port, "/", [[{}, {}], [{}, {}]]))
+            return await run_job(Job("127.0.0.1", port, "/", [[{}] * (len(scripts) // streams)] * streams))
 
-    answers = asyncio.run(run())
-    assert [a.error for a in answers] == [None] * 4
-    assert [len(a.token_times_s) for a in answers] == [3] * 4
-    assert most == 2
+    return asyncio.run(run())
+
+
+def test_streams_run_side_by_side_and_their_requests_one_after_another() -> None:
+    both = asyncio.Barrier(2)
+
+    async def together(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await both.wait()
+        await sends(WHOLE)(reader, writer)
+
+    answers = answers_to(*[together] * 4, streams=2)
+    assert [answer.error for answer in answers] == [None] * 4
+    assert [len(answer.token_times_s) for answer in answers] == [3] * 4
+    assert [answer.stream for answer in answers] == [0, 0, 1, 1]
+
+
+def test_requests_after_a_failed_one_are_still_sent() -> None:
+    failing = [sends(BUSY), resets(b""), resets(WHOLE[: WHOLE.index(b"data:") + 30]), sends(WHOLE[:-30])]
+    error_frame = b"data: " + json.dumps({"error": {"code": "engine_failed"}}).encode() + b"\n\n"
+    failing += [sends(HEAD + chunked(error_frame, b"data: [DONE]\n\n"))]
+    *failed, whole = answers_to(*failing, sends(WHOLE))
+    assert all(answer.error for answer in failed)
+    assert failed[0].was_refused
+    assert failed[3].error == "the stream ended without [DONE]"
+    assert "engine_failed" in str(failed[4].error)
+    assert (whole.error, len(whole.token_times_s)) == (None, 3)
 
 
 def test_streams_that_several_processes_share_keep_their_numbers_starts_and_keys() -> None:
@@ -80,7 +127,7 @@ def test_a_stream_begins_when_it_is_to_and_begins_nothing_after_the_end(
     async def exchange(*request: object) -> Recording:
         sent.append(request)
         loop.now_s += 1.0
-        return recorded([HEAD + chunked(*STREAM)])
+        return recorded([WHOLE])
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(client, "exchange", exchange)
@@ -97,13 +144,12 @@ def test_an_exchange_is_watched_piece_by_piece_and_has_its_key() -> None:
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(HEAD + chunked(*STREAM))
+        writer.write(WHOLE)
         await reader.read()  # until the client closes, which it does by itself at the end mark
         writer.close()
 
     async def run() -> Recording:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with server:
+        async with asyncio.timeout(60), await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             await exchange("127.0.0.1", port, "/", {})
             return await exchange(
@@ -114,13 +160,7 @@ def test_an_exchange_is_watched_piece_by_piece_and_has_its_key() -> None:
     recording = asyncio.run(run())
     assert before_s < recording.started_s <= recording.times_s[-1]
     assert seen[-1:] == [True]
-    assert [b"authorization" in head for head in heads] == [False, True]
-    assert b"authorization: Bearer key\r\n" in heads[1]
-
-
-def test_a_measurement_tells_the_processor_time_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "process_time", lambda: 0.25)
-    assert measure(host="127.0.0.1", port=1, path="/", bodies=[[]]) == {"cpu_s": 0.25, "answers": []}
+    assert [b"authorization: Bearer key\r\n" in head for head in heads] == [False, True]
 
 
 def test_nobody_there_is_an_error_at_once() -> None:

@@ -7,13 +7,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import Tensor
 
-from penstock.app.bench import generate
 from penstock.app.bench.job import run_module
 from penstock.app.bench.server_process import ServerFailed, ServerProcess
 from penstock.app.errors import OperatorError
@@ -103,34 +99,3 @@ def test_a_server_that_ended_says_what_it_wrote() -> None:
 
 
 # transformers' generate
-
-
-class Network:
-    """Each token of an answer takes a second of the clock."""
-
-    def __init__(self) -> None:
-        self.calls: list[object] = []
-        self.clock_s = 0.0
-
-    def from_pretrained(self, model: str, *, dtype: torch.dtype) -> Network:
-        self.calls.append((model, dtype))
-        return self
-
-    def generate(self, ids: Tensor, *, attention_mask: Tensor, max_new_tokens: int, **rest: object) -> Tensor:
-        self.calls.append((ids.tolist(), attention_mask.tolist(), max_new_tokens, rest))
-        self.clock_s += max_new_tokens
-        return torch.zeros(1, ids.shape[1] + max_new_tokens)
-
-
-def test_generate_is_greedy_and_timed_after_it_was_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = Network()
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=network))
-    monkeypatch.setattr(time, "perf_counter", lambda: network.clock_s)
-    monkeypatch.setattr(torch, "set_num_threads", network.calls.append)
-    assert generate.measure("m", [[5, 6], [7]], 9, 2) == [9.0, 9.0]
-
-    def call(prompt: list[int], length: int) -> object:
-        rest = {"do_sample": False, "min_new_tokens": length, "pad_token_id": 0}
-        return ([prompt], [[1] * len(prompt)], length, rest)
-
-    assert network.calls == [2, ("m", torch.float32), call([5, 6], 4), call([5, 6], 9), call([7], 9)]

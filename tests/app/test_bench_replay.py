@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
-from penstock.app.bench.replay import delay, print_comparison, prompts, served_of
+from penstock.app.bench.replay import body_of, delay, prompts, served_of
 from penstock.app.reader import Answer
 from penstock.priority.lanes import DEFAULT_POLICIES
-from penstock.priority.simulator.result import Result
 from penstock.priority.simulator.run import Machine, simulate
-from penstock.priority.simulator.summary import is_kept, summarise
+from penstock.priority.simulator.summary import is_kept
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 
 ARRIVAL = Arrival(5.0, 100, 3)
@@ -28,16 +30,26 @@ def test_equal_hash_ids_are_equal_prefixes() -> None:
     assert first[:BLOCK_TOKENS] != third[:BLOCK_TOKENS]
 
 
+def test_a_request_that_allows_itself_more_samples_until_it_ends() -> None:
+    plain = body_of(ARRIVAL, [5])
+    assert (plain["max_tokens"], plain["temperature"], "n" in plain, "logit_bias" in plain) == (
+        3,
+        0,
+        False,
+        False,
+    )
+    free = body_of(replace(ARRIVAL, max_tokens=900, n=4), [5])
+    assert (free["max_tokens"], free["temperature"], free["n"], free["ignore_eos"]) == (900, 1, 4, False)
+    biases = [
+        body_of(replace(ARRIVAL, max_tokens=900, num_output=num), [5])["logit_bias"] for num in (10, 100)
+    ]
+    short, long = (next(iter(bias.values())) for bias in biases)  # type: ignore[attr-defined]
+    assert short == pytest.approx(long + math.log(10)), "an end ten times as likely"
+
+
 def test_prompts_without_hash_ids_share_nothing() -> None:
     first, second = prompts([ARRIVAL, ARRIVAL], range(1_000))
     assert first[:16] != second[:16]
-
-
-def test_an_answer_is_told_on_the_clock_of_the_trace() -> None:
-    served = served_of(ARRIVAL, Answer(100.0, 100.6, [100.5, 100.6], num_output_tokens=3, status=200), 5.0)
-    assert served.ttft_s == pytest.approx(0.5)
-    assert served.tpot_s == pytest.approx(0.05)
-    assert served.finished_s == pytest.approx(5.6)
 
 
 @pytest.mark.parametrize(("status", "refused"), [(429, "HTTP 429"), (503, "HTTP 503"), (500, None)])
@@ -64,13 +76,3 @@ def test_what_a_client_waits_for_beside_the_engine_delays_every_token_and_no_pac
         assert late.finished_s == pytest.approx(early.finished_s + 0.25)
     assert after.served[2] == before.served[2]
     assert after.served[2].refused
-
-
-def test_both_stand_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
-    machine = Machine(coefficients={"alpha_s": 0.01, "beta_s": 1e-4, "gamma_s": 1e-3, "delta_s": 0.0})
-    simulated = simulate([Arrival(0.0, 100, 10), Arrival(0.5, 100, 10)], machine)
-    real = Result("served", simulated.served, simulated.duration_s)
-    print_comparison("trace", summarise(real), summarise(simulated))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].split() == ["served", "/", "simulated", "1.00", "1.00", "1.00", "1.00"]
-    assert lines[-2].split()[1:] == lines[-3].split()[1:]

@@ -18,10 +18,10 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from matplotlib.figure import Figure
+import torch
 from tokenizers import Tokenizer, decoders, models
 
-from penstock.app.bench import ladder, runs
+from penstock.app.bench import replay, runs
 from penstock.app.bench.checkpoint import LLAMA_TINY, config_of, ensure_checkpoint
 from penstock.app.bench.client import Job
 from penstock.app.bench.replay import compare, print_comparison
@@ -29,11 +29,10 @@ from penstock.app.bench.server_process import ServerFailed
 from penstock.app.cli import main
 from penstock.app.errors import OperatorError
 from penstock.app.reader import Answer
-from penstock.engine.cores import num_cores
 from penstock.priority.lanes import Lane
 from penstock.priority.simulator.trace import Arrival
 from penstock.priority.steptime import NAMES
-from tests.app.expected import drawing, expected
+from tests.app.expected import expected
 
 METRICS = "".join(
     f'penstock_step_model_seconds{{coefficient="{name}"}} {value}\n'
@@ -74,13 +73,9 @@ class Scripted:
                     )
                 )
         self.lines.append(
-            f"{job.host}:{job.port}{job.path}, {len(job.bodies)} streams, stop after {job.stop_s}"
+            f"{job.host}:{job.port}{job.path}, {len(job.bodies)} streams, stop after {job.stop_s}, last {sent[-1]}, "
+            f"all {crc32(repr(sent).encode()):08x} {sorted(set(job.keys or []))}"
         )
-        self.lines += [
-            f"  {sent[0]}",
-            f"  {sent[-1]}",
-            f"  {crc32(repr(sent).encode()):08x} {sorted(set(job.keys or []))}",
-        ]
         return {"answers": [asdict(answer) for answer in answers], "cpu_s": 0.25}
 
 
@@ -186,17 +181,13 @@ def bench(
     return run
 
 
-SOME = ["--only", "generate,http,prefix", "--streams", "1,3", "--kv-dtype", "int8"]
-
-
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("parts", ["--model", "llama-tiny", *SOME]),
         ("quick", ["--quick", "--dtype", "auto"]),
         ("workloads", ["--workload", "W1,W4", "--dtype", "float32", "--quantize", "int8"]),
         ("drafts", ["--drafts", "--workload", "W1,W3", "--dtype", "auto", "--quantize", "int8"]),
-        ("ladder", ["--ladder", "--price", "2", "--model", "llama-tiny"]),
+        ("ladder", ["--ladder", "--price", "2", "--model", "llama-tiny", "--plot", "ladder.png"]),
     ],
 )
 def test_a_whole_bench(
@@ -210,21 +201,27 @@ def test_a_whole_bench(
     monkeypatch.chdir(tmp_path)
     text = bench(capsys, *arguments)
     assert text == expected(f"bench-{name}.txt", text)
+    drawn = [path.read_bytes()[:4] for path in tmp_path.glob("*.png")]
+    assert drawn == ([b"\x89PNG"] if name == "ladder" else [])
 
 
-def test_the_ladder_of_the_demo_model(
-    bench: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("device", "variables", "machine"), [
+    ("cpu", {}, (512, 256, 64_000)), ("cuda", {}, (8192, 256, 64_000)),
+    ("cuda", {"PENSTOCK_MAX_BATCH_TOKENS": "99", "PENSTOCK_MAX_NUM_SEQS": "7"}, (99, 7, 64_000)),
+])  # fmt: skip
+def test_a_simulated_machine_has_the_steps_of_the_server(
+    device: str,
+    variables: dict[str, str],
+    machine: tuple[int, ...],
+    metrics_url: str,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
-    """Its prompts are text, it has a draft model, and its picture is drawn."""
-    pictures: list[str] = []
-    monkeypatch.setattr(ladder, "SHARED_TOKENS", 40)
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(drawing(figure)))
-    text = bench(capsys, "--ladder", "--quantize", "int4", "--plot", str(tmp_path / "ladder.png"))
-    text = "\n".join([text, *pictures])
-    assert text == expected("bench-demo-ladder.txt", text)
+    monkeypatch.setattr(replay, "choose_device", lambda _: torch.device(device))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = replay.machine_of(metrics_url)
+    assert (found.max_batch_tokens, found.max_num_seqs, found.num_kv_tokens) == machine
+    assert found.coefficients["alpha_s"] == 0.01
 
 
 def test_a_replay_with_keys_has_tenants(
@@ -247,18 +244,6 @@ def test_a_replay_with_keys_has_tenants(
     ]
     text = "\n".join([capsys.readouterr().out, str(machine), *rows, *script.lines, ""])
     assert text == expected("bench-replay.txt", text)
-
-
-def test_a_machine_tells_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (runs.machine()["cores"], runs.machine()["python"]) == (num_cores(), platform.python_version())
-    cpuinfo = "processor : 0\nmodel name\t: A Processor\nflags : fma\nmodel name\t: Another\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: cpuinfo)
-    assert runs._processor() == "A Processor"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fma\n")
-    assert runs._processor() == ""
-    monkeypatch.setattr(platform, "processor", lambda: "x86")
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: Path("/nowhere").read_bytes())
-    assert runs._processor() == "x86"
 
 
 def test_the_time_of_a_servers_loop(monkeypatch: pytest.MonkeyPatch) -> None:

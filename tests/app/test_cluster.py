@@ -213,18 +213,6 @@ def test_it_is_met_when_every_switch_knows_all_replicas(found: View, is_met: boo
     assert cluster._is_met(found, Plan.parse({"replicas": "2-3"})) is is_met
 
 
-def test_what_is_waited_for_is_looked_at_again_and_not_for_ever(slept: list[float]) -> None:
-    assert cluster._wait_until(lambda: len(slept) == 3, 10)
-    assert slept == [0.2] * 3
-    assert not cluster._wait_until(lambda: False, 1)
-    assert 1 < sum(slept) - 0.6 < 1.3
-
-
-def test_the_last_line_of_an_error_counts() -> None:
-    assert cluster._last_line(RuntimeError("a\nb\n")) == "b"
-    assert cluster._last_line(TimeoutError()) == "TimeoutError"
-
-
 # The actions
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lab.demo.held_out import held_out
-from lab.demo.score import Talker
+from demo.held_out import held_out
+from demo.score import Talker
 from lab.quality import distance
 from loadtests.forked import ForkedServer
 from penstock.app.bench.runs import read_subject

@@ -39,17 +39,6 @@ def test_localhost_is_private() -> None:
         assert is_loopback(listener)
 
 
-@needs_ipv6
-def test_a_port_taken_on_one_family_is_free_on_the_other() -> None:
-    with bind("127.0.0.1", 0) as first, bind("::1", first.getsockname()[1]) as second:
-        assert urlsplit(url(first)).port == urlsplit(url(second)).port
-
-
-def test_two_free_ports_are_two() -> None:
-    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", 0) as second:
-        assert url(first) != url(second)
-
-
 def test_many_can_wait_at_once() -> None:
     """Nobody accepts yet: that is how it is while the model loads."""
     with bind("127.0.0.1", 0) as listener:

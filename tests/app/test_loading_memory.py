@@ -15,7 +15,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from penstock.app.bench.checkpoint import Shape
-from lab.bench.format_files import MAKERS
+from lab.bench.checkpoints import MAKERS
 from lab.bench.formats import Peak
 from lab.bench.parts import load
 
@@ -61,9 +61,13 @@ from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import make_recipe
 from penstock.engine.model.weights import load_weights
 from lab.bench.formats import Peak
-from lab.bench.sparse_files import SparseShape, write_sparse
+from penstock.app.bench.checkpoint import write_checkpoint
+from lab.bench.checkpoints import A3B_30B, w4a16
 
-path = write_sparse(SparseShape("sparse", 512, 3, 4, 2, 128, 16, 4, 512, 512), Path(sys.argv[1]))
+path = Path(sys.argv[1])
+cut = {"hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+experts = {"vocab_size": 512, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+write_checkpoint({**A3B_30B, **cut, **experts, "quantization_config": w4a16(128)}, path)
 kernels, models, taken = native_kernels(load_library(print).start_team(1), torch.bfloat16), [], []
 for _ in range(5):  # on a busy machine, what was freed is seen late
     with Peak() as peak:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from penstock.app import settings as settings_module
 from penstock.app.cli import _parse_settings, _Parser
 from penstock.app.errors import OperatorError
-from penstock.app.settings import EngineSettings, FrontSettings, Settings, choices, default_text
-from penstock.engine.config import MAX_RANKS
+from penstock.app.settings import EngineSettings, FrontSettings, Settings, default_text
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 
 SOURCES = ("flag", "variable", "file")
@@ -117,68 +116,10 @@ def test_a_wrong_flag_is_named(flags: dict[str, str], beginning: str) -> None:
     assert str(caught.value).count(", not ") <= 1
 
 
-def test_what_is_not_set() -> None:
-    defaults = {
-        name: value for name, value in Settings.load({}).model_dump().items() if value not in (None, ())
-    }
-    lanes = {f"lane_{lane.label}": asdict(policy) for lane, policy in DEFAULT_POLICIES.items()}
-    switches = (
-        "insecure", "access_log", "no_quantize_cache", "no_speculation", "no_cuda_graphs", "strict",
-    )  # fmt: skip
-    assert defaults == {
-        **dict.fromkeys(switches, False),
-        **lanes,
-        "host": "127.0.0.1",
-        "port": 8000,
-        "drain_timeout": 30,
-        "log_level": "info",
-        "log_format": "plain",
-        "dtype": "auto",
-        "kv_dtype": "auto",
-        "device": "auto",
-        "tensor_parallel": 1,
-        "expert_parallel": "auto",
-        "max_num_seqs": 256,
-        "gpu_memory_utilization": 0.9,
-        "tool_parser": "auto",
-        "reasoning_parser": "auto",
-        "warm_up_tokens": 16_384,
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "least", "most"),
-    [
-        ("port", 0, 65_535),
-        ("metrics_port", 0, 65_535),
-        ("drain_timeout", 0, None),
-        ("tensor_parallel", 1, MAX_RANKS),
-        ("threads", 1, None),
-        ("max_model_len", 1, None),
-        ("max_batch_tokens", 1, None),
-        ("max_num_seqs", 1, None),
-        ("num_blocks", 2, None),
-        ("gpu_memory_utilization", None, 1),
-        ("warm_up_tokens", 0, None),
-    ],
-)
-def test_bounds_are_allowed(name: str, least: int | None, most: int | None) -> None:
-    for bound, step in ((least, -1), (most, 1)):
-        if bound is not None:
-            assert getattr(Settings.load({name: str(bound)}), name) == bound
-            with pytest.raises(OperatorError, match=f"^--{name.replace('_', '-')}: input should be "):
-                Settings.load({name: str(bound + step)})
-
-
 def test_a_secret_has_16_characters() -> None:
     assert Settings.load({"cluster_secret": "sixteen-letters."}).cluster_secret == "sixteen-letters."
     with pytest.raises(OperatorError, match=r"^--cluster-secret: string should have at least 16 characters$"):
         Settings.load({"cluster_secret": "fifteen-letters"})
-
-
-def test_the_words_that_a_setting_may_be() -> None:
-    assert choices("device") == ("auto", "cpu", "cuda")
-    assert choices("quantize") == ("int8", "int4", "fp8", "nf4")
 
 
 def test_each_port_is_its_own() -> None:

@@ -7,14 +7,20 @@ from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib import image
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from penstock.app.simulate import capacity
 from penstock.app.simulate.capacity import Search, sentence
 from penstock.app.simulate.inputs import GPU_COST, Traffic
-from penstock.app.simulate.plots import DPI, draw
+from penstock.app.simulate.plots import OTHER, OURS, draw
 from penstock.app.simulate.replicas import Cell, draw_cells, print_cells
 from penstock.app.simulate.report import print_report
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
@@ -23,7 +29,7 @@ from penstock.priority.simulator.result import Result, Served
 from penstock.priority.simulator.run import POLICIES, Machine
 from penstock.priority.simulator.summary import summarise
 from penstock.priority.simulator.trace import Arrival
-from tests.app.expected import drawing, expected
+from tests.app.expected import expected
 
 PROMISE = replace(DEFAULT_POLICIES[Lane.INTERACTIVE], ttft_s=0.995, tpot_s=0.0995)
 LANES = {**DEFAULT_POLICIES, Lane.INTERACTIVE: PROMISE}
@@ -62,17 +68,27 @@ CELLS = [
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
-    """The files that are saved, and what is drawn in them."""
-    drawn: list[tuple[Path, str]] = []
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    """The figures that are saved, by the names of their files."""
+    drawn: dict[str, Figure] = {}
+    save = Figure.savefig
 
-    def save(figure: Figure, path: Path, *, dpi: int, facecolor: str) -> None:
-        assert (dpi, facecolor) == (DPI, "white")
-        width, height = figure.get_size_inches() * dpi
-        drawn.append((path, f"{path.name}, {width:g} x {height:g}\n{drawing(figure)}"))
+    def keep(figure: Figure, path: Path, **options: Any) -> None:
+        drawn[path.name] = figure
+        save(figure, path, **options)
 
-    monkeypatch.setattr(Figure, "savefig", save)
+    monkeypatch.setattr(Figure, "savefig", keep)
     return drawn
+
+
+def texts(figure: Figure) -> set[str]:
+    return {text.get_text() for text in figure.findobj(Text)}
+
+
+def widths(figure: Figure, colour: str) -> list[float]:
+    """The widths of the bars of a colour."""
+    bars = (one for one in figure.findobj(Rectangle) if one.get_facecolor() == to_rgba(colour))
+    return [bar.get_width() for bar in bars]
 
 
 def test_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,18 +105,29 @@ def test_the_whole_table_of_routers(capsys: pytest.CaptureFixture[str]) -> None:
     assert out == expected("replicas.txt", out)
 
 
-def test_the_pictures_of_policies(drawn: list[tuple[Path, str]]) -> None:
-    paths = draw(Path("folder"), "made", RESULTS, SUMMARIES, PROMISE)
-    assert paths == [path for path, _ in drawn] == [Path("folder/promise.png"), Path("folder/ttft.png")]
-    text = "\n".join(text for _, text in drawn)
-    assert text == expected("policies.txt", text)
+def test_the_pictures_of_policies(drawn: dict[str, Figure], tmp_path: Path) -> None:
+    paths = draw(tmp_path, "made", RESULTS, SUMMARIES, PROMISE)
+    assert paths == [tmp_path / name for name in drawn] == [tmp_path / "promise.png", tmp_path / "ttft.png"]
+    assert {image.imread(path).shape[:2] for path in paths} == {(640, 1280)}
+    promise, waits = drawn.values()
+    assert texts(promise) >= {*POLICIES, "8 %", "15 %", "18 %", "39 %", "refused", "too late"}
+    *others, ours = (100 * (summary.lanes["interactive"].attainment or 0.0) for summary in SUMMARIES)
+    assert (widths(promise, OTHER), widths(promise, OURS)) == (others, [ours])
+    assert len(
+        [line for axes in waits.axes for line in axes.lines if len(np.asarray(line.get_xydata())) > 5]
+    ) >= len(POLICIES)
 
 
-def test_the_picture_of_routers(drawn: list[tuple[Path, str]]) -> None:
-    path = draw_cells(Path("folder"), CELLS, "made", PROMISE)
-    ((saved, text),) = drawn
-    assert saved == path == Path("folder/scale.png")
-    assert text == expected("routers.txt", text)
+def test_the_picture_of_routers(drawn: dict[str, Figure], tmp_path: Path) -> None:
+    path = draw_cells(tmp_path, CELLS, "made", PROMISE)
+    assert path == tmp_path / "scale.png"
+    assert image.imread(path).shape[:2] == (640, 1280)
+    axes = drawn["scale.png"].axes[0]
+    lines = [np.asarray(line.get_xydata(), float).round(1).tolist() for line in axes.lines]
+    kept = [
+        round(100 * (cell.summary.total.attainment or 0.0), 1) for cell in CELLS if cell.num_replicas == 2
+    ]
+    assert [[[2, one], [8, one]] for one in kept] == lines[: len(kept)]
 
 
 # Capacity
@@ -110,14 +137,12 @@ ARRIVALS = [Arrival(0.0, 1_000, 10), Arrival(1.0, 3_000, 30, Lane.BATCH)]
 TRAFFIC = Traffic("made", ARRIVALS, lambda rate: [Arrival(i / rate, 1, 1) for i in range(200)])
 
 
-def simulated(most_of_one: float, tried: list[tuple[int, float]]) -> Callable[..., SimpleNamespace]:
+def simulated(most_of_one: float) -> Callable[..., SimpleNamespace]:
     """In place of the simulator: so many machines keep 95 % of promises up to a rate, and beyond it half of them."""
 
     def simulate(arrivals: Sequence[Arrival], machine: Machine, *, num_machines: int, **_: object) -> object:
         assert machine is MACHINE
-        rate = 1 / arrivals[1].at_s
-        tried.append((num_machines, round(rate, 4)))
-        num_kept = 190 if rate <= most_of_one * num_machines else 100
+        num_kept = 190 if 1 / arrivals[1].at_s <= most_of_one * num_machines else 100
         served = [
             Served(arrival, arrival.at_s, arrival.at_s, 1, last_token_s=arrival.at_s)
             if number < num_kept
@@ -129,15 +154,29 @@ def simulated(most_of_one: float, tried: list[tuple[int, float]]) -> Callable[..
     return simulate  # type: ignore[return-value]
 
 
-def test_the_rates_that_a_search_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[object] = []
-    for most in (0.0, 1.0, 3.0, 40.0):
-        tried: list[tuple[int, float]] = []
-        monkeypatch.setattr(capacity, "simulate", simulated(most, tried))
-        search = Search(TRAFFIC, MACHINE, DEFAULT_POLICIES, 0.95)
-        first = search.run(1)
-        found = [first, search.run(2, first.rate), search.run(2, 2 * most)]
-        rates = [f"{one.num_machines} at {one.rate:.6g}, {one.attainment}" for one in found]
-        lines += [*tried, *rates, sentence(found, TRAFFIC, PROMISE, 0.95)]
-    text = "".join(f"{line}\n" for line in lines)
-    assert text == expected("capacity.txt", text)
+@pytest.mark.parametrize("most", [1.0, 3.0, 40.0])
+def test_a_search_finds_the_highest_rate_to_a_fiftieth(most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "simulate", simulated(most))
+    search = Search(TRAFFIC, MACHINE, DEFAULT_POLICIES, 0.95)
+    first = search.run(1)
+    found = [first, search.run(2, first.rate), search.run(2, 2 * most)]
+    assert [one.attainment for one in found] == [0.95] * 3
+    for one in found:
+        highest = most * one.num_machines
+        assert 0.98 * highest - 0.02 <= one.rate <= highest
+
+
+def test_a_machine_that_keeps_no_promise_has_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "simulate", simulated(0.0))
+    found = [Search(TRAFFIC, MACHINE, DEFAULT_POLICIES, 0.95).run(1)]
+    assert (found[0].rate, found[0].attainment) == (0.0, None)
+    assert sentence(found, TRAFFIC, PROMISE, 0.95) == (
+        "Of this traffic (made: 2,000 prompt and 20 output tokens a request) 1 machine can promise nothing, "
+        "with 95 % of the interactive requests getting their first token within 0.995 s and then one every 99.5 ms."
+    )
+    two = [
+        replace(found[0], rate=4.0, attainment=0.95),
+        replace(found[0], num_machines=2, rate=9.0, attainment=0.95),
+    ]
+    said = "can promise 4 requests per second, 2 machines can promise 9 requests per second (2.25 times as many),"
+    assert said in sentence(two, TRAFFIC, PROMISE, 0.95)

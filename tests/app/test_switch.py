@@ -59,8 +59,3 @@ def test_a_file_is_read_again_when_it_changes(
     assert slept == [0.25] * 3
     (warning,) = caplog.messages
     assert warning.endswith("; the replicas that were read before stay")
-
-
-def test_without_a_file_there_is_nothing_to_watch() -> None:
-    members: Any = None
-    asyncio.run(ReplicasFile(["a:1"], None).watch(members))

@@ -212,7 +212,7 @@ NUM_PARAMETERS = {
 }
 MILLIONS = f"{NUM_PARAMETERS['model'] / 1e6:.1f}"
 CLAIMS |= {
-    "lab/demo/README.md": [
+    "demo/README.md": [
         f"a language model of {MILLIONS} million parameters",
         f"| parameters | {NUM_PARAMETERS['model']:,}, the embedding is the output, too | {NUM_PARAMETERS['draft']:,} |",
     ],

@@ -20,8 +20,9 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lab.demo import gguf_files
-from lab.demo.gguf_files import FLOAT32, Array, Types, ggml_name, same, tokenizer_metadata
+from lab.gguf_files import tokenizer_metadata
+from tests.engine import gguf_writing
+from tests.engine.gguf_writing import FLOAT32, Array, Types, ggml_name, same
 
 __all__ = ["ggml_name", "same", "tokenizer_metadata", "write_family", "write_file", "write_gguf"]
 
@@ -67,8 +68,8 @@ def _scale(blocks: Array, type: Type, unit: float) -> None:
         blocks[..., start : start + 2] = np.array([unit * share], np.float16).view(np.uint8)
 
 
-write_gguf = partial(gguf_files.write_gguf, encode=encode)
-write_file = partial(gguf_files.write_file, encode=encode)
+write_gguf = partial(gguf_writing.write_gguf, encode=encode)
+write_file = partial(gguf_writing.write_file, encode=encode)
 
 
 KINDS = {
@@ -166,7 +167,7 @@ def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "
         found = _own_name(name, names)
         arrays[found] = _converted(name, tensor, config, kind).numpy()
     rope = config["rope_parameters"]
-    factors = gguf_files.rope_factors({**config, "rope_scaling": rope, **rope})
+    factors = gguf_writing.rope_factors({**config, "rope_scaling": rope, **rope})
     arrays |= {} if factors is None else {"rope_freqs.weight": factors}
     if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lab.demo.gguf_files import FLOAT32, Types
 from tests.engine.gguf_files import fused_parts_apart, stacked_experts, write_file
+from tests.engine.gguf_writing import FLOAT32, Types
 
 KINDS = {
     "qwen3_5_text": "qwen35",

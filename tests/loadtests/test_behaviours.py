@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from loadtests import behaviours
-from loadtests.behaviours import dawdle, leave, poll, resume
+from loadtests.behaviours import leave, poll, resume
 from loadtests.exchange import Server
 from penstock.app.reader import Answer, Recording
-from tests.loadtests.scripted import HEAD, REFUSED, ScriptedServer, chat, event, response, whole
+from tests.loadtests.scripted import HEAD, REFUSED, ScriptedServer, chat, event, whole
 
 
 class Clock:
@@ -81,20 +81,6 @@ def test_the_key_is_shown_and_an_answer_that_does_not_come_is_a_failure() -> Non
     assert 0 <= gone.ended_s - gone.started_s < 30
 
 
-def test_who_has_enough_stops_reading() -> None:
-    seen: list[int] = []
-
-    def enough(recording: Recording) -> bool:
-        seen.append(len(recording.data))
-        return len(seen) < 3
-
-    with ScriptedServer(chat("a", "b")) as server:
-        assert Server(server.url).exchange("GET", "/", piece_bytes=16).is_done
-        recording = Server(server.url).exchange("GET", "/", patience=enough, piece_bytes=16)
-    assert seen == [16, 32, 48]
-    assert len(recording.data) == 48
-
-
 def test_who_polls_looks_five_times_a_second_until_the_answer_is_there(clock: Clock) -> None:
     queued, running = whole(id="r", status="queued"), whole(id="r", status="in_progress")
     done = whole(id="r", status="completed", usage={"input_tokens": 4, "output_tokens": 7})
@@ -108,12 +94,6 @@ def test_who_polls_looks_five_times_a_second_until_the_answer_is_there(clock: Cl
     ]
 
 
-def test_who_polls_and_is_refused_looks_no_more(clock: Clock) -> None:
-    server = Pieces("", replies=[[REFUSED]])
-    assert poll(server, {}).was_refused
-    assert (len(server.asked), clock.slept) == (1, [])
-
-
 @pytest.mark.parametrize(("after_s", "num_read"), [(0.5, 1), (1.0, 1), (1.5, 2), (9.0, 3)])
 def test_who_leaves_does_so_after_his_time(clock: Clock, after_s: float, num_read: int) -> None:
     pieces = [HEAD, *[b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'] * 2]
@@ -124,18 +104,9 @@ def test_who_leaves_does_so_after_his_time(clock: Clock, after_s: float, num_rea
     assert server.asked == [("POST", "/v1/chat/completions", body, 65_536)]
 
 
-def test_a_slow_reader_takes_half_a_kilobyte_fifty_times_a_second(clock: Clock) -> None:
-    server = Pieces("", replies=[[HEAD, chat("a").removeprefix(HEAD)]], clock=clock)
-    assert outcome(dawdle(server, {"model": "m"})) == ("a", -1, 8, None)
-    assert clock.slept == [0.02, 0.02]
-    body = {"model": "m", "stream_options": {"include_usage": True}}
-    assert server.asked == [("POST", "/v1/chat/completions", body, 512)]
-
-
 BEGIN = event(0, "in_progress", response={"id": "r"})
 ONE, TWO = event(1, "output_text.delta", delta="One "), event(2, "output_text.delta", delta="two")
 END = event(3, "completed", response={"id": "r", "usage": {"input_tokens": 5, "output_tokens": 2}})
-LEFT = "the stream ended without [DONE]"
 
 
 def follow(after: int) -> tuple[str, str, None, int]:
@@ -193,8 +164,3 @@ def test_a_server_that_comes_back_with_nothing_yet_is_asked_again(clock: Clock) 
     assert server.asked[1:] == [follow(0), follow(1)]
     assert outcome(answer) == ("two", 3, 2, None)
     assert len(answer.token_times_s) == 2
-
-
-def test_a_whole_response_is_read_from_a_real_socket() -> None:
-    with ScriptedServer(response("r")) as server:
-        assert outcome(resume(Server(server.url), {}, 1)) == ("One", 2, 3, None)

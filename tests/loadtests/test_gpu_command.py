@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from loadtests.gpu import command
-from loadtests.gpu.packages import ROOT, PackagesMissing, needed
+from loadtests.gpu.packages import ROOT
 from loadtests.gpu.parts import PARTS, Outcome, Part
 
 RUN = ROOT / "loadtests" / "gpu" / "run"
@@ -137,85 +135,3 @@ def test_parts_are_started_in_the_order_that_is_asked_for_and_reported(
     assert [line.rpartition("  ")[2] for line in printed.err.splitlines()] == [
         *(line for one in begun for line in (one, f"written: {report}")), "kernels failed: it broke"
     ]  # fmt: skip
-
-
-def test_a_dry_run_gives_every_part_all_the_time(
-    started: list[tuple[Part, list[str], float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--dry-run", "--only", "drafts,llama-8b-ranks", "--limit", "1200", "--reports", str(tmp_path)]
-    assert command.main(flags) == 0
-    assert [(part.name, part.bound_s, left_s) for part, _, left_s in started] == [
-        ("environment", 1200, 1190), ("drafts", 1200, 1180),
-    ]  # fmt: skip
-    assert started[0][1][1:3] == ["--mode", "dry"]
-    assert list(tmp_path.iterdir()) == []
-    title = "# Penstock on A Card, 2026-01-02, dry run on a CPU: no figure means anything"
-    assert capsys.readouterr().out.startswith(f"{title}\n\n| machine |")
-
-
-def test_a_machine_that_says_nothing_has_no_name(
-    started: list[tuple[Part, list[str], float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "run_part", lambda part, *_: Outcome(part.name))
-    assert command.main(["--reports", str(tmp_path), "--only", "environment"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"an-unknown-device-2026-01-02.{end}" for end in ("json", "md")
-    ]
-    assert started == []
-
-
-def test_a_device_is_there_with_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[object] = []
-    monkeypatch.setattr(command, "check_packages", checked.append)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    command.check_device(dry_run=True)
-    with pytest.raises(
-        command.NoDevice, match=r"^torch .* sees no CUDA device, nothing to measure; --dry-run works"
-    ):
-        command.check_device(dry_run=False)
-    assert checked == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    command.check_device(dry_run=False)
-    assert checked == [needed("gpu")]
-
-
-def test_packages_are_unpacked_beside_the_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    targets: list[Path] = []
-
-    def prepare(target: Path, _: object) -> None:
-        targets.append(target)
-        raise PackagesMissing("no torch")
-
-    monkeypatch.setattr(command, "prepare", prepare)
-    assert command.main(["--scratch", str(tmp_path)]) == 2
-    assert (targets[0].name, targets[0].parent.parent) == ("packages", tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tiles_are_tuned_until_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from loadtests.gpu import tuning
-
-    asked: list[tuple[object, ...]] = []
-
-    def tune(options: argparse.Namespace, deadline_s: float) -> int:
-        asked.append((options.dry_run, options.limit, options.only, options.out, deadline_s))
-        return 7
-
-    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    monkeypatch.setattr(command, "prepare", lambda *_: None)
-    monkeypatch.setattr(tuning, "tune", tune)
-    assert command.tune(["--dry-run"]) == 7
-    assert command.tune(["--dry-run", "--limit", "30", "--only", "int4", "--out", "there"]) == 7
-    assert asked == [(True, 570, "", None, 670), (True, 30, "int4", Path("there"), 130)]
-
-
-@pytest.mark.parametrize("parse", [command.main, command.tune])
-def test_no_flag_is_abbreviated(
-    parse: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--dry"])
-    assert "unrecognized arguments: --dry" in capsys.readouterr().err

@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
 
-from loadtests.gpu import checkpoints
-from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.sizes import (
-    LLAMA_1B,
     LLAMA_8B,
     LLAMA_SMALL,
     QWEN3_06B,
-    QWEN3_SMALL,
+    TEXT_TOKENS,
     ModelShape,
     serving,
-    speculation,
 )  # fmt: skip
+from penstock.app.bench.checkpoint import write_checkpoint
 from penstock.engine.config import LoadOptions
 from penstock.engine.execution.loader import load_model
 from penstock.engine.fields import Fields
 from penstock.engine.kernels.batch import blank_batch
 from penstock.engine.model.parse import parse_config, read_config
 from penstock.engine.model.tensors import expected_shapes, linear_specs, make_recipe
-from penstock.engine.planning.tokenizer import Tokenizer
 from penstock.engine.quant.float8 import Float8
 from penstock.engine.quant.integers import Integers
-
-
-@pytest.mark.parametrize("shape", [LLAMA_SMALL, QWEN3_SMALL])
-def test_a_checkpoint_is_one_that_others_read_and_chooses_only_text(
-    shape: ModelShape, tmp_path: Path
-) -> None:
-    write_checkpoint(shape, tmp_path, num_random=100_000)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    prompts = torch.tensor(token_ids())[torch.randint(0, len(token_ids()), (4, 32))]
-    with torch.inference_mode():
-        chosen = model(prompts).logits.argmax(-1).flatten().tolist()
-    assert all(token in token_ids() for token in chosen)
-    assert len(set(chosen)) > 20, "answers are not one token over and over"
-    tokenizer = Tokenizer.load(tmp_path)
-    assert all(tokenizer.decode([token]).strip() for token in chosen[:10])
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
@@ -54,7 +34,7 @@ def test_a_quantized_checkpoint_is_loaded_as_it_is_and_chooses_only_text(
     quantization: str, tmp_path: Path
 ) -> None:
     shape = replace(LLAMA_SMALL, quantization=quantization)
-    write_checkpoint(shape, tmp_path, num_random=100_000)
+    write_checkpoint(shape.config, tmp_path)
     options = LoadOptions(device="cpu", dtype="float32", num_blocks=4, block_size=32)
     model = load_model(tmp_path, options, lambda _: None, lambda *_: None)
     config = read_config(tmp_path)
@@ -63,11 +43,11 @@ def test_a_quantized_checkpoint_is_loaded_as_it_is_and_chooses_only_text(
     }
     assert {type(each) for each in found.values()} == {Float8 if quantization == "fp8" else Integers}
     batch = blank_batch([32], [32], torch.tensor([[1]], dtype=torch.int32))
-    batch.token_ids = torch.tensor(token_ids(), dtype=torch.int32)[torch.randint(0, len(token_ids()), (32,))]
+    batch.token_ids = torch.tensor(TEXT_TOKENS, dtype=torch.int32)[torch.randint(0, len(TEXT_TOKENS), (32,))]
     batch.sample_rows = torch.arange(32, dtype=torch.int32)
     with torch.inference_mode():
         chosen = model.lm_head(model.decoder(batch)).argmax(-1).tolist()
-    assert all(token in token_ids() for token in chosen)
+    assert all(token in TEXT_TOKENS for token in chosen)
     assert len(set(chosen)) > 10, "answers are not one token over and over"
 
 
@@ -95,71 +75,11 @@ def test_no_prompt_is_longer_than_the_model_or_the_step_it_is_to_fill(name: str,
     assert max(sizes.clients, sizes.host_streams, (sizes.requests or (0,))[0]) <= sizes.max_num_seqs
 
 
-def test_a_config_has_all_sizes_of_its_model() -> None:
-    llama = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14_336,
-        "vocab_size": 128_256, "max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
-        "bos_token_id": 256, "eos_token_id": 257, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    assert LLAMA_8B.config == llama
-    assert LLAMA_1B.config == llama | {
-        "hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64, "intermediate_size": 8192,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-    assert QWEN3_06B.config == llama | {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "intermediate_size": 3072, "vocab_size": 151_936, "max_position_embeddings": 40_960,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-    small = {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 96, "vocab_size": 16_448, "max_position_embeddings": 1024,
-    }  # fmt: skip
-    assert LLAMA_SMALL.config == llama | small | {"head_dim": 16}
-    assert QWEN3_SMALL.config == QWEN3_06B.config | small | {"head_dim": 24}
-
-
-@pytest.mark.parametrize(("shape", "group_size"), [(LLAMA_8B, 128), (LLAMA_SMALL, 32)])
-def test_a_config_says_how_its_weights_are_stored(shape: ModelShape, group_size: int) -> None:
-    assert replace(shape, quantization="fp8").config == shape.config | {
-        "quantization_config": {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "ignored_layers": ["lm_head"],
-        }
-    }
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
-    assert replace(shape, quantization="int4").config["quantization_config"] == {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head"],
-    }
-
-
-@pytest.mark.parametrize(
-    ("mode", "shapes", "sizes"),
-    [
-        ("full", (LLAMA_8B, LLAMA_1B), ((1, 8, 32), 4, 0.8, 256)),
-        ("quick", (LLAMA_8B, LLAMA_1B), ((1, 8, 32), 4, 0.8, 128)),
-        ("dry", (LLAMA_SMALL, replace(LLAMA_SMALL, num_layers=1)), ((1, 3), 4, 0.8, 40)),
-    ],
-)
-def test_a_smaller_model_drafts_for_the_larger(
-    mode: str, shapes: tuple[ModelShape, ModelShape], sizes: tuple[object, ...]
-) -> None:
-    *found, of_drafts = speculation(mode)
-    assert (*found,) == shapes
-    assert astuple(of_drafts) == sizes
-
-
 @pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 def test_tensors_are_random_numbers_of_one_deviation(quantization: str | None, tmp_path: Path) -> None:
     """Norms are 1; rows of the vocabulary that are no text are twenty times smaller."""
     shape = replace(LLAMA_SMALL, quantization=quantization)
-    write_checkpoint(shape, tmp_path, num_random=100_000)
+    write_checkpoint(shape.config, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -190,26 +110,3 @@ def test_tensors_are_random_numbers_of_one_deviation(quantization: str | None, t
     size = (tmp_path / "model.safetensors").stat().st_size
     header = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
     assert (header % 8, size) == (0, 8 + header + sum(tensor.nbytes for tensor in tensors.values()))
-
-
-def test_each_tensor_starts_further_on_in_numbers_that_all_share() -> None:
-    noise = torch.arange(10)
-    assert torch.cat(list(checkpoints._repeated(25, noise, 27))).tolist() == [
-        *range(7, 10),
-        *range(10),
-        *range(10),
-        0,
-        1,
-    ]
-    assert list(checkpoints._repeated(0, noise, 3)) == []
-    floats, bits = checkpoints._Noise.of(4000).floats, checkpoints._Noise.of(4000).bits
-    assert (floats.shape, floats.dtype, bits.shape, bits.dtype) == (
-        (4000,),
-        torch.bfloat16,
-        (1000,),
-        torch.int32,
-    )
-    assert torch.equal(floats, checkpoints._Noise.of(4000).floats)
-    assert bits.double().mean().abs().item() < 1 << 28
-    assert bits.min().item() < -(1 << 31) * 0.98
-    assert bits.max().item() > (1 << 31) * 0.98

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from loadtests.gpu import alone, figures, ranks, serving, sizes
+from loadtests.gpu import figures, serving, sizes
 from loadtests.gpu.parts import Outcome
 from penstock.app.reader import Answer
 
 Sent = tuple[int, int, int, int, int]
 """Streams, prompt tokens, output tokens, rounds, client processes."""
-WARM_UP = (2, 32, 8, 1, 1)
 
 
 class FakeServer:
@@ -34,7 +31,6 @@ class FakeServer:
         self.device_ms: float | None = 4.0
         self.says: list[str] = []
         self.outcome = Outcome("")
-        self.shape: sizes.ModelShape | None = None
         clock = iter([3.0, 10.0])
         monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: next(clock)))
         monkeypatch.setattr(serving, "ServerProcess", self.start)
@@ -54,8 +50,7 @@ class FakeServer:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def write(self, shape: sizes.ModelShape, folder: Path, num_random: int) -> None:
-        self.shape, self.num_random = shape, num_random
+    def write(self, _: object, folder: Path) -> None:
         folder.mkdir()
 
     def ask(self, run: Any, job: Any, num_processes: int) -> list[Answer]:
@@ -90,61 +85,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
 def bench(name: str, mode: str, folder: Path) -> serving.Bench:
     return serving.Bench(name, sizes.Arguments(mode, folder, (name,)))
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "sent", "alone_tokens", "most_tokens", "most_seqs"),
-    [
-        ("llama-8b", "full", [
-            (1, 32, 512, 3, 1), (1, 1024, 128, 1, 1), (1, 8192, 128, 1, 1), (1, 16_384, 128, 1, 1),
-            (1, 32_768, 128, 1, 1), (1, 8192, 1, 3, 1),
-        ], ([64], 256), 8192, 256),
-        ("llama-8b", "quick", [
-            (1, 32, 128, 1, 1), (1, 1024, 64, 1, 1), (1, 16_384, 64, 1, 1), (1, 8192, 1, 1, 1),
-        ], ([64], 256), 8192, 256),
-        ("llama-8b", "dry", [
-            (1, 32, 32, 1, 1), (1, 32, 24, 1, 1), (1, 128, 24, 1, 1), (1, 128, 1, 1, 1),
-        ], None, 128, 16),
-        ("llama-8b-int4", "full", [(1, 32, 512, 3, 1)], None, 8192, 16),
-        ("llama-8b-fp8", "quick", [(1, 32, 128, 1, 1)], None, 8192, 16),
-        ("llama-8b-int4", "dry", [(1, 32, 32, 1, 1)], None, 128, 16),
-        ("qwen3-0.6b", "full", [
-            (1, 32, 512, 3, 1), (500, 512, 128, 1, 4), (256, 32, 512, 1, 4),
-        ], ([64, 256], 512), 8192, 512),
-        ("qwen3-0.6b", "quick", [
-            (1, 32, 256, 1, 1), (500, 512, 128, 1, 4), (256, 32, 256, 1, 4),
-        ], ([64, 256], 256), 8192, 512),
-        ("qwen3-0.6b", "dry", [(1, 32, 32, 1, 1), (8, 32, 8, 1, 1), (8, 32, 24, 1, 1)], ([4, 8], 24), 128, 16),
-    ],
-)  # fmt: skip
-def test_each_mode_sends_its_requests(
-    name: str,
-    mode: str,
-    sent: list[Sent],
-    alone_tokens: tuple[list[int], int] | None,
-    most_tokens: int,
-    most_seqs: int,
-    server: FakeServer,
-    tmp_path: Path,
-) -> None:
-    one = bench(name, mode, tmp_path)
-    one.run()
-    assert server.sent == [WARM_UP, *sent]
-    device = "cpu" if mode == "dry" else "cuda"
-    limits = ["--max-batch-tokens", str(most_tokens), "--max-num-seqs", str(most_seqs)]
-    named = ["--model", str(tmp_path / name), "--device", device, "--served-model-name", "bench", *limits]
-    assert server.flags == ["--no-speculation", *named, *([] if mode == "dry" else ["--dtype", "bfloat16"])]
-    assert server.num_random == (1 << 20 if mode == "dry" else 1 << 26)
-    assert server.shape == one.shape
-    assert one.shape.quantization == (name[9:] or None if name.startswith("llama") else None)
-    assert not (tmp_path / name).exists()
-    assert not one.has_failed
-    if alone_tokens is None:
-        assert server.alone == []
-    else:
-        streams, output_tokens = alone_tokens
-        job = alone.Job(str(tmp_path / name), device, streams, 32, output_tokens, most_tokens, most_seqs)
-        assert server.alone == [asdict(job)]
 
 
 def test_the_figures_of_one_stream(server: FakeServer, tmp_path: Path) -> None:
@@ -207,13 +147,6 @@ def test_the_figures_of_many_streams(server: FakeServer, tmp_path: Path) -> None
     assert "qwen3-0.6b: the engine alone, 64 and 256 streams" in server.says
 
 
-def test_many_streams_have_several_clients(server: FakeServer, tmp_path: Path) -> None:
-    one = bench("qwen3-0.6b", "full", tmp_path)
-    for streams in (63, 64, 127, 1000):
-        one._send(server, one._workload(streams, 1, 1))  # type: ignore[arg-type]
-    assert [each[-1] for each in server.sent] == [1, 2, 3, 4]
-
-
 def test_what_fails_is_told_and_the_rest_is_measured(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,38 +162,3 @@ def test_what_fails_is_told_and_the_rest_is_measured(
     assert server.outcome.skipped == [("llama-8b: slope", "RuntimeError: a request failed: no")]
     assert "\n".join(["the server said:", *server.lines[12:]]) in server.says
     assert "llama-8b: prefill of 8,192 tokens" in server.figures
-
-
-def test_the_command_fails_where_nothing_is_answered(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "parse_arguments", lambda: sizes.Arguments("dry", tmp_path, ("llama-8b",)))
-    server.error = "x" * 1000
-    assert serving.main() == 1
-    assert server.outcome.skipped == [("the rest of llama-8b", f"RuntimeError: {'x' * 600}")]
-
-
-def test_ranks_are_a_power_of_two_of_all_cards(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = sizes.Arguments("quick", tmp_path, ("qwen3-0.6b",))
-    monkeypatch.setattr(ranks, "parse_arguments", lambda: arguments)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert ranks.main() == 0
-    assert server.outcome.skipped == [("qwen3-0.6b on several GPUs", "there is one GPU")]
-    assert server.flags == []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
-    assert ranks.main() == 0
-    assert server.flags[-2:] == ["--tensor-parallel", "4"]
-    assert list(server.figures) == [
-        "qwen3-0.6b on 4 ranks: start",
-        "qwen3-0.6b on 4 ranks: TPOT, batch 1",
-        "qwen3-0.6b on 4 ranks: 500 requests of 512 in, 128 out",
-    ]
-    assert server.alone == []
-
-
-def test_a_dry_run_has_two_ranks(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "parse_arguments", lambda: sizes.Arguments("dry", tmp_path, ("llama-8b",)))
-    assert ranks.main() == 0
-    assert server.flags[-2:] == ["--tensor-parallel", "2"]

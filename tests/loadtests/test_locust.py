@@ -1,87 +1,70 @@
-"""The users against a real server, as locust runs them: headless over workers, and from its web page."""
+"""The users against a real server, as locust runs them: its tables and its exit status."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
-from urllib.error import URLError
-from urllib.parse import urlencode
+
+from tests.loadtests.scripted import REFUSED, ScriptedServer
 
 LOCUSTFILE = Path(__file__).parents[2] / "loadtests" / "locustfile.py"
 KINDS = {"background", "batcher", "chatter", "completer", "leaver", "resumer", "slowreader"}
 
 
-def locust(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), *arguments]
+def start(host: str, run_time: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "locust",
+        "--locustfile",
+        str(LOCUSTFILE),
+        "--headless",
+        "--json",
+        "--host",
+        host,
+    ]
+    command += ["--run-time", run_time, "--exit-code-on-error", "1", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_users_and_reports_part_by_part() -> None:
-    """In a process of its own, whose sockets locust leaves alone."""
-    parts = Path(__file__).with_name("locust_parts.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(parts)],
-        env={**os.environ, "LOCUST_SKIP_MONKEY_PATCH": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout
-
-
-def test_every_user_over_two_workers(live_server: str, tmp_path: Path) -> None:
-    command = locust(
-        *("--headless", "--processes", "2", "--host", live_server, "--users", "16", "--spawn-rate", "16"),
-        *("--rate", "5", "--run-time", "3s", "--stop-timeout", "30", "--report", str(tmp_path)),
-    )
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert {kind.split(",")[0] for kind in found["kinds"]} == KINDS
-    assert found["failed"] == 0, found["errors"]
-    assert found["cancelled"] > 0
-    assert all(kind["done"] or name.startswith("leaver") for name, kind in found["kinds"].items())
-    assert "promises kept" in done.stdout
-
-
-def test_a_run_from_the_web_page(live_server: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    page = f"http://127.0.0.1:{port}"
-    command = locust(
-        "--host", live_server, "--web-host", "127.0.0.1", "--web-port", port, "--report", str(tmp_path)
-    )
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert "load_shape" in _first_page(page, process)
-            form = {"user_count": 4, "spawn_rate": 4, "run_time": "2s", "rate": "5", "load_shape": "steps"}
-            assert json.loads(_get(f"{page}/swarm", form))["success"]
-            assert process.stderr is not None
-            assert any("Shape test stopping" in line for line in process.stderr)
-            while not (tmp_path / "report.html").exists():
-                assert process.poll() is None
-                _get(f"{page}/stats/requests")
-        finally:
-            process.terminate()
-    assert json.loads((tmp_path / "report.json").read_text())["completed"] > 0
-
-
-def _first_page(page: str, process: subprocess.Popen[str]) -> str:
-    """The page as soon as somebody listens."""
-    while process.poll() is None:
-        try:
-            return _get(page)
-        except URLError:
-            pass
-    raise AssertionError("locust ended")
-
-
-def _get(url: str, form: dict[str, object] | None = None) -> str:
-    data = None if form is None else urlencode(form).encode()
-    with urllib.request.urlopen(url, data, timeout=30) as reply:
-        return str(reply.read().decode())
+def test_every_user_has_rows_and_only_what_fails_sets_the_status(live_server: str) -> None:
+    with ScriptedServer(REFUSED) as busy:
+        one = ["--users", "1", "--rate", "20", "Completer"]
+        every = start(
+            live_server, "3s", "--users", "16", "--spawn-rate", "16", "--rate", "5", "--load-shape", "steps",
+            "--stop-timeout", "30", "--tenants", "ann=k1",
+        )  # fmt: skip
+        refused, lost = start(busy.url, "1s", *one), start("http://127.0.0.1:1", "1s", *one)
+        out, errors = every.communicate(timeout=300)
+        (of_refused, _), (of_lost, _) = (run.communicate(timeout=300) for run in (refused, lost))
+    rows = json.loads(out)
+    assert (every.returncode, refused.returncode, lost.returncode) == (0, 0, 1), errors
+    assert all(row["num_failures"] == 0 for row in rows)
+    of_kind = {(row["method"], row["name"].partition(",")[0]): row for row in rows}
+    assert {kind for _, kind in of_kind} == KINDS
+    assert {kind for what, kind in of_kind if what == "e2e"} == KINDS - {"leaver"}
+    assert {kind for what, kind in of_kind if what == "left"} == {"leaver"}
+    assert {row["name"].partition(", ")[2] for row in rows} == {
+        "interactive, ann",
+        "standard, ann",
+        "batch, ann",
+    }
+    assert {what for what, kind in of_kind if kind == "chatter"} >= {
+        "client late",
+        "ttft",
+        "tpot",
+        "longest itl",
+        "queue",
+    }
+    chatter = {
+        what: row["total_response_time"] / row["num_requests"]
+        for (what, kind), row in of_kind.items()
+        if kind == "chatter"
+    }
+    assert 0 <= chatter["queue"] < chatter["ttft"] < chatter["e2e"]
+    assert 0 < chatter["tpot"] < chatter["longest itl"] < chatter["e2e"]
+    assert {row["method"] for row in json.loads(of_refused)} == {"client late", "refused"}
+    (failed,) = (row for row in json.loads(of_lost) if row["method"] == "e2e")
+    assert failed["num_failures"] == failed["num_requests"] > 0

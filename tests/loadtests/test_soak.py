@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,11 +15,9 @@ import pytest
 
 from loadtests import soak as module
 from loadtests.exchange import Server
-from loadtests.soak import BEHAVIOURS, NONSENSE, Clients, ServerUnderTest, main, soak, storm, troubles
-from penstock.app.bench.server_process import ServerFailed
-from penstock.app.errors import OperatorError
+from loadtests.soak import BEHAVIOURS, Clients, ServerUnderTest, main, soak
 from penstock.app.reader import Answer
-from tests.loadtests.scripted import ScriptedServer, chat, response, whole
+from tests.loadtests.scripted import ScriptedServer, whole
 from tests.loadtests.test_behaviours import Clock
 
 
@@ -31,86 +26,10 @@ def test_nothing_fails_and_nothing_is_left() -> None:
     assert soak(seconds=8, num_clients=4) == []
 
 
-ASKED = "Tell me about a winter walk."
-"""The question of a source that is seeded with 3."""
-CHAT = {"model": "penstock-demo", "stream": True, "messages": [{"role": "user", "content": ASKED}]}
-RESPONSE = {"model": "penstock-demo", "stream": True, "input": ASKED}
-COUNTED = {"stream_options": {"include_usage": True}}
-TALK = {**RESPONSE, "max_output_tokens": 23, "service_tier": "priority"}
-DONE = whole(id="r", status="completed", usage={"input_tokens": 1, "output_tokens": 2})
-
-
-@pytest.mark.parametrize(
-    ("name", "reply", "asked"),
-    [
-        ("talk", response("r1"), [
-            ("POST", "/v1/responses", TALK), ("POST", "/v1/responses", {**TALK, "previous_response_id": "r1"})]),
-        ("complete", chat("a"), [("POST", "/v1/completions", {
-            "model": "penstock-demo", "stream": True, "max_tokens": 96, "service_tier": "flex", **COUNTED,
-            "prompt": "Once upon a time there was a small house at the edge of a great forest. " * 4
-            + "a winter walk"})]),
-        ("poll", DONE, [("POST", "/v1/responses", {
-            **RESPONSE, "stream": False, "background": True, "max_output_tokens": 32})]),
-        ("leave", chat("a"), [("POST", "/v1/chat/completions", {
-            **CHAT, "max_tokens": 400, "ignore_eos": True, **COUNTED})]),
-        ("dawdle", chat("a"), [("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 64, **COUNTED})]),
-        ("resume", response("r1"), [("POST", "/v1/responses", {
-            **RESPONSE, "max_output_tokens": 64, "stream_options": {"resumable": True}})]),
-        ("nonsense", chat("a"), [("POST", "/v1/completions", {"model": "another", "prompt": "x"})]),
-    ],
-)  # fmt: skip
-def test_every_client_sends_this(name: str, reply: bytes, asked: list[tuple[str, str, object]]) -> None:
-    random.seed(3)
-    with ScriptedServer(reply) as server:
-        answer = BEHAVIOURS[name](Server(server.url), random.Random(3))
-    assert answer.error is None
-    assert server.asked == asked
-
-
 def test_a_first_turn_that_failed_has_no_second() -> None:
     with ScriptedServer(whole(id="r", error={"code": "x"})) as server:
         assert BEHAVIOURS["talk"](Server(server.url), random.Random(3)).error == '{"code": "x"}'
     assert len(server.asked) == 1
-
-
-def test_lengths_and_places_of_leaving_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = SimpleNamespace(
-        uniform=lambda *ends: ("uniform", *ends), randint=lambda *ends: ("randint", *ends)
-    )
-    for name in ("leave", "resume"):
-        monkeypatch.setattr(module, name, lambda _, __, *when: when)
-    monkeypatch.setattr(module, "respond", lambda _, body: Answer(0, 1, error=str(body["max_output_tokens"])))
-    source = cast(random.Random, drawn)
-    assert BEHAVIOURS["talk"](cast(Server, None), source).error == "('randint', 8, 48)"
-    found: list[object] = [BEHAVIOURS[name](cast(Server, None), source) for name in ("leave", "resume")]
-    assert found == [(("uniform", 0.0, 0.5),), (("randint", 1, 8_000), 60.0)]
-
-
-def test_nonsense_is_all_of_this() -> None:
-    model = "penstock-demo"
-    assert list(NONSENSE) == [
-        ("POST", "/v1/chat/completions", {"model": model}),
-        ("POST", "/v1/chat/completions", {"model": model, "messages": [{"role": "user", "content": 7}]}),
-        ("POST", "/v1/completions", {"model": model, "prompt": "x", "max_tokens": -1}),
-        ("POST", "/v1/completions", {"model": "another", "prompt": "x"}),
-        ("POST", "/v1/completions", {"model": model, "prompt": "x" * 200_000}),
-        ("POST", "/v1/responses", {"model": model, "input": "x", "previous_response_id": "resp_gone"}),
-        ("POST", "/v1/responses", [[[[[[[]]]]]]]),
-        ("GET", "/v1/responses/resp_gone", None),
-        ("DELETE", "/nothing", None),
-    ]
-
-
-class Waits:
-    """Stands for the event that ends clients: they may go on for so many rounds."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-        self.waited: list[float] = []
-
-    def wait(self, seconds: float) -> bool:
-        self.waited.append(round(seconds, 4))
-        return len(self.waited) > self.rounds
 
 
 class Target:
@@ -152,44 +71,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch, ask: Callable[[str], Answer]) -> N
         monkeypatch.setitem(BEHAVIOURS, name, lambda *_, name=name: ask(name))
 
 
-def test_a_client_goes_on_with_pauses_of_its_own_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-
-    def ask(name: str) -> Answer:
-        names.append(name)
-        if len(names) == 2:
-            raise ConnectionResetError("gone")
-        return Answer(0, 1, status=200)
-
-    scripted(monkeypatch, ask)
-    clients, waits = Clients(under_test(Target()), 0), Waits(4)
-    clients._stopped = cast(threading.Event, waits)
-    clients._run(5)
-    source = random.Random(5)
-    expected = [(round(source.uniform(0.0, 0.1), 4), source.choice(list(BEHAVIOURS))) for _ in range(5)]
-    assert waits.waited == [wait for wait, _ in expected]
-    assert names == [name for _, name in expected[:4]]
-    assert clients.failures == [f"{names[1]}: HTTP 0, ConnectionResetError: gone"]
-    assert sum(clients.endings.values()) == 4
-
-
-def test_all_clients_run_at_once_and_end_when_they_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, all_asked = threading.Barrier(3), threading.Event()
-
-    def ask(_: str) -> Answer:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            together.wait(30)
-            all_asked.set()
-        return Answer(0, 1, status=400)
-
-    scripted(monkeypatch, ask)
-    with Clients(under_test(Target()), 3) as clients:
-        assert all_asked.wait(30)
-        together.abort()
-    assert not any(thread.is_alive() for thread in clients._threads)
-    assert sum(clients.endings.values()) >= 3
-
-
 CUT = "the stream ended without [DONE]"
 
 
@@ -226,15 +107,6 @@ def test_an_answer_ends_so(name: str, answer: dict[str, Any], down: bool, ending
     assert clients.failures == failures
 
 
-def test_a_storm_is_sixty_requests_at_once() -> None:
-    random.seed(3)
-    with ScriptedServer(chat("a")) as server:
-        process = SimpleNamespace(host="127.0.0.1", port=server.port)
-        storm(cast(ServerUnderTest, SimpleNamespace(process=process)))
-        server.wait_asked(60)
-    assert server.asked == [("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 1_000})] * 60
-
-
 class Redis:
     """Notes what is done to it, as Redis and as the line to it."""
 
@@ -255,26 +127,6 @@ class Redis:
         return self
 
     def __exit__(self, *_: object) -> None: ...
-
-
-TROUBLES = [
-    *("a storm of disconnects", "storm", "|", "Redis stopped", "pause", "|", "resume"),
-    *("Redis slow", "delay 0.3", "|", "delay 0.0", "Redis well", "wait written", "|"),
-    *("kill -9 and a new start", "restart SIGKILL", "|", "SIGTERM and a new start", "restart SIGTERM", "|"),
-    *("another storm", "storm", "|", "Redis gone", "kill", "|"),
-]
-
-
-def test_the_troubles_are_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target()
-    redis: Any = Redis(target.log)
-    monkeypatch.setattr(module, "storm", lambda _: target.log.append("storm"))
-    for name, begin, end in troubles(under_test(target), redis, redis):
-        target.log.append(name)
-        begin()
-        target.log.append("|")
-        end()
-    assert target.log == TROUBLES
 
 
 IDLE: dict[str, float] = {
@@ -320,32 +172,6 @@ def run_soak(
         monkeypatch.setattr(module, name, fake)
     monkeypatch.setattr(module, "storm", lambda _: target.log.append("storm"))
     return soak(112.0, 3), clock.slept
-
-
-def test_a_soak_is_every_trouble_and_then_quiet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = Target(IDLE)
-    wrong, slept = run_soak(monkeypatch, target, (100.0, 129.0))
-    assert (wrong, slept) == ([], [8.0] * 8 + [14.0, 42.0])
-    names = [*TROUBLES[:1], "Redis stopped", "Redis slow", "Redis well", "kill -9 and a new start"]
-    names += ["SIGTERM and a new start", "another storm", "Redis gone", "quiet"]
-    printed = capsys.readouterr()
-    assert printed.err.splitlines() == [f"soak: {name}" for name in names]
-    acts = [one for one in TROUBLES if one != "|" and one not in names]
-    assert target.log == [*acts, "clients end"]
-    assert printed.out == (
-        "\nclients   done  refused  left  cut  failed\n"
-        "--------  ----  -------  ----  ---  ------\n"
-        "talk        12        0     0    0       0\n"
-        "complete     0        0     0    0       0\n"
-        "poll         0        0     0    0       0\n"
-        "leave        0        0     0    0       0\n"
-        "dawdle       0        0     0    0       0\n"
-        "resume       0        0     0    0       0\n"
-        "nonsense     0        3     0    0       0\n"
-        "memory: 100 MiB, after the quiet 129 MiB\n"
-    )
 
 
 def test_what_did_not_hold_is_told_when_patience_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,23 +269,6 @@ def test_it_waits_until_redis_knows_all(clock: Clock, monkeypatch: pytest.Monkey
     assert 29.9 < sum(clock.slept[3:]) < 30.1
 
 
-@pytest.mark.usefixtures("clock")
-def test_memory_is_counted_without_what_has_bounds_of_its_own() -> None:
-    target = ServerUnderTest("unix:///redis")
-    text = "penstock_store_bytes 3145728\npenstock_recording_bytes 1048576\n"
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\n"
-    with ScriptedServer(head + text.encode()) as server:
-        target.server = Server(server.url)
-        assert target.metrics() == {"penstock_store_bytes": 3_145_728, "penstock_recording_bytes": 1_048_576}
-        memory_mib = target.memory_mib
-    assert server.asked == [("GET", "/metrics", None)] * 2
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    assert memory_mib == pytest.approx(pages * 4096 / 2**20 - 4, abs=2)
-    before = target.num_files
-    with open(os.devnull):
-        assert target.num_files == before + 1
-
-
 @pytest.mark.parametrize(
     ("wrong", "printed", "status"),
     [([], "all held\n", 0), (["a"], "a\n1 things did not hold\n", 1),
@@ -482,15 +291,3 @@ def test_the_command_says_what_did_not_hold(
     assert [main([]), main(["--seconds", "2.5", "--clients", "3"])] == [status] * 2
     assert given == [(600.0, 16), (2.5, 3)]
     assert capsys.readouterr().out == printed * 2
-
-
-@pytest.mark.parametrize("error", [ServerFailed("no room"), OperatorError("no room")])
-def test_the_command_says_what_it_lacks(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: object) -> list[str]:
-        raise error
-
-    monkeypatch.setattr(module, "soak", fail)
-    assert main([]) == 2
-    assert capsys.readouterr() == ("", "soak: no room\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.bench.format_files import MAKERS
+from lab.bench.checkpoints import MAKERS
 from lab.bench.formats import CASES, SUBJECTS, Peak, measure
 from lab.bench.parts import NoNativeDecoder
 from lab.bench.report import print_formats

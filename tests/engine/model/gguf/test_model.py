@@ -18,7 +18,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lab.demo.gguf_files import Types
 from penstock.engine.config import GenerationDefaults, LoadOptions
 from penstock.engine.errors import CheckpointError
 from penstock.engine.execution.loader import load_model
@@ -42,6 +41,7 @@ from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY
 from tests.engine.gguf_files import ggml_name, same, write_family, write_gguf
+from tests.engine.gguf_writing import Types
 from tests.engine.model.test_transformer import oracle_logits
 
 CPU = torch.device("cpu")
