@@ -134,7 +134,8 @@ class FrontSettings(CommonSettings):
 
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
     """Comma-separated names that requests may be addressed to, or * for any. Without it: any, but on a loopback address
-    without --api-keys-file only localhost, lest pages of other sites call this server under a name of their own."""
+    without --api-keys-file only localhost, lest pages of other sites call this server under a name of their own.
+    Probes of /health, /ready and /metrics may use any name."""
 
     served_model_name: str | None = None
     """Name that clients ask for; without it, the directory's name or the id."""
@@ -153,7 +154,7 @@ class FrontSettings(CommonSettings):
     """Lines to read, or one JSON object a line."""
 
     access_log: bool = False
-    """A line for each request that ended: its id, status and duration; of probes only at level debug."""
+    """A line for each request that ended: its id, status, duration, tenant, lane and tokens; of probes only at level debug."""
 
 
 class EngineSettings(CommonSettings):
