@@ -154,7 +154,8 @@ class FrontSettings(CommonSettings):
     """Lines to read, or one JSON object a line."""
 
     access_log: bool = False
-    """A line for each request that ended: its id, status, duration, tenant, lane and tokens; of probes only at level debug."""
+    """A line for each request that ended: its id, status, duration, tenant, lane and tokens; of probes only at level
+    debug."""
 
 
 class EngineSettings(CommonSettings):
