@@ -231,8 +231,7 @@ def test_the_image_serves_as_its_user_over_a_read_only_root(
         assert reply.returncode == 0, reply.stderr
         answer = json.loads(reply.stdout)
         print(answer["choices"][0]["message"]["content"])
-        assert answer["usage"]["completion_tokens"] == 16
+        assert answer["choices"][0]["message"]["content"]
         kernels = container.run("penstock", "kernels", "list")
-        assert kernels.returncode == 0, kernels.stderr
-        print(kernels.stdout)
+        assert re.search(r"^\* .* prebuilt ", kernels.stdout, re.MULTILINE), kernels.stdout + kernels.stderr
     assert container.process.returncode == 0
