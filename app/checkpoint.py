@@ -10,12 +10,12 @@ from hashlib import blake2b
 from http import HTTPStatus
 from pathlib import Path
 
-from app.errors import MayPass, OperatorError
-from engine.errors import CheckpointError
-from engine.model.consolidated import PARAMS, WEIGHTS, is_consolidated
-from engine.model.gguf.container import SUFFIX, is_gguf, read_header
-from engine.model.parse import check_family
-from engine.planning.tekken import FILE as TEKKEN
+from penstock.app.errors import MayPass, OperatorError
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.consolidated import PARAMS, WEIGHTS, is_consolidated
+from penstock.engine.model.gguf.container import SUFFIX, is_gguf, read_header
+from penstock.engine.model.parse import check_family
+from penstock.engine.planning.tekken import FILE as TEKKEN
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 DEMO_DRAFT = Path(__file__).parent / "demo" / "draft"

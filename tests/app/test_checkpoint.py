@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from app import checkpoint, cli
-from app.build import system_fingerprint
-from app.checkpoint import (
+from penstock.app import checkpoint, cli
+from penstock.app.build import system_fingerprint
+from penstock.app.checkpoint import (
     DEMO_DRAFT,
     DEMO_MODEL,
     DEMO_NAME,
@@ -26,8 +26,8 @@ from app.checkpoint import (
     is_hub_id,
     model_name,
 )
-from app.errors import MayPass, OperatorError
-from app.settings import Settings
+from penstock.app.errors import MayPass, OperatorError
+from penstock.app.settings import Settings
 from tests.engine import checkpoints
 from tests.engine.gguf_files import same, write_gguf
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import MayPass, describe_failure, load_error, suggestion
-from engine.errors import CheckpointError, InstructionSetError, MemoryHeld, NotEnoughMemory
+from penstock.app.errors import MayPass, describe_failure, load_error, suggestion
+from penstock.engine.errors import CheckpointError, InstructionSetError, MemoryHeld, NotEnoughMemory
 
 MEMORY = "m: not enough memory for it and its KV cache; try --kv-memory or a smaller model"
 

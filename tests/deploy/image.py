@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.access.keys import digest_of
+from penstock.gateway.access.keys import digest_of
 from tests import tools
 from tests.deploy.files import COMPOSE, DOCKERFILE, ROOT
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app import cli
-from app.settings import Settings
+from penstock.app import cli
+from penstock.app.settings import Settings
 from tests.deploy.files import DEPLOY
 
 UNIT = (DEPLOY / "penstock.service").read_text()

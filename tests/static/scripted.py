@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.page import SECURITY_HEADERS
+from penstock.gateway.http.page import SECURITY_HEADERS
 
 STATIC = Path(__file__).parents[2] / "static"
 PATIENCE_S = 20
