@@ -10,12 +10,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args, get_origin
 
-from penstock.app.errors import OperatorError, suggestion
+from penstock.app.errors import MayPass, OperatorError, suggestion
 
 if TYPE_CHECKING:
     from penstock.app.settings import CommonSettings
 
 EXIT_USAGE = 2
+EXIT_MAY_PASS = os.EX_TEMPFAIL
+"""For supervisors: another start may succeed, as it cannot after EXIT_USAGE."""
 EXIT_INTERRUPTED = 130
 """The exit status that shells use for a command ended by SIGINT."""
 
@@ -33,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 2 where the operator has to set something right."""
+    """Runs one command and returns its exit status: 2 for a mistake of the operator, 75 for a failure that may pass."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _dispatch(arguments)
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OperatorError as error:
         message = " ".join(str(error).split())
         print(f"penstock: {message}", file=sys.stderr)
-        return EXIT_USAGE
+        return EXIT_MAY_PASS if isinstance(error, MayPass) else EXIT_USAGE
 
 
 def _dispatch(arguments: list[str]) -> int:

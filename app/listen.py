@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import socket
 
-from penstock.app.errors import OperatorError
+from penstock.app.errors import MayPass, OperatorError
 from penstock.app.log import log
 from penstock.app.settings import FrontSettings
 
@@ -31,7 +31,8 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise OperatorError(_reason(host, port, flag, error)) from None
+        kind = MayPass if error.errno == errno.EADDRINUSE else OperatorError
+        raise kind(_reason(host, port, flag, error)) from None
     listener.setblocking(False)
     return listener
 

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from typing import NoReturn
 
 from penstock.app.build import Parts, build
-from penstock.app.errors import OperatorError, describe_failure
+from penstock.app.errors import load_error
 from penstock.app.keys import weights_of
 from penstock.app.listen import bind, check_exposure, is_loopback, port_of, url
 from penstock.app.log import configure_log, log
@@ -158,7 +158,7 @@ class _Process:
             return 0
         if self.was_ready:
             return 1
-        raise OperatorError(describe_failure(failure, self.parts.folder))
+        raise load_error(failure, self.parts.folder)
 
     def _on_state(self, state: EngineState) -> None:
         """The step thread came to a new state; this runs on the event loop."""

@@ -135,7 +135,7 @@ class FrontSettings(CommonSettings):
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
     """Comma-separated host names that requests may be addressed to, or * for any. By default any, except on a loopback
     address without --api-keys-file: there only localhost, so that a page of another site cannot call this server by
-    pointing a name of its own at it."""
+    pointing a name of its own at it. Probes of /health, /ready and /metrics may use any name."""
 
     served_model_name: str | None = None
     """Model name that clients use; by default, the directory's name or the id."""
@@ -154,7 +154,8 @@ class FrontSettings(CommonSettings):
     """Plain lines for people, or one JSON object per line."""
 
     access_log: bool = False
-    """Log a line for each finished request: its id, status and duration. Probes are logged at level debug only."""
+    """Log a line for each finished request: its id, status, duration, tenant, lane and tokens. Probes are logged
+    at level debug only."""
 
 
 class EngineSettings(CommonSettings):

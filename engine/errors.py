@@ -11,5 +11,9 @@ class NotEnoughMemory(Exception):
     """Weights, or the smallest useful KV cache, do not fit in the memory that is free."""
 
 
+class MemoryHeld(NotEnoughMemory):
+    """The model would fit if other processes held none of the GPU's memory."""
+
+
 class InstructionSetError(Exception):
     """The level of the native CPU kernels that was asked for does not exist, or this machine cannot use it."""

@@ -20,7 +20,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from deploy.grafana.make import PANELS, Query
+from deploy.grafana.make import PANELS, Query, runnable
 from deploy.scraping import Prometheus
 from loadtests.run import command
 from penstock.app.bench.server_process import ServerProcess
@@ -34,10 +34,13 @@ _INTERVAL = "10s"
 def draw(path: Path, prometheus: Prometheus, began_s: float, ended_s: float) -> None:
     rows = math.ceil(len(PANELS) / _COLUMNS)
     figure, places = plt.subplots(rows, _COLUMNS, figsize=(15, 2.6 * rows), layout="constrained")
-    for axes, (title, text, unit, queries) in zip(places.flat, PANELS, strict=True):
-        axes.set_title(title + (f" ({unit})" if unit != "none" else ""), fontsize=10, loc="left")
-        axes.set_xlabel(text, fontsize=7)
-        for query in queries:
+    for axes in list(places.flat)[len(PANELS) :]:
+        axes.remove()
+    for axes, panel in zip(places.flat, PANELS, strict=False):
+        unit = f" ({panel.unit})" if panel.unit != "none" else ""
+        axes.set_title(panel.title + unit, fontsize=10, loc="left")
+        axes.set_xlabel(panel.text, fontsize=7)
+        for query in panel.queries:
             _draw_lines(axes, prometheus, query, began_s, ended_s)
         axes.set_ylim(bottom=0)
         axes.tick_params(labelsize=7)
@@ -50,7 +53,7 @@ def _draw_lines(axes: Axes, prometheus: Prometheus, query: Query, began_s: float
     expression, name = query
     found = prometheus.ask(
         "query_range",
-        query=expression.replace("$__rate_interval", _INTERVAL),
+        query=runnable(expression, _INTERVAL),
         start=began_s,
         end=ended_s,
         step=1,

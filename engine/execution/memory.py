@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.engine.config import LoadOptions, ModelConfig
-from penstock.engine.errors import CheckpointError, NotEnoughMemory
+from penstock.engine.errors import CheckpointError, MemoryHeld, NotEnoughMemory
 from penstock.engine.free_memory import available_bytes
 from penstock.engine.kernels.kv_cache import KVLayout
 from penstock.engine.kernels.ops import Kernels
@@ -210,10 +210,13 @@ class MemoryPlan:
             hint: says what would fit, if it does not.
 
         Raises:
+            MemoryHeld: they would fit on the GPU if other processes held none of it.
             NotEnoughMemory: weights, KV cache and states do not fit; the message has the numbers.
         """
         if not self.fits:
-            raise NotEnoughMemory(f"not enough memory: {self.text}{hint()}")
+            held = 0 if self.card is None else self.card.used - self.card.allocated
+            kind = MemoryHeld if self.needed <= self.available + held else NotEnoughMemory
+            raise kind(f"not enough memory: {self.text}{hint()}")
         return self
 
 

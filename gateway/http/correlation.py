@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from urllib.parse import quote
@@ -18,7 +18,7 @@ access_log = logging.getLogger("penstock.access")
 
 ANTHROPIC_PATH = "/v1/messages"
 """The path below which clients know Anthropic's API: its errors, and its name for the request's id."""
-_PROBES = ("/health", "/ready", "/metrics")
+PROBES = ("/health", "/ready", "/metrics")
 """The paths that are asked for every few seconds: the log has them at level debug alone."""
 _TRACE_HEADERS = ("traceparent", "tracestate")
 TICKET_HEADER = "x-penstock-ticket"
@@ -39,6 +39,8 @@ class Correlation:
     """The ticket of the switch that sent it, see `gateway.tickets`; empty if none did."""
     trace_id: str = ""
     """The id of its trace; empty if it is not traced."""
+    account: Callable[[], Mapping[str, object]] = dict
+    """Returns the tenant, lane and tokens of its generation, for the access log; nothing if it has none."""
     ignored: list[str] = field(default_factory=list)
     """The fields of its body that were taken and not honoured; the reply names them."""
 
@@ -99,7 +101,7 @@ class RequestIdMiddleware:
 
 def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) -> None:
     """Logs one line; its parts are `fields` of the record, for logs that machines read."""
-    level = logging.DEBUG if request.path in _PROBES else logging.INFO
+    level = logging.DEBUG if request.path in PROBES else logging.INFO
     if not access_log.isEnabledFor(level):
         return
     ending = "" if is_whole else ", left"
@@ -110,17 +112,19 @@ def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) 
         "status": status,
         "seconds": round(seconds, 4),
         "whole": is_whole,
+        **(account := request.account()),
     }
     if request.trace_id:
         fields["trace_id"] = request.trace_id
     access_log.log(
         level,
-        "%s %d%s, %.0f ms, %s%s",
+        "%s %d%s, %.0f ms, %s%s%s",
         request,
         status,
         ending,
         1000 * seconds,
         request.request_id,
+        "".join(f", {name} {value}" for name, value in account.items()),
         request.trace_id and f", trace {request.trace_id}",
         extra={"fields": fields},
     )

@@ -16,6 +16,7 @@ from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.errors import ApiError, internal, log_fault
 from penstock.gateway.wire.reading import Thoughts
+from penstock.priority.lanes import Lane
 from penstock.priority.verdict import Forecast
 
 MAX_PENDING_BYTES = 1024 * 1024
@@ -86,6 +87,8 @@ class Generation:
         asked = CORRELATION.get()
         self.correlation = "" if asked is None else asked.request_id
         """The `x-request-id` of the HTTP request."""
+        if asked is not None:
+            asked.account = self.account
         self.error: ApiError | None = None
         self.timings: list[Timings] = []
         self.finish_reasons: list[FinishReason] = []
@@ -106,6 +109,16 @@ class Generation:
         """Whether a request had reached the engine when it was cancelled, so that its prompt may have been computed."""
         self._unfinished = {request.request_id: request.n for request in requests}
         self._num_choices = self._num_unfinished = sum(self._unfinished.values())
+
+    def account(self) -> dict[str, object]:
+        """Returns what the access log says of a request that led to this generation."""
+        request = self.requests[0]
+        return {
+            "tenant": request.tenant,
+            "lane": Lane(request.lane).label,
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+        }
 
     @property
     def finished(self) -> bool:

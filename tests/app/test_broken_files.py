@@ -35,10 +35,10 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-def refusal(*arguments: str) -> str:
+def refusal(*arguments: str, status: int = 2) -> str:
     """Returns the last line that the command writes before it gives up; earlier lines may only report progress."""
     done = penstock(*arguments)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == status, done.stderr
     assert done.stdout == ""
     *before, last = done.stderr.splitlines()
     assert last.startswith("penstock: ")
@@ -198,5 +198,5 @@ def test_a_port_in_use_is_told_first(tmp_path: Path) -> None:
     """Before the model is looked at: who starts a server twice is not told about anything else."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        last = refusal("serve", "--port", str(port), "--model", str(tmp_path / "nowhere"))
+        last = refusal("serve", "--port", str(port), "--model", str(tmp_path / "nowhere"), status=75)
     assert last.startswith(f"penstock: --port {port}: another program listens there already")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from penstock.app import checkpoint, cli
 from penstock.app.build import system_fingerprint
@@ -25,7 +26,7 @@ from penstock.app.checkpoint import (
     is_hub_id,
     model_name,
 )
-from penstock.app.errors import OperatorError
+from penstock.app.errors import MayPass, OperatorError
 from penstock.app.settings import Settings
 from tests.engine import checkpoints
 from tests.engine.gguf_files import same, write_gguf
@@ -204,7 +205,7 @@ def test_every_command_fetches_the_revision_that_it_was_told(
 
     for name in ("snapshot_download", "get_safetensors_metadata"):
         monkeypatch.setattr(huggingface_hub, name, download)
-    assert cli.main(typed.split()) == 2
+    assert cli.main(typed.split()) in (cli.EXIT_MAY_PASS, cli.EXIT_USAGE)
     assert set(asked) == {("some/model", "v1")}
 
 
@@ -212,8 +213,28 @@ def test_libraries_tell_nobody_that_they_are_used() -> None:
     assert huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), LocalEntryNotFoundError("no net")])
-def test_whatever_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def hub_error(status: int) -> HfHubHTTPError:
+    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError("the hub's words", response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (OSError("disk full"), True),
+        (LocalEntryNotFoundError("no net"), True),
+        (hub_error(503), True),
+        (hub_error(429), True),
+        (hub_error(404), False),
+        (hub_error(401), False),
+    ],
+    ids=repr,
+)
+def test_whatever_the_hub_says_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, may_pass: bool
+) -> None:
+    """A supervisor starts the server again unless the hub refused what was asked for."""
+
     def download(*_: object, **__: object) -> str:
         raise error
 
@@ -221,6 +242,7 @@ def test_whatever_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, err
     with pytest.raises(OperatorError) as caught:
         find_checkpoint("somebody/something")
     assert str(caught.value).endswith(str(error))
+    assert isinstance(caught.value, MayPass) is may_pass
 
 
 @pytest.mark.parametrize("missing", FILES)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.app.errors import describe_failure, suggestion
-from penstock.engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
+from penstock.app.errors import MayPass, describe_failure, load_error, suggestion
+from penstock.engine.errors import CheckpointError, InstructionSetError, MemoryHeld, NotEnoughMemory
 
 MEMORY = "m: not enough memory for it and its KV cache; try --kv-memory or a smaller model"
 
@@ -27,6 +27,20 @@ MEMORY = "m: not enough memory for it and its KV cache; try --kv-memory or a sma
 )
 def test_a_failure_is_one_line(error: Exception, line: str) -> None:
     assert describe_failure(error, Path("m")) == line
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (MemoryHeld("no room now"), True),
+        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), True),
+        (NotEnoughMemory("no room"), False),
+        (CheckpointError("/models/CUDA: config.json is broken"), False),
+    ],
+    ids=repr,
+)
+def test_what_another_process_holds_may_be_free_at_the_next_start(error: Exception, may_pass: bool) -> None:
+    assert isinstance(load_error(error, Path("m")), MayPass) is may_pass
 
 
 def test_the_nearest_name_is_suggested() -> None:

@@ -119,7 +119,10 @@ def nginx(folder: Path, shipped: str, server: str) -> Iterator[Proxy]:
     command = [str(NGINX), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
     tested = subprocess.run([*command, "-t"], capture_output=True, text=True, check=False)
     assert tested.returncode == 0, tested.stderr
-    assert "[warn]" not in tested.stderr
+    warnings = [
+        line for line in tested.stderr.splitlines() if "[warn]" in line and "listen ... http2" not in line
+    ]
+    assert warnings == []  # but for that form, which old and new versions take
     with running(command, proxy.port, folder / "error.log"):
         yield proxy
 

@@ -31,7 +31,7 @@ def resources(request: pytest.FixtureRequest) -> Resources:
     return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(done.stdout)}
 
 
-def template(resources: Resources, kind: str = "Deployment", name: str = "penstock") -> Any:
+def template(resources: Resources, kind: str = "StatefulSet", name: str = "penstock") -> Any:
     return resources[kind, name]["spec"]["template"]
 
 
@@ -42,8 +42,12 @@ def container(resources: Resources) -> Any:
 
 def settings(resources: Resources) -> dict[str, str]:
     (source,) = container(resources)["envFrom"]
-    found: dict[str, str] = resources["ConfigMap", source["configMapRef"]["name"]]["data"]
-    return found
+    own = {one["name"]: one["value"] for one in container(resources)["env"] if "value" in one}
+    return {**resources["ConfigMap", source["configMapRef"]["name"]]["data"], **own}
+
+
+def is_cluster(resources: Resources) -> bool:
+    return ("Deployment", "penstock-switch") in resources
 
 
 def of_kind(resources: Resources, *kinds: str) -> Iterator[Any]:
@@ -53,6 +57,8 @@ def of_kind(resources: Resources, *kinds: str) -> Iterator[Any]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_resource_fits_its_schema(resources: Resources, version: str) -> None:
     for resource in resources.values():
+        if resource["apiVersion"].startswith("monitoring.coreos.com/"):
+            continue  # an operator's own kind, for which Kubernetes has no schema
         kubernetes_validate.validate(resource, version, strict=True)
 
 
@@ -67,13 +73,13 @@ def test_selectors_mean_the_pods_that_there_are(resources: Resources) -> None:
         for one in of_kind(resources, "Deployment", "StatefulSet", "PodDisruptionBudget")
     ]
     selectors += [one["spec"]["podSelector"]["matchLabels"] for one in of_kind(resources, "NetworkPolicy")]
-    assert len(selectors) == 7
+    assert len(selectors) == (11 if is_cluster(resources) else 8)
     for selector in selectors:
         assert len([labels for labels in pods if selector.items() <= labels.items()]) == 1, selector
 
 
 def test_ports_are_named_by_those_who_listen(resources: Resources) -> None:
-    for kind, name in (("Deployment", "penstock"), ("StatefulSet", "redis")):
+    for kind, name in (("StatefulSet", "penstock"), ("StatefulSet", "redis")):
         (own,) = template(resources, kind, name)["spec"]["containers"]
         (port,) = own["ports"]
         (served,) = resources["Service", name]["spec"]["ports"]
@@ -82,14 +88,56 @@ def test_ports_are_named_by_those_who_listen(resources: Resources) -> None:
     (port,) = container(resources)["ports"]
     assert port["containerPort"] == Settings.model_fields["port"].default
     url = settings(resources)["PENSTOCK_REDIS_URL"]
-    assert url == f"redis://redis:{resources['Service', 'redis']['spec']['ports'][0]['port']}/0"
+    port = resources["Service", "redis"]["spec"]["ports"][0]["port"]
+    assert url == f"redis://:$(REDIS_PASSWORD)@redis:{port}/0"
+    (redis,) = template(resources, name="redis")["spec"]["containers"]
+    assert redis["args"][-2:] == ["--requirepass", "$(REDIS_PASSWORD)"]
+    passwords = [one for one in redis["env"] + container(resources)["env"] if one["name"] == "REDIS_PASSWORD"]
+    assert passwords[0] == passwords[1]
 
 
-def test_volumes_are_claimed_and_writable_where_the_image_writes(resources: Resources) -> None:
-    volumes = {one["name"]: one for one in template(resources)["spec"]["volumes"]}
+def test_a_switch_asks_every_replica_that_the_autoscaler_may_start(resources: Resources) -> None:
+    """And shares their secret, keys and settings; clients and the Ingress reach it by the same service."""
+    replicas = resources["Service", "penstock-replicas"]["spec"]
+    assert replicas["clusterIP"] == "None"
+    assert resources["StatefulSet", "penstock"]["spec"]["serviceName"] == "penstock-replicas"
+    served = resources["Service", "penstock"]["spec"]["selector"]
+    if not is_cluster(resources):
+        assert served == replicas["selector"]
+        return
+    switch = template(resources, "Deployment", "penstock-switch")
+    assert served.items() <= switch["metadata"]["labels"].items()
+    (own,) = switch["spec"]["containers"]
+    most = resources["HorizontalPodAutoscaler", "penstock"]["spec"]["maxReplicas"]
+    (port,) = replicas["ports"]
+    assert own["args"] == [
+        "switch",
+        *(f"http://penstock-{number}.penstock-replicas:{port['port']}" for number in range(most)),
+    ]
+    assert own["envFrom"] == container(resources)["envFrom"]
+    known = {one["name"]: one for one in container(resources)["env"]}
+    assert known["PENSTOCK_REPLICA"]["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert known["PENSTOCK_CLUSTER_SECRET"] in own["env"]
+    backends = [
+        path["backend"]["service"]
+        for rule in resources["Ingress", "penstock"]["spec"]["rules"]
+        for path in rule["http"]["paths"]
+    ]
+    assert all(backend == {"name": "penstock", "port": {"name": "http"}} for backend in backends)
+    monitor = resources["PodMonitor", "penstock"]["spec"]
+    (labels,) = monitor["selector"]["matchExpressions"]
+    assert set(labels["values"]) == {"penstock", "penstock-switch"}
+    assert monitor["jobLabel"] == labels["key"]
+    assert monitor["podMetricsEndpoints"][0]["port"] == own["ports"][0]["name"]
+
+
+def test_volumes_are_writable_where_the_image_writes_and_no_two_pods_share_one(resources: Resources) -> None:
+    (claim,) = resources["StatefulSet", "penstock"]["spec"]["volumeClaimTemplates"]
+    volumes = {claim["metadata"]["name"]: claim}
+    volumes |= {one["name"]: one for one in template(resources)["spec"]["volumes"]}
     mounts = {one["mountPath"]: volumes[one["name"]] for one in container(resources)["volumeMounts"]}
     assert mounts.keys() == {"/cache", "/tmp", "/etc/penstock"}
-    assert ("PersistentVolumeClaim", mounts["/cache"]["persistentVolumeClaim"]["claimName"]) in resources
+    assert mounts["/cache"] is claim
     (item,) = mounts["/etc/penstock"]["secret"]["items"]
     assert settings(resources)["PENSTOCK_API_KEYS_FILE"] == f"/etc/penstock/{item['path']}"
 
@@ -98,8 +146,8 @@ def test_the_autoscaler_alone_says_how_many_and_reads_a_metric_that_there_is(
     resources: Resources, known_metrics: set[str]
 ) -> None:
     scaler = resources["HorizontalPodAutoscaler", "penstock"]["spec"]
-    assert ("Deployment", scaler["scaleTargetRef"]["name"]) in resources
-    assert "replicas" not in resources["Deployment", "penstock"]["spec"]
+    target = scaler["scaleTargetRef"]
+    assert "replicas" not in resources[target["kind"], target["name"]]["spec"]
     (metric,) = scaler["metrics"]
     (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
@@ -108,16 +156,26 @@ def test_the_autoscaler_alone_says_how_many_and_reads_a_metric_that_there_is(
     assert f"rate({series}" in rule["metricsQuery"]
 
 
-def test_a_cpu_limit_bounds_the_threads(resources: Resources) -> None:
-    """Engine and torch take as many as the quota has whole CPUs; a request alone sets none."""
+def test_the_event_loop_has_a_cpu_that_the_models_threads_leave(resources: Resources) -> None:
+    """Unless told otherwise, engine and torch take as many threads as the quota has whole CPUs."""
     own = container(resources)["resources"]
     assert int(own["limits"]["cpu"]) == int(own["requests"]["cpu"]) >= 2
+    assert "nvidia.com/gpu" in own["limits"] or int(settings(resources)["PENSTOCK_THREADS"]) < int(
+        own["limits"]["cpu"]
+    )
     assert own["limits"]["memory"] == own["requests"]["memory"]
 
 
 def test_images_are_those_that_the_dockerfile_makes(resources: Resources) -> None:
     has_gpu = "nvidia.com/gpu" in container(resources)["resources"]["limits"]
-    assert container(resources)["image"] == ("penstock:cuda" if has_gpu else "penstock:cpu")
+    images = [
+        each["image"]
+        for one in of_kind(resources, "Deployment", "StatefulSet")
+        for each in one["spec"]["template"]["spec"]["containers"]
+    ]
+    assert {image for image in images if "redis" not in image} == {
+        "penstock:cuda" if has_gpu else "penstock:cpu"
+    }
 
 
 def test_streams_have_their_drain_time_before_the_pod_is_killed(resources: Resources) -> None:

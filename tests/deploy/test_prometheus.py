@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from deploy.grafana.make import PANELS
+from deploy.grafana.make import PANELS, runnable
 from deploy.scraping import Prometheus
 from tests.deploy.files import KUBERNETES
 
 WAIT_S = 60.0
-QUERIES = {f"{title}, {name}": expression for title, _, _, queries in PANELS for expression, name in queries}
+QUERIES = {f"{panel.title}, {name}": expression for panel in PANELS for expression, name in panel.queries}
 NEVER_WELL = {"Trouble, Redis, {{kind}}"}
 """Panels that have no lines until a call to Redis fails."""
 
@@ -28,7 +28,7 @@ def prometheus(live_server: str) -> Iterator[Prometheus]:
 
 
 def answers(prometheus: Prometheus, expression: str) -> list[float]:
-    found = prometheus.ask("query", query=expression.replace("$__rate_interval", "1m"))
+    found = prometheus.ask("query", query=runnable(expression, "1m"))
     return [float(line["value"][1]) for line in found["result"]]
 
 
@@ -50,7 +50,7 @@ def test_every_panel_has_data_from_a_server_at_work(prometheus: Prometheus, live
     assert sum(answers(prometheus, QUERIES["Tokens, to clients"])) > 0
     assert {name for name in NEVER_WELL if answers(prometheus, QUERIES[name])} == set()
     (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]
-    query = rule["metricsQuery"].replace("<<.GroupBy>>", "instance").replace(",<<.LabelMatchers>>", "")
+    query = rule["metricsQuery"].replace("<<.GroupBy>>", "instance").replace("{<<.LabelMatchers>>}", "")
     (used,) = answers(prometheus, query)
     assert 0 < used < 1, "the autoscaler sees the promise in use"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.app import cli
 from penstock.app.settings import Settings
 from tests.deploy.files import DEPLOY
 
@@ -52,3 +53,10 @@ def test_the_service_reads_copies_of_private_files() -> None:
 def test_streams_have_their_drain_time_before_the_process_is_killed() -> None:
     (stop_s,) = values("TimeoutStopSec")
     assert float(stop_s) > Settings.model_fields["drain_timeout"].default
+
+
+def test_only_a_wrong_setting_keeps_the_service_down() -> None:
+    """A port in use or a hub out of reach ends with another status."""
+    assert values("Restart") == ["on-failure"]
+    (prevented,) = values("RestartPreventExitStatus")
+    assert prevented.split() == [str(cli.EXIT_USAGE)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.config import LoadOptions, ModelConfig
-from penstock.engine.errors import NotEnoughMemory
+from penstock.engine.errors import MemoryHeld, NotEnoughMemory
 from penstock.engine.execution import loader, memory
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.measuring import largest_batches, measure_steps
@@ -117,17 +117,21 @@ def test_the_operators_number_of_blocks_is_taken_if_it_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "utilization"),
+    ("card", "utilization", "kind"),
     [
-        (GpuMemory(16 * GIB, 15 * GIB), 0.9),
-        (GpuMemory(80 * GIB, 10 * GIB), 0.9),
-        (GpuMemory(80 * GIB, 79 * GIB), 0.1),
+        (GpuMemory(16 * GIB, 15 * GIB), 0.9, NotEnoughMemory),
+        (GpuMemory(80 * GIB, 10 * GIB), 0.9, MemoryHeld),
+        (GpuMemory(80 * GIB, 10 * GIB, allocated=70 * GIB), 0.9, NotEnoughMemory),
+        (GpuMemory(80 * GIB, 79 * GIB), 0.1, NotEnoughMemory),
     ],
 )
-def test_what_cannot_fit_is_refused_before_anything_is_loaded(card: GpuMemory, utilization: float) -> None:
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(
+    card: GpuMemory, utilization: float, kind: type[NotEnoughMemory]
+) -> None:
     with pytest.raises(NotEnoughMemory, match=r"not enough memory: weights 14\.9\d GiB, ") as caught:
         plan(card, None, utilization)
     text = str(caught.value)
+    assert type(caught.value) is kind
     assert "\n" not in text
     assert f"(of the GPU's {card.total / GIB:.2f} GiB, {card.used / GIB:.2f} GiB in use)" in text
 

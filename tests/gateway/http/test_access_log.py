@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -46,3 +47,18 @@ async def test_a_reply_whose_client_left_is_not_whole(stream: bool, caplog: pyte
             connection.hang_up()
         await gateway.left()
     assert endings(caplog) == [False]
+
+
+async def test_the_line_says_whose_request_it_was_and_what_it_cost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "penstock.access")
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body(service_tier="priority")))
+        gateway.answer(await gateway.taken(), "all ", "of it")
+        usage = json.loads((await connection.answer()).body)["usage"]
+    (record,) = (record for record in caplog.records if record.name == "penstock.access")
+    noted = {name: record.__dict__["fields"][name] for name in ("lane", "prompt_tokens", "completion_tokens")}
+    own = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+    assert noted == {"lane": "interactive", **own}
+    assert record.__dict__["fields"]["tenant"]
+    assert f"completion_tokens {own['completion_tokens']}" in record.getMessage()

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 
 
-def addressed(*hosts: str, version: str = "1.1") -> bytes:
-    return "\r\n".join([f"GET /health HTTP/{version}", *(f"Host: {host}" for host in hosts), "", ""]).encode()
+def addressed(*hosts: str, path: str = "/load") -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", *(f"Host: {host}" for host in hosts), "", ""]).encode()
 
 
 @pytest.mark.parametrize("hosts", [[], ["localhost", "localhost"], ["localhost", "evil.example"]])
@@ -61,6 +61,15 @@ async def test_it_does_not_answer_to_others(host: str) -> None:
         connection.send(addressed(host))
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (421, "host_not_allowed")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+async def test_probes_may_name_any_host(path: str) -> None:
+    """Kubelet, a container's health check and Prometheus ask by addresses that the operator does not list."""
+    gateway = Gateway(ServiceOptions(models=(MODEL,), allowed_hosts=("llm.example.com",)))
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(addressed("10.1.2.3:8000", path=path))
+        assert (await connection.answer()).status == 200
 
 
 @pytest.mark.parametrize("allowed", [(), ("*",), ("evil.example",)])
