@@ -93,7 +93,7 @@ class _Process:
         self.server = Server(uvicorn_config(parts.app))
         # That a model cannot be loaded is told once, by `finish`.
         logging.getLogger("penstock.engine").addFilter(lambda _: self.was_ready)
-        self._drain: asyncio.Task[None] | None = None
+        self._drain: asyncio.Task[bool] | None = None
 
     async def run(self) -> bool:
         """Serves until it has to end; returns whether the step thread ended as well."""
@@ -175,17 +175,16 @@ class _Process:
         log.info("ready in %.1f s: open %s", time.monotonic() - self.started_s, url(self.listener))
 
     def _on_signal(self) -> None:
-        if self._drain is None:
-            self._drain = asyncio.get_running_loop().create_task(self._drain_streams())
-        else:
+        if self._drain is not None:
             log.warning("a second signal: ending at once")
             self._drain.cancel()
-
-    async def _drain_streams(self) -> None:
+            return
         timeout_s = self.settings.drain_timeout
         log.info("draining: running streams may go on for %g s; once more ends them at once", timeout_s)
         self.parts.service.begin_drain()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.parts.service.dispatch.drained(timeout_s)
+        self._drain = asyncio.get_running_loop().create_task(self.parts.service.dispatch.drained(timeout_s))
+        self._drain.add_done_callback(self._end)  # also of a task that is cancelled before it runs
+
+    def _end(self, _: asyncio.Task[bool]) -> None:
         self.parts.service.dispatch.fail_all()
         self.server.should_exit = True
