@@ -293,6 +293,7 @@ class ScriptedServer:
         self.model = "penstock-demo"
         self.state = "ready"
         self.key: str | None = None
+        self.offers: dict[str, Any] = {"lanes": ["interactive", "standard", "batch"], "reasoning": None}
         self.told: list[tuple[str, Any]] = []
         """Events that whoever asks for a detail is told, or for a request's place, once each beside the state."""
         self.watchers: set[Request] = set()
@@ -351,7 +352,13 @@ class ScriptedServer:
         return StreamingResponse(tell(), media_type="text/event-stream")
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self.model, "object": "model", "max_model_len": 512, "defaults": DEFAULTS}
+        model = {
+            "id": self.model,
+            "object": "model",
+            "max_model_len": 512,
+            "defaults": DEFAULTS,
+            **self.offers,
+        }
         models = {"object": "list", "data": [model]}
         return self._refused_key(request) or JSONResponse(models)
 

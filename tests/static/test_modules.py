@@ -190,7 +190,7 @@ MARKDOWN = [
     ("one\n\ntwo", "<p>one</p><p>two</p>"),
     (
         "*a* **b** ***c*** _d_ __e__ ~~f~~",
-        "<p><em>a</em> <strong>b</strong> <strong><em>c</em></strong> "
+        "<p><em>a</em> <strong>b</strong> <em><strong>c</strong></em> "
         "<em>d</em> <strong>e</strong> <del>f</del></p>",
     ),
     ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
@@ -240,6 +240,24 @@ MARKDOWN = [
     ("text\n\\[ x \\]", "<p>text</p>" + tex_block("x")),
     ("$$ x $$ is more", f"<p>{tex('x')} is more</p>"),
     ("$$\nopen\n\nend", "<p>$$<br>open</p><p>end</p>"),
+    ("title\n=====\nsub\n---\ntext\n-", "<h3>title</h3><h4>sub</h4><p>text<br>-</p>"),
+    (
+        "- [x] a\n- [ ] b\n- [y] c",
+        '<ul><li class="task"><input type="checkbox" disabled="" checked="" aria-label="Done"> a</li>'
+        '<li class="task"><input type="checkbox" disabled="" aria-label="To do"> b</li><li>[y] c</li></ul>',
+    ),
+    ("a<br>b<BR />c &amp; &copy; &bogus;", "<p>a<br>b<br>c &amp; © &amp;bogus;</p>"),
+    ("H<sub>2</sub>O <sup>*a*</sup> <sub>x", "<p>H<sub>2</sub>O <sup><em>a</em></sup> &lt;sub&gt;x</p>"),
+    (
+        "a[^1] [^x]\n\n[^1]: *why*\n  more",
+        '<p>a<sup>1</sup> [^x]</p><p class="footnote"><sup>1</sup> <em>why</em><br>more</p>',
+    ),
+    (
+        "    code\n\n    more\nend",
+        f'<figure class="code"><figcaption><span>code</span></figcaption>{PRE}code\n\nmore</code></pre></figure>'
+        "<p>end</p>",
+    ),
+    ("a\r\n\r\nb", "<p>a</p><p>b</p>"),
 ]
 
 
