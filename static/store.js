@@ -13,6 +13,7 @@ import { headOf } from "./conversation.js";
 
 const DATABASE = "penstock";
 const VERSION = 2;
+const BLOCKED_MS = 2_000; // an older page in another tab may never close the database
 const HEADS = "conversations";
 const MESSAGES = "messages";
 
@@ -25,7 +26,7 @@ export async function openStore(factory = globalThis.indexedDB) {
     const opening = factory.open(DATABASE, VERSION);
     opening.onupgradeneeded = ({ oldVersion }) => upgrade(opening, oldVersion);
     const database = await new Promise((resolve, reject) => {
-      opening.onblocked = reject; // by an older page in another tab, which keeps the database open
+      opening.onblocked = () => setTimeout(reject, BLOCKED_MS);
       settled(opening).then(resolve, reject);
     });
     database.onversionchange = () => database.close(); // else a newer page in another tab waits for this one
