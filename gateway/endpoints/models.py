@@ -66,7 +66,7 @@ class ModelsApi(Endpoints):
             "max_model_len": self._service.dispatch.context_length,
             "defaults": asdict(self._service.options.defaults),
             "lanes": [lane.label for lane in Lane if lane >= tenant.top_lane],
-            "reasoning": _reasoning(self._service.prompts.variables),
+            "reasoning": reasoning_of(self._service.prompts.variables),
         }
 
     def _model_info(self, name: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ModelsApi(Endpoints):
         }
 
 
-def _reasoning(variables: Collection[str]) -> Literal["effort", "switch"] | None:
+def reasoning_of(variables: Collection[str]) -> Literal["effort", "switch"] | None:
     """Returns what `reasoning_effort` sets in the chat template that reads these variables."""
     if "reasoning_effort" in variables:
         return "effort"
