@@ -8,15 +8,10 @@ from playwright.sync_api import Page, expect
 from tests.static.conftest import OpenPage, reload
 from tests.static.scripted import Refusal, ScriptedServer, stream
 from tests.static.test_page import TOO_LONG, expect_state, last_answer, say
+from tests.static.test_sessions import ask
+from tests.static.test_tabs import open_talk
 
 NOTE = "without the oldest messages"
-
-
-def ask(page: Page, server: ScriptedServer, question: str, answer: str) -> None:
-    server.script(stream(answer))
-    say(page, question)
-    expect(last_answer(page).locator(".text")).to_have_text(answer)
-    expect_state(page, "done")
 
 
 def open_settings(page: Page) -> None:
@@ -26,10 +21,6 @@ def open_settings(page: Page) -> None:
 
 def save(page: Page) -> None:
     page.get_by_role("button", name="Save").click()
-
-
-def open_talk(page: Page, title: str) -> None:
-    page.get_by_role("button", name=title, exact=True).click()
 
 
 def test_what_was_not_sent_is_kept_for_each_conversation(page: Page, server: ScriptedServer) -> None:
