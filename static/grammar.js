@@ -16,7 +16,7 @@ const MOST_PARAGRAPH = 2_000; // characters of a paragraph: more go on in anothe
 // Where a line is cut that is too long: best after a sentence, else after a word, else anywhere but inside a character.
 const CUTS = [/^.{1000,}[.!?]\s+(?=\p{L})/su, /^.{1000,}(?:[。！？]|\s(?=\p{L}))/su, /^.*[^\uD800-\uDBFF]|^.*/s];
 const LEAST_UNDERLINE = 3; // of a heading: a shorter one is the beginning of a list
-const MOST_MATH_LINES = 60;
+export const MOST_MATH_LINES = 60;
 const MOST_TEX = 1000;
 // Money is written with dollars, too: between two of them there must be something that formulas alone have.
 const FORMULA = /[\\^_=<>{}+*/|]|^[A-Za-z]'{0,2}$|^[A-Za-z]\(/;

@@ -15,10 +15,12 @@
 import { parseBlocks } from "./blocks.js";
 import { insideOf } from "./code.js";
 import { find } from "./dom.js";
+import { MOST_MATH_LINES } from "./grammar.js";
 import { renderBlocks } from "./nodes.js";
 
 const ITEM = /^ {0,3}(?:[-*+]|\d{1,9}[.)])/;
 const CONTENT = /^ {1,4}(?=\S)/;
+const FORMULA = /^\s*(?:\$\$|\\\[)/;
 const MOST_PARTS = 8; // of a block, before it is settled in part
 const MOST_CHARS = 16_000; // that a frame takes of a text
 
@@ -214,12 +216,28 @@ function areAlike(one, other) {
 
 /**
  * The last block grows. Where it began only just now, on a line (or a table's pair of lines) that
- * is not finished, it may yet turn out to belong to the block before it.
+ * is not finished, it may yet turn out to belong to the block before it; all that follows what begins like a formula
+ * may be a part of that.
  * @param {Block[]} blocks
  * @param {string} source
  */
 function numOpen(blocks, source) {
   const lastTwo = source.lastIndexOf("\n", source.lastIndexOf("\n") - 1) + 1;
   const justBegan = blocks.length > 1 && blocks[blocks.length - 1].start >= lastTwo;
-  return Math.min(blocks.length, justBegan ? 2 : 1);
+  const formula = openFormula(source);
+  const inFormula = blocks.length - blocks.findLastIndex(({ start }) => start <= formula);
+  return Math.min(blocks.length, Math.max(justBegan ? 2 : 1, formula === -1 ? 0 : inFormula));
+}
+
+/** Where the lines up to the next blank one begin like a formula, -1 where they do not. @param {string} source */
+function openFormula(source) {
+  const lines = source.split("\n").slice(-MOST_MATH_LINES);
+  let at = source.length;
+  let found = -1;
+  for (const [fromEnd, line] of lines.reverse().entries()) {
+    at -= line.length + (fromEnd > 0 ? 1 : 0);
+    if (fromEnd > 0 && line.trim() === "") break;
+    if (FORMULA.test(line)) found = at;
+  }
+  return found;
 }
