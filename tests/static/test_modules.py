@@ -177,7 +177,8 @@ LONG_PARAGRAPHS = "\n\n".join(
 
 # Of every kind that is settled in part: with what may follow an item, a row, or a line of code.
 MANY_PARTS = (
-    "$$\na\n- b\n- c\n1. d\n$$\nintro\n- a\n- b\n  more\n- c\nlazy\n- d\n\n  own\n- e\n  - f\n  - g\n- h\n-5 degrees\n- i\n***\n"
+    "$$\na\n- b\n- c\n1. d\n$$\n"
+    "intro\n- a\n- b\n  more\n- c\nlazy\n- d\n\n  own\n- e\n  - f\n  - g\n- h\n-5 degrees\n- i\n***\n"
     " 3. x\n4. y\n5. z\n  6. w\n7. v\n1.5 litres\n8. u\n- other\n\n"
     "|a|b|\n|-|-|\n" + "|1|*2*|\n" * 6 + "3|4\nno row\n\n"
     "```py\n" + 'x = """\n' + "line\n" * 90 + '"""\ny = 1\n' * 30 + "```\nend\n~~~\n" + "open\n" * 85
