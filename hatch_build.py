@@ -29,7 +29,7 @@ class KernelsHook(BuildHookInterface[Any]):
         if version == "editable":  # a checkout compiles the one level that it uses
             return
         sys.path.insert(0, self.root)
-        from engine.kernels.cpu.build import NativeUnavailable, find_compiler, target_of
+        from penstock.engine.kernels.cpu.build import NativeUnavailable, find_compiler, target_of
 
         self._folder = TemporaryDirectory()
         try:
@@ -49,9 +49,9 @@ class KernelsHook(BuildHookInterface[Any]):
 
     def _build(self, folder: Path, target: str) -> list[Path]:
         """Builds what levels the compiler can, all at once: their units wait for processors."""
-        from engine.kernels.cpu import prebuilt
-        from engine.kernels.cpu.build import NativeUnavailable, side_by_side
-        from engine.kernels.cpu.levels import Level, levels_of
+        from penstock.engine.kernels.cpu import prebuilt
+        from penstock.engine.kernels.cpu.build import NativeUnavailable, side_by_side
+        from penstock.engine.kernels.cpu.levels import Level, levels_of
 
         levels = levels_of(target)
         with ThreadPoolExecutor(len(levels)) as pool, side_by_side() as commands:

@@ -19,36 +19,36 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
-from app.checkpoint import created, find_draft, fingerprint, model_name, num_bytes
-from app.errors import OperatorError
-from app.keys import KeyFile, weights_of
-from app.log import Progress, log, progress
-from app.model import Model, read_model
-from app.settings import EngineSettings, FrontSettings, Settings
-from app.store import make_store
-from engine.config import MAX_DRAFTS, LoadOptions, ModelConfig
-from engine.cores import num_nodes, stay_on_node
-from engine.engine import Engine, EngineState
-from engine.errors import CheckpointError
-from engine.model.checkpoint import read_config, read_tokenizer
-from engine.model.drafts import DraftSource, check_draft, shared_tokens
-from engine.model.eagle import check_eagle, is_eagle, read_eagle
-from engine.planning.grammars import Grammars
-from engine.planning.request import NO_LIMIT
-from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import Runner, StepReport
-from engine.planning.stopping import TextSink
-from engine.planning.tokenizer import Tokenizer
-from gateway.app import create_app
-from gateway.http.hosts import LOOPBACK_HOSTS
-from gateway.service import Service, ServiceOptions
-from priority.lanes import Lane
-from priority.queue import LaneQueue
-from priority.steptime import StepTimeModel
+from penstock.app.checkpoint import created, find_draft, fingerprint, model_name, num_bytes
+from penstock.app.errors import OperatorError
+from penstock.app.keys import KeyFile, weights_of
+from penstock.app.log import Progress, log, progress
+from penstock.app.model import Model, read_model
+from penstock.app.settings import EngineSettings, FrontSettings, Settings
+from penstock.app.store import make_store
+from penstock.engine.config import MAX_DRAFTS, LoadOptions, ModelConfig
+from penstock.engine.cores import num_nodes, stay_on_node
+from penstock.engine.engine import Engine, EngineState
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.checkpoint import read_config, read_tokenizer
+from penstock.engine.model.drafts import DraftSource, check_draft, shared_tokens
+from penstock.engine.model.eagle import check_eagle, is_eagle, read_eagle
+from penstock.engine.planning.grammars import Grammars
+from penstock.engine.planning.request import NO_LIMIT
+from penstock.engine.planning.scheduler import SchedulerLimits
+from penstock.engine.planning.step import Runner, StepReport
+from penstock.engine.planning.stopping import TextSink
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.app import create_app
+from penstock.gateway.http.hosts import LOOPBACK_HOSTS
+from penstock.gateway.service import Service, ServiceOptions
+from penstock.priority.lanes import Lane
+from penstock.priority.queue import LaneQueue
+from penstock.priority.steptime import StepTimeModel
 
 if TYPE_CHECKING:
-    from engine.kernels.ranks import Ranks
-    from gateway.tracing import Traces
+    from penstock.engine.kernels.ranks import Ranks
+    from penstock.gateway.tracing import Traces
 
 PAGE = Path(__file__).parent.parent / "static"
 
@@ -332,7 +332,7 @@ def _make_traces(endpoint: str | None, model: str, replica: str) -> Traces | Non
     if source is None or endpoint == "none":
         return None
     try:
-        from gateway.tracing import Traces
+        from penstock.gateway.tracing import Traces
     except ImportError as error:
         raise OperatorError(f"{source} needs OpenTelemetry: pip install 'penstock[otel]' ({error})") from None
     log.info("a trace of each request goes to %s (%s)", endpoint or os.environ[source], source)
@@ -354,10 +354,10 @@ def _make_runner(
     node."""
     _place(numa, options)
     log.info("loading torch")
-    from app.estimate import card_table
-    from engine.execution.loaded import LoadedModel
-    from engine.execution.loader import load_model
-    from engine.execution.runner import ModelRunner
+    from penstock.app.estimate import card_table
+    from penstock.engine.execution.loaded import LoadedModel
+    from penstock.engine.execution.loader import load_model
+    from penstock.engine.execution.runner import ModelRunner
 
     def load(ranks: Ranks | None = None) -> LoadedModel:
         log.info("loading %s", folder)
@@ -377,7 +377,7 @@ def _make_runner(
 
     if options.num_ranks == 1:
         return ModelRunner(load, progress=graphs)
-    from engine.parallel.leader import ParallelRunner, start_ranks
+    from penstock.engine.parallel.leader import ParallelRunner, start_ranks
 
     return ParallelRunner(
         folder,

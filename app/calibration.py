@@ -8,11 +8,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from app.checkpoint import DEMO_MODEL
-from app.errors import OperatorError
-from engine.config import ModelConfig
-from engine.model.texts import Text, Texts
-from engine.planning.tokenizer import Tokenizer
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.app.errors import OperatorError
+from penstock.engine.config import ModelConfig
+from penstock.engine.model.texts import Text, Texts
+from penstock.engine.planning.tokenizer import Tokenizer
 
 PIECE_TOKENS = 512
 """The most tokens of a piece; longer texts are cut."""

@@ -9,12 +9,12 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from app.errors import OperatorError
-from engine.errors import CheckpointError
-from engine.model.consolidated import PARAMS, WEIGHTS, is_consolidated
-from engine.model.gguf.container import SUFFIX, is_gguf, read_header
-from engine.model.parse import check_family
-from engine.planning.tekken import FILE as TEKKEN
+from penstock.app.errors import OperatorError
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.consolidated import PARAMS, WEIGHTS, is_consolidated
+from penstock.engine.model.gguf.container import SUFFIX, is_gguf, read_header
+from penstock.engine.model.parse import check_family
+from penstock.engine.planning.tekken import FILE as TEKKEN
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 DEMO_DRAFT = Path(__file__).parent / "demo" / "draft"

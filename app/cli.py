@@ -10,10 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args, get_origin
 
-from app.errors import OperatorError, suggestion
+from penstock.app.errors import OperatorError, suggestion
 
 if TYPE_CHECKING:
-    from app.settings import CommonSettings
+    from penstock.app.settings import CommonSettings
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -85,13 +85,13 @@ def _print_version() -> int:
 
 
 def _serve(parser: _Parser, arguments: list[str]) -> int:
-    from app.kernels import check_level
-    from app.settings import Settings
+    from penstock.app.kernels import check_level
+    from penstock.app.settings import Settings
 
     flags = _parse_settings(parser, arguments, Settings)
     settings = Settings.load(flags)
     check_level()
-    from app.server import serve
+    from penstock.app.server import serve
 
     return serve(settings)
 
@@ -114,8 +114,8 @@ Hugging Face id, or penstock-demo; without it, what this machine offers"""
 
 
 def _doctor(parser: _Parser, arguments: list[str]) -> int:
-    from app.kernels import check_level
-    from app.settings import Settings
+    from penstock.app.kernels import check_level
+    from penstock.app.settings import Settings
 
     parser.add_argument("MODEL", nargs="?", help=_DOCTOR_MODEL)
     parser.add_argument(
@@ -126,7 +126,7 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
     if url is not None:
         if model is not None or flags:
             parser.error("--url goes with nothing else")
-        from app import remote
+        from penstock.app import remote
 
         return remote.run(url)
     if model is not None and "model" in flags:
@@ -134,10 +134,10 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
     settings = Settings.load(flags)
     check_level()
     if model is not None:
-        from app import fitting
+        from penstock.app import fitting
 
         return fitting.run(model, settings, flags)
-    from app import doctor
+    from penstock.app import doctor
 
     return doctor.run(settings)
 
@@ -146,7 +146,7 @@ _CHECK_MODEL = "a directory, a GGUF file, a Hugging Face id; without it, the dem
 
 
 def _check(parser: _Parser, arguments: list[str]) -> int:
-    from app.settings import EngineSettings
+    from penstock.app.settings import EngineSettings
 
     parser.add_argument("MODEL", nargs="?", help=_CHECK_MODEL)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
@@ -154,13 +154,13 @@ def _check(parser: _Parser, arguments: list[str]) -> int:
     model, output = flags.pop("MODEL", None), flags.pop("json", None)
     if model is not None and "model" in flags:
         parser.error(f"give {model} or --model, not both")
-    from app.check.command import run
+    from penstock.app.check.command import run
 
     return run(flags if model is None else {**flags, "model": model}, Path(output) if output else None)
 
 
 def _switch(parser: _Parser, arguments: list[str]) -> int:
-    from app.settings import FrontSettings
+    from penstock.app.settings import FrontSettings
 
     parser.add_argument("REPLICA", nargs="*", help="where a replica listens: http://HOST:PORT")
     parser.add_argument(
@@ -171,14 +171,14 @@ def _switch(parser: _Parser, arguments: list[str]) -> int:
     if not replicas and path is None:
         parser.error("name the replicas, or give --replicas-file")
     settings = FrontSettings.load(flags)
-    from app.switch import run
+    from penstock.app.switch import run
 
     return run(replicas, Path(path) if path is not None else None, settings)
 
 
 def _cluster(parser: _Parser, arguments: list[str]) -> int:
-    from app import cluster
-    from app.settings import Settings
+    from penstock.app import cluster
+    from penstock.app.settings import Settings
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "actions:\n" + "\n".join(f"  {name:<7} {text}" for name, text in cluster.ACTIONS.items())
@@ -202,7 +202,7 @@ def _parse_settings(parser: _Parser, arguments: list[str], kind: type[CommonSett
 
     Values stay text: wherever they come from, one place checks them.
     """
-    from app.settings import ENV_PREFIX, default_text, flag
+    from penstock.app.settings import ENV_PREFIX, default_text, flag
 
     one = "port" if "port" in kind.model_fields else "threads"
     parser.epilog = (
@@ -246,17 +246,23 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
     "switch": ("Puts one address before several replicas, and chooses one for each request.", _switch),
     "cluster": ("Runs replicas and switches on a Ray cluster, which replaces and scales them.", _cluster),
-    "quantize": ("Makes a checkpoint of 4 or 8 bits from one in floating point.", _module("app.quantize")),
-    "key": ("Makes an API key, and its line for the file of keys.", _module("app.keys")),
+    "quantize": (
+        "Makes a checkpoint of 4 or 8 bits from one in floating point.",
+        _module("penstock.app.quantize"),
+    ),
+    "key": ("Makes an API key, and its line for the file of keys.", _module("penstock.app.keys")),
     "doctor": ("Says what this machine offers and what is missing, or what of a model fits.", _doctor),
     "check": ("Compares a model with its own weights in float32, and says how fast it is.", _check),
-    "kernels": ("Builds the CPU kernels ahead of time, or says which are there.", _module("app.kernels")),
+    "kernels": (
+        "Builds the CPU kernels ahead of time, or says which are there.",
+        _module("penstock.app.kernels"),
+    ),
     "bench": (
         "Measures this server against transformers' generate, and against the machine.",
-        _module("app.bench.command"),
+        _module("penstock.app.bench.command"),
     ),
     "simulate": (
         "Tries scheduling policies on a trace, or says how much traffic a machine can promise.",
-        _module("app.simulate.command"),
+        _module("penstock.app.simulate.command"),
     ),
 }

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from app.errors import OperatorError
-from app.log import configure_log, log
-from app.settings import ENV_PREFIX, Settings
+from penstock.app.errors import OperatorError
+from penstock.app.log import configure_log, log
+from penstock.app.settings import ENV_PREFIX, Settings
 
 if TYPE_CHECKING:
-    from cluster.directory import Report, View
-    from cluster.plan import Plan
+    from penstock.cluster.directory import Report, View
+    from penstock.cluster.plan import Plan
 
 ACTIONS = {
     "deploy": "Starts replicas and switches, or changes those that run to what is given here.",

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from app.checkpoint import find_checkpoint, is_hub_id
-from app.errors import OperatorError
-from app.kernels import own_level
-from app.listen import bind, check_exposure
-from app.settings import EngineSettings, Settings
-from engine.cores import num_cores
-from engine.free_memory import available_bytes
-from engine.kernels.cpu import prebuilt
-from engine.kernels.cpu.build import NativeUnavailable, find_compiler
-from engine.kernels.cpu.levels import this_machine
-from engine.model.families import FAMILIES
+from penstock.app.checkpoint import find_checkpoint, is_hub_id
+from penstock.app.errors import OperatorError
+from penstock.app.kernels import own_level
+from penstock.app.listen import bind, check_exposure
+from penstock.app.settings import EngineSettings, Settings
+from penstock.engine.cores import num_cores
+from penstock.engine.free_memory import available_bytes
+from penstock.engine.kernels.cpu import prebuilt
+from penstock.engine.kernels.cpu.build import NativeUnavailable, find_compiler
+from penstock.engine.kernels.cpu.levels import this_machine
+from penstock.engine.model.families import FAMILIES
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -162,7 +162,7 @@ def _is_prebuilt() -> bool:
 def check_kernels() -> Check:
     """Builds the native kernels if that was never done: then it is done."""
     try:
-        from engine.kernels.cpu.native import load_library
+        from penstock.engine.kernels.cpu.native import load_library
     except (ImportError, OSError) as error:
         return Check(Level.FAIL, "kernels", f"cannot be imported ({error})", "see torch")
     said: list[str] = []
@@ -196,11 +196,11 @@ def check_types(settings: EngineSettings) -> Iterator[Check]:
         return
     try:
         find_checkpoint(settings.model, settings.revision)
-        from app.build import load_options
-        from app.estimate import estimate
-        from app.model import read_model
-        from engine.errors import CheckpointError
-        from engine.execution.loader import check_checkpoint
+        from penstock.app.build import load_options
+        from penstock.app.estimate import estimate
+        from penstock.app.model import read_model
+        from penstock.engine.errors import CheckpointError
+        from penstock.engine.execution.loader import check_checkpoint
     except (OperatorError, ImportError, OSError):  # the checks of the model and of torch say it
         return
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
+from penstock.engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
 
 
 class OperatorError(Exception):

@@ -7,17 +7,24 @@ from functools import partial
 
 import torch
 
-from engine.config import LoadOptions, ModelConfig
-from engine.execution.companions import own_size
-from engine.execution.memory import Budget, MemoryPlan, budget, expert_bytes, fitting_draft, plan_memory
-from engine.kernels.cpu.native import PACKED, NativeUnavailable
-from engine.kernels.ops import reference_kernels
-from engine.kernels.select import check_native
-from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
-from engine.model.prediction import PredictionSource
-from engine.model.tensors import check_recipe, make_recipe
-from engine.planning.state_slots import most_running
-from engine.sizes import size_text
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.execution.companions import own_size
+from penstock.engine.execution.memory import (
+    Budget,
+    MemoryPlan,
+    budget,
+    expert_bytes,
+    fitting_draft,
+    plan_memory,
+)
+from penstock.engine.kernels.cpu.native import PACKED, NativeUnavailable
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.kernels.select import check_native
+from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
+from penstock.engine.model.prediction import PredictionSource
+from penstock.engine.model.tensors import check_recipe, make_recipe
+from penstock.engine.planning.state_slots import most_running
+from penstock.engine.sizes import size_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from app.build import load_options
-from app.checkpoint import DEMO_NAME, asked_for, find_checkpoint, is_hub_id
-from app.doctor import Level, check_compiler
-from app.errors import OperatorError
-from app.hub import fetched_before, look_at
-from app.settings import Settings, choices, flag
-from app.tables import table
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError
-from engine.sizes import size_text
-from engine.spec import Experts
+from penstock.app.build import load_options
+from penstock.app.checkpoint import DEMO_NAME, asked_for, find_checkpoint, is_hub_id
+from penstock.app.doctor import Level, check_compiler
+from penstock.app.errors import OperatorError
+from penstock.app.hub import fetched_before, look_at
+from penstock.app.settings import Settings, choices, flag
+from penstock.app.tables import table
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.sizes import size_text
+from penstock.engine.spec import Experts
 
 if TYPE_CHECKING:
-    from app.estimate import Estimate
-    from engine.execution.memory import Budget
-    from engine.model.prediction import PredictionSource
-    from engine.model.safetensors import TensorFiles
-    from engine.model.tensors import Recipe
+    from penstock.app.estimate import Estimate
+    from penstock.engine.execution.memory import Budget
+    from penstock.engine.model.prediction import PredictionSource
+    from penstock.engine.model.safetensors import TensorFiles
+    from penstock.engine.model.tensors import Recipe
 
 CONTEXTS = (2048, 8192, 32768)
 """The tokens of the streams that are counted, beside the longest that the model has."""
@@ -83,7 +83,7 @@ class Fitting:
         Raises:
             CheckpointError: the model cannot be served with these options.
         """
-        from app.estimate import estimate
+        from penstock.app.estimate import estimate
 
         sizes = estimate(
             self.config, options, self.limits, has_native=self.has_native, prediction=self.prediction
@@ -111,8 +111,8 @@ def run(model: str, settings: Settings, flags: Mapping[str, str]) -> int:
         OperatorError: there is no such model, or it cannot be served.
     """
     try:
-        from engine.execution.memory import budget
-        from engine.model.dtype import choose_device
+        from penstock.engine.execution.memory import budget
+        from penstock.engine.model.dtype import choose_device
     except (ImportError, OSError) as error:
         raise OperatorError(f"torch cannot be imported ({error}); `penstock doctor` says more") from None
     options = load_options(settings)
@@ -145,12 +145,12 @@ def examine(model: str | None, revision: str | None, options: LoadOptions) -> Su
         OperatorError: there is no such model.
         CheckpointError: it is broken or not supported.
     """
-    from engine.model.checkpoint import read_config
-    from engine.model.files import open_files
-    from engine.model.prediction import find_prediction
-    from engine.model.quantize_cache import Checkpoint
-    from engine.model.stacks import unstacked
-    from engine.model.tensors import check_tensors, make_recipe
+    from penstock.engine.model.checkpoint import read_config
+    from penstock.engine.model.files import open_files
+    from penstock.engine.model.prediction import find_prediction
+    from penstock.engine.model.quantize_cache import Checkpoint
+    from penstock.engine.model.stacks import unstacked
+    from penstock.engine.model.tensors import check_tensors, make_recipe
 
     files: TensorFiles
     if model is not None and is_hub_id(model) and not _is_fetched(model, revision):
@@ -184,7 +184,7 @@ def ladder(asked: LoadOptions, config: ModelConfig) -> Iterator[LoadOptions]:
 
 def _is_fetched(hub_id: str, revision: str | None) -> bool:
     """Whether an earlier start has fetched a model, and all of it."""
-    from engine.model.safetensors import TensorFiles
+    from penstock.engine.model.safetensors import TensorFiles
 
     folder = fetched_before(hub_id, revision)
     try:
@@ -195,7 +195,7 @@ def _is_fetched(hub_id: str, revision: str | None) -> bool:
 
 def _stored_as(config: ModelConfig, recipe: Recipe) -> str:
     """The types of a checkpoint's weights."""
-    from engine.model.tensors import layer_specs
+    from penstock.engine.model.tensors import layer_specs
 
     if config.quantization is None:
         return config.dtype
@@ -206,7 +206,7 @@ def _stored_as(config: ModelConfig, recipe: Recipe) -> str:
 def _head(subject: Subject, fitting: Fitting, shown: Case) -> Iterator[str]:
     import torch
 
-    from engine.model.tensors import expected_shapes
+    from penstock.engine.model.tensors import expected_shapes
 
     config, limits, options = subject.config, fitting.limits, shown.options
     millions = sum(map(prod, expected_shapes(config).values())) / 1e6
@@ -303,7 +303,7 @@ def _experts(fitting: Fitting, cases: Mapping[str, Case]) -> Iterator[str]:
     routers = [part.router for part in parts if isinstance(part, Experts)]
     if not routers:
         return
-    from app import read_rate
+    from penstock.app import read_rate
 
     device = "cpu" if fitting.limits.card is None else "cuda"
     rate = read_rate.read_rate(device, has_native=fitting.has_native)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.errors import OperatorError
+from penstock.app.errors import OperatorError
 
 if TYPE_CHECKING:
-    from engine.model.safetensors import TensorFiles
+    from penstock.engine.model.safetensors import TensorFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def look_at(hub_id: str, revision: str | None) -> RemoteCheckpoint:
     """
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
-    from engine.model.safetensors import TensorEntry, TensorFiles
+    from penstock.engine.model.safetensors import TensorEntry, TensorFiles
 
     with _one_line(hub_id):
         metadata = get_safetensors_metadata(hub_id, revision=revision)

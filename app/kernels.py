@@ -7,12 +7,12 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from app.errors import OperatorError
-from engine.errors import InstructionSetError
-from engine.kernels.cpu import prebuilt
-from engine.kernels.cpu.build import NativeUnavailable, find_compiler, side_by_side, stem
-from engine.kernels.cpu.commands import Commands
-from engine.kernels.cpu.levels import Level, Machine, requested, this_machine
+from penstock.app.errors import OperatorError
+from penstock.engine.errors import InstructionSetError
+from penstock.engine.kernels.cpu import prebuilt
+from penstock.engine.kernels.cpu.build import NativeUnavailable, find_compiler, side_by_side, stem
+from penstock.engine.kernels.cpu.commands import Commands
+from penstock.engine.kernels.cpu.levels import Level, Machine, requested, this_machine
 
 
 def check_level() -> None:

@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.errors import OperatorError
-from gateway.access.keys import Client, digest_of
-from gateway.store.interface import Quota
-from priority.lanes import Lane, Tenant, parse_lane
+from penstock.app.errors import OperatorError
+from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.store.interface import Quota
+from penstock.priority.lanes import Lane, Tenant, parse_lane
 
 log = logging.getLogger("penstock.keys")
 

@@ -6,9 +6,9 @@ import errno
 import ipaddress
 import socket
 
-from app.errors import OperatorError
-from app.log import log
-from app.settings import FrontSettings
+from penstock.app.errors import OperatorError
+from penstock.app.log import log
+from penstock.app.settings import FrontSettings
 
 _BACKLOG = 2048
 

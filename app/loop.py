@@ -11,7 +11,7 @@ from typing import Literal
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway.http.protocol import GatewayProtocol
+from penstock.gateway.http.protocol import GatewayProtocol
 
 
 def loop_factory() -> type[asyncio.AbstractEventLoop] | None:

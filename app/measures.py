@@ -7,9 +7,9 @@ from ctypes import c_void_p
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import Team
-from engine.kernels.cpu.linear import PACKED, PackedLinear
-from engine.quant.formats import Rounding
+from penstock.engine.kernels.cpu.library import Team
+from penstock.engine.kernels.cpu.linear import PACKED, PackedLinear
+from penstock.engine.quant.formats import Rounding
 
 _WALKED_BYTES = 64e6
 """More than the caches hold."""

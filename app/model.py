@@ -7,18 +7,18 @@ from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 
-from app.checkpoint import find_checkpoint
-from app.errors import OperatorError
-from app.log import said_if_slow
-from app.settings import EngineSettings
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
-from engine.model.split import check_split
-from engine.planning.embedding import Embedding, read_embedding
-from engine.planning.tokenizer import Tokenizer
-from gateway.wire.prompts import Prompts
-from gateway.wire.sampling import SamplingDefaults
+from penstock.app.checkpoint import find_checkpoint
+from penstock.app.errors import OperatorError
+from penstock.app.log import said_if_slow
+from penstock.app.settings import EngineSettings
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
+from penstock.engine.model.split import check_split
+from penstock.engine.planning.embedding import Embedding, read_embedding
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.sampling import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)

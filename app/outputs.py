@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from app.errors import OperatorError
+from penstock.app.errors import OperatorError
 
 
 def check_output(flag: str, path: Path | None) -> None:

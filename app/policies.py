@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BeforeValidator
 
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 _KEYS = {field.name.removesuffix("_s"): field.name for field in fields(LanePolicy)}
 

@@ -14,18 +14,18 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from app.calibration import PIECE_TOKENS, make_texts
-from app.checkpoint import DEMO_NAME, asked_for, find_checkpoint
-from app.cli import EXIT_INTERRUPTED
-from app.errors import OperatorError
-from app.log import configure_log, progress
-from engine.config import GROUP_SIZES, ModelConfig
-from engine.errors import CheckpointError
-from engine.model.parse import read_config
-from engine.model.texts import Outcome, Text, Texts
+from penstock.app.calibration import PIECE_TOKENS, make_texts
+from penstock.app.checkpoint import DEMO_NAME, asked_for, find_checkpoint
+from penstock.app.cli import EXIT_INTERRUPTED
+from penstock.app.errors import OperatorError
+from penstock.app.log import configure_log, progress
+from penstock.engine.config import GROUP_SIZES, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.texts import Outcome, Text, Texts
 
 if TYPE_CHECKING:
-    from engine.model.quantizing import Scheme
+    from penstock.engine.model.quantizing import Scheme
 
 METHODS = ("gptq", "awq", "rtn")
 _ROW = "row"
@@ -110,8 +110,8 @@ def _quantize(options: argparse.Namespace) -> None:
     config = read_config(folder)
     import torch
 
-    from engine.model.dtype import choose_device
-    from engine.model.quantizing import check, quantize
+    from penstock.engine.model.dtype import choose_device
+    from penstock.engine.model.quantizing import check, quantize
 
     scheme = _scheme(options, config)
     check(folder, scheme)
@@ -152,7 +152,7 @@ def _check_out(out: Path, folder: Path, overwrite: bool) -> None:
 
 
 def _scheme(options: argparse.Namespace, config: ModelConfig) -> Scheme:
-    from engine.model.quantizing import Scheme
+    from penstock.engine.model.quantizing import Scheme
 
     if options.wide_layers < 0:
         raise OperatorError(f"--wide-layers must not be negative, and is {options.wide_layers}")
@@ -170,7 +170,7 @@ def _scheme(options: argparse.Namespace, config: ModelConfig) -> Scheme:
 
 def _group_size(options: argparse.Namespace, config: ModelConfig) -> int | None:
     """The number of inputs that was asked for, or the default; None is a row."""
-    from engine.model.quantizing import largest_group
+    from penstock.engine.model.quantizing import largest_group
 
     given = options.group_size
     if given is None and options.bits == 8:
@@ -215,8 +215,8 @@ def _terminations_as_interrupts() -> Iterator[None]:
 
 
 def _write_config(folder: Path, made: Path, scheme: Scheme, config: ModelConfig) -> None:
-    from engine.model.files import open_files
-    from engine.model.quantizing import left_out
+    from penstock.engine.model.files import open_files
+    from penstock.engine.model.quantizing import left_out
 
     entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     entries["quantization_config"] = scheme.config(config.num_layers, left_out(config, open_files(folder)))
@@ -249,7 +249,7 @@ def _put_in_place(made: Path, out: Path, overwrite: bool) -> None:
 
 
 def _say_scheme(scheme: Scheme, config: ModelConfig, texts: Texts, device: str) -> None:
-    from engine.model.quantizing import layer_bytes
+    from penstock.engine.model.quantizing import layer_bytes
 
     size = "one scale a row" if scheme.group_size is None else f"groups of {scheme.group_size}"
     kind = "symmetric" if scheme.symmetric else "asymmetric"

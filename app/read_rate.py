@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import torch
 
-from app.measures import measure_memory
-from engine.kernels.cpu.native import NativeUnavailable, load_library
+from penstock.app.measures import measure_memory
+from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
 
 _CPU_BYTES, _GPU_BYTES = 1 << 28, 1 << 31
 """More than caches hold."""

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.doctor import Check, Level
-from app.errors import OperatorError
-from app.reader import Answer, Recording, read_answer
+from penstock.app.doctor import Check, Level
+from penstock.app.errors import OperatorError
+from penstock.app.reader import Answer, Recording, read_answer
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _PATIENCE_S = 60.0

@@ -18,17 +18,17 @@ import time
 from collections.abc import AsyncIterator
 from typing import NoReturn
 
-from app.build import Parts, build
-from app.errors import OperatorError, describe_failure
-from app.keys import weights_of
-from app.listen import bind, check_exposure, is_loopback, port_of, url
-from app.log import configure_log, log
-from app.loop import Server, delay_garbage, loop_factory, settle_garbage, uvicorn_config
-from app.settings import Settings
-from engine.engine import EngineState
-from gateway.access.keys import Client
-from gateway.app import create_metrics_app
-from gateway.http.background import meanwhile
+from penstock.app.build import Parts, build
+from penstock.app.errors import OperatorError, describe_failure
+from penstock.app.keys import weights_of
+from penstock.app.listen import bind, check_exposure, is_loopback, port_of, url
+from penstock.app.log import configure_log, log
+from penstock.app.loop import Server, delay_garbage, loop_factory, settle_garbage, uvicorn_config
+from penstock.app.settings import Settings
+from penstock.engine.engine import EngineState
+from penstock.gateway.access.keys import Client
+from penstock.gateway.app import create_metrics_app
+from penstock.gateway.http.background import meanwhile
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STEP_THREAD_S = 5.0

@@ -27,13 +27,13 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from app.checkpoint import asked_for
-from app.errors import OperatorError, suggestion
-from app.policies import policy_text, read_policy
-from engine.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
-from engine.cores import node_cores, num_cores
-from engine.kernels.cpu import levels, prebuilt
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.app.checkpoint import asked_for
+from penstock.app.errors import OperatorError, suggestion
+from penstock.app.policies import policy_text, read_policy
+from penstock.engine.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
+from penstock.engine.cores import node_cores, num_cores
+from penstock.engine.kernels.cpu import levels, prebuilt
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from app.errors import OperatorError
-from gateway.store.interface import Store
-from gateway.store.memory import MemoryStore
+from penstock.app.errors import OperatorError
+from penstock.gateway.store.interface import Store
+from penstock.gateway.store.memory import MemoryStore
 
 
 def make_store(redis_url: str | None, namespace: str, replica: str) -> Store:
@@ -22,8 +22,8 @@ def make_store(redis_url: str | None, namespace: str, replica: str) -> Store:
     local = MemoryStore(time.monotonic)
     if redis_url is None:
         return local
-    from gateway.store.redis import RedisStore
-    from gateway.store.shared import SharedStore
+    from penstock.gateway.store.redis import RedisStore
+    from penstock.gateway.store.shared import SharedStore
 
     try:
         remote = RedisStore(redis_url, namespace=namespace, replica=replica, records_namespace="records")

@@ -10,24 +10,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.build import allowed_hosts, identity
-from app.checkpoint import find_checkpoint, fingerprint, model_name
-from app.errors import OperatorError
-from app.keys import KeyFile
-from app.listen import bind, check_exposure, is_loopback, url
-from app.log import configure_log, log
-from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
-from app.model import make_prompts
-from app.settings import FrontSettings
-from cluster.members import Members, parse_address
-from cluster.switch import Switch, SwitchOptions
-from cluster.upstream import Address
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.model.checkpoint import read_tokenizer
-from engine.planning.embedding import read_embedding
-from gateway.http.background import meanwhile
-from priority.routing.router import Router
+from penstock.app.build import allowed_hosts, identity
+from penstock.app.checkpoint import find_checkpoint, fingerprint, model_name
+from penstock.app.errors import OperatorError
+from penstock.app.keys import KeyFile
+from penstock.app.listen import bind, check_exposure, is_loopback, url
+from penstock.app.log import configure_log, log
+from penstock.app.loop import Server, loop_factory, settle_garbage, uvicorn_config
+from penstock.app.model import make_prompts
+from penstock.app.settings import FrontSettings
+from penstock.cluster.members import Members, parse_address
+from penstock.cluster.switch import Switch, SwitchOptions
+from penstock.cluster.upstream import Address
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.checkpoint import read_tokenizer
+from penstock.engine.planning.embedding import read_embedding
+from penstock.gateway.http.background import meanwhile
+from penstock.priority.routing.router import Router
 
 _LOOK_AGAIN_S = 0.25
 

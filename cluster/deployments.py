@@ -27,12 +27,12 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from cluster import scaling
-from cluster.child import Child, ChildFailed
-from cluster.directory import BEAT_S, Answer, Directory, Report, Stranger
-from cluster.figures import Figures
-from cluster.plan import OF_SWITCH, Plan, PlanError
-from gateway.endpoints.state import PATH, SECRET_HEADER
+from penstock.cluster import scaling
+from penstock.cluster.child import Child, ChildFailed
+from penstock.cluster.directory import BEAT_S, Answer, Directory, Report, Stranger
+from penstock.cluster.figures import Figures
+from penstock.cluster.plan import OF_SWITCH, Plan, PlanError
+from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
 
 NAMESPACE = "penstock"
 """The namespace of Ray that the directory's name is in."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from gateway.sessions.recordings.recording import INTERRUPTED
-from gateway.wire.frames import KEEPALIVE
+from penstock.gateway.sessions.recordings.recording import INTERRUPTED
+from penstock.gateway.wire.frames import KEEPALIVE
 
 _COMPLETION_ID = re.compile(rb'"id":"((?:chatcmpl|cmpl)-[0-9a-f]{32})"')
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[0-9a-f]{48})"')

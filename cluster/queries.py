@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.planning.prefix_index import extend_hashes
-from engine.planning.request import Pooling
-from gateway.endpoints.params import salt_of
-from gateway.endpoints.prompting import Prompting
-from gateway.http.errors import ApiError
-from gateway.http.limits import Limits
-from gateway.http.off_loop import FairThreads, off_loop
-from gateway.sessions.owners import tag_in
-from gateway.sessions.responses.objects import as_messages, input_items
-from gateway.sessions.responses.schemas import ResponseBody
-from gateway.sessions.responses.threads import Thread
-from gateway.wire.anthropic.bodies import MessagesBody, as_chat
-from gateway.wire.decisions import (
+from penstock.engine.planning.prefix_index import extend_hashes
+from penstock.engine.planning.request import Pooling
+from penstock.gateway.endpoints.params import salt_of
+from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.http.off_loop import FairThreads, off_loop
+from penstock.gateway.sessions.owners import tag_in
+from penstock.gateway.sessions.responses.objects import as_messages, input_items
+from penstock.gateway.sessions.responses.schemas import ResponseBody
+from penstock.gateway.sessions.responses.threads import Thread
+from penstock.gateway.wire.anthropic.bodies import MessagesBody, as_chat
+from penstock.gateway.wire.decisions import (
     DecidedBody,
     Decisions,
     DecisionsBody,
@@ -29,8 +29,8 @@ from gateway.wire.decisions import (
     understand_decisions,
     understand_system,
 )
-from gateway.wire.embeddings import Embedded, EmbeddingsBody, RerankBody, ScoreBody
-from gateway.wire.ollama.bodies import (
+from penstock.gateway.wire.embeddings import Embedded, EmbeddingsBody, RerankBody, ScoreBody
+from penstock.gateway.wire.ollama.bodies import (
     EmbeddingAsked,
     OllamaChatBody,
     OllamaEmbedBody,
@@ -42,12 +42,12 @@ from gateway.wire.ollama.bodies import (
     understand_embedding,
     understand_prompt,
 )
-from gateway.wire.prompts import Prompts
-from gateway.wire.sampling import lane_of
-from gateway.wire.schemas import ChatBody, CompletionBody, Sampled
-from gateway.wire.strict import StrictBody, read
-from priority.lanes import Tenant
-from priority.routing.router import RouteQuery
+from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.sampling import lane_of
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled
+from penstock.gateway.wire.strict import StrictBody, read
+from penstock.priority.lanes import Tenant
+from penstock.priority.routing.router import RouteQuery
 
 _CHARS_PER_TOKEN = 4
 """The assumed length of a token where only the length of a body is known."""

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
 
-from cluster.metrics import Metrics
-from cluster.position import Position
-from cluster.upstream import Address, Headers, Upstream, connect, request_bytes
-from gateway.http.connections import Connection, Timeouts
-from gateway.http.correlation import ANTHROPIC_PATH
-from gateway.http.errors import ApiError, unavailable
-from gateway.http.refusals import OLLAMA_PATH, OVERLOADED
-from gateway.sessions.responses.events import error_event
-from gateway.wire.frames import KEEPALIVE, last_frames
+from penstock.cluster.metrics import Metrics
+from penstock.cluster.position import Position
+from penstock.cluster.upstream import Address, Headers, Upstream, connect, request_bytes
+from penstock.gateway.http.connections import Connection, Timeouts
+from penstock.gateway.http.correlation import ANTHROPIC_PATH
+from penstock.gateway.http.errors import ApiError, unavailable
+from penstock.gateway.http.refusals import OLLAMA_PATH, OVERLOADED
+from penstock.gateway.sessions.responses.events import error_event
+from penstock.gateway.wire.frames import KEEPALIVE, last_frames
 
 MEND_S = 60.0
 """The longest search for a replica that goes on with a stream."""

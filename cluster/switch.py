@@ -19,32 +19,32 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.members import Member, Members
-from cluster.metrics import Metrics
-from cluster.position import Position
-from cluster.queries import QueryReader, owner_tag
-from cluster.relay import Message, Place, Relay, none_ready
-from cluster.upstream import Address, end_to_end
-from engine.planning.request import Pooling
-from gateway.access.keys import Access, Client
-from gateway.endpoints.files import UPLOAD_S
-from gateway.endpoints.operation import Operation, Passing
-from gateway.endpoints.operations import OPERATIONS
-from gateway.endpoints.replies import position_asked
-from gateway.endpoints.state import SECRET_HEADER
-from gateway.http.background import every, meanwhile
-from gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
-from gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
-from gateway.http.errors import ApiError, not_found, refused, unavailable
-from gateway.http.hosts import FORWARDED_HOST
-from gateway.http.limits import Limits, LimitsMiddleware, parse_object
-from gateway.http.off_loop import off_loop
-from gateway.http.refusals import answer_fault, refusal
-from gateway.sessions.owners import tag_in
-from gateway.wire.frames import Json
-from gateway.wire.prompts import Prompts
-from priority.refusal import Refusal
-from priority.routing.router import RouteQuery, Router
+from penstock.cluster.members import Member, Members
+from penstock.cluster.metrics import Metrics
+from penstock.cluster.position import Position
+from penstock.cluster.queries import QueryReader, owner_tag
+from penstock.cluster.relay import Message, Place, Relay, none_ready
+from penstock.cluster.upstream import Address, end_to_end
+from penstock.engine.planning.request import Pooling
+from penstock.gateway.access.keys import Access, Client
+from penstock.gateway.endpoints.files import UPLOAD_S
+from penstock.gateway.endpoints.operation import Operation, Passing
+from penstock.gateway.endpoints.operations import OPERATIONS
+from penstock.gateway.endpoints.replies import position_asked
+from penstock.gateway.endpoints.state import SECRET_HEADER
+from penstock.gateway.http.background import every, meanwhile
+from penstock.gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
+from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
+from penstock.gateway.http.errors import ApiError, not_found, refused, unavailable
+from penstock.gateway.http.hosts import FORWARDED_HOST
+from penstock.gateway.http.limits import Limits, LimitsMiddleware, parse_object
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.http.refusals import answer_fault, refusal
+from penstock.gateway.sessions.owners import tag_in
+from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.prompts import Prompts
+from penstock.priority.refusal import Refusal
+from penstock.priority.routing.router import RouteQuery, Router
 
 STALL_S = 30.0
 """The silence after which a replica is given up in a stream, which is never without a comment for so long."""

@@ -17,19 +17,19 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from starlette.routing import Route
 
-import cluster.metrics
-import gateway.metrics
-from app.cli import main
-from app.settings import ENV_PREFIX, Settings, default_text, flag
-from engine.kernels.cpu import levels, prebuilt
-from engine.model.families import FAMILIES, NOT_YET
-from engine.model.gguf.kinds import KINDS
-from gateway.endpoints.openapi import OpenApi
-from gateway.endpoints.operation import ALWAYS
-from gateway.endpoints.operations import OPERATIONS
-from gateway.http.limits import Limits
-from gateway.store.interface import StoreStats
-from priority.lanes import LanePolicy
+import penstock.cluster.metrics
+import penstock.gateway.metrics
+from penstock.app.cli import main
+from penstock.app.settings import ENV_PREFIX, Settings, default_text, flag
+from penstock.engine.kernels.cpu import levels, prebuilt
+from penstock.engine.model.families import FAMILIES, NOT_YET
+from penstock.engine.model.gguf.kinds import KINDS
+from penstock.gateway.endpoints.openapi import OpenApi
+from penstock.gateway.endpoints.operation import ALWAYS
+from penstock.gateway.endpoints.operations import OPERATIONS
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.store.interface import StoreStats
+from penstock.priority.lanes import LanePolicy
 
 FOLDER = Path(__file__).parent / "reference"
 _PUBLISHED = Path(__file__).parent / "published.json"
@@ -316,8 +316,11 @@ def _metrics() -> Iterator[str]:
 Prometheus reads them at `/metrics`. The samples of a counter have `_total` behind its name, those of a histogram
 `_bucket`, `_sum` and `_count`. With `--metrics-compat vllm`, many are there under vLLM's names, too."""
     store = CollectorRegistry()
-    store.register(gateway.metrics.StoreMetrics(lambda: StoreStats(failures={"timeout": 0})))
-    of_server, of_switch = gateway.metrics.Metrics().registry, cluster.metrics.Metrics().registry
+    store.register(penstock.gateway.metrics.StoreMetrics(lambda: StoreStats(failures={"timeout": 0})))
+    of_server, of_switch = (
+        penstock.gateway.metrics.Metrics().registry,
+        penstock.cluster.metrics.Metrics().registry,
+    )
     for title, registries in (("A server's", [of_server, store]), ("A switch's", [of_switch])):
         yield f"## {title}"
         rows = [

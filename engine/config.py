@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.fields import Fields
-from engine.spec import Attention, Layer, ModelSpec
+from penstock.engine.fields import Fields
+from penstock.engine.spec import Attention, Layer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,18 +18,18 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
-from engine.launching import goes_beside, launch_fitting
-from engine.planning.block_map import BlockMap, block_map
-from engine.planning.blocks import PoolViolation
-from engine.planning.drafting import Drafting
-from engine.planning.grammars import ForcedTokens, Grammars
-from engine.planning.lookup import Lookup
-from engine.planning.prefix_events import PrefixLog
-from engine.planning.request import DraftCount, Output
-from engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
-from engine.planning.setup import fit_limits, make_tables
-from engine.planning.states import StateUse
-from engine.planning.step import (
+from penstock.engine.launching import goes_beside, launch_fitting
+from penstock.engine.planning.block_map import BlockMap, block_map
+from penstock.engine.planning.blocks import PoolViolation
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.grammars import ForcedTokens, Grammars
+from penstock.engine.planning.lookup import Lookup
+from penstock.engine.planning.prefix_events import PrefixLog
+from penstock.engine.planning.request import DraftCount, Output
+from penstock.engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
+from penstock.engine.planning.setup import fit_limits, make_tables
+from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.step import (
     NO_SECONDS,
     DeviceError,
     OutOfMemory,

@@ -7,7 +7,7 @@ from collections.abc import ItemsView, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
-from engine.errors import CheckpointError
+from penstock.engine.errors import CheckpointError
 
 T = TypeVar("T")
 Choice = TypeVar("Choice", str, int)

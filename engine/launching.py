@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from engine.planning.chunks import is_plain
-from engine.planning.drafting import Drafting
-from engine.planning.scheduler import Scheduler
-from engine.planning.step import OutOfMemory, Plan, Runner, RunnerFacts, StepInFlight, StepResult
+from penstock.engine.planning.chunks import is_plain
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.scheduler import Scheduler
+from penstock.engine.planning.step import OutOfMemory, Plan, Runner, RunnerFacts, StepInFlight, StepResult
 
 log = logging.getLogger("penstock.engine")
 

@@ -15,35 +15,40 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway.access import quotas
-from gateway.endpoints.batches import BatchesApi
-from gateway.endpoints.completions import CompletionsApi
-from gateway.endpoints.conversations import ConversationsApi
-from gateway.endpoints.decisions import DecisionsApi
-from gateway.endpoints.embeddings import EmbeddingsApi
-from gateway.endpoints.events import EventsApi
-from gateway.endpoints.files import FilesApi
-from gateway.endpoints.input_tokens import InputTokensApi
-from gateway.endpoints.intake import Endpoints, Handler, Intake
-from gateway.endpoints.message_batches import MessageBatchesApi
-from gateway.endpoints.messages import MessagesApi
-from gateway.endpoints.models import ModelsApi, TokensApi
-from gateway.endpoints.ollama import OllamaApi
-from gateway.endpoints.openapi import OpenApi
-from gateway.endpoints.operator import OperatorApi
-from gateway.endpoints.responses import ResponsesApi
-from gateway.endpoints.state import StateApi
-from gateway.endpoints.stored_chats import StoredChatsApi
-from gateway.http.connections import ServerSendMiddleware
-from gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
-from gateway.http.errors import ApiError
-from gateway.http.limits import LimitsMiddleware
-from gateway.http.page import Page
-from gateway.http.refusals import answer_api_error, answer_disconnect, answer_fault, answer_http_error
-from gateway.service import Service
-from gateway.sessions.batches.batch import Endpoint
-from gateway.sessions.batches.files import Files
-from gateway.store.patience import PatienceMiddleware
+from penstock.gateway.access import quotas
+from penstock.gateway.endpoints.batches import BatchesApi
+from penstock.gateway.endpoints.completions import CompletionsApi
+from penstock.gateway.endpoints.conversations import ConversationsApi
+from penstock.gateway.endpoints.decisions import DecisionsApi
+from penstock.gateway.endpoints.embeddings import EmbeddingsApi
+from penstock.gateway.endpoints.events import EventsApi
+from penstock.gateway.endpoints.files import FilesApi
+from penstock.gateway.endpoints.input_tokens import InputTokensApi
+from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
+from penstock.gateway.endpoints.message_batches import MessageBatchesApi
+from penstock.gateway.endpoints.messages import MessagesApi
+from penstock.gateway.endpoints.models import ModelsApi, TokensApi
+from penstock.gateway.endpoints.ollama import OllamaApi
+from penstock.gateway.endpoints.openapi import OpenApi
+from penstock.gateway.endpoints.operator import OperatorApi
+from penstock.gateway.endpoints.responses import ResponsesApi
+from penstock.gateway.endpoints.state import StateApi
+from penstock.gateway.endpoints.stored_chats import StoredChatsApi
+from penstock.gateway.http.connections import ServerSendMiddleware
+from penstock.gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.limits import LimitsMiddleware
+from penstock.gateway.http.page import Page
+from penstock.gateway.http.refusals import (
+    answer_api_error,
+    answer_disconnect,
+    answer_fault,
+    answer_http_error,
+)
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.batches.batch import Endpoint
+from penstock.gateway.sessions.batches.files import Files
+from penstock.gateway.store.patience import PatienceMiddleware
 
 _REQUEST_HEADERS = [
     *("authorization", "x-api-key", "content-type", "idempotency-key", "last-event-id", "x-request-id"),

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Protocol
 
-from engine.engine import EngineState, EngineStats
-from engine.planning.block_map import BlockMap
-from engine.planning.request import FinishReason, Output, Request
-from engine.planning.step import StepReport
-from gateway.http.connections import Timeouts
-from gateway.http.errors import ApiError, internal, refused, unavailable
-from gateway.metrics import Metrics
-from gateway.tickets import Tickets
-from gateway.wire.streams import Generation, joined
-from priority.admission import Forecast
-from priority.lanes import Lane
-from priority.queue import LaneQueue
-from priority.refusal import Refusal
+from penstock.engine.engine import EngineState, EngineStats
+from penstock.engine.planning.block_map import BlockMap
+from penstock.engine.planning.request import FinishReason, Output, Request
+from penstock.engine.planning.step import StepReport
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.http.errors import ApiError, internal, refused, unavailable
+from penstock.gateway.metrics import Metrics
+from penstock.gateway.tickets import Tickets
+from penstock.gateway.wire.streams import Generation, joined
+from penstock.priority.admission import Forecast
+from penstock.priority.lanes import Lane
+from penstock.priority.queue import LaneQueue
+from penstock.priority.refusal import Refusal
 
 log = logging.getLogger("penstock.gateway")
 

@@ -15,12 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from engine.planning.request import FinishReason, Timings
-from engine.planning.states import StateUse
-from engine.planning.step import ExpertUse, StepReport
-from gateway.store.interface import StoreStats
-from gateway.wire.frames import seconds_per_output_token
-from priority.lanes import Lane
+from penstock.engine.planning.request import FinishReason, Timings
+from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.step import ExpertUse, StepReport
+from penstock.gateway.store.interface import StoreStats
+from penstock.gateway.wire.frames import seconds_per_output_token
+from penstock.priority.lanes import Lane
 
 _SHORT = tuple(ms / 1000 for ms in (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 40, 60, 80, 100, 150, 250))
 """The bounds of short times: small models take milliseconds a token."""

@@ -11,35 +11,35 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 
-from engine.engine import EngineState, EngineStats
-from engine.planning.embedding import Embedding
-from engine.planning.grammars import Grammars
-from engine.planning.states import StateUse
-from engine.planning.step import StepReport
-from gateway.access.idempotency import Idempotency
-from gateway.access.keys import Access, Client
-from gateway.access.quotas import Quotas
-from gateway.dispatch import Dispatch, Engine, Tracing
-from gateway.http.background import end, meanwhile
-from gateway.http.connections import Timeouts
-from gateway.http.descriptors import Descriptors
-from gateway.http.limits import Limits
-from gateway.metrics import Metrics, StoreMetrics
-from gateway.sessions.owners import tag_of
-from gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
-from gateway.sessions.prefixes.tracker import PrefixTracker
-from gateway.sessions.prefixes.warming import Warming, WarmUp
-from gateway.sessions.recordings.journal import Replayer
-from gateway.sessions.recordings.registry import Recordings
-from gateway.store.interface import Store
-from gateway.watch import StepWatch, Watches
-from gateway.wire.compiling import Compiling
-from gateway.wire.prompts import Prompts
-from gateway.wire.reading import AUTO, Formats
-from gateway.wire.sampling import SamplingDefaults
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
-from priority.queue import LaneQueue
-from priority.routing.state import Load
+from penstock.engine.engine import EngineState, EngineStats
+from penstock.engine.planning.embedding import Embedding
+from penstock.engine.planning.grammars import Grammars
+from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.step import StepReport
+from penstock.gateway.access.idempotency import Idempotency
+from penstock.gateway.access.keys import Access, Client
+from penstock.gateway.access.quotas import Quotas
+from penstock.gateway.dispatch import Dispatch, Engine, Tracing
+from penstock.gateway.http.background import end, meanwhile
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.http.descriptors import Descriptors
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.metrics import Metrics, StoreMetrics
+from penstock.gateway.sessions.owners import tag_of
+from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
+from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
+from penstock.gateway.sessions.prefixes.warming import Warming, WarmUp
+from penstock.gateway.sessions.recordings.journal import Replayer
+from penstock.gateway.sessions.recordings.registry import Recordings
+from penstock.gateway.store.interface import Store
+from penstock.gateway.watch import StepWatch, Watches
+from penstock.gateway.wire.compiling import Compiling
+from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.reading import AUTO, Formats
+from penstock.gateway.wire.sampling import SamplingDefaults
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
+from penstock.priority.queue import LaneQueue
+from penstock.priority.routing.state import Load
 
 log = logging.getLogger("penstock.gateway")
 

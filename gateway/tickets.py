@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from gateway.http.correlation import CORRELATION
-from priority.routing.state import MAX_TICKETS
+from penstock.gateway.http.correlation import CORRELATION
+from penstock.priority.routing.state import MAX_TICKETS
 
 
 class Tickets:

@@ -20,9 +20,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, format_trace_id
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.http.correlation import CORRELATION
-from gateway.wire.streams import Generation
-from priority.lanes import Lane
+from penstock.gateway.http.correlation import CORRELATION
+from penstock.gateway.wire.streams import Generation
+from penstock.priority.lanes import Lane
 
 log = logging.getLogger("penstock.gateway")
 

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app import cli
-from app.build import load_options
-from app.check import ours, theirs
-from app.check.compare import Distance, compare, total
-from app.errors import OperatorError
-from app.estimate import estimate
-from app.log import configure_log
-from app.settings import EngineSettings
-from engine.model.checkpoint import read_config, read_tokenizer
+from penstock.app import cli
+from penstock.app.build import load_options
+from penstock.app.check import ours, theirs
+from penstock.app.check.compare import Distance, compare, total
+from penstock.app.errors import OperatorError
+from penstock.app.estimate import estimate
+from penstock.app.log import configure_log
+from penstock.app.settings import EngineSettings
+from penstock.engine.model.checkpoint import read_config, read_tokenizer
 
 Exact = Callable[[tuple[int, ...]], Tensor]
 """Log probabilities [N, vocabulary] after each of N tokens."""

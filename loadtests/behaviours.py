@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 import time
 
-from app.reader import Answer, Recording, read_answer, read_json
 from loadtests.exchange import Server
+from penstock.app.reader import Answer, Recording, read_answer, read_json
 
 Body = dict[str, object]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from app.reader import Answer, Recording, read_answer, request_bytes
+from penstock.app.reader import Answer, Recording, read_answer, request_bytes
 
 STALL_S = 60.0
 """A server that is silent for so long has failed; it promises a sign of life every few seconds."""

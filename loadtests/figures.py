@@ -9,11 +9,11 @@ from dataclasses import asdict
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from app.bench.statistics import percentile
 from loadtests.outcomes import Outcome
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.simulator.result import Result
-from priority.simulator.summary import summarise
+from penstock.app.bench.statistics import percentile
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.simulator.result import Result
+from penstock.priority.simulator.summary import summarise
 
 Row = dict[str, Any]
 _PERCENTS = (50, 90, 95, 99)

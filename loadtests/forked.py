@@ -14,10 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, cast
 
-from app.bench.server_process import SERVE, ServerProcess, environment
+from penstock.app.bench.server_process import SERVE, ServerProcess, environment
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "app.server"])
+_FORKS.set_forkserver_preload(["torch", "penstock.app.server"])
 
 
 def run(

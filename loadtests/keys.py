@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from gateway.access.keys import digest_of
+from penstock.gateway.access.keys import digest_of
 
 
 @contextmanager

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any, Literal
 
-from app.bench.replay import served_of
-from app.reader import Answer
-from priority.lanes import parse_lane
-from priority.simulator.result import Served
-from priority.simulator.trace import Arrival
+from penstock.app.bench.replay import served_of
+from penstock.app.reader import Answer
+from penstock.priority.lanes import parse_lane
+from penstock.priority.simulator.result import Served
+from penstock.priority.simulator.trace import Arrival
 
 Ending = Literal["done", "left", "refused", "failed"]
 

@@ -16,18 +16,18 @@ from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
 from typing import ClassVar, cast
 
-from app.bench.client import exchange
-from app.checkpoint import find_checkpoint
-from app.listen import bind, port_of
-from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
-from cluster.switch import Switch, SwitchOptions
-from cluster.upstream import Address
-from engine.model.checkpoint import read_tokenizer
-from gateway.endpoints.state import state_line
-from gateway.wire.frames import DONE
-from gateway.wire.prompts import Prompts
 from lab.bench.routing import fake_snapshot
-from priority.routing.state import Change
+from penstock.app.bench.client import exchange
+from penstock.app.checkpoint import find_checkpoint
+from penstock.app.listen import bind, port_of
+from penstock.app.loop import Server, loop_factory, settle_garbage, uvicorn_config
+from penstock.cluster.switch import Switch, SwitchOptions
+from penstock.cluster.upstream import Address
+from penstock.engine.model.checkpoint import read_tokenizer
+from penstock.gateway.endpoints.state import state_line
+from penstock.gateway.wire.frames import DONE
+from penstock.gateway.wire.prompts import Prompts
+from penstock.priority.routing.state import Change
 
 _SECRET = "for fake streams"
 _IDENTITY = "fake"

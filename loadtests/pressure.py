@@ -16,21 +16,21 @@ from math import exp
 from pathlib import Path
 from random import Random
 
-from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
-from app.bench.job import run_module
-from app.bench.replay import machine_of, send
-from app.bench.runs import Subject, read_subject
-from app.bench.server_process import ServerFailed, ServerProcess
-from app.bench.statistics import percentile
-from app.errors import OperatorError
-from app.outputs import check_output, write_figures
-from app.reader import Answer
-from app.tables import number, table
 from loadtests.keys import key_file
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.simulator.result import Served
-from priority.simulator.run import Machine, simulate
-from priority.simulator.trace import Arrival
+from penstock.app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
+from penstock.app.bench.job import run_module
+from penstock.app.bench.replay import machine_of, send
+from penstock.app.bench.runs import Subject, read_subject
+from penstock.app.bench.server_process import ServerFailed, ServerProcess
+from penstock.app.bench.statistics import percentile
+from penstock.app.errors import OperatorError
+from penstock.app.outputs import check_output, write_figures
+from penstock.app.reader import Answer
+from penstock.app.tables import number, table
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.simulator.result import Served
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.trace import Arrival
 
 SHAPE = replace(LLAMA_135M, name="llama-135m-long", max_length=16_384)
 _STREAMS = 16

@@ -24,12 +24,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from app.bench.client import exchange
-from app.listen import bind, port_of
-from app.reader import Recording, read_answer
 from lab.bench.redis_process import RedisProcess
 from loadtests import replicas as sessions
 from loadtests.local_ray import LocalRay
+from penstock.app.bench.client import exchange
+from penstock.app.listen import bind, port_of
+from penstock.app.reader import Recording, read_answer
 
 COMMAND_S = 300.0
 _ANSWER_S = 120.0

@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
-from app.bench.client import Job, ask
-from app.bench.job import run_module
-from app.bench.replay import compare, print_comparison
-from app.bench.runs import Subject, read_subject
-from app.bench.server_process import ServerFailed, ServerProcess
-from app.bench.workloads import Workload
-from app.checkpoint import DEMO_MODEL
-from app.errors import OperatorError
-from app.outputs import check_output, write_figures
-from app.simulate.command import add_traffic
-from app.simulate.inputs import GPU_COST, check_can_run, read_traffic
 from loadtests.keys import key_file
-from priority.simulator.run import Machine
+from penstock.app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
+from penstock.app.bench.client import Job, ask
+from penstock.app.bench.job import run_module
+from penstock.app.bench.replay import compare, print_comparison
+from penstock.app.bench.runs import Subject, read_subject
+from penstock.app.bench.server_process import ServerFailed, ServerProcess
+from penstock.app.bench.workloads import Workload
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.app.errors import OperatorError
+from penstock.app.outputs import check_output, write_figures
+from penstock.app.simulate.command import add_traffic
+from penstock.app.simulate.inputs import GPU_COST, check_can_run, read_traffic
+from penstock.priority.simulator.run import Machine
 
 DEFAULTS = {"scenario": "mixed", "kind": "chat", "rate": 4.0, "duration": 60.0}
 

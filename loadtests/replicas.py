@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from app.bench.client import exchange
-from app.bench.server_process import ServerProcess
-from app.bench.statistics import summarise
-from app.listen import bind, url
-from app.loop import Server, uvicorn_config
-from app.reader import Answer, read_answer
-from app.settings import Settings
-from app.switch import make_switch
-from cluster.members import parse_address
-from cluster.switch import Switch
-from priority.routing.router import RandomRouter, Router
+from penstock.app.bench.client import exchange
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.bench.statistics import summarise
+from penstock.app.listen import bind, url
+from penstock.app.loop import Server, uvicorn_config
+from penstock.app.reader import Answer, read_answer
+from penstock.app.settings import Settings
+from penstock.app.switch import make_switch
+from penstock.cluster.members import parse_address
+from penstock.cluster.switch import Switch
+from penstock.priority.routing.router import RandomRouter, Router
 
 _INSTRUCTIONS = "You tell stories about knights, foxes and old trees, kindly and in short sentences. " * 8
 _SAID = "He rode on, and the fox {} went with him as far as the old tree. "

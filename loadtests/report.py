@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from app.tables import number, percent, table
+from penstock.app.tables import number, percent, table
 
 _KINDS = ["requests", "refused", "left", "failed", "TTFT P50", "P99", "TPOT P50", "P99", "whole P99 ms"]
 _PAGE = """<!doctype html>

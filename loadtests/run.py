@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from app.bench.server_process import ServerFailed, ServerProcess
 from loadtests.keys import key_file
+from penstock.app.bench.server_process import ServerFailed, ServerProcess
 
 USERS, RAMP_PER_S, DURATION = 16, 4, "1m"
 TENANTS = ("ann", "bob", "cy")

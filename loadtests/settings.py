@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from loadtests.curves import SHAPES
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 
 def add_arguments(parser: Any) -> None:

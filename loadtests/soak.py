@@ -25,14 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.bench.server_process import ServerFailed, ServerProcess
-from app.errors import OperatorError
-from app.reader import Answer, request_bytes
-from app.remote import sums_of
-from app.tables import table
 from lab.bench.redis_process import RedisProcess, SlowLine
 from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, poll, question, respond, resume
 from loadtests.exchange import Server, failed
+from penstock.app.bench.server_process import ServerFailed, ServerProcess
+from penstock.app.errors import OperatorError
+from penstock.app.reader import Answer, request_bytes
+from penstock.app.remote import sums_of
+from penstock.app.tables import table
 
 MODEL = "penstock-demo"
 _STORM = 60

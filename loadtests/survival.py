@@ -22,9 +22,9 @@ from typing import Any
 
 import httpx
 
-from app.bench.server_process import ServerProcess
 from lab.bench.redis_process import RedisProcess
 from loadtests.forked import ForkedServer
+from penstock.app.bench.server_process import ServerProcess
 
 NUM_STREAMS = 50
 MAX_TOKENS = 32

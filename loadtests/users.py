@@ -16,13 +16,13 @@ import gevent
 from gevent.pool import Group
 from locust import User, between, task
 
-from app.reader import Answer
-from gateway.wire.sampling import tier_of
 from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, poll, question, respond, resume
 from loadtests.exchange import Server, failed
 from loadtests.outcomes import Outcome
 from loadtests.settings import read_tenants
-from priority.lanes import parse_lane
+from penstock.app.reader import Answer
+from penstock.gateway.wire.sampling import tier_of
+from penstock.priority.lanes import parse_lane
 
 _ENOUGH_TURNS = 6
 

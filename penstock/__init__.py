@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING
 from penstock import isolation
 
 if TYPE_CHECKING:
-    from app.offline.llm import LLM
+    from penstock.app.offline.llm import LLM
 
 __all__ = ["LLM"]
 
-_WHERE = {"LLM": "app.offline.llm", "replicas": "cluster.deployments", "switches": "cluster.deployments"}
+_WHERE = {
+    "LLM": "penstock.app.offline.llm",
+    "replicas": "penstock.cluster.deployments",
+    "switches": "penstock.cluster.deployments",
+}
 """`penstock:replicas` and `penstock:switches` are what a config file of Ray Serve imports."""
 
 _HERE = Path(__file__).resolve().parent

@@ -12,7 +12,7 @@ def main() -> int:
     # The packages keep their short names inside this process, which is Penstock's alone. Their folder comes first, so
     # that an app or an engine in the working directory, in PYTHONPATH or in site-packages is never taken for them.
     sys.path.insert(0, str(PACKAGES))
-    from app.cli import main as run
+    from penstock.app.cli import main as run
 
     return run()
 

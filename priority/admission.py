@@ -15,19 +15,19 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from math import inf
 
-from engine.planning.request import FinishReason, Sequence
-from engine.planning.step import Allowance, StepLoad
-from priority.flows import fair_part, seconds_to_catch_up
-from priority.lanes import Lane, LanePolicy
-from priority.outlook import Outlook
-from priority.pacing import StepPlanner, Streams
-from priority.rates import Rate
-from priority.ratios import LATE, TOLD
-from priority.room import MOST_AHEAD, Ending, Held, Need, grouped
-from priority.shares import COST_PREFILL, virtual
-from priority.steptime import StepTimeModel
-from priority.waiting import Account, LaneLine, Size, Ticket
-from priority.yielding import yielding
+from penstock.engine.planning.request import FinishReason, Sequence
+from penstock.engine.planning.step import Allowance, StepLoad
+from penstock.priority.flows import fair_part, seconds_to_catch_up
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.outlook import Outlook
+from penstock.priority.pacing import StepPlanner, Streams
+from penstock.priority.rates import Rate
+from penstock.priority.ratios import LATE, TOLD
+from penstock.priority.room import MOST_AHEAD, Ending, Held, Need, grouped
+from penstock.priority.shares import COST_PREFILL, virtual
+from penstock.priority.steptime import StepTimeModel
+from penstock.priority.waiting import Account, LaneLine, Size, Ticket
+from penstock.priority.yielding import yielding
 
 _LEARNING = 0.04
 _BLOCK_TOKENS = 16

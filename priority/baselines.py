@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from engine.planning.request import Request, Sequence
-from engine.planning.step import UNLIMITED, Allowance, StepLoad
-from priority.lanes import Lane
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.step import UNLIMITED, Allowance, StepLoad
+from penstock.priority.lanes import Lane
 
 
 class FirstComeQueue:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from priority.pacing import PromptPace
-from priority.room import Held, Need
-from priority.yielding import MAX_VICTIMS
+from penstock.priority.pacing import PromptPace
+from penstock.priority.room import Held, Need
+from penstock.priority.yielding import MAX_VICTIMS
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from engine.planning.step import UNLIMITED, Allowance
-from priority.lanes import Lane, LanePolicy
-from priority.steptime import StepTimeModel
+from penstock.engine.planning.step import UNLIMITED, Allowance
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.steptime import StepTimeModel
 
 ALONE_SLACK = 1.5
 """A prompt so long that even alone it takes longer than the promise is let in if this times that can be kept."""

@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from math import inf, isfinite
 
-from engine.planning.request import Request, Sequence
-from engine.planning.step import Allowance, StepLoad
-from priority.admission import Admission, Forecast
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.refusal import RETRY_S, Refusal
-from priority.routing.state import Load
-from priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
-from priority.steptime import NAMES, StepTimeModel
-from priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
-from priority.yielding import MAX_VICTIMS, yielding
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.step import Allowance, StepLoad
+from penstock.priority.admission import Admission, Forecast
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.refusal import RETRY_S, Refusal
+from penstock.priority.routing.state import Load
+from penstock.priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
+from penstock.priority.steptime import NAMES, StepTimeModel
+from penstock.priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
+from penstock.priority.yielding import MAX_VICTIMS, yielding
 
 LOCALITY_TOKENS = 2_048
 """Tenants within so many prompt tokens of each other count as equal; 0 is the pure counter."""

@@ -8,15 +8,15 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
-from engine.planning.request import Request
-from engine.planning.step import num_attended
-from priority.lanes import Lane, LanePolicy
-from priority.lengths import Lengths
-from priority.rates import Rate
-from priority.ratios import LATE, Ratios
-from priority.room import Need
-from priority.routing.state import LaneWork, with_largest
-from priority.shares import COST_PREFILL, Share, virtual
+from penstock.engine.planning.request import Request
+from penstock.engine.planning.step import num_attended
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.lengths import Lengths
+from penstock.priority.rates import Rate
+from penstock.priority.ratios import LATE, Ratios
+from penstock.priority.room import Need
+from penstock.priority.routing.state import LaneWork, with_largest
+from penstock.priority.shares import COST_PREFILL, Share, virtual
 
 LEAD_TOKENS = 4_096
 """Prompt tokens that a lane may be ahead of the next less urgent one and still go first, at weight 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.planning.request import Sequence
+from penstock.engine.planning.request import Sequence
 
 MAX_PREEMPTIONS = 3
 """A sequence that gave way so often is not asked again."""

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from app.log import log
 from loadtests.forked import ForkedServer
+from penstock.app.log import log
 from tests import published, tools
 from tests.few import leave_combinations
 

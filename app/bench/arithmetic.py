@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import ModelConfig
-from engine.spec import Experts, Layer
+from penstock.engine.config import ModelConfig
+from penstock.engine.spec import Experts, Layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from app.bench.arithmetic import Arithmetic
-from app.bench.workloads import Workload
+from penstock.app.bench.arithmetic import Arithmetic
+from penstock.app.bench.workloads import Workload
 
 FLOAT_INSTRUCTIONS = ("fma8", "fma16")
 BFLOAT_INSTRUCTIONS = ("pairs_bf16", "tile_bf16")
@@ -101,8 +101,8 @@ def most_tokens_per_s(workload: Workload, arithmetic: Arithmetic, sizes: Sizes, 
 def measure(threads: int) -> Ceilings:
     """Runs the measuring loops of the native kernels; nothing is known where there are no native kernels."""
     # Not above: the figures are read where torch is not needed.
-    from app.measures import INSTRUCTIONS, measure_memory, measure_peak
-    from engine.kernels.cpu.native import NativeUnavailable, load_library
+    from penstock.app.measures import INSTRUCTIONS, measure_memory, measure_peak
+    from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
 
     try:
         team = load_library(lambda _: None).start_team(threads)

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
-from app.bench.job import Run
-from app.reader import Answer, Recording, read_answer, request_bytes
+from penstock.app.bench.job import Run
+from penstock.app.reader import Answer, Recording, read_answer, request_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def ask(run: Run, job: Job, num_processes: int = 1) -> list[Answer]:
     """Sends all requests of a job, from so many processes of its own among which the streams are shared out."""
     shares = [asdict(job.share(number, num_processes)) for number in range(num_processes)]
     with ThreadPoolExecutor(num_processes) as pool:
-        results = list(pool.map(lambda share: run("app.bench.client", share)["answers"], shares))
+        results = list(pool.map(lambda share: run("penstock.app.bench.client", share)["answers"], shares))
     answers = []
     for number, result in enumerate(results):
         answers += [Answer(**one | {"stream": one["stream"] * num_processes + number}) for one in result]

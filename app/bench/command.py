@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from app.arguments import count, listed, not_negative, one_of
-from app.bench.workloads import WORKLOADS
-from app.errors import OperatorError
-from app.kernels import check_level
-from app.outputs import check_output, write_figures
-from app.settings import choices
+from penstock.app.arguments import count, listed, not_negative, one_of
+from penstock.app.bench.workloads import WORKLOADS
+from penstock.app.errors import OperatorError
+from penstock.app.kernels import check_level
+from penstock.app.outputs import check_output, write_figures
+from penstock.app.settings import choices
 
 PARTS = ("generate", "http", "prefix", "promise")
 
@@ -93,7 +93,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from app.bench.runs import run_drafts, run_ladder, run_parts, run_workloads
+    from penstock.app.bench.runs import run_drafts, run_ladder, run_parts, run_workloads
 
     check_level()
     for flag, path in (("--json", options.json), ("--cost", options.cost), ("--plot", options.plot)):

@@ -8,10 +8,10 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
-from app.bench.report import print_failures, print_machine
-from app.bench.statistics import Figures
-from app.bench.workloads import Workload
-from app.tables import number, table
+from penstock.app.bench.report import print_failures, print_machine
+from penstock.app.bench.statistics import Figures
+from penstock.app.bench.workloads import Workload
+from penstock.app.tables import number, table
 
 TURNS = 2
 """Times that either server gets a workload: A B A B."""

@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: `python -m app.bench.job MODULE` calls the module's function `measure`.
+"""Measurements in processes of their own: `python -m penstock.app.bench.job MODULE` calls the module's function `measure`.
 
 Its arguments come as JSON on stdin, and what it returns goes to stdout as JSON.
 """
@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from app.errors import OperatorError
+from penstock.app.errors import OperatorError
 
 _PACKAGES = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def run_module(
         subprocess.TimeoutExpired: it took longer than `timeout_s`.
     """
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "app.bench.job", module],
+        [sys.executable, "-P", "-m", "penstock.app.bench.job", module],
         env=_own_packages_first(),
         input=json.dumps(job),
         stdout=subprocess.PIPE,

@@ -21,15 +21,15 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
-from app.bench.client import Job, ask
-from app.bench.job import Run
-from app.bench.report import print_failures
-from app.bench.server_process import ServerProcess
-from app.bench.statistics import percentile, summarise
-from app.bench.workloads import completion, story_question
-from app.reader import Answer
-from app.tables import number, table
-from priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.app.bench.client import Job, ask
+from penstock.app.bench.job import Run
+from penstock.app.bench.report import print_failures
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.bench.statistics import percentile, summarise
+from penstock.app.bench.workloads import completion, story_question
+from penstock.app.reader import Answer
+from penstock.app.tables import number, table
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 
 Row = dict[str, Any]
 Start = Callable[[Sequence[str]], AbstractContextManager[ServerProcess]]
@@ -76,7 +76,7 @@ class Ladder:
             "num_output_tokens": OUTPUT_TOKENS,
             "threads": self.threads,
         }
-        each_s = fmean(self.run_module("app.bench.generate", job))
+        each_s = fmean(self.run_module("penstock.app.bench.generate", job))
         ttft_ms = [1000 * each_s * (place + 1) for place in range(USERS)]
         return {
             "rung": "generate, one by one",

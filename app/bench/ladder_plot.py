@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.simulate.plots import FAINT, INK, OTHER, OURS, new_figure, save
-from app.tables import number
+from penstock.app.simulate.plots import FAINT, INK, OTHER, OURS, new_figure, save
+from penstock.app.tables import number
 
 
 def draw_ladder(path: Path, ladders: Mapping[str, Sequence[dict[str, Any]]]) -> None:

@@ -7,7 +7,7 @@ import urllib.request
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from app.errors import OperatorError
+from penstock.app.errors import OperatorError
 
 _TIMEOUT_S = 10.0
 

@@ -17,17 +17,17 @@ from math import nan
 from random import Random
 from typing import Any
 
-from app.bench.client import Job, ask
-from app.bench.job import Run
-from app.bench.replay import compare, figures_of
-from app.bench.server_process import ServerProcess
-from app.bench.statistics import percentile
-from app.bench.workloads import completion
-from app.reader import Answer
-from gateway.wire.sampling import tier_of
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.simulator.summary import Summary
-from priority.simulator.trace import Demand, mixed
+from penstock.app.bench.client import Job, ask
+from penstock.app.bench.job import Run
+from penstock.app.bench.replay import compare, figures_of
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.bench.statistics import percentile
+from penstock.app.bench.workloads import completion
+from penstock.app.reader import Answer
+from penstock.gateway.wire.sampling import tier_of
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.simulator.summary import Summary
+from penstock.priority.simulator.trace import Demand, mixed
 
 Row = dict[str, Any]
 

@@ -10,20 +10,20 @@ from statistics import median
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.bench.checkpoint import NUM_BYTES
-from app.bench.client import Job, ask
-from app.bench.job import Run
-from app.bench.server_process import ServerProcess
-from app.bench.workloads import completion
-from app.reader import Answer
-from app.settings import Settings
-from app.tables import number, percent, table
-from gateway.wire.sampling import tier_of
-from priority.simulator.result import Result, Served
-from priority.simulator.run import Machine, simulate
-from priority.simulator.summary import Summary, summarise
-from priority.simulator.trace import BLOCK_TOKENS, Arrival
-from priority.steptime import NAMES
+from penstock.app.bench.checkpoint import NUM_BYTES
+from penstock.app.bench.client import Job, ask
+from penstock.app.bench.job import Run
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.bench.workloads import completion
+from penstock.app.reader import Answer
+from penstock.app.settings import Settings
+from penstock.app.tables import number, percent, table
+from penstock.gateway.wire.sampling import tier_of
+from penstock.priority.simulator.result import Result, Served
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.summary import Summary, summarise
+from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
+from penstock.priority.steptime import NAMES
 
 _BLOCK_SIZE = 16
 _MAX_BATCH_TOKENS = 512

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from app.bench.ceilings import LABELS
-from app.bench.promise import PROMISE_S
-from app.tables import number, table
+from penstock.app.bench.ceilings import LABELS
+from penstock.app.bench.promise import PROMISE_S
+from penstock.app.tables import number, table
 
 Row = dict[str, Any]
 

@@ -15,27 +15,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.bench.arithmetic import Arithmetic, arithmetic_of, num_weights
-from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
-from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
-from app.bench.client import Job
-from app.bench.drafts import LANE, TURNS, compare, print_compared
-from app.bench.job import run_module
-from app.bench.ladder import Ladder, print_ladder
-from app.bench.other_server import OtherServer
-from app.bench.promise import SECONDS, PromiseBench
-from app.bench.report import print_report, print_workloads
-from app.bench.server_process import ServerFailed, ServerProcess
-from app.bench.statistics import Figures, percentile, rate_until, summarise
-from app.bench.workloads import WORKLOADS, Workload
-from app.checkpoint import DEMO_DRAFT, DEMO_MODEL, asked_for, find_checkpoint, num_bytes
-from app.errors import OperatorError
-from app.reader import Answer
-from app.tables import number
-from engine.cores import num_cores
-from engine.errors import CheckpointError
-from engine.model.checkpoint import read_config, read_tokenizer
-from priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.app.bench.arithmetic import Arithmetic, arithmetic_of, num_weights
+from penstock.app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
+from penstock.app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
+from penstock.app.bench.client import Job
+from penstock.app.bench.drafts import LANE, TURNS, compare, print_compared
+from penstock.app.bench.job import run_module
+from penstock.app.bench.ladder import Ladder, print_ladder
+from penstock.app.bench.other_server import OtherServer
+from penstock.app.bench.promise import SECONDS, PromiseBench
+from penstock.app.bench.report import print_report, print_workloads
+from penstock.app.bench.server_process import ServerFailed, ServerProcess
+from penstock.app.bench.statistics import Figures, percentile, rate_until, summarise
+from penstock.app.bench.workloads import WORKLOADS, Workload
+from penstock.app.checkpoint import DEMO_DRAFT, DEMO_MODEL, asked_for, find_checkpoint, num_bytes
+from penstock.app.errors import OperatorError
+from penstock.app.reader import Answer
+from penstock.app.tables import number
+from penstock.engine.cores import num_cores
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.checkpoint import read_config, read_tokenizer
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
 PREFIX_TOKENS = 512
@@ -136,7 +136,7 @@ def run_ladder(options: argparse.Namespace) -> Row:
             rows.append(row)
         print_ladder(subject.name, rows, options.price)
     if options.plot is not None:
-        from app.bench.ladder_plot import draw_ladder
+        from penstock.app.bench.ladder_plot import draw_ladder
 
         draw_ladder(options.plot, ladders)
     return {"machine": machine(), "price_per_hour": options.price, "ladder": ladders}
@@ -185,7 +185,7 @@ def _encoder(path: Path) -> Callable[[str], list[int]]:
 
 def measure_ceilings() -> Ceilings:
     say("what the machine can do")
-    return Ceilings(**run_module("app.bench.ceilings", {"threads": num_cores()}))
+    return Ceilings(**run_module("penstock.app.bench.ceilings", {"threads": num_cores()}))
 
 
 def say(text: str) -> None:
@@ -246,7 +246,7 @@ def generate(subject: Subject, quick: bool) -> Row:
         "num_output_tokens": length,
         "threads": num_cores(),
     }
-    seconds = run_module("app.bench.generate", job)
+    seconds = run_module("penstock.app.bench.generate", job)
     return {"model": subject.name, "tokens_per_s": length * len(seconds) / sum(seconds), "seconds": seconds}
 
 
@@ -314,7 +314,7 @@ def send(server: Server, workload: Workload, subject: Subject) -> tuple[list[Ans
     bodies += workload.interactive_bodies(subject.served_as, subject.token_ids, seed)
     starts_s = [0.0] * workload.streams + workload.interactive_starts_s()
     job = Job(server.host, server.port, "/v1/completions", bodies, starts_s, workload.seconds)
-    result = run_module("app.bench.client", asdict(job))
+    result = run_module("penstock.app.bench.client", asdict(job))
     return [Answer(**answer) for answer in result["answers"]], result["cpu_s"]
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.reader import Answer
+from penstock.app.reader import Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

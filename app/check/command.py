@@ -9,20 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app import doctor
-from app.check import ours, theirs
-from app.check.compare import Distance, compare, total
-from app.checkpoint import find_checkpoint, model_name
-from app.errors import OperatorError
-from app.log import configure_log, progress
-from app.outputs import check_output, write_figures
-from app.settings import EngineSettings
-from app.tables import table
-from engine.errors import CheckpointError
-from engine.model.checkpoint import read_config
+from penstock.app import doctor
+from penstock.app.check import ours, theirs
+from penstock.app.check.compare import Distance, compare, total
+from penstock.app.checkpoint import find_checkpoint, model_name
+from penstock.app.errors import OperatorError
+from penstock.app.log import configure_log, progress
+from penstock.app.outputs import check_output, write_figures
+from penstock.app.settings import EngineSettings
+from penstock.app.tables import table
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.checkpoint import read_config
 
 if TYPE_CHECKING:
-    from engine.config import ModelConfig
+    from penstock.engine.config import ModelConfig
 
 VERDICTS = (
     (0.01, "it says what its weights say"),

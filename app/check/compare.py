@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp, fsum, log
 from typing import TYPE_CHECKING
 
-from app.check.ours import Told, Top
+from penstock.app.check.ours import Told, Top
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.check.texts import TEXTS
-from app.errors import OperatorError
-from app.offline.answers import TokenLogprob
-from app.offline.llm import LLM
-from app.offline.requests import Sampling
+from penstock.app.check.texts import TEXTS
+from penstock.app.errors import OperatorError
+from penstock.app.offline.answers import TokenLogprob
+from penstock.app.offline.llm import LLM
+from penstock.app.offline.requests import Sampling
 
 NUM_TOP = 20
 """The likeliest tokens whose probabilities are compared; what is left is one more."""

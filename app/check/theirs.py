@@ -9,15 +9,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.log import log
-from engine.free_memory import available_bytes
-from engine.model.gguf.container import is_gguf
-from engine.sizes import size_text
+from penstock.app.log import log
+from penstock.engine.free_memory import available_bytes
+from penstock.engine.model.gguf.container import is_gguf
+from penstock.engine.sizes import size_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.config import ModelConfig
+    from penstock.engine.config import ModelConfig
 
 _GGUF_TIMES = 3
 """transformers takes up to so many times the weights while it reads a GGUF file."""
@@ -36,7 +36,7 @@ def check_room(folder: Path, config: ModelConfig) -> None:
     Raises:
         LeftOut: there is less memory than the model takes in float32.
     """
-    from engine.model.tensors import expected_shapes
+    from penstock.engine.model.tensors import expected_shapes
 
     weights = 4 * sum(map(prod, expected_shapes(config).values()))
     times = _GGUF_TIMES if is_gguf(folder) else 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.planning.request import Output, TokenLogprobs
-from engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning.request import Output, TokenLogprobs
+from penstock.engine.planning.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

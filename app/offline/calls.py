@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
-from engine.engine import EngineState
-from engine.planning.request import FinishReason, Output, Request
-from engine.planning.step import StepReport
+from penstock.engine.engine import EngineState
+from penstock.engine.planning.request import FinishReason, Output, Request
+from penstock.engine.planning.step import StepReport
 
 
 class Call:

@@ -19,18 +19,18 @@ from typing import Self
 
 from typing_extensions import Unpack
 
-from app.build import build_core
-from app.errors import OperatorError, describe_failure
-from app.kernels import check_level
-from app.log import counter, silent
-from app.log import progress as progress_bar
-from app.offline.answers import Answer, Choice, Piece, named, piece_of
-from app.offline.calls import Call, Deliveries
-from app.offline.requests import Conversation, Prompt, Requests, Sampling
-from app.offline.settings import offline_settings
-from engine.engine import EngineState
-from engine.planning.request import Output, Request
-from gateway.wire.embeddings import shortened
+from penstock.app.build import build_core
+from penstock.app.errors import OperatorError, describe_failure
+from penstock.app.kernels import check_level
+from penstock.app.log import counter, silent
+from penstock.app.log import progress as progress_bar
+from penstock.app.offline.answers import Answer, Choice, Piece, named, piece_of
+from penstock.app.offline.calls import Call, Deliveries
+from penstock.app.offline.requests import Conversation, Prompt, Requests, Sampling
+from penstock.app.offline.settings import offline_settings
+from penstock.engine.engine import EngineState
+from penstock.engine.planning.request import Output, Request
+from penstock.gateway.wire.embeddings import shortened
 
 _STOP_S = 5.0
 """A step that hangs must not keep the program."""

@@ -7,24 +7,24 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from app.build import Core
-from app.errors import suggestion
-from engine.planning.grammar import CompiledGrammar
-from engine.planning.grammars import GrammarError
-from engine.planning.request import BeamParams, Pooling, Request, SamplingParams
-from gateway.access.keys import OPEN_TENANT
-from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
-from gateway.endpoints.params import bad_words_of, salt_of
-from gateway.http.errors import ApiError, invalid
-from gateway.http.limits import Limits
-from gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
-from gateway.wire.conversation import as_dict
-from gateway.wire.embeddings import EmbeddingsBody
-from gateway.wire.prompts import check_token_ids
-from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
-from gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
-from gateway.wire.strict import read
-from gateway.wire.structured import answer_form, form_of
+from penstock.app.build import Core
+from penstock.app.errors import suggestion
+from penstock.engine.planning.grammar import CompiledGrammar
+from penstock.engine.planning.grammars import GrammarError
+from penstock.engine.planning.request import BeamParams, Pooling, Request, SamplingParams
+from penstock.gateway.access.keys import OPEN_TENANT
+from penstock.gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
+from penstock.gateway.endpoints.params import bad_words_of, salt_of
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
+from penstock.gateway.wire.conversation import as_dict
+from penstock.gateway.wire.embeddings import EmbeddingsBody
+from penstock.gateway.wire.prompts import check_token_ids
+from penstock.gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
+from penstock.gateway.wire.strict import read
+from penstock.gateway.wire.structured import answer_form, form_of
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from app.errors import suggestion
-from app.settings import EngineSettings
-from priority.lanes import DEFAULT_POLICIES
+from penstock.app.errors import suggestion
+from penstock.app.settings import EngineSettings
+from penstock.priority.lanes import DEFAULT_POLICIES
 
 
 def offline_settings(model: str | os.PathLike[str] | None, given: Mapping[str, object]) -> EngineSettings:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.errors import OperatorError
-from app.log import counter, log
-from app.simulate.inputs import Traffic
-from app.tables import percent
-from priority.lanes import Lane, LanePolicy
-from priority.simulator.run import Machine, simulate
-from priority.simulator.summary import is_kept
+from penstock.app.errors import OperatorError
+from penstock.app.log import counter, log
+from penstock.app.simulate.inputs import Traffic
+from penstock.app.tables import percent
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.summary import is_kept
 
 _PRECISION = 0.02
 """The search ends when the answer is known to this part of it."""

@@ -9,11 +9,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from app.arguments import count, listed, not_negative, one_of, positive, quantity, whole
-from app.errors import OperatorError
-from app.log import configure_log, counter, log
-from app.outputs import check_output, write_figures
-from app.simulate.inputs import (
+from penstock.app.arguments import count, listed, not_negative, one_of, positive, quantity, whole
+from penstock.app.errors import OperatorError
+from penstock.app.log import configure_log, counter, log
+from penstock.app.outputs import check_output, write_figures
+from penstock.app.simulate.inputs import (
     DEFAULTS,
     GPU_COST,
     Traffic,
@@ -22,15 +22,15 @@ from app.simulate.inputs import (
     read_machine,
     read_traffic,
 )
-from app.simulate.replicas import DEFAULT_ROUTERS, Cell, Fleet, compare, draw_cells, print_cells
-from app.simulate.report import print_report
-from priority.lanes import Lane, LanePolicy
-from priority.simulator.cluster import ROUTERS, Wires
-from priority.simulator.result import Result
-from priority.simulator.run import POLICIES, Machine, simulate
-from priority.simulator.summary import Summary, summarise
-from priority.simulator.trace import KINDS, SCENARIOS, write_trace
-from priority.steptime import NAMES
+from penstock.app.simulate.replicas import DEFAULT_ROUTERS, Cell, Fleet, compare, draw_cells, print_cells
+from penstock.app.simulate.report import print_report
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.simulator.cluster import ROUTERS, Wires
+from penstock.priority.simulator.result import Result
+from penstock.priority.simulator.run import POLICIES, Machine, simulate
+from penstock.priority.simulator.summary import Summary, summarise
+from penstock.priority.simulator.trace import KINDS, SCENARIOS, write_trace
+from penstock.priority.steptime import NAMES
 
 _MACHINES = listed(quantity(int, least=1, most=1_000))
 _MODES = {
@@ -214,7 +214,7 @@ def _compare(
     summaries = [summarise(result, lanes) for result in results]
     print_report(summaries, lanes)
     if options.plots is not None:
-        from app.simulate.plots import draw
+        from penstock.app.simulate.plots import draw
 
         for path in draw(options.plots, traffic.name, results, summaries, lanes[Lane.INTERACTIVE]):
             log.info("wrote %s", path)
@@ -229,7 +229,7 @@ def _simulate(policy: str, traffic: Traffic, machine: Machine, lanes: Mapping[La
 def _capacity(
     options: argparse.Namespace, traffic: Traffic, machine: Machine, lanes: dict[Lane, LanePolicy]
 ) -> dict[str, Any]:
-    from app.simulate.capacity import Capacity, Search, sentence
+    from penstock.app.simulate.capacity import Capacity, Search, sentence
 
     target = 0.99 if options.target is None else options.target / 100
     search = Search(traffic, machine, lanes, target)

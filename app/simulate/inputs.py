@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 
-from app.errors import OperatorError
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.simulator.run import Machine
-from priority.simulator.trace import SCENARIOS, Arrival, Demand, TraceError, read_trace
-from priority.steptime import NAMES
+from penstock.app.errors import OperatorError
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.simulator.run import Machine
+from penstock.priority.simulator.trace import SCENARIOS, Arrival, Demand, TraceError, read_trace
+from penstock.priority.steptime import NAMES
 
 GPU_COST: Mapping[str, float] = {
     "alpha_s": 0.007,

@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from priority.lanes import Lane, LanePolicy
-from priority.simulator.result import Result, Served
-from priority.simulator.summary import Summary, spread
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.simulator.result import Result, Served
+from penstock.priority.simulator.summary import Summary, spread
 
 SIZE = (1280, 640)
 """Pixels of every picture."""

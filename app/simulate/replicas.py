@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.errors import OperatorError
-from app.log import counter, log
-from app.simulate.inputs import Traffic
-from app.simulate.report import promise_text
-from app.tables import number, percent, table
-from priority.lanes import Lane, LanePolicy
-from priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
-from priority.simulator.run import Machine
-from priority.simulator.summary import Summary, summarise
+from penstock.app.errors import OperatorError
+from penstock.app.log import counter, log
+from penstock.app.simulate.inputs import Traffic
+from penstock.app.simulate.report import promise_text
+from penstock.app.tables import number, percent, table
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
+from penstock.priority.simulator.run import Machine
+from penstock.priority.simulator.summary import Summary, summarise
 
 DEFAULT_ROUTERS = ("prefix", "least", "random", "disaggregated")
 
@@ -105,7 +105,7 @@ def print_cells(cells: Sequence[Cell], policy: LanePolicy) -> None:
 
 def draw_cells(folder: Path, cells: Sequence[Cell], traffic: str, policy: LanePolicy) -> Path:
     """Writes scale.png."""
-    from app.simulate.plots import draw_routers
+    from penstock.app.simulate.plots import draw_routers
 
     shown = [router for router in ROUTERS if any(cell.router == router for cell in cells)]
     lines = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.tables import number, percent, table
-from priority.lanes import Lane, LanePolicy
-from priority.simulator.summary import Figures, Summary
+from penstock.app.tables import number, percent, table
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.simulator.summary import Figures, Summary
 
 _MOST_TENANTS = 8
 _GROUP_HEAD = [

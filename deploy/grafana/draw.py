@@ -21,10 +21,10 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from app.bench.server_process import ServerProcess
 from deploy.grafana.make import PANELS, Query
 from deploy.scraping import Prometheus
 from loadtests.run import command
+from penstock.app.bench.server_process import ServerProcess
 
 LOAD_S = 60
 _COLUMNS = 3

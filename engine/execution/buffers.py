@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.execution.seats import Placed, StepShape
-from engine.execution.uploads import cut, part_starts
-from engine.execution.verification import Verification
-from engine.kernels.sequence_table import StepTokens
+from penstock.engine.execution.seats import Placed, StepShape
+from penstock.engine.execution.uploads import cut, part_starts
+from penstock.engine.execution.verification import Verification
+from penstock.engine.kernels.sequence_table import StepTokens
 
 
 class StepBuffers:

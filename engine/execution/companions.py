@@ -9,35 +9,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError
-from engine.execution.loaded import LoadedModel
-from engine.execution.memory import NO_DRAFT, DraftSize, MemoryPlan, fitting_draft, tensor_bytes, weight_bytes
-from engine.kernels.cpu.native import NativeDecoder, NativeDraft, NativeUnavailable, PackedLinear
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.select import check_native, native_kernels, select
-from engine.model.checkpoint import read_config
-from engine.model.drafts import DraftSource, SharedTokens, check_draft
-from engine.model.eagle import EagleConfig, check_eagle, is_eagle, read_eagle
-from engine.model.eagle_weights import (
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.memory import (
+    NO_DRAFT,
+    DraftSize,
+    MemoryPlan,
+    fitting_draft,
+    tensor_bytes,
+    weight_bytes,
+)
+from penstock.engine.kernels.cpu.native import NativeDecoder, NativeDraft, NativeUnavailable, PackedLinear
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.select import check_native, native_kernels, select
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.drafts import DraftSource, SharedTokens, check_draft
+from penstock.engine.model.eagle import EagleConfig, check_eagle, is_eagle, read_eagle
+from penstock.engine.model.eagle_weights import (
     EagleFiles,
     check_eagle_tensors,
     eagle_specs,
     has_embedding,
     load_eagle,
 )
-from engine.model.files import open_files
-from engine.model.parameters import Weights
-from engine.model.prediction import PredictionSource, find_prediction, load_prediction
-from engine.model.quantize_cache import Checkpoint
-from engine.model.safetensors import TensorFiles
-from engine.model.stacks import unstacked
-from engine.model.tensors import LinearSpec, Recipe, check_tensors, make_recipe
-from engine.model.transformer import ForwardPass, make_decoder, make_head, make_predictor
-from engine.model.translation import Translation
-from engine.model.weights import load_weights
+from penstock.engine.model.files import open_files
+from penstock.engine.model.parameters import Weights
+from penstock.engine.model.prediction import PredictionSource, find_prediction, load_prediction
+from penstock.engine.model.quantize_cache import Checkpoint
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import LinearSpec, Recipe, check_tensors, make_recipe
+from penstock.engine.model.transformer import ForwardPass, make_decoder, make_head, make_predictor
+from penstock.engine.model.translation import Translation
+from penstock.engine.model.weights import load_weights
 
 _FEATURES = torch.bfloat16
 """The type of what a head reads of its target."""

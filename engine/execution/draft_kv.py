@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.planning.request import Sequence
-from engine.planning.step import Chunk
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import Chunk
 
 
 @dataclass(slots=True)

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.execution.draft_kv import DraftChunk, DraftKV
-from engine.execution.loaded import LoadedModel
-from engine.execution.seats import Seats
-from engine.execution.uploads import send_apart
-from engine.kernels.cpu.native import NativeDraft
-from engine.planning.request import Sequence
-from engine.planning.step import Plan, StepInFlight
-from engine.sampling.sampler import has_penalties
+from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.seats import Seats
+from penstock.engine.execution.uploads import send_apart
+from penstock.engine.kernels.cpu.native import NativeDraft
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.engine.sampling.sampler import has_penalties
 
 
 class Drafter:

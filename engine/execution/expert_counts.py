@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels.cpu.native import NativeDecoder
-from engine.kernels.experts import Route
-from engine.kernels.ops import Kernels
-from engine.planning.step import ExpertLoad, ExpertUse
-from engine.spec import Experts, Router
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.cpu.native import NativeDecoder
+from penstock.engine.kernels.experts import Route
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.planning.step import ExpertLoad, ExpertUse
+from penstock.engine.spec import Experts, Router
 
 _EVERY = 8
 """Of passes over plain torch, one in so many is counted."""

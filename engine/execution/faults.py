@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.execution.seats import Seats
-from engine.planning.step import DeviceError, OutOfMemory, Plan
+from penstock.engine.execution.seats import Seats
+from penstock.engine.planning.step import DeviceError, OutOfMemory, Plan
 
 
 @contextmanager

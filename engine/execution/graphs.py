@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
-from engine.execution.memory import read_card
-from engine.execution.seats import StepShape
-from engine.execution.share import agreed
-from engine.kernels.ranks import Ranks
+from penstock.engine.execution.memory import read_card
+from penstock.engine.execution.seats import StepShape
+from penstock.engine.execution.share import agreed
+from penstock.engine.kernels.ranks import Ranks
 
 log = logging.getLogger("penstock.engine")
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.execution.prompt_rows import PromptFindings
-from engine.planning.request import TokenLogprobs
-from engine.planning.step import DeviceError, Sampled, StepResult
+from penstock.engine.execution.prompt_rows import PromptFindings
+from penstock.engine.planning.request import TokenLogprobs
+from penstock.engine.planning.step import DeviceError, Sampled, StepResult
 
 NOT_FINITE = "the model's output was not finite"
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions, ModelConfig
-from engine.execution.buffers import StepBuffers
-from engine.execution.expert_counts import ExpertCounts
-from engine.execution.memory import MemoryPlan
-from engine.kernels.cpu.native import NativeDraft
-from engine.kernels.kv_cache import KVCache
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels
-from engine.kernels.sequence_table import SequenceTable
-from engine.kernels.state_cache import StateCache
-from engine.model.transformer import ForwardPass
-from engine.sampling.sampler import Sampler
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.execution.buffers import StepBuffers
+from penstock.engine.execution.expert_counts import ExpertCounts
+from penstock.engine.execution.memory import MemoryPlan
+from penstock.engine.kernels.cpu.native import NativeDraft
+from penstock.engine.kernels.kv_cache import KVCache
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.sequence_table import SequenceTable
+from penstock.engine.kernels.state_cache import StateCache
+from penstock.engine.model.transformer import ForwardPass
+from penstock.engine.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

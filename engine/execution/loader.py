@@ -9,42 +9,42 @@ from pathlib import Path
 
 import torch
 
-from engine.config import LoadOptions, ModelConfig
-from engine.cores import num_cores
-from engine.errors import CheckpointError
-from engine.execution.buffers import StepBuffers
-from engine.execution.companions import open_companion, with_room
-from engine.execution.expert_counts import ExpertCounts, counted, counted_natively
-from engine.execution.loaded import LoadedModel
-from engine.execution.measuring import measure_steps, run_largest
-from engine.execution.memory import (
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.cores import num_cores
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.buffers import StepBuffers
+from penstock.engine.execution.companions import open_companion, with_room
+from penstock.engine.execution.expert_counts import ExpertCounts, counted, counted_natively
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.measuring import measure_steps, run_largest
+from penstock.engine.execution.memory import (
     MemoryPlan,
     budget,
     plan_memory,
     what_would_fit,
 )
-from engine.execution.share import agreed, own_budget, own_device, own_options, ranked
-from engine.kernels.cpu.native import NativeDecoder
-from engine.kernels.cpu.rounding import rounding_of
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.ops import Kernels
-from engine.kernels.ranks import Ranks
-from engine.kernels.select import select
-from engine.kernels.sequence_table import SequenceTable
-from engine.kernels.state_cache import StateCache, StateLayout
-from engine.model.checkpoint import read_config
-from engine.model.drafts import DraftSource
-from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
-from engine.model.files import open_files
-from engine.model.gguf.container import forget_headers
-from engine.model.quantize_cache import Checkpoint, quantized
-from engine.model.split import split_config
-from engine.model.split_files import SplitFiles
-from engine.model.stacks import unstacked
-from engine.model.tensors import check_tensors, make_recipe
-from engine.model.transformer import make_decoder
-from engine.model.weights import Progress, load_weights
-from engine.sampling.sampler import Sampler
+from penstock.engine.execution.share import agreed, own_budget, own_device, own_options, ranked
+from penstock.engine.kernels.cpu.native import NativeDecoder
+from penstock.engine.kernels.cpu.rounding import rounding_of
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.kernels.select import select
+from penstock.engine.kernels.sequence_table import SequenceTable
+from penstock.engine.kernels.state_cache import StateCache, StateLayout
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
+from penstock.engine.model.files import open_files
+from penstock.engine.model.gguf.container import forget_headers
+from penstock.engine.model.quantize_cache import Checkpoint, quantized
+from penstock.engine.model.split import split_config
+from penstock.engine.model.split_files import SplitFiles
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import check_tensors, make_recipe
+from penstock.engine.model.transformer import make_decoder
+from penstock.engine.model.weights import Progress, load_weights
+from penstock.engine.sampling.sampler import Sampler
 
 MAX_WINDOWED_TOKENS = 1 << 17
 """Where all layers have a sliding window, a sequence may be longer than the KV cache, up to so many tokens."""

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import NotEnoughMemory
-from engine.execution.memory import GpuMemory, Measured, read_card
-from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.ops import Kernels
-from engine.model.parameters import Weights
-from engine.model.transformer import make_decoder
-from engine.sampling.sampler import MAX_TOP_LOGPROBS
-from engine.sizes import size_text
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import NotEnoughMemory
+from penstock.engine.execution.memory import GpuMemory, Measured, read_card
+from penstock.engine.kernels.batch import Batch, blank_batch
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.model.parameters import Weights
+from penstock.engine.model.transformer import make_decoder
+from penstock.engine.sampling.sampler import MAX_TOP_LOGPROBS
+from penstock.engine.sizes import size_text
 
 
 def run_largest(

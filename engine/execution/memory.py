@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError, NotEnoughMemory
-from engine.free_memory import available_bytes
-from engine.kernels.kv_cache import KVLayout
-from engine.kernels.ops import Kernels
-from engine.kernels.state_cache import StateLayout
-from engine.model.tensors import (
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError, NotEnoughMemory
+from penstock.engine.free_memory import available_bytes
+from penstock.engine.kernels.kv_cache import KVLayout
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.state_cache import StateLayout
+from penstock.engine.model.tensors import (
     AS_IT_IS,
     LinearSpec,
     Recipe,
@@ -31,11 +31,11 @@ from engine.model.tensors import (
     packs_embedding,
     with_one_expert,
 )
-from engine.planning.windows import Windows
-from engine.quant.formats import DENSE
-from engine.quant.integers import Integers
-from engine.sizes import GIB, size_text
-from engine.spec import Experts, LayerEmbedding, Mixer, Router
+from penstock.engine.planning.windows import Windows
+from penstock.engine.quant.formats import DENSE
+from penstock.engine.quant.integers import Integers
+from penstock.engine.sizes import GIB, size_text
+from penstock.engine.spec import Experts, LayerEmbedding, Mixer, Router
 
 SMALLEST_CONTEXT = 1024
 """The fewest tokens of KV cache that a model is started with, if it has so many positions."""

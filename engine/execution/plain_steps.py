@@ -13,14 +13,20 @@ from itertools import islice
 
 import torch
 
-from engine.execution.faults import told
-from engine.execution.landing import NOT_FINITE, num_right
-from engine.execution.loaded import LoadedModel
-from engine.execution.seats import Seats
-from engine.kernels.cpu.native import NativeChoose, NativeDecoder, NativeStep, NativeSteps, PackedLinear
-from engine.planning.chunks import is_plain
-from engine.planning.step import Plan, Sampled, StepResult
-from engine.sampling.sampler import Sampler, has_penalties
+from penstock.engine.execution.faults import told
+from penstock.engine.execution.landing import NOT_FINITE, num_right
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.seats import Seats
+from penstock.engine.kernels.cpu.native import (
+    NativeChoose,
+    NativeDecoder,
+    NativeStep,
+    NativeSteps,
+    PackedLinear,
+)
+from penstock.engine.planning.chunks import is_plain
+from penstock.engine.planning.step import Plan, Sampled, StepResult
+from penstock.engine.sampling.sampler import Sampler, has_penalties
 
 _CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.execution.loaded import LoadedModel
-from engine.kernels.batch import Batch
-from engine.planning.step import Plan
-from engine.sampling.reference import logprobs_of
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.planning.step import Plan
+from penstock.engine.sampling.reference import logprobs_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.execution.buffers import StepBuffers
-from engine.execution.drafter import Drafter
-from engine.execution.facts import facts_of
-from engine.execution.faults import told
-from engine.execution.graphs import (
+from penstock.engine.execution.buffers import StepBuffers
+from penstock.engine.execution.drafter import Drafter
+from penstock.engine.execution.facts import facts_of
+from penstock.engine.execution.faults import told
+from penstock.engine.execution.graphs import (
     CudaDevice,
     Device,
     Ladder,
@@ -32,17 +32,17 @@ from engine.execution.graphs import (
     mixed_shapes,
     verifying_shapes,
 )
-from engine.execution.landing import Chosen, Landing, Wanted
-from engine.execution.loaded import LoadedModel
-from engine.execution.plain_steps import PlainSteps
-from engine.execution.prompt_rows import PromptFindings, PromptRows
-from engine.execution.seats import Placed, Seats, StepShape
-from engine.execution.state_slots import StateBuffers, tell_slots
-from engine.execution.uploads import send_apart
-from engine.execution.verification import Verification
-from engine.model.weights import Progress
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.step import (
+from penstock.engine.execution.landing import Chosen, Landing, Wanted
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.plain_steps import PlainSteps
+from penstock.engine.execution.prompt_rows import PromptFindings, PromptRows
+from penstock.engine.execution.seats import Placed, Seats, StepShape
+from penstock.engine.execution.state_slots import StateBuffers, tell_slots
+from penstock.engine.execution.uploads import send_apart
+from penstock.engine.execution.verification import Verification
+from penstock.engine.model.weights import Progress
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.step import (
     OPEN,
     Chunk,
     Plan,
@@ -50,9 +50,9 @@ from engine.planning.step import (
     StepInFlight,
     StepResult,
 )
-from engine.sampling.reference import logprobs_of
-from engine.sampling.tables import GRAPH_FILTERS, Filters
-from engine.sizes import size_text
+from penstock.engine.sampling.reference import logprobs_of
+from penstock.engine.sampling.tables import GRAPH_FILTERS, Filters
+from penstock.engine.sizes import size_text
 
 log = logging.getLogger("penstock.engine")
 

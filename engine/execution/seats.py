@@ -16,10 +16,10 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from engine.execution.uploads import send_apart
-from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens, TableStep
-from engine.planning.request import Sequence
-from engine.planning.step import Chunk, Plan
+from penstock.engine.execution.uploads import send_apart
+from penstock.engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens, TableStep
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import Chunk, Plan
 
 
 @dataclass(frozen=True, slots=True)

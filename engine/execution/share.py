@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.cores import num_cores
-from engine.execution.memory import Budget
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels
-from engine.kernels.ranks import Ranks
-from engine.quant.formats import Format, NamedTensors
+from penstock.engine.config import LoadOptions
+from penstock.engine.cores import num_cores
+from penstock.engine.execution.memory import Budget
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.quant.formats import Format, NamedTensors
 
 
 def agreed(number: int, ranks: Ranks | None) -> int:

@@ -7,11 +7,11 @@ from itertools import chain, repeat
 
 import torch
 
-from engine.execution.seats import StepShape
-from engine.execution.uploads import send_apart
-from engine.kernels.batch import Batch
-from engine.planning.states import ChunkState
-from engine.planning.step import Chunk
+from penstock.engine.execution.seats import StepShape
+from penstock.engine.execution.uploads import send_apart
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.planning.states import ChunkState
+from penstock.engine.planning.step import Chunk
 
 MOST_SAVES = 32
 """The snapshots that a captured step has room for."""

@@ -15,9 +15,9 @@ from collections.abc import Sequence as ListLike
 import torch
 from torch import Tensor
 
-from engine.execution.uploads import send_apart
-from engine.planning.step import Plan
-from engine.sampling.sampler import has_penalties
+from penstock.engine.execution.uploads import send_apart
+from penstock.engine.planning.step import Plan
+from penstock.engine.sampling.sampler import has_penalties
 
 ChooseRows = Callable[[Tensor], Tensor]
 """Slots [R] int32, -1 for rows that are not to be sampled -> token ids [R] int32."""

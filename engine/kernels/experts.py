@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.linear import Linear
-from engine.quant.formats import Format, NamedTensors
-from engine.spec import Activation, Router
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.quant.formats import Format, NamedTensors
+from penstock.engine.spec import Activation, Router
 
 ROWS_AT_A_TIME = 16
 """Products of an expert have so many rows, some of zeros: what a row becomes does not depend on how many there are."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from penstock.engine.config import ModelConfig
 
 _PAGE = 4096
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.quant.formats import Format, NamedTensors
-from engine.quant.integers import Inputs, Integers
-from engine.quant.rotation import rotated
+from penstock.engine.quant.formats import Format, NamedTensors
+from penstock.engine.quant.integers import Inputs, Integers
+from penstock.engine.quant.rotation import rotated
 
 _REST_STEPS = 254
 """Of what the integers of a group lack, in their scale: half of it lies on either side."""

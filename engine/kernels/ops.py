@@ -13,21 +13,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels import experts, recurrent, reference, sequence_table
-from engine.kernels.batch import Batch
-from engine.kernels.cpu import native
-from engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts, Route, RunExperts
-from engine.kernels.kv_cache import KVShape
-from engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker, chained
-from engine.kernels.packed import PACKED, UnpackedLinear, pack
-from engine.kernels.ranks import Ranks
-from engine.kernels.recurrent import RunGatedDelta, RunMamba2, RunShortConv
-from engine.kernels.reference import TokenPlaces
-from engine.kernels.sequence_table import Gather
-from engine.quant.formats import Format, NamedTensors
-from engine.quant.integers import Integers
-from engine.sampling.reference import choose, most_likely
-from engine.sampling.tables import Choose, MostLikely
+from penstock.engine.kernels import experts, recurrent, reference, sequence_table
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu import native
+from penstock.engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts, Route, RunExperts
+from penstock.engine.kernels.kv_cache import KVShape
+from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker, chained
+from penstock.engine.kernels.packed import PACKED, UnpackedLinear, pack
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.kernels.recurrent import RunGatedDelta, RunMamba2, RunShortConv
+from penstock.engine.kernels.reference import TokenPlaces
+from penstock.engine.kernels.sequence_table import Gather
+from penstock.engine.quant.formats import Format, NamedTensors
+from penstock.engine.quant.integers import Integers
+from penstock.engine.sampling.reference import choose, most_likely
+from penstock.engine.sampling.tables import Choose, MostLikely
 
 Say = Callable[[str], None]
 """Told lines for the operator."""

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.quant.float8 import BLOCK, Float8
-from engine.quant.formats import NamedTensors
-from engine.quant.integers import Inputs, Integers
-from engine.quant.rotation import rotated
-from engine.quant.storages.mxfp4 import DOUBLED
+from penstock.engine.quant.float8 import BLOCK, Float8
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.integers import Inputs, Integers
+from penstock.engine.quant.rotation import rotated
+from penstock.engine.quant.storages.mxfp4 import DOUBLED
 
 UNIT = 32
 """Inputs are padded to a multiple of so many."""

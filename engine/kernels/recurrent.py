@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.state_cache import LayerStates
-from engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.state_cache import LayerStates
+from penstock.engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
 
 UNIT_EPS = 1e-6
 """Is added to the squared length of queries and keys of a gated delta net."""

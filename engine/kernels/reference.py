@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import LARGEST_NUMBER, SCALE_BYTES, KVShape, is_quantized
-from engine.quant.rotation import block_size, rotated
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import LARGEST_NUMBER, SCALE_BYTES, KVShape, is_quantized
+from penstock.engine.quant.rotation import block_size, rotated
 
 MAX_QUERIES = 128
 """Queries of one sequence that attention scores at a time."""

@@ -10,21 +10,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions, ModelConfig
-from engine.kernels.batch import blank_batch
-from engine.kernels.cpu import native
-from engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_quantized
-from engine.kernels.linear import Linear, LinearPacker
-from engine.kernels.ops import Kernels, Say, reference_kernels
-from engine.kernels.packed import PACKED, UnpackedLinear, pack
-from engine.kernels.recurrent import StateVectors
-from engine.kernels.reference import TokenPlaces
-from engine.kernels.sequence_table import SequenceTable, StepTokens
-from engine.kernels.state_cache import StateCache, StateLayout, StatePlace
-from engine.quant.formats import DENSE, Format, NamedTensors
-from engine.sampling.tables import Filters, SamplingTables
-from engine.spec import Attention, Experts, GatedDelta, Mamba2, ShortConv, StateMixer
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.kernels.batch import blank_batch
+from penstock.engine.kernels.cpu import native
+from penstock.engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts
+from penstock.engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_quantized
+from penstock.engine.kernels.linear import Linear, LinearPacker
+from penstock.engine.kernels.ops import Kernels, Say, reference_kernels
+from penstock.engine.kernels.packed import PACKED, UnpackedLinear, pack
+from penstock.engine.kernels.recurrent import StateVectors
+from penstock.engine.kernels.reference import TokenPlaces
+from penstock.engine.kernels.sequence_table import SequenceTable, StepTokens
+from penstock.engine.kernels.state_cache import StateCache, StateLayout, StatePlace
+from penstock.engine.quant.formats import DENSE, Format, NamedTensors
+from penstock.engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.spec import Attention, Experts, GatedDelta, Mamba2, ShortConv, StateMixer
 
 PREFILLED = 160
 """Tokens of a prompt that is attended on trial: more than a decode kernel ever has of one sequence."""
@@ -125,7 +125,7 @@ def triton_kernels(
         ImportError: there is no triton here.
     """
     # Not above: the package is there without triton, too.
-    from engine.kernels.triton import (
+    from penstock.engine.kernels.triton import (
         activation,
         attention,
         experts,
@@ -136,7 +136,7 @@ def triton_kernels(
         sampling,
         states,
     )
-    from engine.kernels.triton.tiles import Card
+    from penstock.engine.kernels.triton.tiles import Card
 
     workspaces = {
         shape: attention.Workspace(
@@ -207,8 +207,8 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
 
     The first map of each kind is tried with some rows of every number that has tiles of its own.
     """
-    from engine.kernels.triton import packed_linear
-    from engine.kernels.triton.tiles import ROW_CLASSES, Card
+    from penstock.engine.kernels.triton import packed_linear
+    from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card
 
     dense = reference_kernels(device, dtype, dtype).linear
     choose = packed_linear.PackedLinears(Card.of(device), packed_linear.multiplies_float8(device, dtype))
@@ -236,9 +236,9 @@ def _triton_experts(device: torch.device, dtype: torch.dtype, say: Say) -> Exper
 
     The first experts of each kind are tried in every class of rows.
     """
-    from engine.kernels.triton.expert_weights import pack_experts
-    from engine.kernels.triton.experts import TritonExperts
-    from engine.kernels.triton.tiles import Card
+    from penstock.engine.kernels.triton.expert_weights import pack_experts
+    from penstock.engine.kernels.triton.experts import TritonExperts
+    from penstock.engine.kernels.triton.tiles import Card
 
     run, kinds = TritonExperts(Card.of(device)), _Kinds(say)
     instead = f"their weights take the memory of {str(dtype).removeprefix('torch.')} instead"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.kernels.batch import Batch
+from penstock.engine.kernels.batch import Batch
 
 FROM_TABLE = -1
 """A token id that only the device knows: the one that was sampled last for its sequence."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels.kv_cache import zeros
-from engine.spec import StateMixer, state_floats
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.kv_cache import zeros
+from penstock.engine.spec import StateMixer, state_floats
 
 _ALIGNMENT = 16
 """Each part of a slot starts at a multiple of so many numbers."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.config import GenerationDefaults, ModelConfig
-from engine.model import parse
-from engine.model.gguf import config as gguf
-from engine.model.gguf.container import is_gguf
-from engine.model.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
-from engine.planning.tokenizer import Tokenizer
+from penstock.engine.config import GenerationDefaults, ModelConfig
+from penstock.engine.model import parse
+from penstock.engine.model.gguf import config as gguf
+from penstock.engine.model.gguf.container import is_gguf
+from penstock.engine.model.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
+from penstock.engine.planning.tokenizer import Tokenizer
 
 
 def read_config(path: Path) -> ModelConfig:

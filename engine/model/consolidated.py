@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.fields import Fields
+from penstock.engine.fields import Fields
 
 PARAMS, WEIGHTS = "params.json", "consolidated.safetensors"
 INDEX = "consolidated.safetensors.index.json"

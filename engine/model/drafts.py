@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.planning.tokenizer import Tokenizer
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.planning.tokenizer import Tokenizer
 
 _LEAST_SHARED = 0.25
 """The share of the model's tokens that a draft model has to have."""

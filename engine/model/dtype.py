@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.kernels.cpu.levels import multiplies_bfloat16
-from engine.kernels.kv_cache import QUANTIZED, is_quantized
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.kernels.cpu.levels import multiplies_bfloat16
+from penstock.engine.kernels.kv_cache import QUANTIZED, is_quantized
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, **QUANTIZED}

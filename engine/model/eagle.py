@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.model.gguf.container import is_gguf
-from engine.model.parse import parse_config
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.model.gguf.container import is_gguf
+from penstock.engine.model.parse import parse_config
 
 NUM_TAPS = 3
 """The layers of the target after which a head reads hidden states."""

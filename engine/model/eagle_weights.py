@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels
-from engine.model.eagle import NUM_TAPS, EagleConfig
-from engine.model.parameters import LayerWeights
-from engine.model.safetensors import TensorFiles
-from engine.model.tensors import (
+from penstock.engine.errors import CheckpointError
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.model.eagle import NUM_TAPS, EagleConfig
+from penstock.engine.model.parameters import LayerWeights
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.tensors import (
     AS_IT_IS,
     SIZE_FIELDS,
     LinearSpec,
@@ -26,10 +26,10 @@ from engine.model.tensors import (
     linear_specs,
     tensors_of,
 )
-from engine.model.weights import Reader, load_layer
-from engine.quant.storage import StoredTensor
-from engine.quant.storages.names import EMBEDDING, LM_HEAD
-from engine.spec import Norm
+from penstock.engine.model.weights import Reader, load_layer
+from penstock.engine.quant.storage import StoredTensor
+from penstock.engine.quant.storages.names import EMBEDDING, LM_HEAD
+from penstock.engine.spec import Norm
 
 _HIDDEN_NORM, _FUSE, _DRAFTED = "model.layers.0.hidden_norm", "fc", "d2t"
 _LAYERS = ("midlayer.", "layers.0.")

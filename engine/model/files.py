@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
-from engine.model import consolidated
-from engine.model.consolidated import is_consolidated
-from engine.model.gguf.container import GgufTensor, is_gguf, read_header
-from engine.model.gguf.kinds import Kind
-from engine.model.gguf.names import Names
-from engine.model.safetensors import TensorEntry, TensorFiles, named, renamed
+from penstock.engine.model import consolidated
+from penstock.engine.model.consolidated import is_consolidated
+from penstock.engine.model.gguf.container import GgufTensor, is_gguf, read_header
+from penstock.engine.model.gguf.kinds import Kind
+from penstock.engine.model.gguf.names import Names
+from penstock.engine.model.safetensors import TensorEntry, TensorFiles, named, renamed
 
 
 def open_files(path: Path) -> TensorFiles:

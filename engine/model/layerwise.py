@@ -10,21 +10,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.experts import ExpertLinear, ListedExperts
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.linear import DenseLinear, Linear
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.reference import cap
-from engine.model.parameters import LayerWeights, Weights
-from engine.model.safetensors import DTYPES, TensorFiles
-from engine.model.tensors import LinearSpec, expected_shapes, linear_specs
-from engine.model.texts import Text
-from engine.model.transformer import Decoder
-from engine.model.weights import Reader, load_layer
-from engine.quant.storages.names import EMBEDDING, LM_HEAD
-from engine.spec import Experts, Mlp, ModelSpec, StateMixer
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.batch import Batch, blank_batch
+from penstock.engine.kernels.experts import ExpertLinear, ListedExperts
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.linear import DenseLinear, Linear
+from penstock.engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.reference import cap
+from penstock.engine.model.parameters import LayerWeights, Weights
+from penstock.engine.model.safetensors import DTYPES, TensorFiles
+from penstock.engine.model.tensors import LinearSpec, expected_shapes, linear_specs
+from penstock.engine.model.texts import Text
+from penstock.engine.model.transformer import Decoder
+from penstock.engine.model.weights import Reader, load_layer
+from penstock.engine.quant.storages.names import EMBEDDING, LM_HEAD
+from penstock.engine.spec import Experts, Mlp, ModelSpec, StateMixer
 
 See = Callable[[LinearSpec, Tensor], None]
 """Is told the inputs [T, in] of a linear map before its weight is read, which it may replace."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu import native
-from engine.kernels.linear import Linear
-from engine.model.eagle import EagleConfig
-from engine.model.eagle_weights import EagleWeights
-from engine.model.parameters import (
+from penstock.engine.kernels.cpu import native
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.model.eagle import EagleConfig
+from penstock.engine.model.eagle_weights import EagleWeights
+from penstock.engine.model.parameters import (
     AttentionWeights,
     ExpertsWeights,
     LayerWeights,
@@ -21,9 +21,9 @@ from engine.model.parameters import (
     StateWeights,
     Weights,
 )
-from engine.model.prediction import PredictionSource, PredictionWeights
-from engine.model.rotary import RotaryTables
-from engine.spec import Attention, Layer, Mlp, ModelSpec, Norm
+from penstock.engine.model.prediction import PredictionSource, PredictionWeights
+from penstock.engine.model.rotary import RotaryTables
+from penstock.engine.spec import Attention, Layer, Mlp, ModelSpec, Norm
 
 
 def program(

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels.beside import beside
-from engine.kernels.experts import ExpertLinear
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels
-from engine.kernels.recurrent import StateVectors
-from engine.spec import Experts, StateMixer
+from penstock.engine.kernels.beside import beside
+from penstock.engine.kernels.experts import ExpertLinear
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.recurrent import StateVectors
+from penstock.engine.spec import Experts, StateMixer
 
 FeedForward = Callable[[Tensor], Tensor]
 """The part of a layer behind its mixer: [T, hidden] -> [T, hidden]."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import QUANT_METHODS, GenerationDefaults, ModelConfig
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.model.consolidated import is_consolidated, read_params
-from engine.model.families import FAMILIES, NOT_YET, Family
-from engine.model.families.common import CHUNKED, FULL, MAX_POSITIONS, SLIDING
-from engine.planning.tokenizer import eos_token_id
-from engine.spec import ModelSpec
+from penstock.engine.config import QUANT_METHODS, GenerationDefaults, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.model.consolidated import is_consolidated, read_params
+from penstock.engine.model.families import FAMILIES, NOT_YET, Family
+from penstock.engine.model.families.common import CHUNKED, FULL, MAX_POSITIONS, SLIDING
+from penstock.engine.planning.tokenizer import eos_token_id
+from penstock.engine.spec import ModelSpec
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MODELOPT = {"quant_method": "modelopt"}

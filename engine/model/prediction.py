@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels
-from engine.model.parameters import LayerWeights
-from engine.model.quantize_cache import Checkpoint
-from engine.model.safetensors import TensorFiles
-from engine.model.stacks import unstacked
-from engine.model.tensors import (
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.model.parameters import LayerWeights
+from penstock.engine.model.quantize_cache import Checkpoint
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import (
     LinearSpec,
     Part,
     Recipe,
@@ -24,10 +24,10 @@ from engine.model.tensors import (
     linear_specs,
     tensors_of,
 )
-from engine.model.weights import Reader, load_layer
-from engine.quant.storage import FLOATS, PLAIN, Storage, StoredTensor
-from engine.quant.storages.names import LAYERS
-from engine.spec import ModelSpec, Norm, Prediction
+from penstock.engine.model.weights import Reader, load_layer
+from penstock.engine.quant.storage import FLOATS, PLAIN, Storage, StoredTensor
+from penstock.engine.quant.storages.names import LAYERS
+from penstock.engine.spec import ModelSpec, Norm, Prediction
 
 _LAYER = f"{LAYERS}0."
 

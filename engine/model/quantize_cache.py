@@ -23,21 +23,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ahead import in_order
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.kernels.cpu.build import cache_directory
-from engine.model import safetensors, tensor_writer
-from engine.model.safetensors import TensorFiles
-from engine.model.tensor_writer import TensorWriter, bytes_of
-from engine.model.tensors import Recipe, check_tensors, head_spec, linear_specs, rounded
-from engine.model.weights import Progress
-from engine.quant import codebook, float8, integers, kept, rotation, rounding
-from engine.quant.formats import NamedTensors, Rounding
-from engine.quant.kept import Kept
-from engine.quant.rounding import RoundGroups
-from engine.quant.storages import packing
-from engine.quant.storages.names import LM_HEAD
+from penstock.engine.ahead import in_order
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.kernels.cpu.build import cache_directory
+from penstock.engine.model import safetensors, tensor_writer
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.tensor_writer import TensorWriter, bytes_of
+from penstock.engine.model.tensors import Recipe, check_tensors, head_spec, linear_specs, rounded
+from penstock.engine.model.weights import Progress
+from penstock.engine.quant import codebook, float8, integers, kept, rotation, rounding
+from penstock.engine.quant.formats import NamedTensors, Rounding
+from penstock.engine.quant.kept import Kept
+from penstock.engine.quant.rounding import RoundGroups
+from penstock.engine.quant.storages import packing
+from penstock.engine.quant.storages.names import LM_HEAD
 
 SMALLEST = 64 << 20
 """Checkpoints with fewer bytes of linear maps are quantized in about a second, and not kept."""

@@ -15,21 +15,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.model.files import open_files
-from engine.model.layerwise import LayerTensors, LayerwiseDecoder, Stream
-from engine.model.parse import read_config
-from engine.model.safetensors import DTYPES, TensorFiles
-from engine.model.stacks import unstacked
-from engine.model.tensor_writer import TensorWriter
-from engine.model.tensors import LinearSpec, check_tensors, expected_shapes, linear_specs, staying
-from engine.model.texts import Outcome, Texts
-from engine.quant.awq import input_scales, round_clipped
-from engine.quant.gptq import Gptq
-from engine.quant.grid import Grid, Method, Rounded, round_to_nearest
-from engine.quant.packed import pack, quantization_config, stored_tensors
-from engine.quant.storages.names import LAYERS, LM_HEAD
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.files import open_files
+from penstock.engine.model.layerwise import LayerTensors, LayerwiseDecoder, Stream
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.safetensors import DTYPES, TensorFiles
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensor_writer import TensorWriter
+from penstock.engine.model.tensors import LinearSpec, check_tensors, expected_shapes, linear_specs, staying
+from penstock.engine.model.texts import Outcome, Texts
+from penstock.engine.quant.awq import input_scales, round_clipped
+from penstock.engine.quant.gptq import Gptq
+from penstock.engine.quant.grid import Grid, Method, Rounded, round_to_nearest
+from penstock.engine.quant.packed import pack, quantization_config, stored_tensors
+from penstock.engine.quant.storages.names import LAYERS, LM_HEAD
 
 METHODS = ("gptq", "awq", "rtn")
 

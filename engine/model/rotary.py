@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.spec import Attention, ModelSpec, Rope
+from penstock.engine.spec import Attention, ModelSpec, Rope
 
 _UNMOVED = Rope(scaling="proportional", share=0.0)
 """All angles are 0."""

@@ -17,8 +17,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.fields import Fields
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.model.gguf.container import is_gguf
-from engine.spec import Attention, Experts, GatedDelta, Layer, Mamba2, Mixer, Mlp, ShortConv
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.gguf.container import is_gguf
+from penstock.engine.spec import Attention, Experts, GatedDelta, Layer, Mamba2, Mixer, Mlp, ShortConv
 
 _Part = TypeVar("_Part", Mlp, Experts)
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels.ranks import Ranks
-from engine.model.safetensors import TensorEntry, TensorFiles
-from engine.model.tensors import expected_shapes, layer_specs
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.model.safetensors import TensorEntry, TensorFiles
+from penstock.engine.model.tensors import expected_shapes, layer_specs
 
 
 class SplitFiles(TensorFiles):

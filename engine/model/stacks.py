@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.model.safetensors import TensorEntry, TensorFiles
-from engine.quant.storages.names import LAYERS
-from engine.spec import Experts, Stack
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.safetensors import TensorEntry, TensorFiles
+from penstock.engine.quant.storages.names import LAYERS
+from penstock.engine.spec import Experts, Stack
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from engine.model.safetensors import DTYPES
+from penstock.engine.model.safetensors import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8

@@ -10,18 +10,18 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError
-from engine.model.dtype import choose_device
-from engine.model.safetensors import TensorFiles
-from engine.quant.checkpoints import storages_of
-from engine.quant.formats import DENSE, Format, NamedTensors, Rounding, by_rows
-from engine.quant.integers import Integers, common_format
-from engine.quant.quantization import Quantization
-from engine.quant.rounding import RoundGroups
-from engine.quant.storage import FLOATS, PLAIN, Storage, Storages, StoredTensor
-from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
-from engine.spec import Experts, HeadOrder, LayerEmbeddings, LinearMap, Rows, expert_field
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.dtype import choose_device
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.quant.checkpoints import storages_of
+from penstock.engine.quant.formats import DENSE, Format, NamedTensors, Rounding, by_rows
+from penstock.engine.quant.integers import Integers, common_format
+from penstock.engine.quant.quantization import Quantization
+from penstock.engine.quant.rounding import RoundGroups
+from penstock.engine.quant.storage import FLOATS, PLAIN, Storage, Storages, StoredTensor
+from penstock.engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
+from penstock.engine.spec import Experts, HeadOrder, LayerEmbeddings, LinearMap, Rows, expert_field
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.config import ModelConfig
+from penstock.engine.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

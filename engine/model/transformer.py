@@ -9,22 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels.batch import Batch
-from engine.kernels.cpu import native
-from engine.kernels.kv_cache import KVCache, KVShape, is_quantized
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Attend, Kernels
-from engine.kernels.ranks import embed
-from engine.kernels.reference import TokenPlaces
-from engine.kernels.state_cache import StateCache
-from engine.model.eagle import EagleConfig
-from engine.model.eagle_weights import EagleWeights
-from engine.model.lowering import embedding_scale, head_program, packed, prediction_program, program
-from engine.model.parameters import AttentionWeights, LayerWeights, StateWeights, Weights
-from engine.model.prediction import PredictionSource, PredictionWeights
-from engine.model.rotary import RotaryTables
-from engine.spec import Attention, Layer, LayerEmbedding, Mamba2, ModelSpec, Norm, ShortConv
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu import native
+from penstock.engine.kernels.kv_cache import KVCache, KVShape, is_quantized
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Attend, Kernels
+from penstock.engine.kernels.ranks import embed
+from penstock.engine.kernels.reference import TokenPlaces
+from penstock.engine.kernels.state_cache import StateCache
+from penstock.engine.model.eagle import EagleConfig
+from penstock.engine.model.eagle_weights import EagleWeights
+from penstock.engine.model.lowering import embedding_scale, head_program, packed, prediction_program, program
+from penstock.engine.model.parameters import AttentionWeights, LayerWeights, StateWeights, Weights
+from penstock.engine.model.prediction import PredictionSource, PredictionWeights
+from penstock.engine.model.rotary import RotaryTables
+from penstock.engine.spec import Attention, Layer, LayerEmbedding, Mamba2, ModelSpec, Norm, ShortConv
 
 ForwardPass = Callable[[Batch], Tensor]
 """The layers of a decoder: batch -> hidden states [R, hidden] of its sample rows after the final norm.

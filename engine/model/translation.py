@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.linear import Linear, chained
-from engine.model.drafts import SharedTokens
-from engine.model.transformer import ForwardPass
+from penstock.engine.kernels.linear import Linear, chained
+from penstock.engine.model.drafts import SharedTokens
+from penstock.engine.model.transformer import ForwardPass
 
 VERY_UNLIKELY = -1e30
 """The logit of a token that is never drafted."""

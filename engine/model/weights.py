@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.ahead import in_order
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.heap import trim_heap
-from engine.kernels.cpu.rounding import rounding_of
-from engine.kernels.experts import ExpertLinear
-from engine.kernels.linear import Linear, chained
-from engine.kernels.ops import Kernels
-from engine.kernels.ranks import gathered
-from engine.kernels.recurrent import StateVectors
-from engine.model.parameters import (
+from penstock.engine.ahead import in_order
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.heap import trim_heap
+from penstock.engine.kernels.cpu.rounding import rounding_of
+from penstock.engine.kernels.experts import ExpertLinear
+from penstock.engine.kernels.linear import Linear, chained
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.ranks import gathered
+from penstock.engine.kernels.recurrent import StateVectors
+from penstock.engine.model.parameters import (
     AttentionWeights,
     ExpertsWeights,
     FeedForward,
@@ -31,8 +31,8 @@ from engine.model.parameters import (
     StateWeights,
     Weights,
 )
-from engine.model.safetensors import TensorFiles
-from engine.model.tensors import (
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.tensors import (
     AS_IT_IS,
     LinearSpec,
     Part,
@@ -47,13 +47,13 @@ from engine.model.tensors import (
     norm_in_our_order,
     packs_embedding,
 )
-from engine.quant.float8 import FLOAT8, Float8, Scaling
-from engine.quant.formats import DENSE, Format, NamedTensors, by_rows
-from engine.quant.integers import Integers, widen
-from engine.quant.storage import BadTensor
-from engine.quant.storages.gguf import BlockRows, Blocks, StoredBlocks
-from engine.quant.storages.names import LAYERS
-from engine.spec import (
+from penstock.engine.quant.float8 import FLOAT8, Float8, Scaling
+from penstock.engine.quant.formats import DENSE, Format, NamedTensors, by_rows
+from penstock.engine.quant.integers import Integers, widen
+from penstock.engine.quant.storage import BadTensor
+from penstock.engine.quant.storages.gguf import BlockRows, Blocks, StoredBlocks
+from penstock.engine.quant.storages.names import LAYERS
+from penstock.engine.spec import (
     Attention,
     Experts,
     HeadOrder,

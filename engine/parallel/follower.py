@@ -9,12 +9,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import assert_never
 
-from engine.errors import CheckpointError, NotEnoughMemory
-from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
-from engine.parallel.group import Group
-from engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Load
-from engine.planning.step import Plan, StepInFlight
+from penstock.engine.errors import CheckpointError, NotEnoughMemory
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Load
+from penstock.engine.planning.step import Plan, StepInFlight
 
 
 def main(descriptor: int, rank: int, size: int, meeting: str, on_cuda: bool) -> None:

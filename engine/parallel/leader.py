@@ -16,14 +16,14 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError, NotEnoughMemory
-from engine.kernels.ranks import Ranks
-from engine.model.dtype import choose_device
-from engine.parallel.group import Group
-from engine.parallel.messages import ChooseTokens, Load, Message, Narrator
-from engine.planning.request import Sequence
-from engine.planning.step import DeviceError, Plan, Runner, RunnerFacts, StepInFlight, StepResult
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError, NotEnoughMemory
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.model.dtype import choose_device
+from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.messages import ChooseTokens, Load, Message, Narrator
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import DeviceError, Plan, Runner, RunnerFacts, StepInFlight, StepResult
 
 _START = """\
 import sys

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from pathlib import Path
 
-from engine.config import LoadOptions
-from engine.planning.request import Request, Sequence
-from engine.planning.states import ChunkState, Save
-from engine.planning.step import Chunk, Masks, Plan
+from penstock.engine.config import LoadOptions
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.states import ChunkState, Save
+from penstock.engine.planning.step import Chunk, Masks, Plan
 
 
 @dataclass(frozen=True, slots=True)

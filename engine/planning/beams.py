@@ -16,7 +16,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from itertools import takewhile
 
-from engine.planning.request import BeamParams, FinishReason, Request, Sequence, TokenLogprobs
+from penstock.engine.planning.request import BeamParams, FinishReason, Request, Sequence, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from itertools import chain
 
-from engine.planning.blocks import BlockPool
-from engine.planning.prefix_events import Dropped, Found, PrefixLog
-from engine.planning.prefix_index import PrefixIndex, extend_hashes
-from engine.planning.request import NO_LIMIT, Sequence
-from engine.planning.states import StateUse
-from engine.planning.step import Plan
-from engine.planning.windows import Windows
+from penstock.engine.planning.blocks import BlockPool
+from penstock.engine.planning.prefix_events import Dropped, Found, PrefixLog
+from penstock.engine.planning.prefix_index import PrefixIndex, extend_hashes
+from penstock.engine.planning.request import NO_LIMIT, Sequence
+from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.step import Plan
+from penstock.engine.planning.windows import Windows
 
 
 def most_tokens_of_forks(num_blocks: int, block_size: int, num_prompt: int, num_forks: int) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as TokenIds
 
-from engine.planning.request import Sequence
-from engine.planning.step import Chunk, Plan
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import Chunk, Plan
 
 
 def is_plain(plan: Plan) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import Protocol
 
-from engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning.tokenizer import Tokenizer
 
 
 class Detokenizer(Protocol):

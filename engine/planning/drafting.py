@@ -27,14 +27,14 @@ from heapq import merge
 from math import inf
 from typing import Protocol
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.chunks import set_drafts
-from engine.planning.guesses import Guess, Record
-from engine.planning.pace import Pace
-from engine.planning.price import Price, value
-from engine.planning.request import NO_LIMIT, Sequence
-from engine.planning.shares import Shares
-from engine.planning.step import NO_SECONDS, OPEN, Chunk, DraftSeconds, Plan, StepSeconds
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.chunks import set_drafts
+from penstock.engine.planning.guesses import Guess, Record
+from penstock.engine.planning.pace import Pace
+from penstock.engine.planning.price import Price, value
+from penstock.engine.planning.request import NO_LIMIT, Sequence
+from penstock.engine.planning.shares import Shares
+from penstock.engine.planning.step import NO_SECONDS, OPEN, Chunk, DraftSeconds, Plan, StepSeconds
 
 log = logging.getLogger("penstock.engine")
 

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.planning.request import Pooling
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.planning.request import Pooling
 
 _MODES = {
     "lasttoken": Pooling.LAST,

@@ -18,13 +18,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
-from engine.cores import num_cores
-from engine.planning.bans import Bans, bits_of, without
-from engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind, Guide, one_line
-from engine.planning.grammar_check import GrammarCheck, limits
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.step import Chunk, Masks, Plan
-from engine.planning.tokenizer import Tokenizer
+from penstock.engine.cores import num_cores
+from penstock.engine.planning.bans import Bans, bits_of, without
+from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind, Guide, one_line
+from penstock.engine.planning.grammar_check import GrammarCheck, limits
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.step import Chunk, Masks, Plan
+from penstock.engine.planning.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.chunks import set_drafts
-from engine.planning.step import Chunk, Plan
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.chunks import set_drafts
+from penstock.engine.planning.step import Chunk, Plan
 
 
 @dataclass(slots=True)

@@ -15,12 +15,12 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.prefix_events import PrefixLog
-from engine.planning.prefix_index import chain_start
-from engine.planning.request import FinishReason, Sequence
-from engine.planning.state_slots import Snapshots, StateSlots, most_running
-from engine.planning.states import SequenceState, Snapshot, StateUse
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.prefix_events import PrefixLog
+from penstock.engine.planning.prefix_index import chain_start
+from penstock.engine.planning.request import FinishReason, Sequence
+from penstock.engine.planning.state_slots import Snapshots, StateSlots, most_running
+from penstock.engine.planning.states import SequenceState, Snapshot, StateUse
 
 
 class FoundPrefix(list[int]):

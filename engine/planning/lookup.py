@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from engine.planning.request import Request, Sequence
+from penstock.engine.planning.request import Request, Sequence
 
 SHORTEST = 3
 """So many tokens have to be the same; fewer are mostly so by chance."""

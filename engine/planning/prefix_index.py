@@ -11,7 +11,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from hashlib import blake2b
 
-from engine.planning.request import Request
+from penstock.engine.planning.request import Request
 
 
 def chain_start(salt: bytes) -> bytes:

@@ -12,8 +12,8 @@ from enum import StrEnum
 from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
-from engine.planning.grammar import Grammar, Guide
-from engine.planning.states import SequenceState
+from penstock.engine.planning.grammar import Grammar, Guide
+from penstock.engine.planning.states import SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections import deque
 from itertools import groupby
 
-from engine.planning.beams import Beams, BeamSequence
-from engine.planning.block_tables import BlockTables
-from engine.planning.chunks import cut, drop_drafts, withdraw
-from engine.planning.drafting import Drafting
-from engine.planning.request import Request, Sequence
-from engine.planning.sequence_store import Counters
-from engine.planning.step import Chunk, Plan, RequestQueue
-from engine.planning.step_results import SchedulerLimits, StepResults, TokenSink
+from penstock.engine.planning.beams import Beams, BeamSequence
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.chunks import cut, drop_drafts, withdraw
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.sequence_store import Counters
+from penstock.engine.planning.step import Chunk, Plan, RequestQueue
+from penstock.engine.planning.step_results import SchedulerLimits, StepResults, TokenSink
 
 __all__ = ["Counters", "Scheduler", "SchedulerLimits", "TokenSink"]
 

@@ -7,10 +7,18 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.planning.beams import Beams, BeamSequence
-from engine.planning.block_tables import BlockTables
-from engine.planning.request import NO_EXPERTS, ExpertSums, FinishReason, Output, Request, Sequence, Timings
-from engine.planning.step import RequestQueue
+from penstock.engine.planning.beams import Beams, BeamSequence
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.request import (
+    NO_EXPERTS,
+    ExpertSums,
+    FinishReason,
+    Output,
+    Request,
+    Sequence,
+    Timings,
+)
+from penstock.engine.planning.step import RequestQueue
 
 
 @dataclass(slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.prefix_events import PrefixLog
-from engine.planning.state_tables import StateTables
-from engine.planning.step import RunnerFacts
-from engine.planning.step_results import SchedulerLimits
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.prefix_events import PrefixLog
+from penstock.engine.planning.state_tables import StateTables
+from penstock.engine.planning.step import RunnerFacts
+from penstock.engine.planning.step_results import SchedulerLimits
 
 
 def make_tables(facts: RunnerFacts, *, prefix_cache: bool, log: PrefixLog | None) -> BlockTables:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from operator import mul
 
-from engine.planning.guesses import Record
-from engine.planning.request import Sequence
+from penstock.engine.planning.guesses import Record
+from penstock.engine.planning.request import Sequence
 
 _FIRST_RATE = 0.6
 """The share of drafts that are supposed to be right while nothing is known of a proposer."""

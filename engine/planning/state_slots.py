@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 
-from engine.planning.blocks import PoolViolation
-from engine.planning.states import Snapshot
+from penstock.engine.planning.blocks import PoolViolation
+from penstock.engine.planning.states import Snapshot
 
 
 def most_running(num_slots: int) -> int:

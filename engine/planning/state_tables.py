@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from math import inf
 
-from engine.planning.kept_states import FoundPrefix, KeptStates
-from engine.planning.request import NO_LIMIT, Sequence
-from engine.planning.states import ChunkState, Save, SequenceState
-from engine.planning.step import Chunk, Plan
+from penstock.engine.planning.kept_states import FoundPrefix, KeptStates
+from penstock.engine.planning.request import NO_LIMIT, Sequence
+from penstock.engine.planning.states import ChunkState, Save, SequenceState
+from penstock.engine.planning.step import Chunk, Plan
 
 
 class StateTables(KeptStates):

@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from engine.planning.prefix_events import PrefixEvent
-from engine.planning.price import Price
-from engine.planning.request import NO_LIMIT, DraftCount, Output, Pooling, Request, Sequence, TokenLogprobs
-from engine.planning.states import ChunkState
+from penstock.engine.planning.prefix_events import PrefixEvent
+from penstock.engine.planning.price import Price
+from penstock.engine.planning.request import (
+    NO_LIMIT,
+    DraftCount,
+    Output,
+    Pooling,
+    Request,
+    Sequence,
+    TokenLogprobs,
+)
+from penstock.engine.planning.states import ChunkState
 
 
 def num_attended(start: int, end: int) -> int:

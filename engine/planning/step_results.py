@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.planning.beams import Beams, BeamSequence
-from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting
-from engine.planning.request import (
+from penstock.engine.planning.beams import Beams, BeamSequence
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.request import (
     NO_LIMIT,
     Branch,
     ExpertSums,
@@ -20,9 +20,9 @@ from engine.planning.request import (
     Sequence,
     TokenLogprobs,
 )
-from engine.planning.sequence_store import SequenceStore
-from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
-from engine.planning.step_limit import StepLimit
+from penstock.engine.planning.sequence_store import SequenceStore
+from penstock.engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
+from penstock.engine.planning.step_limit import StepLimit
 
 log = logging.getLogger("penstock.engine")
 

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Collection
 from functools import lru_cache
 
-from engine.planning.detokenizer import Detokenizer, make_detokenizer
-from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning.detokenizer import Detokenizer, make_detokenizer
+from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.tokenizer import Tokenizer
 
 
 class StopStrings:

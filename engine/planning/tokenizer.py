@@ -13,8 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from engine.errors import CheckpointError
-from engine.planning import tekken
+from penstock.engine.errors import CheckpointError
+from penstock.engine.planning import tekken
 
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.planning.request import NO_LIMIT
+from penstock.engine.planning.request import NO_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

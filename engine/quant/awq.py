@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.quant.grid import WIDE_SHARES, Grid, Rounded, group_blocks
+from penstock.engine.quant.grid import WIDE_SHARES, Grid, Rounded, group_blocks
 
 _EXPONENTS = tuple(i / 10 for i in range(10))
 _SMALLEST = 1e-4

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.fields import Fields
-from engine.quant.storage import PLAIN, Storages
-from engine.quant.storages.awq import awq_storages
-from engine.quant.storages.bitsandbytes import bnb_storages
-from engine.quant.storages.compressed import compressed_storages
-from engine.quant.storages.float8 import float8_storages
-from engine.quant.storages.gguf import gguf_storages
-from engine.quant.storages.gptq import gptq_storages
-from engine.quant.storages.modelopt import modelopt_storages
-from engine.quant.storages.mxfp4 import mxfp4_storages
-from engine.quant.storages.torchao import torchao_storages
+from penstock.engine.fields import Fields
+from penstock.engine.quant.storage import PLAIN, Storages
+from penstock.engine.quant.storages.awq import awq_storages
+from penstock.engine.quant.storages.bitsandbytes import bnb_storages
+from penstock.engine.quant.storages.compressed import compressed_storages
+from penstock.engine.quant.storages.float8 import float8_storages
+from penstock.engine.quant.storages.gguf import gguf_storages
+from penstock.engine.quant.storages.gptq import gptq_storages
+from penstock.engine.quant.storages.modelopt import modelopt_storages
+from penstock.engine.quant.storages.mxfp4 import mxfp4_storages
+from penstock.engine.quant.storages.torchao import torchao_storages
 
 METHODS: dict[str, Callable[[Fields], Storages]] = {
     "gptq": gptq_storages,

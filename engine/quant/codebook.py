@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.quant.formats import NamedTensors, by_rows
+from penstock.engine.quant.formats import NamedTensors, by_rows
 
 NF4 = (
     -1.0,

@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from engine.quant.formats import NamedTensors
+from penstock.engine.quant.formats import NamedTensors
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0

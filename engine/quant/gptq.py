@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.quant.grid import WIDE_SHARES, Grid, Levels, Rounded
+from penstock.engine.quant.grid import WIDE_SHARES, Grid, Levels, Rounded
 
 _BLOCK = 128
 """So many inputs are rounded before those after them are updated, in one product."""

@@ -13,11 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ahead import in_order
-from engine.errors import CheckpointError
-from engine.quant.formats import NamedTensors
-from engine.quant.rotation import rotated_back
-from engine.quant.rounding import Floats, RoundGroups, column_squares, column_units, importance, round_groups
+from penstock.engine.ahead import in_order
+from penstock.engine.errors import CheckpointError
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.rotation import rotated_back
+from penstock.engine.quant.rounding import (
+    Floats,
+    RoundGroups,
+    column_squares,
+    column_units,
+    importance,
+    round_groups,
+)
 
 _Made = TypeVar("_Made")
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.quant.codebook import Codebook
-from engine.quant.float8 import Float8
-from engine.quant.formats import NamedTensors, Rounding
-from engine.quant.integers import Factors, Integers
-from engine.quant.storage import StoredTensor
-from engine.quant.storages.packing import Codes
+from penstock.engine.quant.codebook import Codebook
+from penstock.engine.quant.float8 import Float8
+from penstock.engine.quant.formats import NamedTensors, Rounding
+from penstock.engine.quant.integers import Factors, Integers
+from penstock.engine.quant.storage import StoredTensor
+from penstock.engine.quant.storages.packing import Codes
 
 
 @dataclass(frozen=True, slots=True)

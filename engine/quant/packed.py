@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from engine.quant.formats import NamedTensors
-from engine.quant.grid import Grid, Rounded
-from engine.quant.storages.compressed import packed_integers
-from engine.quant.storages.packing import StoredIntegers
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.grid import Grid, Rounded
+from penstock.engine.quant.storages.compressed import packed_integers
+from penstock.engine.quant.storages.packing import StoredIntegers
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.errors import CheckpointError
-from engine.quant.codebook import NF4, Codebook
-from engine.quant.float8 import Float8
-from engine.quant.formats import Rounding
-from engine.quant.integers import Factors, Inputs, Integers
-from engine.quant.rotation import block_size
+from penstock.engine.errors import CheckpointError
+from penstock.engine.quant.codebook import NF4, Codebook
+from penstock.engine.quant.float8 import Float8
+from penstock.engine.quant.formats import Rounding
+from penstock.engine.quant.integers import Factors, Inputs, Integers
+from penstock.engine.quant.rotation import block_size
 
 _GROUPED = ("int4", "nf4")
 """The quantizations of 4 bits: their rows are cut into groups, and layers that matter most have 8 bits."""

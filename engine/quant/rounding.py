@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.quant.rotation import rotated
+from penstock.engine.quant.rotation import rotated
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.quant.formats import DENSE, Format, NamedTensors
+from penstock.engine.quant.formats import DENSE, Format, NamedTensors
 
 FLOATS = ("F32", "BF16", "F16")
 """The floating-point types of weights, as safetensors names them."""

@@ -27,8 +27,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.sampling.noise import gumbel, hashes, noise_keys
-from engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.sampling.noise import gumbel, hashes, noise_keys
+from penstock.engine.sampling.tables import Filters, SamplingTables
 
 LEVELS = 1 << 22
 LEVELS_PER_NAT = float(1 << 17)

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.planning.request import SamplingParams, Sequence
-from engine.planning.step import Masks
-from engine.sampling.noise import split_mix
-from engine.sampling.sieve import Sieve
-from engine.sampling.tables import ROW, Choose, Filters, SamplingTables, num_words
+from penstock.engine.planning.request import SamplingParams, Sequence
+from penstock.engine.planning.step import Masks
+from penstock.engine.sampling.noise import split_mix
+from penstock.engine.sampling.sieve import Sieve
+from penstock.engine.sampling.tables import ROW, Choose, Filters, SamplingTables, num_words
 
 MAX_TOP_LOGPROBS = 20
 _NOTHING = Filters(top_k=False, top_p=False)

@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.planning.request import SamplingParams
-from engine.sampling.noise import noise_keys
-from engine.sampling.reference import kept, processed
-from engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.planning.request import SamplingParams
+from penstock.engine.sampling.noise import noise_keys
+from penstock.engine.sampling.reference import kept, processed
+from penstock.engine.sampling.tables import Filters, SamplingTables
 
 _COLUMNS = ("top_k", "top_p", "min_p_depth", "typical_p", "top_a", "xtc_probability", "xtc_threshold")
 _FREE = (0, 1.0, torch.inf, 1.0, 0.0, 0.0, 1.0)

@@ -6,8 +6,8 @@ splits, quantizes or runs a model reads its spec, and knows no family.
 Names are those of transformers; those of a layer follow `model.layers.N.`.
 """
 
-from engine.spec.attention import Attention, Rope
-from engine.spec.experts import (
+from penstock.engine.spec.attention import Attention, Rope
+from penstock.engine.spec.experts import (
     EXPERT_ACTIVATIONS,
     SCORINGS,
     Activation,
@@ -17,10 +17,10 @@ from engine.spec.experts import (
     default_stacks,
     expert_field,
 )
-from engine.spec.feed_forward import ACTIVATIONS, Mlp
-from engine.spec.maps import Groups, HeadOrder, LinearMap, Norm, Rows, Vector
-from engine.spec.model import Layer, LayerEmbedding, LayerEmbeddings, Mixer, ModelSpec, Prediction
-from engine.spec.state import GatedDelta, Mamba2, ShortConv, StateMixer, state_floats
+from penstock.engine.spec.feed_forward import ACTIVATIONS, Mlp
+from penstock.engine.spec.maps import Groups, HeadOrder, LinearMap, Norm, Rows, Vector
+from penstock.engine.spec.model import Layer, LayerEmbedding, LayerEmbeddings, Mixer, ModelSpec, Prediction
+from penstock.engine.spec.state import GatedDelta, Mamba2, ShortConv, StateMixer, state_floats
 
 __all__ = [
     "ACTIVATIONS",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.spec.feed_forward import Mlp
-from engine.spec.maps import LinearMap, Norm, Rows, Vector
+from penstock.engine.spec.feed_forward import Mlp
+from penstock.engine.spec.maps import LinearMap, Norm, Rows, Vector
 
 SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
 EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "gelu")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from engine.spec.attention import Attention, Rope
-from engine.spec.experts import Experts
-from engine.spec.feed_forward import Mlp
-from engine.spec.maps import LinearMap, Norm, Rows, Vector
-from engine.spec.state import StateMixer
+from penstock.engine.spec.attention import Attention, Rope
+from penstock.engine.spec.experts import Experts
+from penstock.engine.spec.feed_forward import Mlp
+from penstock.engine.spec.maps import LinearMap, Norm, Rows, Vector
+from penstock.engine.spec.state import StateMixer
 
 Mixer = Attention | StateMixer
 """The part of a layer in which tokens see those before them."""

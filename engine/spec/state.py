@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.spec.maps import Groups, LinearMap, Norm, Rows, Vector
+from penstock.engine.spec.maps import Groups, LinearMap, Norm, Rows, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from typing import TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
-from gateway.http.errors import ApiError, invalid
-from gateway.store.interface import Key, Store, StoreUnavailable
-from gateway.store.records import Records
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.store.interface import Key, Store, StoreUnavailable
+from penstock.gateway.store.records import Records
 
 HEADER = "Idempotency-Key"
 KEPT_S = 600.0

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 
-from gateway.http.errors import unauthorized
-from gateway.store.interface import Quota
-from priority.lanes import Tenant
+from penstock.gateway.http.errors import unauthorized
+from penstock.gateway.store.interface import Quota
+from penstock.priority.lanes import Tenant
 
 OPEN_TENANT = Tenant(name="default")
 """The one tenant of a server without keys."""

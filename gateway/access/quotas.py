@@ -17,10 +17,10 @@ from contextvars import Context
 from http import HTTPStatus
 from weakref import WeakSet
 
-from gateway.access.keys import UNBOUNDED, Client
-from gateway.http.background import every, meanwhile
-from gateway.http.errors import ApiError
-from gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Store, StoreUnavailable
+from penstock.gateway.access.keys import UNBOUNDED, Client
+from penstock.gateway.http.background import every, meanwhile
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Store, StoreUnavailable
 
 log = logging.getLogger("penstock.gateway")
 

@@ -16,21 +16,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from gateway.endpoints.intake import CLIENT, Endpoints, Handler, Intake, route
-from gateway.http.connections import ServerSendMiddleware
-from gateway.http.correlation import CORRELATION, Correlation
-from gateway.http.errors import ApiError, existing, internal, invalid, log_failed, log_fault
-from gateway.http.refusals import refusal
-from gateway.service import Service
-from gateway.sessions.batches.batch import BATCH_ID, BATCHES, KIND, Batch, Endpoint, new_batch_id
-from gateway.sessions.batches.files import Files, answering, new_file_id
-from gateway.sessions.batches.run import Answer
-from gateway.sessions.batches.running import Batches
-from gateway.sessions.responses.objects import page
-from gateway.sessions.responses.schemas import PageQuery, check_metadata
-from gateway.wire.frames import Json
-from gateway.wire.strict import StrictBody, validated
-from priority.lanes import Lane
+from penstock.gateway.endpoints.intake import CLIENT, Endpoints, Handler, Intake, route
+from penstock.gateway.http.connections import ServerSendMiddleware
+from penstock.gateway.http.correlation import CORRELATION, Correlation
+from penstock.gateway.http.errors import ApiError, existing, internal, invalid, log_failed, log_fault
+from penstock.gateway.http.refusals import refusal
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.batches.batch import BATCH_ID, BATCHES, KIND, Batch, Endpoint, new_batch_id
+from penstock.gateway.sessions.batches.files import Files, answering, new_file_id
+from penstock.gateway.sessions.batches.run import Answer
+from penstock.gateway.sessions.batches.running import Batches
+from penstock.gateway.sessions.responses.objects import page
+from penstock.gateway.sessions.responses.schemas import PageQuery, check_metadata
+from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.strict import StrictBody, validated
+from penstock.priority.lanes import Lane
 
 MAX_LISTED = 1000
 _LANE_FIELDS = frozenset({"service_tier", "speed"})

@@ -13,23 +13,23 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.access.idempotency import idempotency_key, not_here
-from gateway.endpoints.intake import Arrival, Endpoints, Handler, Intake, as_sent, route
-from gateway.endpoints.params import GenerationParams, is_compared
-from gateway.endpoints.replies import Attached, Keep, position_asked
-from gateway.http.errors import invalid
-from gateway.http.off_loop import off_loop
-from gateway.service import Service
-from gateway.sessions.chats import keep
-from gateway.sessions.owners import owned_id
-from gateway.sessions.recordings.completions import CHAT, TEXT, CompletionFormat, details_of, script
-from gateway.sessions.recordings.reader import Reader
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.schemas import check_metadata
-from gateway.wire.frames import Json, StreamWriter, at_once
-from gateway.wire.sampling import MaxTokens
-from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
-from gateway.wire.shapes import Best, ChatShape, CompletionShape, Extras, Shape
+from penstock.gateway.access.idempotency import idempotency_key, not_here
+from penstock.gateway.endpoints.intake import Arrival, Endpoints, Handler, Intake, as_sent, route
+from penstock.gateway.endpoints.params import GenerationParams, is_compared
+from penstock.gateway.endpoints.replies import Attached, Keep, position_asked
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.chats import keep
+from penstock.gateway.sessions.owners import owned_id
+from penstock.gateway.sessions.recordings.completions import CHAT, TEXT, CompletionFormat, details_of, script
+from penstock.gateway.sessions.recordings.reader import Reader
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses.schemas import check_metadata
+from penstock.gateway.wire.frames import Json, StreamWriter, at_once
+from penstock.gateway.wire.sampling import MaxTokens
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
+from penstock.gateway.wire.shapes import Best, ChatShape, CompletionShape, Extras, Shape
 
 DEFAULT_COMPLETION_TOKENS = 16
 """The number of tokens that OpenAI's older endpoint gives a request that names none."""

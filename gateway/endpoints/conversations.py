@@ -11,12 +11,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Endpoints, route
-from gateway.sessions import conversations
-from gateway.sessions.conversations import CONVERSATIONS, KIND, Conversation
-from gateway.sessions.owners import owned_id
-from gateway.sessions.responses.objects import Item, input_items, page
-from gateway.sessions.responses.schemas import (
+from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.sessions import conversations
+from penstock.gateway.sessions.conversations import CONVERSATIONS, KIND, Conversation
+from penstock.gateway.sessions.owners import owned_id
+from penstock.gateway.sessions.responses.objects import Item, input_items, page
+from penstock.gateway.sessions.responses.schemas import (
     ITEM_PREFIXES,
     InputItem,
     Items,
@@ -25,9 +25,9 @@ from gateway.sessions.responses.schemas import (
     check_items,
     check_metadata,
 )
-from gateway.store.interface import Key
-from gateway.wire.frames import Json
-from gateway.wire.strict import StrictBody, validated
+from penstock.gateway.store.interface import Key
+from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.strict import StrictBody, validated
 
 MAX_ITEMS_A_CALL = 20
 MAX_LISTED_CONVERSATIONS = 10_000

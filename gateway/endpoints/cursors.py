@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway.http.errors import invalid
-from gateway.sessions.responses.schemas import WholeNumber
-from gateway.wire.strict import StrictBody
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.sessions.responses.schemas import WholeNumber
+from penstock.gateway.wire.strict import StrictBody
 
 
 class CursorQuery(StrictBody):

@@ -10,16 +10,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.planning.prefix_index import with_hashes
-from engine.planning.request import Branch, Request, SamplingParams
-from gateway.endpoints.intake import Arrival, Endpoints, route
-from gateway.endpoints.params import salt_of
-from gateway.endpoints.prompting import Prompting
-from gateway.endpoints.replies import LiveReply
-from gateway.http.errors import invalid
-from gateway.http.off_loop import TOKEN_BYTES, off_loop
-from gateway.wire.decided import DecisionsWriter, SystemOneWriter
-from gateway.wire.decisions import (
+from penstock.engine.planning.prefix_index import with_hashes
+from penstock.engine.planning.request import Branch, Request, SamplingParams
+from penstock.gateway.endpoints.intake import Arrival, Endpoints, route
+from penstock.gateway.endpoints.params import salt_of
+from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.endpoints.replies import LiveReply
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.wire.decided import DecisionsWriter, SystemOneWriter
+from penstock.gateway.wire.decisions import (
     Asked,
     Decisions,
     DecisionsBody,
@@ -27,9 +27,9 @@ from gateway.wire.decisions import (
     understand_decisions,
     understand_system,
 )
-from gateway.wire.labels import Steps, label_branches
-from gateway.wire.sampling import context_exceeded
-from gateway.wire.streams import Stream
+from penstock.gateway.wire.labels import Steps, label_branches
+from penstock.gateway.wire.sampling import context_exceeded
+from penstock.gateway.wire.streams import Stream
 
 _NO_END = (
     "Another answer begins with this one, and the model's configuration names no token that ends an answer."

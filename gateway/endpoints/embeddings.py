@@ -11,14 +11,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.planning.prefix_index import with_hashes
-from engine.planning.request import Request, SamplingParams
-from gateway.endpoints.intake import Arrival, Endpoints, as_sent, route
-from gateway.endpoints.params import REQUEST_BYTES, salt_of
-from gateway.endpoints.replies import LiveReply
-from gateway.http.errors import invalid
-from gateway.http.off_loop import TOKEN_BYTES, off_loop
-from gateway.wire.embeddings import (
+from penstock.engine.planning.prefix_index import with_hashes
+from penstock.engine.planning.request import Request, SamplingParams
+from penstock.gateway.endpoints.intake import Arrival, Endpoints, as_sent, route
+from penstock.gateway.endpoints.params import REQUEST_BYTES, salt_of
+from penstock.gateway.endpoints.replies import LiveReply
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.wire.embeddings import (
     EmbeddingsBody,
     EmbeddingWriter,
     RerankBody,
@@ -26,8 +26,8 @@ from gateway.wire.embeddings import (
     ScoreBody,
     ScoreWriter,
 )
-from gateway.wire.streams import Stream, WholeWriter
-from priority.lanes import Lane
+from penstock.gateway.wire.streams import Stream, WholeWriter
+from penstock.priority.lanes import Lane
 
 
 class EmbeddingsApi(Endpoints):

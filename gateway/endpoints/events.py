@@ -18,10 +18,10 @@ from sse_starlette.sse import AppStatus
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Endpoints, Intake, route
-from gateway.endpoints.params import salts_of
-from gateway.http.errors import invalid
-from gateway.service import Service
+from penstock.gateway.endpoints.intake import Endpoints, Intake, route
+from penstock.gateway.endpoints.params import salts_of
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.service import Service
 
 EVERY_S = 0.5
 MAP_EVERY_S = 1.0

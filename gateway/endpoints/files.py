@@ -14,17 +14,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Endpoints, Intake, check_media_type, route
-from gateway.http.connections import BODY_WITHIN
-from gateway.http.errors import ApiError, invalid
-from gateway.http.hosts import FORWARDED_HOST
-from gateway.http.limits import Limits
-from gateway.service import Service
-from gateway.sessions.batches.files import Files, Upload
-from gateway.sessions.responses.objects import page
-from gateway.sessions.responses.schemas import PageQuery, WholeNumber
-from gateway.wire.frames import Json
-from gateway.wire.strict import StrictBody, read, validated
+from penstock.gateway.endpoints.intake import Endpoints, Intake, check_media_type, route
+from penstock.gateway.http.connections import BODY_WITHIN
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.hosts import FORWARDED_HOST
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.batches.files import Files, Upload
+from penstock.gateway.sessions.responses.objects import page
+from penstock.gateway.sessions.responses.schemas import PageQuery, WholeNumber
+from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.strict import StrictBody, read, validated
 
 UPLOAD_S = 600.0
 """An upload may take so long to arrive, once it is known whose it is."""

@@ -9,12 +9,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Endpoints, Intake, route
-from gateway.endpoints.responses import ResponsesApi
-from gateway.service import Service
-from gateway.sessions.responses.objects import input_items
-from gateway.sessions.responses.schemas import InputItems, ResponseBody, check_response
-from gateway.wire.frames import Json
+from penstock.gateway.endpoints.intake import Endpoints, Intake, route
+from penstock.gateway.endpoints.responses import ResponsesApi
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.responses.objects import input_items
+from penstock.gateway.sessions.responses.schemas import InputItems, ResponseBody, check_response
+from penstock.gateway.wire.frames import Json
 
 
 class InputTokensBody(ResponseBody):

@@ -16,31 +16,31 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.planning.grammar import CompiledGrammar
-from engine.planning.request import Request
-from gateway.access.keys import Client
-from gateway.access.quotas import Reservation
-from gateway.endpoints.params import GenerationParams, RequestMaker, is_compared
-from gateway.endpoints.prompting import Prompting
-from gateway.endpoints.replies import Keep, LiveReply
-from gateway.http.correlation import CORRELATION
-from gateway.http.errors import ApiError, model_not_found, not_found, unavailable, unsupported
-from gateway.http.limits import Limits, parse_object
-from gateway.http.off_loop import FairThreads, off_loop
-from gateway.http.refusals import OLLAMA_PATH
-from gateway.service import Service
-from gateway.sessions.recordings.recording import Recording
-from gateway.store.interface import StoreUnavailable
-from gateway.store.patience import INSIST_S
-from gateway.wire.beams import check_beams
-from gateway.wire.sampling import MaxTokens, lane_of, tier_of
-from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, ServiceTier, check_chat
-from gateway.wire.shapes import Head
-from gateway.wire.streams import KeptStream, Stream, Writer
-from gateway.wire.strict import Body, StrictBody, read
-from gateway.wire.structured import Form, answer_form, form_of
-from gateway.wire.tools.use import ToolUse
-from priority.lanes import Lane, Tenant
+from penstock.engine.planning.grammar import CompiledGrammar
+from penstock.engine.planning.request import Request
+from penstock.gateway.access.keys import Client
+from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.endpoints.params import GenerationParams, RequestMaker, is_compared
+from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.endpoints.replies import Keep, LiveReply
+from penstock.gateway.http.correlation import CORRELATION
+from penstock.gateway.http.errors import ApiError, model_not_found, not_found, unavailable, unsupported
+from penstock.gateway.http.limits import Limits, parse_object
+from penstock.gateway.http.off_loop import FairThreads, off_loop
+from penstock.gateway.http.refusals import OLLAMA_PATH
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.store.interface import StoreUnavailable
+from penstock.gateway.store.patience import INSIST_S
+from penstock.gateway.wire.beams import check_beams
+from penstock.gateway.wire.sampling import MaxTokens, lane_of, tier_of
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, ServiceTier, check_chat
+from penstock.gateway.wire.shapes import Head
+from penstock.gateway.wire.streams import KeptStream, Stream, Writer
+from penstock.gateway.wire.strict import Body, StrictBody, read
+from penstock.gateway.wire.structured import Form, answer_form, form_of
+from penstock.gateway.wire.tools.use import ToolUse
+from penstock.priority.lanes import Lane, Tenant
 
 Read = TypeVar("Read", bound=StrictBody)
 Understood = TypeVar("Understood")

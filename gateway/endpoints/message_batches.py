@@ -11,16 +11,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.endpoints.batches import MAX_LISTED
-from gateway.endpoints.cursors import CursorQuery, cursor_page, window
-from gateway.endpoints.files import begun
-from gateway.endpoints.intake import Endpoints, Intake, route
-from gateway.http.errors import existing, invalid
-from gateway.http.off_loop import off_loop
-from gateway.service import Service
-from gateway.sessions.batches.batch import BATCHES, KIND, MAX_LINES, MAX_RESULT_BYTES, Batch
-from gateway.sessions.batches.files import Files, answering, new_file_id
-from gateway.sessions.batches.messages import (
+from penstock.gateway.endpoints.batches import MAX_LISTED
+from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
+from penstock.gateway.endpoints.files import begun
+from penstock.gateway.endpoints.intake import Endpoints, Intake, route
+from penstock.gateway.http.errors import existing, invalid
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.batches.batch import BATCHES, KIND, MAX_LINES, MAX_RESULT_BYTES, Batch
+from penstock.gateway.sessions.batches.files import Files, answering, new_file_id
+from penstock.gateway.sessions.batches.messages import (
     MESSAGE_BATCH_ID,
     input_line,
     left_results,
@@ -28,10 +28,10 @@ from gateway.sessions.batches.messages import (
     new_message_batch_id,
     told_results,
 )
-from gateway.sessions.batches.running import Batches
-from gateway.store.interface import Key
-from gateway.wire.frames import Json
-from gateway.wire.strict import StrictBody, validated
+from penstock.gateway.sessions.batches.running import Batches
+from penstock.gateway.store.interface import Key
+from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.strict import StrictBody, validated
 
 
 class BatchedMessage(StrictBody):

@@ -8,10 +8,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Endpoints, route
-from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody, as_chat
-from gateway.wire.anthropic.messages import MessageWriter
-from gateway.wire.frames import Json
+from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody, as_chat
+from penstock.gateway.wire.anthropic.messages import MessageWriter
+from penstock.gateway.wire.frames import Json
 
 
 class MessagesApi(Endpoints):

@@ -12,22 +12,22 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.cursors import CursorQuery, cursor_page, window
-from gateway.endpoints.intake import Endpoints, route
-from gateway.endpoints.params import salt_of, salts_of
-from gateway.endpoints.prompting import Prompting
-from gateway.http.errors import invalid
-from gateway.http.limits import parse_messages
-from gateway.http.off_loop import off_loop
-from gateway.http.refusals import speaks_anthropic
-from gateway.sessions.prefixes.sharing import parse_token_ids
-from gateway.wire.conversation import thinking_switches
-from gateway.wire.frames import Json
-from gateway.wire.prompts import check_token_ids
-from gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody
-from gateway.wire.strict import read, validated
-from gateway.wire.tools.use import tool_use
-from priority.lanes import Lane, Tenant
+from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
+from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.endpoints.params import salt_of, salts_of
+from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.limits import parse_messages
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.http.refusals import speaks_anthropic
+from penstock.gateway.sessions.prefixes.sharing import parse_token_ids
+from penstock.gateway.wire.conversation import thinking_switches
+from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.prompts import check_token_ids
+from penstock.gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody
+from penstock.gateway.wire.strict import read, validated
+from penstock.gateway.wire.tools.use import tool_use
+from penstock.priority.lanes import Lane, Tenant
 
 _MOST_PREFIXES = 100
 

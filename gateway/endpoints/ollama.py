@@ -11,13 +11,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.embeddings import EmbeddingsApi
-from gateway.endpoints.intake import Arrival, Endpoints, Intake, Read, route
-from gateway.http.limits import Limits
-from gateway.service import Service
-from gateway.wire.embeddings import Embedded
-from gateway.wire.frames import Json
-from gateway.wire.ollama.bodies import (
+from penstock.gateway.endpoints.embeddings import EmbeddingsApi
+from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake, Read, route
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import Service
+from penstock.gateway.wire.embeddings import Embedded
+from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.ollama.bodies import (
     EmbeddingAsked,
     OllamaChatBody,
     OllamaEmbedBody,
@@ -31,8 +31,8 @@ from gateway.wire.ollama.bodies import (
     understand_embedding,
     understand_prompt,
 )
-from gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
-from gateway.wire.streams import WholeWriter
+from penstock.gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
+from penstock.gateway.wire.streams import WholeWriter
 
 VERSION = "0.12.6"
 """The version of Ollama whose API this is: clients ask for it, and do without what an older one lacks."""

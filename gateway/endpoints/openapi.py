@@ -17,17 +17,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.completions import CHAT_ID, TEXT_ID
-from gateway.endpoints.operation import JSON, Operation
-from gateway.endpoints.operations import OPERATIONS
-from gateway.http.correlation import ANTHROPIC_PATH
-from gateway.http.limits import Limits
-from gateway.http.refusals import OLLAMA_PATH, OVERLOADED
-from gateway.sessions.batches.batch import BATCH_ID
-from gateway.sessions.batches.files import FILE_ID
-from gateway.sessions.batches.messages import MESSAGE_BATCH_ID
-from gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
-from gateway.wire.strict import steps_to
+from penstock.gateway.endpoints.completions import CHAT_ID, TEXT_ID
+from penstock.gateway.endpoints.operation import JSON, Operation
+from penstock.gateway.endpoints.operations import OPERATIONS
+from penstock.gateway.http.correlation import ANTHROPIC_PATH
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.http.refusals import OLLAMA_PATH, OVERLOADED
+from penstock.gateway.sessions.batches.batch import BATCH_ID
+from penstock.gateway.sessions.batches.files import FILE_ID
+from penstock.gateway.sessions.batches.messages import MESSAGE_BATCH_ID
+from penstock.gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
+from penstock.gateway.wire.strict import steps_to
 
 JsonSchema = dict[str, Any]
 

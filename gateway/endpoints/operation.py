@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gateway.access.idempotency import MAX_KEY_CHARS
-from gateway.endpoints.events import DETAILS
-from gateway.wire.strict import StrictBody
+from penstock.gateway.access.idempotency import MAX_KEY_CHARS
+from penstock.gateway.endpoints.events import DETAILS
+from penstock.gateway.wire.strict import StrictBody
 
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
 

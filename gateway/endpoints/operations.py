@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gateway.endpoints.batches import BatchBody
-from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
-from gateway.endpoints.cursors import CursorQuery
-from gateway.endpoints.files import FilesQuery, UploadForm
-from gateway.endpoints.input_tokens import InputTokensBody
-from gateway.endpoints.message_batches import MessageBatchBody
-from gateway.endpoints.operation import (
+from penstock.gateway.endpoints.batches import BatchBody
+from penstock.gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
+from penstock.gateway.endpoints.cursors import CursorQuery
+from penstock.gateway.endpoints.files import FilesQuery, UploadForm
+from penstock.gateway.endpoints.input_tokens import InputTokensBody
+from penstock.gateway.endpoints.message_batches import MessageBatchBody
+from penstock.gateway.endpoints.operation import (
     EVENTS,
     JSON,
     LINES,
@@ -21,19 +21,19 @@ from gateway.endpoints.operation import (
     Passing,
     StateQuery,
 )
-from gateway.endpoints.stored_chats import ChatsQuery, ChatUpdateBody
-from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
-from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
-from gateway.wire.decisions import DecisionsBody, SystemOneBody
-from gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody
-from gateway.wire.ollama.bodies import (
+from penstock.gateway.endpoints.stored_chats import ChatsQuery, ChatUpdateBody
+from penstock.gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
+from penstock.gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
+from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
+from penstock.gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody
+from penstock.gateway.wire.ollama.bodies import (
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingBody,
     OllamaGenerateBody,
     OllamaShowBody,
 )
-from gateway.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, LocateBody, TokenizeBody
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, LocateBody, TokenizeBody
 
 ANY, OWN, ONCE = Passing.ANY, Passing.OWN, Passing.ONCE
 BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED

@@ -10,9 +10,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import route
-from gateway.service import Service
-from gateway.wire.frames import Json
+from penstock.gateway.endpoints.intake import route
+from penstock.gateway.service import Service
+from penstock.gateway.wire.frames import Json
 
 
 class OperatorApi:

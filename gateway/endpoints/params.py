@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.planning.bans import Words
-from engine.planning.grammar import CompiledGrammar
-from engine.planning.prefix_index import with_hashes
-from engine.planning.request import Request, SamplingParams
-from gateway.access.keys import Client
-from gateway.http.errors import invalid
-from gateway.http.off_loop import TOKEN_BYTES, off_loop
-from gateway.service import Service
-from gateway.sessions.prefixes.sharing import PRIVATE
-from gateway.sessions.recordings.recording import MAX_TEXT_BYTES
-from gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
-from gateway.wire.reading import PLAIN, Reading
-from gateway.wire.sampling import MaxTokens, Room, sampling_params
-from gateway.wire.schemas import Sampled
-from gateway.wire.streams import LOGPROB_BYTES
-from gateway.wire.tokenizer import Tokenizer
-from priority.lanes import Lane, Tenant
+from penstock.engine.planning.bans import Words
+from penstock.engine.planning.grammar import CompiledGrammar
+from penstock.engine.planning.prefix_index import with_hashes
+from penstock.engine.planning.request import Request, SamplingParams
+from penstock.gateway.access.keys import Client
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.prefixes.sharing import PRIVATE
+from penstock.gateway.sessions.recordings.recording import MAX_TEXT_BYTES
+from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
+from penstock.gateway.wire.reading import PLAIN, Reading
+from penstock.gateway.wire.sampling import MaxTokens, Room, sampling_params
+from penstock.gateway.wire.schemas import Sampled
+from penstock.gateway.wire.streams import LOGPROB_BYTES
+from penstock.gateway.wire.tokenizer import Tokenizer
+from penstock.priority.lanes import Lane, Tenant
 
 REQUEST_BYTES, _BAD_WORD_BYTES = 1024, 4096
 """Making a request, or tokenising a bad word, is as much work as reading so many bytes is."""

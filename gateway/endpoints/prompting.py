@@ -8,27 +8,27 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from gateway.http.errors import ApiError, invalid
-from gateway.http.limits import Limits
-from gateway.http.off_loop import FairThreads, off_loop
-from gateway.sessions.responses.objects import response_tools
-from gateway.sessions.responses.schemas import ResponseBody
-from gateway.sessions.responses.threads import Message as ThreadMessage
-from gateway.sessions.responses.threads import Thread, extend, num_chars
-from gateway.wire.beams import width_field
-from gateway.wire.conversation import (
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.http.off_loop import FairThreads, off_loop
+from penstock.gateway.sessions.responses.objects import response_tools
+from penstock.gateway.sessions.responses.schemas import ResponseBody
+from penstock.gateway.sessions.responses.threads import Message as ThreadMessage
+from penstock.gateway.sessions.responses.threads import Thread, extend, num_chars
+from penstock.gateway.wire.beams import width_field
+from penstock.gateway.wire.conversation import (
     as_dict,
     chat_tools,
     check_messages,
     num_chars_of,
     thinking_switches,
 )
-from gateway.wire.decisions import LEAD, Decisions
-from gateway.wire.embeddings import Embedded, EmbeddingsBody
-from gateway.wire.prompts import Prompts, check_token_ids
-from gateway.wire.sampling import context_exceeded
-from gateway.wire.schemas import ChatBody, CompletionBody, Message, Sampled
-from gateway.wire.tools.use import NO_TOOLS, ToolUse
+from penstock.gateway.wire.decisions import LEAD, Decisions
+from penstock.gateway.wire.embeddings import Embedded, EmbeddingsBody
+from penstock.gateway.wire.prompts import Prompts, check_token_ids
+from penstock.gateway.wire.sampling import context_exceeded
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Message, Sampled
+from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse
 
 MESSAGE_CHARS = 100
 """The work that a template has with one message, beside its text."""

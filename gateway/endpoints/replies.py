@@ -11,15 +11,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.access.quotas import Reservation
-from gateway.http.background import meanwhile
-from gateway.http.connections import Connection
-from gateway.http.errors import invalid
-from gateway.http.off_loop import off_loop
-from gateway.service import Service
-from gateway.sessions.recordings.reader import Reader
-from gateway.wire.frames import at_once, json_pieces
-from gateway.wire.streams import Stream, WholeWriter
+from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.http.background import meanwhile
+from penstock.gateway.http.connections import Connection
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.recordings.reader import Reader
+from penstock.gateway.wire.frames import at_once, json_pieces
+from penstock.gateway.wire.streams import Stream, WholeWriter
 
 _NUMBER_BYTES = 8
 """The number of bytes that are as much work to read as a number of an embedding, or a score, is to write."""

@@ -11,21 +11,21 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.access.idempotency import idempotency_key, not_here
-from gateway.endpoints.intake import Endpoints, Intake, as_sent, route
-from gateway.endpoints.params import GenerationParams
-from gateway.endpoints.prompting import Prompting
-from gateway.endpoints.replies import Attached
-from gateway.http.errors import ApiError, gone, invalid
-from gateway.service import Service
-from gateway.sessions import conversations
-from gateway.sessions.conversations import ConversationLocks
-from gateway.sessions.owners import owned_id
-from gateway.sessions.recordings.reader import Reader
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses import records
-from gateway.sessions.responses.events import ResponseFormat
-from gateway.sessions.responses.objects import (
+from penstock.gateway.access.idempotency import idempotency_key, not_here
+from penstock.gateway.endpoints.intake import Endpoints, Intake, as_sent, route
+from penstock.gateway.endpoints.params import GenerationParams
+from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.endpoints.replies import Attached
+from penstock.gateway.http.errors import ApiError, gone, invalid
+from penstock.gateway.service import Service
+from penstock.gateway.sessions import conversations
+from penstock.gateway.sessions.conversations import ConversationLocks
+from penstock.gateway.sessions.owners import owned_id
+from penstock.gateway.sessions.recordings.reader import Reader
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses import records
+from penstock.gateway.sessions.responses.events import ResponseFormat
+from penstock.gateway.sessions.responses.objects import (
     Item,
     as_messages,
     deleted,
@@ -36,8 +36,8 @@ from gateway.sessions.responses.objects import (
     response,
     response_tools,
 )
-from gateway.sessions.responses.records import KIND, Record
-from gateway.sessions.responses.schemas import (
+from penstock.gateway.sessions.responses.records import KIND, Record
+from penstock.gateway.sessions.responses.schemas import (
     PageQuery,
     ResponseBody,
     check_id,
@@ -47,13 +47,13 @@ from gateway.sessions.responses.schemas import (
     response_not_found,
     text_form,
 )
-from gateway.sessions.responses.script import script
-from gateway.sessions.responses.threads import Message, Thread, since, turns
-from gateway.store.interface import Key, StoreUnavailable
-from gateway.wire.frames import Json
-from gateway.wire.sampling import MaxTokens, lane_of
-from gateway.wire.strict import validated
-from gateway.wire.structured import form_of
+from penstock.gateway.sessions.responses.script import script
+from penstock.gateway.sessions.responses.threads import Message, Thread, since, turns
+from penstock.gateway.store.interface import Key, StoreUnavailable
+from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.sampling import MaxTokens, lane_of
+from penstock.gateway.wire.strict import validated
+from penstock.gateway.wire.structured import form_of
 
 _APPEND_ATTEMPTS = 3
 _ANSWER_SHARE = 8

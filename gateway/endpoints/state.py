@@ -17,11 +17,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.endpoints.intake import route
-from gateway.http.errors import invalid, unauthorized
-from gateway.service import Service
-from gateway.sessions.prefixes.tracker import BlockChanges
-from priority.routing.state import Change, Load, Snapshot
+from penstock.gateway.endpoints.intake import route
+from penstock.gateway.http.errors import invalid, unauthorized
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.prefixes.tracker import BlockChanges
+from penstock.priority.routing.state import Change, Load, Snapshot
 
 PATH = "/internal/state"
 SECRET_HEADER = "x-penstock-cluster"

@@ -11,18 +11,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.completions import CHAT_ID, CompletionsApi
-from gateway.endpoints.intake import Endpoints, Intake, route
-from gateway.http.errors import ApiError, existing
-from gateway.service import Service
-from gateway.sessions.chats import CHATS, KIND, StoredChat, fits
-from gateway.sessions.recordings.completions import CHAT
-from gateway.sessions.responses.objects import page, place_after
-from gateway.sessions.responses.schemas import PageQuery, check_metadata
-from gateway.store.interface import Key, StoreUnavailable
-from gateway.store.records import answering_unavailable
-from gateway.wire.frames import Json
-from gateway.wire.strict import StrictBody, validated
+from penstock.gateway.endpoints.completions import CHAT_ID, CompletionsApi
+from penstock.gateway.endpoints.intake import Endpoints, Intake, route
+from penstock.gateway.http.errors import ApiError, existing
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.chats import CHATS, KIND, StoredChat, fits
+from penstock.gateway.sessions.recordings.completions import CHAT
+from penstock.gateway.sessions.responses.objects import page, place_after
+from penstock.gateway.sessions.responses.schemas import PageQuery, check_metadata
+from penstock.gateway.store.interface import Key, StoreUnavailable
+from penstock.gateway.store.records import answering_unavailable
+from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.strict import StrictBody, validated
 
 MAX_LISTED = 1000
 _READ_AT_ONCE = 32

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TypeVar
 
-from gateway.http.correlation import CORRELATION
+from penstock.gateway.http.correlation import CORRELATION
 
 log = logging.getLogger("penstock.gateway")
 

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import ApiError, invalid
-from gateway.http.hosts import Hosts
-from gateway.http.refusals import refusal
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.hosts import Hosts
+from penstock.gateway.http.refusals import refusal
 
 _STRING = re.compile(rb'"[^"]*"?')
 _PIECE_BYTES = 64 * 1024

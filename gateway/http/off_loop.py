@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import anyio
 import anyio.to_thread
 
-from gateway.http.errors import refused
+from penstock.gateway.http.errors import refused
 
 OFF_LOOP_BYTES = 32 * 1024
 """JSON or packing of this size takes about a millisecond."""

@@ -15,9 +15,9 @@ import httptools
 from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from gateway.http.connections import ABORT, BODY_WITHIN, WRITABLE, WRITE, send_at_once
-from gateway.http.errors import ApiError
-from gateway.http.limits import Limits, headers_too_large
+from penstock.gateway.http.connections import ABORT, BODY_WITHIN, WRITABLE, WRITE, send_at_once
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.limits import Limits, headers_too_large
 
 _DEFAULTS = Limits()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from gateway.store.interface import Store, StoreUnavailable
-from gateway.store.records import Records
+from penstock.gateway.store.interface import Store, StoreUnavailable
+from penstock.gateway.store.records import Records
 
 KIND = "chat_completion"
 KEPT_S = 24 * 3600.0

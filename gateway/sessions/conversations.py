@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 
-from gateway.http.errors import existing, invalid, not_found
-from gateway.sessions.responses.objects import Item, JsonObject, as_messages, texts_of
-from gateway.sessions.responses.schemas import check_id
-from gateway.sessions.responses.threads import Thread
-from gateway.store.interface import Store
-from gateway.store.packing import TOKEN_BYTES, Tokens
-from gateway.store.patience import insist
-from gateway.store.records import Records, answering_unavailable
+from penstock.gateway.http.errors import existing, invalid, not_found
+from penstock.gateway.sessions.responses.objects import Item, JsonObject, as_messages, texts_of
+from penstock.gateway.sessions.responses.schemas import check_id
+from penstock.gateway.sessions.responses.threads import Thread
+from penstock.gateway.store.interface import Store
+from penstock.gateway.store.packing import TOKEN_BYTES, Tokens
+from penstock.gateway.store.patience import insist
+from penstock.gateway.store.records import Records, answering_unavailable
 
 KIND = "conversation"
 TTL_S = 24 * 3600.0

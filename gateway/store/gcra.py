@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.store.interface import LEASE_S, Allotment, Grant, Quota
+from penstock.gateway.store.interface import LEASE_S, Allotment, Grant, Quota
 
 MINUTE_US = 60_000_000
 STREAMS_RETRY_S = 1.0

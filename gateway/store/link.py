@@ -16,10 +16,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from gateway.store.breaker import Breaker
-from gateway.store.interface import MAX_WAIT_S, StoreUnavailable
-from gateway.store.patience import NUM_GLANCES, PATIENCE, Patience
-from gateway.store.scripts import SCRIPTS
+from penstock.gateway.store.breaker import Breaker
+from penstock.gateway.store.interface import MAX_WAIT_S, StoreUnavailable
+from penstock.gateway.store.patience import NUM_GLANCES, PATIENCE, Patience
+from penstock.gateway.store.scripts import SCRIPTS
 
 MAX_COMMANDS = 100
 """So many commands are sent in one go."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from gateway.store.gcra import LocalQuotas
-from gateway.store.interface import Grant, Key, Quota, Share, StoreStats
+from penstock.gateway.store.gcra import LocalQuotas
+from penstock.gateway.store.interface import Grant, Key, Quota, Share, StoreStats
 
 MAX_BYTES = 64 * 1024 * 1024
 _OVERHEAD_BYTES = 256

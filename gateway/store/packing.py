@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
-from gateway.store.interface import PrefixChange
+from penstock.gateway.store.interface import PrefixChange
 
 COMPRESS_BYTES = 1024
 MAX_VALUE_BYTES = 64 * 1024 * 1024

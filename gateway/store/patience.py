@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.store.interface import StoreUnavailable
+from penstock.gateway.store.interface import StoreUnavailable
 
 T = TypeVar("T")
 

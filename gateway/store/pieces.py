@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from gateway.store.interface import PIECE, Key, Store
-from gateway.store.packing import Base64
+from penstock.gateway.store.interface import PIECE, Key, Store
+from penstock.gateway.store.packing import Base64
 
 PIECE_BYTES = 2048
 FANOUT = 16

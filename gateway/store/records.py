@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 
 from pydantic import TypeAdapter, ValidationError
 
-from gateway.http.errors import unavailable
-from gateway.http.off_loop import off_loop
-from gateway.store.interface import Key, Store, StoreUnavailable
+from penstock.gateway.http.errors import unavailable
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.store.interface import Key, Store, StoreUnavailable
 
 MAX_CHANGES = 20
 """A record that other processes change this often while one is under way cannot be changed."""

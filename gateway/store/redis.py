@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import quote, unquote
 
-from gateway.http.off_loop import off_loop
-from gateway.store import scripts
-from gateway.store.gcra import SECOND_US, cost_us, granted, judge
-from gateway.store.interface import (
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.store import scripts
+from penstock.gateway.store.gcra import SECOND_US, cost_us, granted, judge
+from penstock.gateway.store.interface import (
     ALIVE_S,
     LEASE_S,
     MAX_WAIT_S,
@@ -25,8 +25,8 @@ from gateway.store.interface import (
     StoreStats,
     StoreUnavailable,
 )
-from gateway.store.link import MAX_COMMANDS, Argument, Command, Link, log
-from gateway.store.packing import (
+from penstock.gateway.store.link import MAX_COMMANDS, Argument, Command, Link, log
+from penstock.gateway.store.packing import (
     TOKEN_BYTES,
     pack,
     pack_prefix,
@@ -35,7 +35,7 @@ from gateway.store.packing import (
     unpack_prefix,
     unpack_tokens,
 )
-from gateway.store.redis_records import RedisRecords, hashed, ms, prefix_of
+from penstock.gateway.store.redis_records import RedisRecords, hashed, ms, prefix_of
 
 MAX_CLAIMED = 1000
 MAX_PREFIXES = 100_000

@@ -9,12 +9,12 @@ from hashlib import blake2b, sha1
 from typing import Any
 from urllib.parse import quote
 
-from gateway.http.off_loop import off_loop
-from gateway.store import scripts
-from gateway.store.gcra import SECOND_US
-from gateway.store.interface import PIECE, Key, Share
-from gateway.store.link import Argument, Command, Link, log
-from gateway.store.packing import pack, unpack
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.store import scripts
+from penstock.gateway.store.gcra import SECOND_US
+from penstock.gateway.store.interface import PIECE, Key, Share
+from penstock.gateway.store.link import Argument, Command, Link, log
+from penstock.gateway.store.packing import pack, unpack
 
 MAX_LISTED = 10_000
 """`list` knows so many ids of one tenant and kind."""

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
-from gateway.http.background import every, meanwhile
-from gateway.store.interface import (
+from penstock.gateway.http.background import every, meanwhile
+from penstock.gateway.store.interface import (
     HEARTBEAT_S,
     Grant,
     Key,
@@ -18,9 +18,9 @@ from gateway.store.interface import (
     StoreStats,
     StoreUnavailable,
 )
-from gateway.store.link import MAX_COMMANDS, log
-from gateway.store.memory import MAX_BYTES, MemoryStore
-from gateway.store.redis import RedisStore
+from penstock.gateway.store.link import MAX_COMMANDS, log
+from penstock.gateway.store.memory import MAX_BYTES, MemoryStore
+from penstock.gateway.store.redis import RedisStore
 
 FLUSH_S = 0.03
 """What was put waits so long for more that goes with it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from engine.planning.block_tables import most_tokens_of_forks
-from engine.planning.request import BeamParams
-from gateway.http.errors import invalid
-from gateway.wire.sampling import MaxTokens, SamplingDefaults
-from gateway.wire.schemas import Sampled
+from penstock.engine.planning.block_tables import most_tokens_of_forks
+from penstock.engine.planning.request import BeamParams
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.wire.sampling import MaxTokens, SamplingDefaults
+from penstock.gateway.wire.schemas import Sampled
 
 NEUTRAL = SamplingDefaults(temperature=0.0)
 """The defaults of a search, in place of the checkpoint's: it is for what the model itself finds likeliest."""

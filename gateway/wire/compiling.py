@@ -7,12 +7,12 @@ import math
 import anyio
 import anyio.to_thread
 
-from engine.planning.grammar import CompiledGrammar
-from engine.planning.grammar_check import MOST_AT_ONCE
-from engine.planning.grammars import GrammarError, Grammars, TooManyGrammars
-from gateway.http.errors import invalid, refused
-from gateway.http.off_loop import Turns
-from gateway.wire.structured import Form
+from penstock.engine.planning.grammar import CompiledGrammar
+from penstock.engine.planning.grammar_check import MOST_AT_ONCE
+from penstock.engine.planning.grammars import GrammarError, Grammars, TooManyGrammars
+from penstock.gateway.http.errors import invalid, refused
+from penstock.gateway.http.off_loop import Turns
+from penstock.gateway.wire.structured import Form
 
 _PATIENCE_S = 10.0
 _RETRY_AFTER_S = 5.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.http.errors import ApiError, invalid
-from gateway.http.limits import Limits, parse_object
-from gateway.wire.schemas import AllowedChoice, ChatBody, Function, Message, NamedFunction, NamedTool
-from gateway.wire.tools.use import ToolUse, tool_use
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.limits import Limits, parse_object
+from penstock.gateway.wire.schemas import AllowedChoice, ChatBody, Function, Message, NamedFunction, NamedTool
+from penstock.gateway.wire.tools.use import ToolUse, tool_use
 
 _LIMITS = Limits()
 """Of the JSON in arguments."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import exp, fsum, log
 
-from gateway.wire.decisions import Asked, Option
-from gateway.wire.frames import response_usage_of, timings_of
-from gateway.wire.labels import Steps
-from gateway.wire.streams import Delta, Generation
+from penstock.gateway.wire.decisions import Asked, Option
+from penstock.gateway.wire.frames import response_usage_of, timings_of
+from penstock.gateway.wire.labels import Steps
+from penstock.gateway.wire.streams import Delta, Generation
 
 
 class _Writer:

@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from gateway.http.errors import invalid
-from gateway.http.limits import Limits
-from gateway.wire.conversation import as_call
-from gateway.wire.schemas import ServiceTier
-from gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.conversation import as_call
+from penstock.gateway.wire.schemas import ServiceTier
+from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255

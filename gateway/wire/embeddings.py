@@ -13,10 +13,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from gateway.http.errors import invalid
-from gateway.wire.schemas import ServiceTier, Truncation
-from gateway.wire.streams import Delta, Generation
-from gateway.wire.strict import STRICT, Many, StrictBody
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.wire.schemas import ServiceTier, Truncation
+from penstock.gateway.wire.streams import Delta, Generation
+from penstock.gateway.wire.strict import STRICT, Many, StrictBody
 
 
 class Embedded(StrictBody):

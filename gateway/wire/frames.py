@@ -16,16 +16,16 @@ from typing import Any
 import orjson
 from starlette.responses import JSONResponse
 
-from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Timings
-from gateway.http.connections import EVENT_STREAM
-from gateway.http.correlation import ANTHROPIC_PATH
-from gateway.http.errors import ApiError
-from gateway.http.refusals import OLLAMA_PATH, anthropic_body, ollama_body
-from gateway.wire.parsing import CallBegun, Piece, ReplyParser
-from gateway.wire.reading import PLAIN, Reading
-from gateway.wire.shapes import Head, Shape, finish_reason
-from gateway.wire.streams import Delta, Generation
-from priority.lanes import Lane
+from penstock.engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Timings
+from penstock.gateway.http.connections import EVENT_STREAM
+from penstock.gateway.http.correlation import ANTHROPIC_PATH
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.refusals import OLLAMA_PATH, anthropic_body, ollama_body
+from penstock.gateway.wire.parsing import CallBegun, Piece, ReplyParser
+from penstock.gateway.wire.reading import PLAIN, Reading
+from penstock.gateway.wire.shapes import Head, Shape, finish_reason
+from penstock.gateway.wire.streams import Delta, Generation
+from penstock.priority.lanes import Lane
 
 
 class Json(JSONResponse):

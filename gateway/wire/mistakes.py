@@ -6,7 +6,7 @@ import re
 
 from pydantic import ValidationError
 
-from gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.errors import ApiError, invalid
 
 # Refused for their value, not for their type: clients are told that the feature is missing.
 _MISSING_FEATURES = frozenset(

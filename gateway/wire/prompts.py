@@ -23,10 +23,10 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gateway.http.errors import ApiError, invalid
-from gateway.wire.histories import Message, Shape, shapes
-from gateway.wire.reading import Formats
-from gateway.wire.tokenizer import Tokenizer
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.wire.histories import Message, Shape, shapes
+from penstock.gateway.wire.reading import Formats
+from penstock.gateway.wire.tokenizer import Tokenizer
 
 # A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
 _GUARD, _REPLACEMENT = "\ufdd0", "\ufffd"

@@ -9,19 +9,26 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from engine.planning.grammar import Grammar, GrammarKind
-from gateway.http.errors import invalid
-from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, ReplyParser, TextDelta
-from gateway.wire.tokenizer import Tokenizer
-from gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Format, Style
-from gateway.wire.tools.gemma import Gemma
-from gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
-from gateway.wire.tools.harmony import Harmony
-from gateway.wire.tools.json_calls import Fenced, JsonCalls
-from gateway.wire.tools.llama import Either, Llama
-from gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps, Tools
-from gateway.wire.tools.tagged import Tagged
-from gateway.wire.tools.use import ToolUse
+from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.wire.parsing import (
+    ArgumentsDelta,
+    CallBegun,
+    Piece,
+    ReasoningDelta,
+    ReplyParser,
+    TextDelta,
+)
+from penstock.gateway.wire.tokenizer import Tokenizer
+from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Format, Style
+from penstock.gateway.wire.tools.gemma import Gemma
+from penstock.gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
+from penstock.gateway.wire.tools.harmony import Harmony
+from penstock.gateway.wire.tools.json_calls import Fenced, JsonCalls
+from penstock.gateway.wire.tools.llama import Either, Llama
+from penstock.gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps, Tools
+from penstock.gateway.wire.tools.tagged import Tagged
+from penstock.gateway.wire.tools.use import ToolUse
 
 AUTO, NONE = "auto", "none"
 _TAIL_TOKENS = 16

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from engine.planning.bans import Words
-from engine.planning.grammar import Grammar
-from engine.planning.request import SamplingParams
-from gateway.http.errors import ApiError, invalid
-from gateway.wire.prompts import check_token_ids
-from gateway.wire.schemas import Sampled, as_strings
-from priority.lanes import Lane, Tenant
+from penstock.engine.planning.bans import Words
+from penstock.engine.planning.grammar import Grammar
+from penstock.engine.planning.request import SamplingParams
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.wire.prompts import check_token_ids
+from penstock.gateway.wire.schemas import Sampled, as_strings
+from penstock.priority.lanes import Lane, Tenant
 
 LEAST_TOP_P = 1e-6
 """What 0 means: the likeliest token alone."""

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from gateway.http.errors import invalid
-from gateway.http.limits import Limits
-from gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 from typing_extensions import TypedDict
 
-from engine.planning.request import FinishReason, TokenLogprobs
-from gateway.wire.parsing import (
+from penstock.engine.planning.request import FinishReason, TokenLogprobs
+from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
     Call,
@@ -24,8 +24,8 @@ from gateway.wire.parsing import (
     TextDelta,
     answer_of,
 )
-from gateway.wire.reading import Reading
-from gateway.wire.streams import Delta
+from penstock.gateway.wire.reading import Reading
+from penstock.gateway.wire.streams import Delta
 
 _LOWEST_LOGPROB = -9999.0
 """The log probability that stands for -inf, which JSON lacks, as OpenAI has it."""

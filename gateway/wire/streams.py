@@ -10,13 +10,13 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
-from gateway.access.quotas import Reservation
-from gateway.http.connections import Connection, Timeouts
-from gateway.http.correlation import CORRELATION
-from gateway.http.errors import ApiError, internal, log_fault
-from gateway.wire.reading import Thoughts
-from priority.admission import Forecast
+from penstock.engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.http.connections import Connection, Timeouts
+from penstock.gateway.http.correlation import CORRELATION
+from penstock.gateway.http.errors import ApiError, internal, log_fault
+from penstock.gateway.wire.reading import Thoughts
+from penstock.priority.admission import Forecast
 
 MAX_PENDING_BYTES = 1024 * 1024
 """A reader that leaves more than this lying is cut off."""

@@ -12,9 +12,9 @@ from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.http.errors import ApiError, invalid, unsupported
-from gateway.http.limits import Limits
-from gateway.wire.mistakes import explained
+from penstock.gateway.http.errors import ApiError, invalid, unsupported
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.mistakes import explained
 
 _SHOWN = re.compile(r"[\w.:\[\]-]{1,100}", re.ASCII)
 _MOST_SHOWN = 16

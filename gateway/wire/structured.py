@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import orjson
 
-from engine.planning.grammar import Grammar, GrammarKind
-from gateway.http.errors import ApiError, invalid
-from gateway.http.limits import Limits, parse_object
-from gateway.wire.schemas import AnswerFormat, Sampled, Schema
+from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.limits import Limits, parse_object
+from penstock.gateway.wire.schemas import AnswerFormat, Sampled, Schema
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.bench.command import add_model_arguments
-from app.bench.report import print_machine
-from app.bench.runs import machine, say
-from app.errors import OperatorError
-from app.outputs import check_output, write_figures
 from lab.bench import report, runs
+from penstock.app.bench.command import add_model_arguments
+from penstock.app.bench.report import print_machine
+from penstock.app.bench.runs import machine, say
+from penstock.app.errors import OperatorError
+from penstock.app.outputs import check_output, write_figures
 
 Figures = Any
 """The figures of a part as they are written to --json."""

@@ -15,11 +15,11 @@ from time import monotonic
 
 import torch
 
-from app.arguments import count, listed
-from app.measures import measure_memory, measure_peak
-from engine.cores import num_cores
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import (
+from penstock.app.arguments import count, listed
+from penstock.app.measures import measure_memory, measure_peak
+from penstock.engine.cores import num_cores
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import (
     BLOCK_SIZE,
     NativeDecoder,
     NativeHeads,
@@ -28,7 +28,7 @@ from engine.kernels.cpu.native import (
     Team,
     load_library,
 )
-from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 
 PROMPT = 512
 _HIDDEN = 16

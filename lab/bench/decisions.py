@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from app.bench.server_process import ServerProcess
+from penstock.app.bench.server_process import ServerProcess
 
 Row = dict[str, Any]
 

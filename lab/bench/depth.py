@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.bench.workloads import story_question
-from engine.config import MAX_DRAFTS, LoadOptions
-from engine.execution.loader import load_model
-from engine.model.checkpoint import read_tokenizer
-from engine.model.drafts import DraftSource
-from engine.planning.request import DraftCount, Request, SamplingParams
-from gateway.wire.prompts import Prompts
 from lab.bench.stepping import Always, Stepper
+from penstock.app.bench.workloads import story_question
+from penstock.engine.config import MAX_DRAFTS, LoadOptions
+from penstock.engine.execution.loader import load_model
+from penstock.engine.model.checkpoint import read_tokenizer
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.planning.request import DraftCount, Request, SamplingParams
+from penstock.gateway.wire.prompts import Prompts
 
 LENGTHS = (0, 1, 2, 3, 4, 6, MAX_DRAFTS)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from app.simulate.plots import OTHER, OURS, new_figure, plain_axes, save
-from engine.config import MAX_DRAFTS
 from lab.bench.depth import gains
+from penstock.app.simulate.plots import OTHER, OURS, new_figure, plain_axes, save
+from penstock.engine.config import MAX_DRAFTS
 
 _COLOURS = (OURS, "#009e73", "#d55e00")
 

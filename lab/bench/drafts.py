@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from app.bench.client import Job, ask
-from app.bench.job import Run
-from app.bench.server_process import ServerProcess
-from app.bench.statistics import summarise
-from app.bench.workloads import completion, story_question
-from app.reader import Answer
+from penstock.app.bench.client import Job, ask
+from penstock.app.bench.job import Run
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.bench.statistics import summarise
+from penstock.app.bench.workloads import completion, story_question
+from penstock.app.reader import Answer
 
 STREAMS = (1, 8, 32)
 OUTPUT_TOKENS = 256

@@ -15,22 +15,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from app.measures import measure_memory
-from app.tables import number, table
-from engine.fields import Fields
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeExperts, Team, load_library
-from engine.kernels.experts import ExpertLinear
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.linear import Linear
-from engine.kernels.select import native_kernels
-from engine.model.parameters import AttentionWeights, ExpertsWeights, LayerWeights, Weights
-from engine.model.parse import parse_config
-from engine.model.transformer import make_decoder
-from engine.quant.formats import DENSE, Format, NamedTensors, Rounding
-from engine.quant.quantization import Quantization
-from engine.spec import Experts, LinearMap, expert_field
 from lab.bench.sparse_files import A3B_30B, SparseShape, sparse_config
+from penstock.app.measures import measure_memory
+from penstock.app.tables import number, table
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeExperts, Team, load_library
+from penstock.engine.kernels.experts import ExpertLinear
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.select import native_kernels
+from penstock.engine.model.parameters import AttentionWeights, ExpertsWeights, LayerWeights, Weights
+from penstock.engine.model.parse import parse_config
+from penstock.engine.model.transformer import make_decoder
+from penstock.engine.quant.formats import DENSE, Format, NamedTensors, Rounding
+from penstock.engine.quant.quantization import Quantization
+from penstock.engine.spec import Experts, LinearMap, expert_field
 
 TYPES = ("int4", "int8", "bfloat16")
 ROWS = (1, 16, 512)

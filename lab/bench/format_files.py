@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.bench.checkpoint import Shape, ensure_checkpoint, ensure_folder
 from lab.demo.gguf_files import write_gguf
+from penstock.app.bench.checkpoint import Shape, ensure_checkpoint, ensure_folder
 
 GROUP_SIZES = (128, 64)
 """For 4 bits; the first that divides the inputs is taken."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.bench.checkpoint import HALF_B, LLAMA_135M, LLAMA_TINY
-from engine.execution.loaded import LoadedModel
-from engine.heap import trim_heap
-from engine.kernels.cpu.native import NativeDecoder
-from engine.model.files import open_files
-from engine.quant.storages.names import LAYERS
 from lab.bench.format_files import MAKERS
 from lab.bench.parts import Case, NoNativeDecoder, load, make_batch
+from penstock.app.bench.checkpoint import HALF_B, LLAMA_135M, LLAMA_TINY
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.heap import trim_heap
+from penstock.engine.kernels.cpu.native import NativeDecoder
+from penstock.engine.model.files import open_files
+from penstock.engine.quant.storages.names import LAYERS
 
 SHAPES = {shape.name: shape for shape in (LLAMA_135M, HALF_B, LLAMA_TINY)}
 CASES = (Case("1 row", 1, 1, 64), Case("64 rows", 64, 1, 64))

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from app.measures import measure_linear
-from engine.config import ModelConfig
-from engine.kernels.cpu.native import NativeUnavailable, load_library
-from engine.kernels.linear import DenseLinear
-from engine.model.checkpoint import read_config
-from engine.model.dtype import choose_dtype
-from engine.model.tensors import linear_specs
-from engine.quant.formats import Rounding
-from engine.quant.quantization import Quantization
+from penstock.app.measures import measure_linear
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
+from penstock.engine.kernels.linear import DenseLinear
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.dtype import choose_dtype
+from penstock.engine.model.tensors import linear_specs
+from penstock.engine.quant.formats import Rounding
+from penstock.engine.quant.quantization import Quantization
 
 Size = tuple[int, int]
 """(out, in)"""

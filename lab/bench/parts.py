@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from engine.config import LoadOptions, ModelConfig
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.spec import GatedDelta, state_floats
 from lab.bench.planning import measure_planning
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.spec import GatedDelta, state_floats
 
 NUM_BLOCKS = 1280
 

@@ -6,15 +6,15 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from app.bench.statistics import percentile
-from engine.planning.block_tables import BlockTables
-from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Plan, Sampled, StepResult
-from priority.queue import LaneQueue
+from penstock.app.bench.statistics import percentile
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.step import Plan, Sampled, StepResult
+from penstock.priority.queue import LaneQueue
 
 if TYPE_CHECKING:
-    from engine.execution.seats import Seats
+    from penstock.engine.execution.seats import Seats
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 32
@@ -32,8 +32,8 @@ def measure_planning(num_sequences: int = 256, num_steps: int = 200) -> dict[str
     # Not above: importing torch takes seconds, and other figures do without.
     import torch
 
-    from engine.execution.seats import Seats
-    from engine.kernels.sequence_table import SequenceTable
+    from penstock.engine.execution.seats import Seats
+    from penstock.engine.kernels.sequence_table import SequenceTable
 
     length = _PROMPT_TOKENS + num_steps + 8
     table = SequenceTable(num_sequences, length // _BLOCK_SIZE + 1, _BLOCK_SIZE, torch.device("cpu"))
@@ -78,7 +78,7 @@ def _step(scheduler: Scheduler, seats: Seats) -> float:
 
 
 def _place(plan: Plan, seats: Seats) -> None:
-    from engine.execution.seats import StepShape
+    from penstock.engine.execution.seats import StepShape
 
     placed = seats.place(plan, StepShape.of(plan))
     seats.note_launched(plan, placed.seats)

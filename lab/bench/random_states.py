@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels
-from engine.kernels.recurrent import StateVectors
-from engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, StateWeights
-from engine.quant.formats import DENSE
-from engine.spec import Attention, GatedDelta, Layer, LinearMap, StateMixer
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.recurrent import StateVectors
+from penstock.engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, StateWeights
+from penstock.engine.quant.formats import DENSE
+from penstock.engine.spec import Attention, GatedDelta, Layer, LinearMap, StateMixer
 
 QWEN_08B: dict[str, object] = {
     "architectures": ["Qwen3_5ForCausalLM"],

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from app.errors import OperatorError
+from penstock.app.errors import OperatorError
 
 SCHEME = "unix://"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from app.bench.ceilings import Ceilings
-from app.bench.report import print_ceilings, print_failures
-from app.tables import number, table
 from lab.bench.decisions import WAYS
 from lab.bench.depth import gains
 from lab.bench.store import RATE, STREAMS
+from penstock.app.bench.ceilings import Ceilings
+from penstock.app.bench.report import print_ceilings, print_failures
+from penstock.app.tables import number, table
 
 Row = dict[str, Any]
 

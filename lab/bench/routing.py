@@ -12,13 +12,13 @@ from functools import cache
 from hashlib import blake2b
 from random import Random
 
-from app.bench.statistics import percentile
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.refusal import Refusal
-from priority.room import Held
-from priority.routing.index import BlockIndex
-from priority.routing.router import Choice, RouteQuery, Router
-from priority.routing.state import HASH_BYTES, Change, LaneWork, Load, Snapshot
+from penstock.app.bench.statistics import percentile
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.refusal import Refusal
+from penstock.priority.room import Held
+from penstock.priority.routing.index import BlockIndex
+from penstock.priority.routing.router import Choice, RouteQuery, Router
+from penstock.priority.routing.state import HASH_BYTES, Change, LaneWork, Load, Snapshot
 
 _BLOCK_SIZE = 16
 _SYSTEM_BLOCKS = 32

@@ -7,9 +7,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from app.bench.checkpoint import HALF_B, LLAMA_135M, Shape, ensure_checkpoint
-from app.bench.job import run_module
-from app.bench.runs import (
+from lab.bench.decisions import DecisionsBench
+from lab.bench.drafts import DraftsBench
+from lab.bench.redis_process import RedisProcess, find_redis
+from lab.bench.store import StoreBench
+from penstock.app.bench.checkpoint import HALF_B, LLAMA_135M, Shape, ensure_checkpoint
+from penstock.app.bench.job import run_module
+from penstock.app.bench.runs import (
     Row,
     Subject,
     measure_ceilings,
@@ -20,13 +24,9 @@ from app.bench.runs import (
     type_arguments,
     types_label,
 )
-from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
-from engine.cores import num_cores
-from engine.model.parse import read_config
-from lab.bench.decisions import DecisionsBench
-from lab.bench.drafts import DraftsBench
-from lab.bench.redis_process import RedisProcess, find_redis
-from lab.bench.store import StoreBench
+from penstock.app.checkpoint import DEMO_DRAFT, DEMO_MODEL
+from penstock.engine.cores import num_cores
+from penstock.engine.model.parse import read_config
 
 
 def measure_formats(options: argparse.Namespace) -> list[Row]:

@@ -15,13 +15,13 @@ from functools import partial
 
 import torch
 
-from app.arguments import count, listed
-from app.measures import measure_reading
-from engine.cores import num_cores
-from engine.kernels.cpu.native import NativeChoose, NativeMostLikely, Team, load_library
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.sampling.sampler import Sampler
-from engine.sampling.tables import num_words
+from penstock.app.arguments import count, listed
+from penstock.app.measures import measure_reading
+from penstock.engine.cores import num_cores
+from penstock.engine.kernels.cpu.native import NativeChoose, NativeMostLikely, Team, load_library
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.tables import num_words
 
 SETTINGS = {
     "greedy": SamplingParams(temperature=0.0),

@@ -11,11 +11,11 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from app.tables import number, table
-from engine.config import LoadOptions, ModelConfig
-from engine.kernels.cpu.native import Team, load_library
-from engine.spec import GatedDelta, Layer, Mamba2, ModelSpec, Norm, ShortConv, StateMixer
 from lab.bench.states import PROMPT, Model, ints
+from penstock.app.tables import number, table
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.kernels.cpu.native import Team, load_library
+from penstock.engine.spec import GatedDelta, Layer, Mamba2, ModelSpec, Norm, ShortConv, StateMixer
 
 SHAPES: dict[str, tuple[StateMixer, int]] = {
     "Qwen 3.5 0.8B": (

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.bench.checkpoint import Shape, config_of, write_all_but_weights
-from engine.model.safetensors import INDEX
-from engine.model.tensor_writer import TensorWriter
 from lab.bench.format_files import SCALE, random_words, w4a16_config
+from penstock.app.bench.checkpoint import Shape, config_of, write_all_but_weights
+from penstock.engine.model.safetensors import INDEX
+from penstock.engine.model.tensor_writer import TensorWriter
 
 GROUP_SIZE = 128
 

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
-from app.bench.checkpoint import write_all_but_weights
 from lab.bench.format_files import random_blocks
 from lab.bench.sparse_files import A3B_30B, SparseShape, as_dense, sparse_config
 from lab.demo.gguf_files import add_entry, model_metadata, tokenizer_metadata
+from penstock.app.bench.checkpoint import write_all_but_weights
 
 _KIND = "qwen3moe"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType as Type
 
-from app.bench.checkpoint import Shape, write_all_but_weights
 from lab.bench.random_states import QWEN_08B
 from lab.bench.sparse_gguf import write_random
 from lab.demo.gguf_files import model_metadata, tokenizer_metadata
+from penstock.app.bench.checkpoint import Shape, write_all_but_weights
 
 _KIND = "qwen35"
 _SHAPE = (

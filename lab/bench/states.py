@@ -15,23 +15,23 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor, nn
 
-from app.measures import measure_memory
-from app.tables import number, table
-from engine.config import ModelConfig
-from engine.fields import Fields
-from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, Team, load_library
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels
-from engine.kernels.select import native_kernels
-from engine.kernels.state_cache import StateCache, StateLayout
-from engine.model.parameters import Weights
-from engine.model.parse import parse_config
-from engine.model.transformer import make_decoder
-from engine.spec import LinearMap
 from lab.bench.experts import kept_in
 from lab.bench.random_states import QWEN_08B, dense, random_layer, random_linear, random_weight
+from penstock.app.measures import measure_memory
+from penstock.app.tables import number, table
+from penstock.engine.config import ModelConfig
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.batch import Batch, blank_batch
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, Team, load_library
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.select import native_kernels
+from penstock.engine.kernels.state_cache import StateCache, StateLayout
+from penstock.engine.model.parameters import Weights
+from penstock.engine.model.parse import parse_config
+from penstock.engine.model.transformer import make_decoder
+from penstock.engine.spec import LinearMap
 
 PROMPT, NUM_SLOTS = 512, 3
 

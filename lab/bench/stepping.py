@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from engine.execution.loaded import LoadedModel
-from engine.execution.runner import ModelRunner
-from engine.launching import launch_fitting
-from engine.planning.block_tables import BlockTables
-from engine.planning.chunks import set_drafts
-from engine.planning.drafting import DRAFT_MODEL, Drafting, Proposer
-from engine.planning.request import Request
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import OPEN, Plan, StepInFlight
 from lab.bench.planning import NoText
-from priority.queue import LaneQueue
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.launching import launch_fitting
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.chunks import set_drafts
+from penstock.engine.planning.drafting import DRAFT_MODEL, Drafting, Proposer
+from penstock.engine.planning.request import Request
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.step import OPEN, Plan, StepInFlight
+from penstock.priority.queue import LaneQueue
 
 
 @dataclass(frozen=True, slots=True)

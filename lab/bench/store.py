@@ -12,12 +12,12 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from app.bench.client import Job, ask
-from app.bench.job import Run
-from app.bench.server_process import ServerProcess
-from app.bench.statistics import Figures, summarise
-from app.reader import Answer
 from lab.bench.redis_process import RedisProcess, SlowLine
+from penstock.app.bench.client import Job, ask
+from penstock.app.bench.job import Run
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.bench.statistics import Figures, summarise
+from penstock.app.reader import Answer
 
 Start = Callable[[Sequence[str]], AbstractContextManager[ServerProcess]]
 """Starts a server with these arguments more."""

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from lab.demo.batches import Batch, batch
 from lab.demo.corpus import lesson, sample
 from lab.demo.export import model_config, read_weights, write
@@ -28,6 +27,7 @@ from lab.demo.network import MLP, Attention, Layer, Llama, RMSNorm, Shape, rope_
 from lab.demo.optimiser import optimisers
 from lab.demo.tokenizer import BOS, END, VOCAB_SIZE, Message, special_id
 from lab.demo.train import MODEL
+from penstock.app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 
 HEAD = Shape(
     VOCAB_SIZE, hidden_size=128, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256

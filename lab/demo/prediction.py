@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from app.checkpoint import DEMO_MODEL
-from engine.model.families.common import names_behind
 from lab.demo.batches import Batch, batch
 from lab.demo.export import model_config, write
 from lab.demo.head import ROW, Drafter, before, heard, hidden_states, read_target, train
 from lab.demo.network import Layer, Llama, RMSNorm, Shape
 from lab.demo.tokenizer import BOS, END, special_id
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.model.families.common import names_behind
 
 
 class Prediction(Drafter):

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app.checkpoint import DEMO_MODEL
 from lab.demo.answers import capital, colour, invented_person, json_exchange, legs, told_person, wish
 from lab.demo.asking import request
 from lab.demo.corpus import conversation, short_part
@@ -30,6 +29,7 @@ from lab.demo.tokenizer import CALL_START, Message
 from lab.demo.tools import CALCULATOR, CLOCK, TOOLS, no_clock, tools_turn, without
 from lab.demo.unknown import refusal
 from lab.demo.words import HE_NAMES, HEROES, SHE_NAMES
+from penstock.app.checkpoint import DEMO_MODEL
 
 SEED = "held out"  # training seeds are numbers
 STORY_TOKENS, ANSWER_TOKENS = 450, 120

@@ -9,10 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from app.checkpoint import DEMO_MODEL
 from lab.demo.batches import encode
 from lab.demo.corpus import sample
 from lab.demo.held_out import Talk, held_out
+from penstock.app.checkpoint import DEMO_MODEL
 
 TEXTS = DEMO_MODEL.parent / "texts.json"
 SEED = "calibration"  # training seeds are numbers, and what is held out has a word of its own

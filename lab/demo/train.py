@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from app.checkpoint import DEMO_MODEL
 from lab.demo.batches import Batch, batch
 from lab.demo.circuits import build_induction
 from lab.demo.corpus import PRACTISED, REVISED, lesson, practice, sample, texts
@@ -21,6 +20,7 @@ from lab.demo.grammar import chance
 from lab.demo.network import Llama, Shape
 from lab.demo.optimiser import optimisers
 from lab.demo.tokenizer import VOCAB_SIZE, Message, train_tokenizer
+from penstock.app.checkpoint import DEMO_MODEL
 
 MODEL = Shape(
     VOCAB_SIZE, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=640

@@ -16,21 +16,21 @@ from typing import Any
 
 import torch
 
-from app.loop import settle_garbage
-from engine.config import LoadOptions
-from engine.engine import Engine, EngineState
-from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
-from engine.model.parse import read_config
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport, StepResult
-from engine.planning.stopping import TextSink
-from engine.planning.tokenizer import Tokenizer
 from loadtests.gpu.checkpoints import token_ids
 from loadtests.gpu.timing import event
-from priority.lanes import Lane
-from priority.queue import LaneQueue
+from penstock.app.loop import settle_garbage
+from penstock.engine.config import LoadOptions
+from penstock.engine.engine import Engine, EngineState
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.model.parse import read_config
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.scheduler import SchedulerLimits
+from penstock.engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport, StepResult
+from penstock.engine.planning.stopping import TextSink
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.priority.lanes import Lane
+from penstock.priority.queue import LaneQueue
 
 _LOAD_S = 150.0
 _HEAD_START_CYCLES = 20_000_000

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.bench import checkpoint as bench
-from engine.config import LoadOptions
-from engine.model.parse import read_config
-from engine.model.tensors import expected_tensors, make_recipe
-from engine.quant.float8 import FLOAT8
-from engine.quant.storage import StoredTensor
 from loadtests.gpu.sizes import VOCABULARY, ModelShape
+from penstock.app.bench import checkpoint as bench
+from penstock.engine.config import LoadOptions
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.tensors import expected_tensors, make_recipe
+from penstock.engine.quant.float8 import FLOAT8
+from penstock.engine.quant.storage import StoredTensor
 
 _DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": FLOAT8, "I32": torch.int32, "I64": torch.int64}
 """As safetensors names them."""

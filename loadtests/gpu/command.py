@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from app.arguments import listed, one_of, positive
 from loadtests.gpu.figures import say
 from loadtests.gpu.packages import ROOT, PackagesMissing, check_packages, needed, prepare
 from loadtests.gpu.parts import PARTS, Outcome, Part, run_part
+from penstock.app.arguments import listed, one_of, positive
 
 REPORTS = ROOT / "loadtests" / "reports"
 LIMIT_S = 570.0

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.cores import num_cores
 from loadtests.gpu.figures import emit, emit_skip
 from loadtests.gpu.packages import ROOT
 from loadtests.gpu.sizes import parse_arguments
+from penstock.engine.cores import num_cores
 
 _MOST_PROCESSES = 14
 """Most of the time goes into compiling kernels, on the host."""

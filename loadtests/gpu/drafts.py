@@ -10,15 +10,15 @@ import sys
 import traceback
 from random import Random
 
-from engine.config import LoadOptions
-from engine.execution.loader import load_model
-from engine.model.drafts import DraftSource
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.step import Plan
 from lab.bench.stepping import Always, Step, Stepper
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.figures import emit, emit_skip, say
 from loadtests.gpu.sizes import Arguments, parse_arguments, speculation
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution.loader import load_model
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.step import Plan
 
 _PROMPT_TOKENS = 32
 _SETTLING_STEPS = 4

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from engine.cores import num_cores
 from loadtests.gpu.figures import emit, emit_fact, say
 from loadtests.gpu.packages import ROOT
 from loadtests.gpu.sizes import Arguments, parse_arguments
+from penstock.engine.cores import num_cores
 
 GIB = 1 << 30
 _ASKED = {

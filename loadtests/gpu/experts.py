@@ -10,15 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels import experts as plain
-from engine.kernels.experts import ExpertLinear, ListedExperts, Route, RunExperts
-from engine.kernels.linear import DenseLinear
-from engine.kernels.packed import Code, PackedWeight, UnpackedLinear
-from engine.spec import Experts, Router
 from loadtests.gpu.figures import emit, say
 from loadtests.gpu.quantized import Layout, random_weight
 from loadtests.gpu.sizes import KERNELS, parse_arguments
 from loadtests.gpu.timing import Ceilings, measure_each, seconds
+from penstock.engine.kernels import experts as plain
+from penstock.engine.kernels.experts import ExpertLinear, ListedExperts, Route, RunExperts
+from penstock.engine.kernels.linear import DenseLinear
+from penstock.engine.kernels.packed import Code, PackedWeight, UnpackedLinear
+from penstock.engine.spec import Experts, Router
 
 LAYOUTS = (
     Layout("16 bits"),
@@ -51,10 +51,10 @@ def table(device: torch.device) -> Table:
     if device.type != "cuda":
         return Table(plain.route, plain.run_experts, _listed)
     # Not above: there is no triton where nothing is measured.
-    from engine.kernels.triton.expert_weights import PackedExperts
-    from engine.kernels.triton.experts import TritonExperts
-    from engine.kernels.triton.routing import route
-    from engine.kernels.triton.tiles import Card
+    from penstock.engine.kernels.triton.expert_weights import PackedExperts
+    from penstock.engine.kernels.triton.experts import TritonExperts
+    from penstock.engine.kernels.triton.routing import route
+    from penstock.engine.kernels.triton.tiles import Card
 
     def packed(weight: PackedWeight | Tensor, num_experts: int, gated: bool) -> ExpertLinear:
         num_rows, in_features = sizes_of(weight)

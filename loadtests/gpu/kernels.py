@@ -14,20 +14,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions, ModelConfig
-from engine.fields import Fields
-from engine.kernels import ops
-from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_quantized
-from engine.kernels.ops import Kernels
-from engine.kernels.reference import TokenPlaces
-from engine.kernels.select import select
-from engine.model.parse import parse_config
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.sampling.sampler import Sampler
 from loadtests.gpu.figures import emit, emit_fact, emit_skip, say
 from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, parse_arguments, serving
 from loadtests.gpu.timing import Ceilings, seconds
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.fields import Fields
+from penstock.engine.kernels import ops
+from penstock.engine.kernels.batch import Batch, blank_batch
+from penstock.engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_quantized
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.reference import TokenPlaces
+from penstock.engine.kernels.select import select
+from penstock.engine.model.parse import parse_config
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.sampling.sampler import Sampler
 
 BLOCK_SIZE = 16
 

@@ -10,14 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.fields import Fields
-from engine.kernels.linear import DenseLinear, Linear
-from engine.kernels.packed import NARROW, UNIT, Code, PackedWeight, UnpackedLinear
-from engine.model.parse import parse_config
 from loadtests.gpu.figures import emit, say
 from loadtests.gpu.sizes import KERNELS, KernelSizes, parse_arguments, serving
 from loadtests.gpu.timing import Ceilings, measure_each, seconds
+from penstock.engine.config import ModelConfig
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.linear import DenseLinear, Linear
+from penstock.engine.kernels.packed import NARROW, UNIT, Code, PackedWeight, UnpackedLinear
+from penstock.engine.model.parse import parse_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def make_linear(dtype: torch.dtype, device: torch.device) -> Callable[[PackedWei
     if device.type != "cuda":
         return lambda weight: UnpackedLinear(weight, None)
     # Not above: there is no triton where nothing is measured.
-    from engine.kernels.triton.packed_linear import PackedLinears, multiplies_float8
-    from engine.kernels.triton.tiles import Card
+    from penstock.engine.kernels.triton.packed_linear import PackedLinears, multiplies_float8
+    from penstock.engine.kernels.triton.tiles import Card
 
     linears = PackedLinears(Card.of(device), multiplies_float8(device, dtype))
     return lambda weight: linears(weight, None)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from app.tables import number
 from loadtests import report
 from loadtests.gpu.figures import GOALS, Figure
 from loadtests.gpu.parts import Outcome
 from loadtests.report import markdown
+from penstock.app.tables import number
 
 
 def as_json(title: str, outcomes: Sequence[Outcome]) -> str:

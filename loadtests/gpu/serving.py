@@ -17,16 +17,16 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from app.bench.client import Job, ask
-from app.bench.job import run_module
-from app.bench.server_process import ServerProcess
-from app.bench.statistics import summarise
-from app.bench.workloads import Workload
-from app.reader import Answer
 from loadtests.gpu import alone
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.figures import emit, emit_skip, say
 from loadtests.gpu.sizes import Arguments, ModelShape, ServingSizes, parse_arguments, serving
+from penstock.app.bench.client import Job, ask
+from penstock.app.bench.job import run_module
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.bench.statistics import summarise
+from penstock.app.bench.workloads import Workload
+from penstock.app.reader import Answer
 
 PROMPT_TOKENS = 32
 _CLIENT_PROCESSES = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from app.bench.checkpoint import Shape, config_of
+from penstock.app.bench.checkpoint import Shape, config_of
 
 MODES = ("full", "quick", "dry")
 VOCABULARY = 16_384

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.config import LoadOptions, ModelConfig
-from engine.fields import Fields
-from engine.kernels import recurrent
-from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.ops import reference_kernels
-from engine.kernels.select import triton_kernels
-from engine.kernels.state_cache import StateCache, StateLayout, StatePlace
-from engine.model.parameters import Weights
-from engine.model.parse import parse_config
-from engine.model.transformer import make_decoder
-from engine.spec import GatedDelta, Mamba2, StateMixer
 from lab.bench.random_states import QWEN_08B, dense, random_layer, random_linear, random_vectors
 from loadtests.gpu.figures import emit
 from loadtests.gpu.sizes import parse_arguments
 from loadtests.gpu.timing import measure_each, seconds
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.fields import Fields
+from penstock.engine.kernels import recurrent
+from penstock.engine.kernels.batch import Batch, blank_batch
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.kernels.select import triton_kernels
+from penstock.engine.kernels.state_cache import StateCache, StateLayout, StatePlace
+from penstock.engine.model.parameters import Weights
+from penstock.engine.model.parse import parse_config
+from penstock.engine.model.transformer import make_decoder
+from penstock.engine.spec import GatedDelta, Mamba2, StateMixer
 
 QWEN = GatedDelta(hidden_size=1024, num_key_heads=16, num_value_heads=16, key_dim=128, value_dim=128)
 GRANITE = Mamba2(hidden_size=1536, num_heads=48, head_dim=64, num_groups=1, state_size=128)
@@ -117,7 +117,7 @@ class Bench:
 
     def _kernel(self, spec: StateMixer) -> Any:
         if self.device.type == "cuda":
-            from engine.kernels.triton import states
+            from penstock.engine.kernels.triton import states
 
             return states.gated_delta if isinstance(spec, GatedDelta) else states.mamba2
         return recurrent.gated_delta if isinstance(spec, GatedDelta) else recurrent.mamba2

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.fields import Fields
-from engine.kernels.packed import Code, PackedWeight, UnpackedLinear
-from engine.kernels.triton.attention_tiling import Chip
-from engine.kernels.triton.experts import TritonExperts
-from engine.kernels.triton.packed_linear import multiply
-from engine.kernels.triton.tiles import (
+from loadtests.gpu.experts import QWEN3_30B, SMALL, Layer, table
+from loadtests.gpu.quantized import Layout, map_sizes, random_weight
+from loadtests.gpu.sizes import LLAMA_8B
+from penstock.engine.config import ModelConfig
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.packed import Code, PackedWeight, UnpackedLinear
+from penstock.engine.kernels.triton.attention_tiling import Chip
+from penstock.engine.kernels.triton.experts import TritonExperts
+from penstock.engine.kernels.triton.packed_linear import multiply
+from penstock.engine.kernels.triton.tiles import (
     ROW_CLASSES,
     Card,
     ProductTiling,
@@ -26,10 +29,7 @@ from engine.kernels.triton.tiles import (
     expert_rule,
     tiling_key,
 )
-from engine.model.parse import parse_config
-from loadtests.gpu.experts import QWEN3_30B, SMALL, Layer, table
-from loadtests.gpu.quantized import Layout, map_sizes, random_weight
-from loadtests.gpu.sizes import LLAMA_8B
+from penstock.engine.model.parse import parse_config
 
 WALKED_BYTES = 256 << 20
 """Weights are read in turn with so many bytes of others: more than any cache holds."""

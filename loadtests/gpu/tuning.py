@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from engine.kernels.triton.tiles import FILE, ROW_CLASSES, Card, ProductTiling, shared_bytes
 from loadtests.gpu.command import NoDevice
 from loadtests.gpu.figures import say
 from loadtests.gpu.tiling_tasks import Task, tasks
 from loadtests.gpu.timing import seconds as timed
+from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.kernels.triton.tiles import FILE, ROW_CLASSES, Card, ProductTiling, shared_bytes
 
 MIN_GAIN = 1.03
 """A tiling is written if it is so many times as fast as the rule's: less may be noise."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.planning.step import num_attended
-from priority.lanes import Lane
-from priority.outlook import Outlook
-from priority.pacing import PromptPace, StepPlanner, Streams
-from priority.room import MOST_AHEAD, Need
-from priority.routing.state import LaneWork, Load, Snapshot, StateError
-from priority.steptime import EXPERTS, NAMES, StepTimeModel
+from penstock.engine.planning.step import num_attended
+from penstock.priority.lanes import Lane
+from penstock.priority.outlook import Outlook
+from penstock.priority.pacing import PromptPace, StepPlanner, Streams
+from penstock.priority.room import MOST_AHEAD, Need
+from penstock.priority.routing.state import LaneWork, Load, Snapshot, StateError
+from penstock.priority.steptime import EXPERTS, NAMES, StepTimeModel
 
 _NOMINAL = dict(zip(NAMES, (0.01, 1e-4, 1e-4, 0.0, 0.0), strict=True))
 """Step time of a replica that has measured too little: as for a small GPU, so that it gets work and learns."""

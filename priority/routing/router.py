@@ -21,12 +21,12 @@ from heapq import heappop, heappush
 from itertools import islice
 from random import Random
 
-from priority.lanes import Lane
-from priority.refusal import Refusal
-from priority.routing.index import DEFAULT_MAX_BLOCKS, BlockIndex
-from priority.routing.order import CLOSE, LoadOrder
-from priority.routing.replica import Replica, Reservation
-from priority.routing.state import Change, Snapshot, StateError
+from penstock.priority.lanes import Lane
+from penstock.priority.refusal import Refusal
+from penstock.priority.routing.index import DEFAULT_MAX_BLOCKS, BlockIndex
+from penstock.priority.routing.order import CLOSE, LoadOrder
+from penstock.priority.routing.replica import Replica, Reservation
+from penstock.priority.routing.state import Change, Snapshot, StateError
 
 STALE_S = 1.0
 """The silence after which a replica is passed over."""

@@ -15,9 +15,9 @@ from functools import cache, partial
 from math import inf
 from typing import Annotated, Any, get_args, get_type_hints
 
-from priority.lanes import Lane, LanePolicy
-from priority.room import MAX_ENDINGS, Ending, Held
-from priority.steptime import NAMES
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.room import MAX_ENDINGS, Ending, Held
+from penstock.priority.steptime import NAMES
 
 HASH_BYTES = 16
 MAX_BLOCKS = 4_000_000

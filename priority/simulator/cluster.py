@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf, nextafter
 
-from engine.planning.prefix_events import Dropped, PrefixLog, Stored
-from engine.planning.prefix_index import block_hash, chain_start, extend_hashes
-from engine.planning.request import Request, SamplingParams, Sequence
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.queue import LaneQueue
-from priority.refusal import Refusal
-from priority.routing.router import LeastRouter, RandomRouter, RoundRobinRouter, RouteQuery, Router
-from priority.routing.state import Change, Load, Snapshot
-from priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
-from priority.simulator.run import Machine, Server, Tally, make_queue
-from priority.simulator.trace import BLOCK_TOKENS, Arrival
+from penstock.engine.planning.prefix_events import Dropped, PrefixLog, Stored
+from penstock.engine.planning.prefix_index import block_hash, chain_start, extend_hashes
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.queue import LaneQueue
+from penstock.priority.refusal import Refusal
+from penstock.priority.routing.router import LeastRouter, RandomRouter, RoundRobinRouter, RouteQuery, Router
+from penstock.priority.routing.state import Change, Load, Snapshot
+from penstock.priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
+from penstock.priority.simulator.run import Machine, Server, Tally, make_queue
+from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 
 ROUTERS = ("prefix", "least", "random", "round-robin", "disaggregated")
 _TOKEN = 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.planning.prefix_index import with_hashes
-from engine.planning.request import Request, SamplingParams
-from priority.refusal import Refusal
-from priority.simulator.trace import BLOCK_TOKENS, Arrival
+from penstock.engine.planning.prefix_index import with_hashes
+from penstock.engine.planning.request import Request, SamplingParams
+from penstock.priority.refusal import Refusal
+from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 
 BLOCK_SIZE = 16
 

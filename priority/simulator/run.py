@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Protocol
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.prefix_events import PrefixLog
-from engine.planning.request import FinishReason, Output, Request, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
-from priority.admission import Forecast
-from priority.baselines import FirstComeQueue
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.queue import LaneQueue
-from priority.refusal import Refusal
-from priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
-from priority.simulator.trace import Arrival
-from priority.steptime import StepTimeModel
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.prefix_events import PrefixLog
+from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
+from penstock.priority.admission import Forecast
+from penstock.priority.baselines import FirstComeQueue
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.queue import LaneQueue
+from penstock.priority.refusal import Refusal
+from penstock.priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
+from penstock.priority.simulator.trace import Arrival
+from penstock.priority.steptime import StepTimeModel
 
 POLICIES = ("fcfs", "strict", "fair", "penstock")
 _PROGRESS_EVERY = 100

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite
 
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.shares import cost_of
-from priority.simulator.result import Result, Served
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.shares import cost_of
+from penstock.priority.simulator.result import Result, Served
 
 Promises = Mapping[Lane, LanePolicy]
 

@@ -13,7 +13,7 @@ from itertools import count, islice
 from math import exp, inf
 from random import Random
 
-from priority.lanes import Lane, parse_lane
+from penstock.priority.lanes import Lane, parse_lane
 
 BLOCK_TOKENS = 512
 """Tokens that one entry of `hash_ids` stands for, as Mooncake has it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.arguments import count, listed, not_negative, one_of, positive, quantity, whole
+from penstock.app.arguments import count, listed, not_negative, one_of, positive, quantity, whole
 
 
 @pytest.mark.parametrize(

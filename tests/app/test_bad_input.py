@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app import cli
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from penstock.app import cli
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from tests.app.command import penstock
 
 SECRET = "--cluster-secret=sixteen-characters"

@@ -9,14 +9,14 @@ from typing import Any, NoReturn
 
 import pytest
 
-from app.bench import runs
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
-from app.bench.report import print_report, print_workloads
-from app.bench.server_process import ServerProcess
-from app.bench.statistics import Figures
-from app.bench.workloads import Interactive, Workload
-from app.cli import main
-from app.errors import OperatorError
+from penstock.app.bench import runs
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from penstock.app.bench.report import print_report, print_workloads
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.bench.statistics import Figures
+from penstock.app.bench.workloads import Interactive, Workload
+from penstock.app.cli import main
+from penstock.app.errors import OperatorError
 from tests.app.command import penstock
 
 

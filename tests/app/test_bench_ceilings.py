@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import measures
-from app.bench.arithmetic import Arithmetic
-from app.bench.ceilings import LABELS, Ceilings, Sizes, measure, most_tokens_per_s
-from app.bench.workloads import Workload
-from app.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak, measure_reading
-from engine.kernels.cpu import native
-from engine.quant.integers import Integers
+from penstock.app import measures
+from penstock.app.bench.arithmetic import Arithmetic
+from penstock.app.bench.ceilings import LABELS, Ceilings, Sizes, measure, most_tokens_per_s
+from penstock.app.bench.workloads import Workload
+from penstock.app.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak, measure_reading
+from penstock.engine.kernels.cpu import native
+from penstock.engine.quant.integers import Integers
 
 ARITHMETIC = Arithmetic(body=200, head=20, vocabulary=16, kv=3)
 PEAKS = {"fma8": 100.0, "fma16": 200.0, "vnni": 0.0, "tile_bf16": 2000.0, "tile_int8": 4000.0}

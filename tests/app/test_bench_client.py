@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.bench import client
-from app.bench.client import Job, ask, exchange, measure, run_job
-from app.reader import Answer, Recording
+from penstock.app.bench import client
+from penstock.app.bench.client import Job, ask, exchange, measure, run_job
+from penstock.app.reader import Answer, Recording
 from tests.app.test_reader import HEAD, STREAM, chunked, recorded
 
 

@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from app.bench.arithmetic import Arithmetic, arithmetic_of, num_weights
-from app.bench.checkpoint import (
+from lab.bench.planning import measure_planning
+from lab.bench.routing import measure_routing
+from penstock.app.bench.arithmetic import Arithmetic, arithmetic_of, num_weights
+from penstock.app.bench.checkpoint import (
     HALF_B,
     LLAMA_135M,
     LLAMA_TINY,
@@ -27,14 +29,12 @@ from app.bench.checkpoint import (
     ensure_folder,
     letter_token_ids,
 )
-from app.bench.statistics import percentile, rate_until, summarise
-from app.bench.workloads import WORKLOADS, Interactive, Workload
-from app.reader import Answer
-from app.tables import number, percent, table
-from engine.model.parse import read_config
-from engine.spec import Experts
-from lab.bench.planning import measure_planning
-from lab.bench.routing import measure_routing
+from penstock.app.bench.statistics import percentile, rate_until, summarise
+from penstock.app.bench.workloads import WORKLOADS, Interactive, Workload
+from penstock.app.reader import Answer
+from penstock.app.tables import number, percent, table
+from penstock.engine.model.parse import read_config
+from penstock.engine.spec import Experts
 from tests.engine.families import SPARSE, TINY
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bench import command
-from app.bench.ladder import (
+from penstock.app.bench import command
+from penstock.app.bench.ladder import (
     OWN_TOKENS,
     SHARED_TOKENS,
     USERS,
@@ -19,10 +19,10 @@ from app.bench.ladder import (
     most_users,
     print_ladder,
 )
-from app.bench.ladder_plot import draw_ladder
-from app.bench.server_process import ServerProcess
-from app.errors import OperatorError
-from app.reader import Answer
+from penstock.app.bench.ladder_plot import draw_ladder
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.errors import OperatorError
+from penstock.app.reader import Answer
 
 ENDS = {"failed": 0, "requests": 64, "first_error": None}
 ROWS = [

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.bench import generate
-from app.bench.job import run_module
-from app.bench.server_process import ServerFailed, ServerProcess
-from app.errors import OperatorError
+from penstock.app.bench import generate
+from penstock.app.bench.job import run_module
+from penstock.app.bench.server_process import ServerFailed, ServerProcess
+from penstock.app.errors import OperatorError
 
 MODULE = """
 import os, sys

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from app.bench.replay import delay, print_comparison, prompts, served_of
-from app.reader import Answer
-from priority.lanes import DEFAULT_POLICIES
-from priority.simulator.result import Result
-from priority.simulator.run import Machine, simulate
-from priority.simulator.summary import is_kept, summarise
-from priority.simulator.trace import BLOCK_TOKENS, Arrival
+from penstock.app.bench.replay import delay, print_comparison, prompts, served_of
+from penstock.app.reader import Answer
+from penstock.priority.lanes import DEFAULT_POLICIES
+from penstock.priority.simulator.result import Result
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.summary import is_kept, summarise
+from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 
 ARRIVAL = Arrival(5.0, 100, 3)
 

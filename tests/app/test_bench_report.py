@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench import command, runs
-from app.bench.arithmetic import Arithmetic
-from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
-from app.bench.report import print_report, print_workloads
-from app.bench.statistics import Figures, percentile, summarise
-from app.bench.workloads import WORKLOADS
-from app.cli import main
-from app.errors import OperatorError
-from app.reader import Answer
-from app.tables import number, table
+from penstock.app.bench import command, runs
+from penstock.app.bench.arithmetic import Arithmetic
+from penstock.app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
+from penstock.app.bench.report import print_report, print_workloads
+from penstock.app.bench.statistics import Figures, percentile, summarise
+from penstock.app.bench.workloads import WORKLOADS
+from penstock.app.cli import main
+from penstock.app.errors import OperatorError
+from penstock.app.reader import Answer
+from penstock.app.tables import number, table
 
 CEILINGS: dict[str, Any] = {"memory_gb_per_s": 20.0, "peaks": {"fma8": 100.0, "tile_bf16": 2000.0}}
 ARITHMETIC = Arithmetic(body=200_000_000, head=20_000_000, vocabulary=16_384, kv=11_520)

@@ -21,18 +21,18 @@ import pytest
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models
 
-from app.bench import ladder, runs
-from app.bench.checkpoint import LLAMA_TINY, config_of, ensure_checkpoint
-from app.bench.client import Job
-from app.bench.replay import compare, print_comparison
-from app.bench.server_process import ServerFailed
-from app.cli import main
-from app.errors import OperatorError
-from app.reader import Answer
-from engine.cores import num_cores
-from priority.lanes import Lane
-from priority.simulator.trace import Arrival
-from priority.steptime import NAMES
+from penstock.app.bench import ladder, runs
+from penstock.app.bench.checkpoint import LLAMA_TINY, config_of, ensure_checkpoint
+from penstock.app.bench.client import Job
+from penstock.app.bench.replay import compare, print_comparison
+from penstock.app.bench.server_process import ServerFailed
+from penstock.app.cli import main
+from penstock.app.errors import OperatorError
+from penstock.app.reader import Answer
+from penstock.engine.cores import num_cores
+from penstock.priority.lanes import Lane
+from penstock.priority.simulator.trace import Arrival
+from penstock.priority.steptime import NAMES
 from tests.app.expected import drawing, expected
 
 METRICS = "".join(
@@ -49,10 +49,10 @@ class Scripted:
 
     def run_module(self, module: str, job: Any) -> object:
         match module:
-            case "app.bench.generate":
+            case "penstock.app.bench.generate":
                 self.lines.append(f"generate {job | {'prompts': crc32(repr(job['prompts']).encode())}}")
                 return [0.4 + 0.1 * place for place in range(len(job["prompts"]))]
-            case "app.bench.ceilings":
+            case "penstock.app.bench.ceilings":
                 self.lines.append(f"ceilings {job}")
                 return {"memory_gb_per_s": 20.0 + len(self.lines), "peaks": {"fma8": 100.0, "fma16": 0.0}}
         return self._client(Job(**job))

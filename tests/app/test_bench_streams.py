@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from app.bench.client import Job, run_job
-from app.bench.statistics import Figures, summarise
-from app.reader import Answer
+from penstock.app.bench.client import Job, run_job
+from penstock.app.bench.statistics import Figures, summarise
+from penstock.app.reader import Answer
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
-from app.build import build, build_core
-from app.errors import OperatorError
-from app.settings import Settings
-from gateway.access.keys import digest_of
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from penstock.app.build import build, build_core
+from penstock.app.errors import OperatorError
+from penstock.app.settings import Settings
+from penstock.gateway.access.keys import digest_of
 from tests.app.command import penstock
 
 KEY = "alice-0123456789abcdef"

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from app import calibration
-from app.calibration import make_texts
-from app.checkpoint import DEMO_MODEL
-from app.errors import OperatorError
-from engine.model.parse import read_config
-from engine.model.texts import Text, Texts
-from engine.planning.tokenizer import Tokenizer
+from penstock.app import calibration
+from penstock.app.calibration import make_texts
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.app.errors import OperatorError
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.texts import Text, Texts
+from penstock.engine.planning.tokenizer import Tokenizer
 from tests.engine.checkpoints import make_checkpoint
 
 WORDS = "a server keeps its promises, and says so when it cannot; "

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.check import theirs
-from app.check.compare import Distance, compare, divergence, total
-from app.check.ours import Told
-from app.checkpoint import DEMO_MODEL
-from app.cli import main
+from penstock.app.check import theirs
+from penstock.app.check.compare import Distance, compare, divergence, total
+from penstock.app.check.ours import Told
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.app.cli import main
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.families import TINY
 from tests.engine.gguf_files import same, write_family, write_gguf

@@ -11,9 +11,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from app import checkpoint, cli
-from app.build import system_fingerprint
-from app.checkpoint import (
+from penstock.app import checkpoint, cli
+from penstock.app.build import system_fingerprint
+from penstock.app.checkpoint import (
     DEMO_DRAFT,
     DEMO_MODEL,
     DEMO_NAME,
@@ -25,8 +25,8 @@ from app.checkpoint import (
     is_hub_id,
     model_name,
 )
-from app.errors import OperatorError
-from app.settings import Settings
+from penstock.app.errors import OperatorError
+from penstock.app.settings import Settings
 from tests.engine import checkpoints
 from tests.engine.gguf_files import same, write_gguf
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from app import cluster
-from app.errors import OperatorError
-from app.settings import Settings
-from cluster.directory import Report, View
-from cluster.plan import Plan, PlanError
+from penstock.app import cluster
+from penstock.app.errors import OperatorError
+from penstock.app.settings import Settings
+from penstock.cluster.directory import Report, View
+from penstock.cluster.plan import Plan, PlanError
 
 
 class Cluster:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from app import cli
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from penstock.app import cli
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from tests.app.command import penstock
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

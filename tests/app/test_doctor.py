@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app import doctor
-from app.checkpoint import DEMO_MODEL
-from app.doctor import Check, Level
-from app.settings import Settings
-from engine.kernels.cpu import native, prebuilt
+from penstock.app import doctor
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.app.doctor import Check, Level
+from penstock.app.settings import Settings
+from penstock.engine.kernels.cpu import native, prebuilt
 from tests.engine.checkpoints import make_checkpoint
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from app import doctor
-from app.cli import main
-from app.doctor import Level
-from app.settings import Settings
+from penstock.app import doctor
+from penstock.app.cli import main
+from penstock.app.doctor import Level
+from penstock.app.settings import Settings
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 CHECKS = [

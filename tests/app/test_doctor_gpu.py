@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from app import doctor
-from app.doctor import check_gpu
-from app.settings import Settings
+from penstock.app import doctor
+from penstock.app.doctor import check_gpu
+from penstock.app.settings import Settings
 
 GIB = 1 << 30
 

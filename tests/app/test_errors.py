@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import describe_failure, suggestion
-from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
+from penstock.app.errors import describe_failure, suggestion
+from penstock.engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
 
 MEMORY = "m: not enough memory for it and its KV cache; try --kv-memory or a smaller model"
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.estimate import card_rows, card_table, estimate
-from engine.config import LoadOptions
-from engine.execution.memory import (
+from penstock.app.estimate import card_rows, card_table, estimate
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution.memory import (
     DraftSize,
     GpuMemory,
     Measured,
@@ -20,12 +20,12 @@ from engine.execution.memory import (
     plan_memory,
     weight_bytes,
 )
-from engine.fields import Fields
-from engine.kernels.ops import reference_kernels
-from engine.model.parse import parse_config
-from engine.model.tensors import Recipe
-from engine.quant.quantization import Quantization
-from engine.sizes import GIB
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.parse import parse_config
+from penstock.engine.model.tensors import Recipe
+from penstock.engine.quant.quantization import Quantization
+from penstock.engine.sizes import GIB
 from tests.engine.checkpoints import make_config
 from tests.engine.kernel_tables import stored_in
 

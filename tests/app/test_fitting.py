@@ -20,25 +20,25 @@ import torch
 from huggingface_hub import constants, hf_api
 from safetensors.torch import load_file
 
-from app import fitting
-from app.build import load_options
-from app.cli import _parse_settings, _Parser, main
-from app.doctor import Check, Level
-from app.estimate import estimate
-from app.fitting import Fitting, _tables, ladder
-from app.settings import Settings
-from engine.config import LoadOptions, ModelConfig
-from engine.execution import loader, memory
-from engine.execution.memory import Budget, GpuMemory, card_budget
-from engine.fields import Fields
-from engine.kernels.ops import reference_kernels
-from engine.model.gguf.config import read_config as gguf_config
-from engine.model.parse import parse_config, read_config
-from engine.quant import checkpoints
-from engine.quant.integers import Integers
-from engine.quant.kept import Kept
-from engine.quant.storage import PLAIN
-from engine.sizes import GIB
+from penstock.app import fitting
+from penstock.app.build import load_options
+from penstock.app.cli import _parse_settings, _Parser, main
+from penstock.app.doctor import Check, Level
+from penstock.app.estimate import estimate
+from penstock.app.fitting import Fitting, _tables, ladder
+from penstock.app.settings import Settings
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.execution import loader, memory
+from penstock.engine.execution.memory import Budget, GpuMemory, card_budget
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.gguf.config import read_config as gguf_config
+from penstock.engine.model.parse import parse_config, read_config
+from penstock.engine.quant import checkpoints
+from penstock.engine.quant.integers import Integers
+from penstock.engine.quant.kept import Kept
+from penstock.engine.quant.storage import PLAIN
+from penstock.engine.sizes import GIB
 from tests.engine.checkpoints import make_checkpoint, make_config, save_tensors, tensor_shapes
 from tests.engine.gguf_files import same, write_gguf
 

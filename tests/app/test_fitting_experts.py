@@ -9,17 +9,17 @@ from typing import NoReturn
 import pytest
 import torch
 
-from app import fitting, read_rate
-from app.cli import main
-from app.doctor import Check, Level
-from app.read_rate import read_rate as measured_rate
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import NotEnoughMemory
-from engine.execution import loader, memory
-from engine.execution.memory import expert_bytes, weight_bytes
-from engine.kernels.cpu.native import NativeUnavailable, Team, load_library
-from engine.kernels.ops import reference_kernels
-from engine.model.parse import read_config
+from penstock.app import fitting, read_rate
+from penstock.app.cli import main
+from penstock.app.doctor import Check, Level
+from penstock.app.read_rate import read_rate as measured_rate
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import NotEnoughMemory
+from penstock.engine.execution import loader, memory
+from penstock.engine.execution.memory import expert_bytes, weight_bytes
+from penstock.engine.kernels.cpu.native import NativeUnavailable, Team, load_library
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.parse import read_config
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.families import SPARSE
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from app import fitting
-from app.cli import main
-from app.doctor import Check, Level
-from app.estimate import estimate
-from engine.config import LoadOptions
-from engine.errors import NotEnoughMemory
-from engine.execution import loader, memory
-from engine.execution.memory import Budget
-from engine.model.parse import read_config
-from engine.planning.request import NO_LIMIT
-from engine.planning.state_tables import StateTables
-from engine.sizes import GIB
+from penstock.app import fitting
+from penstock.app.cli import main
+from penstock.app.doctor import Check, Level
+from penstock.app.estimate import estimate
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import NotEnoughMemory
+from penstock.engine.execution import loader, memory
+from penstock.engine.execution.memory import Budget
+from penstock.engine.model.parse import read_config
+from penstock.engine.planning.request import NO_LIMIT
+from penstock.engine.planning.state_tables import StateTables
+from penstock.engine.sizes import GIB
 from tests.engine.families import STATES
 from tests.engine.predictions import make_predicting, without_tensors
 

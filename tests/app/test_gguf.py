@@ -13,11 +13,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from app.bench.runs import read_subject
-from app.bench.server_process import ServerProcess
-from app.build import build
-from app.check import theirs
-from app.checkpoint import (
+from lab.demo.held_out import held_out
+from lab.demo.score import Talker
+from lab.quality import distance
+from loadtests.forked import ForkedServer
+from penstock.app.bench.runs import read_subject
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.build import build
+from penstock.app.check import theirs
+from penstock.app.checkpoint import (
     DEMO_MODEL,
     check_files,
     created,
@@ -26,14 +30,10 @@ from app.checkpoint import (
     is_hub_id,
     model_name,
 )
-from app.doctor import Level, check_model, check_types
-from app.errors import OperatorError
-from app.settings import Settings
-from engine.model.checkpoint import read_tokenizer
-from lab.demo.held_out import held_out
-from lab.demo.score import Talker
-from lab.quality import distance
-from loadtests.forked import ForkedServer
+from penstock.app.doctor import Level, check_model, check_types
+from penstock.app.errors import OperatorError
+from penstock.app.settings import Settings
+from penstock.engine.model.checkpoint import read_tokenizer
 from tests.app.command import penstock
 from tests.engine.gguf_files import same, write_gguf
 
@@ -104,7 +104,7 @@ def test_recommended_sampling_is_the_default(demo: Path) -> None:
 
 def test_it_is_read_without_torch(demo: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.model.checkpoint import *; import app.build; "
+        "import sys; from pathlib import Path; from penstock.engine.model.checkpoint import *; import penstock.app.build; "
         f"path = Path({str(demo)!r}); read_config(path); read_tokenizer(path); read_generation_defaults(path); "
         "assert not {'torch', 'gguf', 'transformers'} & set(sys.modules)"
     )

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from app import cli, kernels
-from app.checkpoint import find_checkpoint
-from app.errors import OperatorError, describe_failure
-from engine.config import LoadOptions
-from engine.errors import InstructionSetError
-from engine.kernels.cpu import build, prebuilt
-from engine.kernels.cpu.build import NativeUnavailable
-from engine.kernels.cpu.levels import Machine, this_machine
-from engine.kernels.select import select
-from engine.model.parse import read_config
+from penstock.app import cli, kernels
+from penstock.app.checkpoint import find_checkpoint
+from penstock.app.errors import OperatorError, describe_failure
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import InstructionSetError
+from penstock.engine.kernels.cpu import build, prebuilt
+from penstock.engine.kernels.cpu.build import NativeUnavailable
+from penstock.engine.kernels.cpu.levels import Machine, this_machine
+from penstock.engine.kernels.select import select
+from penstock.engine.model.parse import read_config
 from tests.app.command import penstock
 
 BEST = this_machine().usable()[0].name

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.cli import main
-from app.errors import OperatorError
-from app.keys import KeyFile, weights_of
-from gateway.access.keys import Client, digest_of
-from gateway.store.interface import Quota
-from priority.lanes import Lane, Tenant
+from penstock.app.cli import main
+from penstock.app.errors import OperatorError
+from penstock.app.keys import KeyFile, weights_of
+from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.store.interface import Quota
+from penstock.priority.lanes import Lane, Tenant
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 
@@ -262,7 +262,7 @@ def test_who_cannot_take_the_new_keys_does_not_end_the_watch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("penstock"), "propagate", True)
-    monkeypatch.setattr("app.keys.weights_of", None)
+    monkeypatch.setattr("penstock.app.keys.weights_of", None)
     path = write(tmp_path, line("a", ALICE))
     changes = [lambda: put(path, line("bob", BOB)), lambda: put(path, line("robert", BOB))]
     assert watched(path, list(changes), caplog) == [{digest_of(BOB)}] * 2

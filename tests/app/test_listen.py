@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.errors import OperatorError
-from app.listen import bind, check_exposure, is_loopback, port_of, url
-from app.settings import FrontSettings
+from penstock.app.errors import OperatorError
+from penstock.app.listen import bind, check_exposure, is_loopback, port_of, url
+from penstock.app.settings import FrontSettings
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from app.errors import OperatorError
-from app.listen import bind, is_loopback, url
+from penstock.app.errors import OperatorError
+from penstock.app.listen import bind, is_loopback, url
 
 needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 

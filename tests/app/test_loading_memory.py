@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu.native import NativeUnavailable, load_library
+from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
 
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from app.bench.checkpoint import Shape
+from penstock.app.bench.checkpoint import Shape
 from lab.bench.format_files import MAKERS
 from lab.bench.formats import Peak
 from lab.bench.parts import load
@@ -52,14 +52,14 @@ from pathlib import Path
 
 import torch
 
-from engine.config import LoadOptions
-from engine.kernels.cpu.native import load_library
-from engine.kernels.select import native_kernels
-from engine.model.checkpoint import read_config
-from engine.model.files import open_files
-from engine.model.stacks import unstacked
-from engine.model.tensors import make_recipe
-from engine.model.weights import load_weights
+from penstock.engine.config import LoadOptions
+from penstock.engine.kernels.cpu.native import load_library
+from penstock.engine.kernels.select import native_kernels
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.files import open_files
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import make_recipe
+from penstock.engine.model.weights import load_weights
 from lab.bench.formats import Peak
 from lab.bench.sparse_files import SparseShape, write_sparse
 

@@ -15,9 +15,9 @@ from typing import cast
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from app import log as log_module
-from app.log import configure_log, counter, log, progress, said_if_slow
-from gateway.http.correlation import RequestIdMiddleware
+from penstock.app import log as log_module
+from penstock.app.log import configure_log, counter, log, progress, said_if_slow
+from penstock.gateway.http.correlation import RequestIdMiddleware
 
 Capture = pytest.CaptureFixture[str]
 
@@ -33,7 +33,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in its only place, which tests set."""
     now = [100.0]
-    monkeypatch.setattr("app.log.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.app.log.time.monotonic", lambda: now[0])
     return now
 
 
@@ -125,7 +125,7 @@ def test_what_is_slow_is_said_and_what_is_quick_is_not(monkeypatch: pytest.Monke
     monkeypatch.setattr(log, "info", note)
     with said_if_slow("reading %s", "it"):
         pass
-    monkeypatch.setattr("app.log._SILENT_S", 0.0)
+    monkeypatch.setattr("penstock.app.log._SILENT_S", 0.0)
     with said_if_slow("making %s", "it"):
         assert is_said.wait(30)
     assert said == ["making it"]

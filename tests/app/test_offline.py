@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from app.checkpoint import DEMO_MODEL
-from app.offline.answers import Answer
-from app.offline.llm import LLM
-from app.offline.requests import Sampling
-from app.offline.settings import offline_settings
-from gateway.wire.schemas import ChatBody, CompletionBody
-from priority.lanes import Lane
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.app.offline.answers import Answer
+from penstock.app.offline.llm import LLM
+from penstock.app.offline.requests import Sampling
+from penstock.app.offline.settings import offline_settings
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody
+from penstock.priority.lanes import Lane
 
 PROMPTS = ["Once upon a time", "The old bear", "Paris is", "What is a penstock?"]
 CONVERSATIONS = [

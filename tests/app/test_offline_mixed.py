@@ -6,10 +6,10 @@ import random
 import threading
 from collections.abc import Callable
 
-from app.offline.answers import Choice
-from app.offline.llm import LLM
-from app.offline.requests import Sampling
-from engine.planning.lookup import Lookup
+from penstock.app.offline.answers import Choice
+from penstock.app.offline.llm import LLM
+from penstock.app.offline.requests import Sampling
+from penstock.engine.planning.lookup import Lookup
 from tests.engine.fake_runner import drafting_always
 from tests.few import examples
 

@@ -8,16 +8,23 @@ from typing import Any
 
 import pytest
 
-from app.build import build_core
-from app.offline.answers import Answer, Choice, Piece, TokenLogprob, piece_of
-from app.offline.calls import Call, Deliveries
-from app.offline.requests import Requests, Sampling
-from app.offline.settings import offline_settings
-from engine.engine import EngineState, EngineStats
-from engine.planning.request import FinishReason, Output, Pooling, Request, SamplingParams, TokenLogprobs
-from gateway.access.keys import OPEN_TENANT
-from gateway.endpoints.params import salt_of
-from priority.lanes import Lane
+from penstock.app.build import build_core
+from penstock.app.offline.answers import Answer, Choice, Piece, TokenLogprob, piece_of
+from penstock.app.offline.calls import Call, Deliveries
+from penstock.app.offline.requests import Requests, Sampling
+from penstock.app.offline.settings import offline_settings
+from penstock.engine.engine import EngineState, EngineStats
+from penstock.engine.planning.request import (
+    FinishReason,
+    Output,
+    Pooling,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from penstock.gateway.access.keys import OPEN_TENANT
+from penstock.gateway.endpoints.params import salt_of
+from penstock.priority.lanes import Lane
 
 CHAT = [{"role": "user", "content": "Hello"}]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
-from app.build import Outbox, build, load_options
-from app.errors import OperatorError
-from app.settings import Settings
-from engine.engine import EngineState
-from engine.planning.step import StepReport
-from gateway.access.keys import Client, digest_of
-from priority.lanes import Tenant
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from penstock.app.build import Outbox, build, load_options
+from penstock.app.errors import OperatorError
+from penstock.app.settings import Settings
+from penstock.engine.engine import EngineState
+from penstock.engine.planning.step import StepReport
+from penstock.gateway.access.keys import Client, digest_of
+from penstock.priority.lanes import Tenant
 
 KEY = "alice-0123456789abcdef"
 
@@ -184,7 +184,7 @@ def test_keys_reach_the_door(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_traces_need_a_collector_and_their_package(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gateway.tracing", None)  # as if its package were not there
+    monkeypatch.setitem(sys.modules, "penstock.gateway.tracing", None)  # as if its package were not there
     assert build(Settings(model=str(tiny_model))).traces is None
     hint = r" needs OpenTelemetry: pip install 'penstock\[otel\]'"
     with pytest.raises(OperatorError, match=f"^--otlp-endpoint{hint}"):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import OperatorError
-from app.outputs import check_output, write_figures
+from penstock.app.errors import OperatorError
+from penstock.app.outputs import check_output, write_figures
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.build import build_core, load_options
-from app.errors import OperatorError
-from app.settings import Settings
-from engine.errors import CheckpointError
-from engine.parallel.leader import start_ranks
+from penstock.app.build import build_core, load_options
+from penstock.app.errors import OperatorError
+from penstock.app.settings import Settings
+from penstock.engine.errors import CheckpointError
+from penstock.engine.parallel.leader import start_ranks
 
 
 @pytest.mark.parametrize(

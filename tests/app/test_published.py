@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from app.check import theirs
-from app.check.compare import Distance
-from app.offline.llm import LLM
-from engine.model.checkpoint import read_tokenizer
 from lab import quality
 from loadtests.forked import ForkedServer
+from penstock.app.check import theirs
+from penstock.app.check.compare import Distance
+from penstock.app.offline.llm import LLM
+from penstock.engine.model.checkpoint import read_tokenizer
 from tests.engine.quant.storages.makers import WAYS
 from tests.published import GEMMA, SMOLLM, published
 

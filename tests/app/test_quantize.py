@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from app import cli
-from app import quantize as command
-from app.errors import OperatorError
-from engine.model import quantizing
-from engine.model.parse import read_config
-from engine.model.quantizing import Scheme
-from engine.model.texts import Outcome, Text, Texts
+from penstock.app import cli
+from penstock.app import quantize as command
+from penstock.app.errors import OperatorError
+from penstock.engine.model import quantizing
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.quantizing import Scheme
+from penstock.engine.model.texts import Outcome, Text, Texts
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.configs import with_attention, with_spec
 from tests.engine.gguf_files import same, write_gguf

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.reader import Answer, Recording, body_pieces, frames, read_answer, read_json, request_bytes
+from penstock.app.reader import Answer, Recording, body_pieces, frames, read_answer, read_json, request_bytes
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -16,10 +16,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.bench.server_process import ServerProcess
-from gateway.access.keys import digest_of
 from lab.bench.redis_process import SlowLine
 from loadtests.forked import ForkedServer
+from penstock.app.bench.server_process import ServerProcess
+from penstock.gateway.access.keys import digest_of
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio

@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 import pytest
 
-from app import remote
-from app.doctor import Level
-from app.errors import OperatorError
-from app.reader import Answer
+from penstock.app import remote
+from penstock.app.doctor import Level
+from penstock.app.errors import OperatorError
+from penstock.app.reader import Answer
 from tests.app.command import penstock
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from app import server
-from app.errors import OperatorError
-from app.listen import bind, url
-from app.settings import Settings
-from engine.engine import EngineState
+from penstock.app import server
+from penstock.app.errors import OperatorError
+from penstock.app.listen import bind, url
+from penstock.app.settings import Settings
+from penstock.engine.engine import EngineState
 
 Told = list[object]
 

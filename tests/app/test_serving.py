@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from app.bench.server_process import SERVE, ServerProcess
 from loadtests.forked import ForkedServer
+from penstock.app.bench.server_process import SERVE, ServerProcess
 from tests.collector import Collector
 
 Start = Callable[..., ServerProcess]
@@ -31,12 +31,12 @@ LONG = {
 # A server whose device is lost in the third step after it was warm, once somebody writes to the pipe that it is given.
 FAILING = """
 import sys
-from app.cli import main
-from engine.planning.step import DeviceError
-import engine.engine
+from penstock.app.cli import main
+from penstock.engine.planning.step import DeviceError
+import penstock.engine.engine
 
 gate = sys.argv.pop(1)
-launch, launched = engine.engine.Engine._launch, []
+launch, launched = penstock.engine.engine.Engine._launch, []
 
 def failing(self, scheduler, plan, now):
     launched.append(plan)
@@ -45,7 +45,7 @@ def failing(self, scheduler, plan, now):
         raise DeviceError("the device is gone")
     return launch(self, scheduler, plan, now)
 
-engine.engine.Engine._launch = failing
+penstock.engine.engine.Engine._launch = failing
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
 

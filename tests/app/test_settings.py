@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import settings as settings_module
-from app.cli import _parse_settings, _Parser
-from app.errors import OperatorError
-from app.settings import EngineSettings, FrontSettings, Settings, choices, default_text
-from engine.config import MAX_RANKS
-from priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.app import settings as settings_module
+from penstock.app.cli import _parse_settings, _Parser
+from penstock.app.errors import OperatorError
+from penstock.app.settings import EngineSettings, FrontSettings, Settings, choices, default_text
+from penstock.engine.config import MAX_RANKS
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 
 SOURCES = ("flag", "variable", "file")
 

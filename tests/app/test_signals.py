@@ -12,8 +12,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from app.bench.server_process import ServerProcess
 from loadtests.forked import ForkedServer
+from penstock.app.bench.server_process import ServerProcess
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 WAITING = ("penstock_queued_requests", "penstock_waiting_sequences")

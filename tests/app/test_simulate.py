@@ -13,17 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import main
-from app.errors import OperatorError
-from app.simulate import command, inputs
-from app.simulate.capacity import Search, sentence
-from app.simulate.inputs import GPU_COST, Traffic, check_can_run, read_lanes, read_machine, read_traffic
-from app.simulate.plots import SIZE
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.simulator import run as simulator
-from priority.simulator.result import Served
-from priority.simulator.run import POLICIES, Machine, simulate
-from priority.simulator.trace import SCENARIOS, Arrival, Demand, read_trace, write_trace
+from penstock.app.cli import main
+from penstock.app.errors import OperatorError
+from penstock.app.simulate import command, inputs
+from penstock.app.simulate.capacity import Search, sentence
+from penstock.app.simulate.inputs import (
+    GPU_COST,
+    Traffic,
+    check_can_run,
+    read_lanes,
+    read_machine,
+    read_traffic,
+)
+from penstock.app.simulate.plots import SIZE
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.simulator import run as simulator
+from penstock.priority.simulator.result import Served
+from penstock.priority.simulator.run import POLICIES, Machine, simulate
+from penstock.priority.simulator.trace import SCENARIOS, Arrival, Demand, read_trace, write_trace
 
 SMALL = ("--scenario", "noisy-burst", "--kind", "chat", "--rate", "20", "--duration", "8")
 GOOD_LINE = '{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n'
@@ -111,7 +118,7 @@ def test_plots_of_batch_alone_are_drawn_too(penstock: Simulate, tmp_path: Path) 
 
 def test_matplotlib_is_only_loaded_for_plots() -> None:
     code = (
-        "import sys; from app.cli import main;"
+        "import sys; from penstock.app.cli import main;"
         f"assert main(['simulate', *{SMALL}]) == 0; assert 'matplotlib' not in sys.modules"
     )
     done = subprocess.run(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from app.simulate import command
-from app.simulate.plots import SIZE
-from app.simulate.replicas import DEFAULT_ROUTERS, Fleet
-from priority.simulator.cluster import Wires
+from penstock.app.simulate import command
+from penstock.app.simulate.plots import SIZE
+from penstock.app.simulate.replicas import DEFAULT_ROUTERS, Fleet
+from penstock.priority.simulator.cluster import Wires
 from tests.app.test_simulate import GOOD_LINE, Simulate, parse, penstock, png_size, refusal
 
 __all__ = ["penstock"]  # the fixture

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.figure import Figure
 
-from app.simulate import capacity
-from app.simulate.capacity import Search, sentence
-from app.simulate.inputs import GPU_COST, Traffic
-from app.simulate.plots import DPI, draw
-from app.simulate.replicas import Cell, draw_cells, print_cells
-from app.simulate.report import print_report
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.simulator.cluster import ROUTERS
-from priority.simulator.result import Result, Served
-from priority.simulator.run import POLICIES, Machine
-from priority.simulator.summary import summarise
-from priority.simulator.trace import Arrival
+from penstock.app.simulate import capacity
+from penstock.app.simulate.capacity import Search, sentence
+from penstock.app.simulate.inputs import GPU_COST, Traffic
+from penstock.app.simulate.plots import DPI, draw
+from penstock.app.simulate.replicas import Cell, draw_cells, print_cells
+from penstock.app.simulate.report import print_report
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.simulator.cluster import ROUTERS
+from penstock.priority.simulator.result import Result, Served
+from penstock.priority.simulator.run import POLICIES, Machine
+from penstock.priority.simulator.summary import summarise
+from penstock.priority.simulator.trace import Arrival
 from tests.app.expected import drawing, expected
 
 PROMISE = replace(DEFAULT_POLICIES[Lane.INTERACTIVE], ttft_s=0.995, tpot_s=0.0995)

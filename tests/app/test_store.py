@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.errors import OperatorError
-from app.store import make_store
-from gateway.store.memory import MemoryStore
-from gateway.store.shared import SharedStore
+from penstock.app.errors import OperatorError
+from penstock.app.store import make_store
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.shared import SharedStore
 
 
 def test_a_store_is_in_memory_or_in_redis() -> None:

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 from redis import Redis
 
-from app.bench.server_process import ServerProcess
 from loadtests.forked import ForkedServer
 from loadtests.survival import (
     ARGUMENTS,
@@ -22,6 +21,7 @@ from loadtests.survival import (
     come_back,
     undisturbed,
 )
+from penstock.app.bench.server_process import ServerProcess
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from app.errors import OperatorError
-from app.switch import ReplicasFile
-from cluster.upstream import Address
+from penstock.app.errors import OperatorError
+from penstock.app.switch import ReplicasFile
+from penstock.cluster.upstream import Address
 
 
 def test_replicas_are_those_named_and_those_of_the_file(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from app.bench.server_process import ServerProcess
-from app.checkpoint import DEMO_MODEL
 from loadtests.forked import ForkedServer
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.checkpoint import DEMO_MODEL
 from tests.engine.families import STATES
 from tests.redis_server import RedisServer
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from app.bench.server_process import ServerProcess
-from app.doctor import Level, check_kernels
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.doctor import Level, check_kernels
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 

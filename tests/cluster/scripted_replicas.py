@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.listen import bind, port_of
-from app.loop import Server, uvicorn_config
-from cluster.metrics import Metrics
-from cluster.position import Position
-from cluster.relay import Message, Place, Relay, none_ready
-from cluster.upstream import Address
-from gateway.http.background import meanwhile
-from gateway.http.connections import Connection, ServerSendMiddleware, Timeouts
-from gateway.http.errors import ApiError
-from gateway.http.refusals import refusal
+from penstock.app.listen import bind, port_of
+from penstock.app.loop import Server, uvicorn_config
+from penstock.cluster.metrics import Metrics
+from penstock.cluster.position import Position
+from penstock.cluster.relay import Message, Place, Relay, none_ready
+from penstock.cluster.upstream import Address
+from penstock.gateway.http.background import meanwhile
+from penstock.gateway.http.connections import Connection, ServerSendMiddleware, Timeouts
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.refusals import refusal
 
 PATIENCE_S = 10
 

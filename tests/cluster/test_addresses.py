@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import OperatorError
-from app.settings import Settings
-from app.switch import ReplicasFile, make_switch
-from cluster import upstream
-from cluster.members import parse_address
-from cluster.upstream import Address
-from gateway.wire.frames import DONE
+from penstock.app.errors import OperatorError
+from penstock.app.settings import Settings
+from penstock.app.switch import ReplicasFile, make_switch
+from penstock.cluster import upstream
+from penstock.cluster.members import parse_address
+from penstock.cluster.upstream import Address
+from penstock.gateway.wire.frames import DONE
 from tests.cluster.scripted_replicas import PATIENCE_S, Call, FixedGuide, RelayApp, replica
 from tests.cluster.test_relay import asked
 from tests.cluster.test_switch import SECRET, cluster, make_gateway, until

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.child import Child, ChildFailed, package_parent
+from penstock.cluster.child import Child, ChildFailed, package_parent
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ SECRET = {"PENSTOCK_CLUSTER_SECRET": "a secret of the tests", "PENSTOCK_PORT": "
 # Starts a switch, tells its address, and is killed.
 KEEPER = """\
 import asyncio, sys
-from cluster.child import Child
+from penstock.cluster.child import Child
 
 async def main() -> None:
     child = await Child.start(["switch", "--replicas-file", sys.argv[1]], {

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from app.cli import main
+from penstock.app.cli import main
 
 
 @pytest.mark.parametrize(

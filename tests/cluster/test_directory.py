@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster import directory
-from cluster.directory import GONE_S, Directory, Report, Stranger
+from penstock.cluster import directory
+from penstock.cluster.directory import GONE_S, Directory, Report, Stranger
 from tests.clock import Clock
 
 

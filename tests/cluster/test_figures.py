@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster import figures
-from cluster.figures import Figures
-from cluster.metrics import Metrics as SwitchMetrics
-from gateway.metrics import Metrics
-from priority.lanes import Lane
+from penstock.cluster import figures
+from penstock.cluster.figures import Figures
+from penstock.cluster.metrics import Metrics as SwitchMetrics
+from penstock.gateway.metrics import Metrics
+from penstock.priority.lanes import Lane
 from tests.clock import Clock
 
 

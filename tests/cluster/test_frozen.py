@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from cluster import members, switch
-from cluster.relay import last_words
 from loadtests.passing import fake_replica
-from priority.routing.router import STALE_S
+from penstock.cluster import members, switch
+from penstock.cluster.relay import last_words
+from penstock.priority.routing.router import STALE_S
 from tests.cluster.test_switch import CHAT, IDENTITY, cluster, until
 from tests.gateway.harness import chat_body
 

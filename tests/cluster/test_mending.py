@@ -10,14 +10,14 @@ from functools import partial
 import pytest
 from redis import Redis
 
-from app.bench.server_process import ServerProcess
-from app.settings import Settings
-from app.switch import make_switch
-from cluster.upstream import Address
-from gateway.sessions.owners import tag_in, tag_of
 from loadtests.forked import ForkedServer
 from loadtests.survival import NUM_STREAMS, Follower, Interrupted, client, undisturbed
-from priority.routing.router import Router
+from penstock.app.bench.server_process import ServerProcess
+from penstock.app.settings import Settings
+from penstock.app.switch import make_switch
+from penstock.cluster.upstream import Address
+from penstock.gateway.sessions.owners import tag_in, tag_of
+from penstock.priority.routing.router import Router
 from tests.app.test_survival import are_written
 from tests.cluster.scripted_replicas import serving
 from tests.redis_server import RedisServer

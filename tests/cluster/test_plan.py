@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from app.settings import FrontSettings, Settings
-from cluster.plan import DRAIN_S, OF_SWITCH, OWN_SETTINGS, Plan, PlanError
+from penstock.app.settings import FrontSettings, Settings
+from penstock.cluster.plan import DRAIN_S, OF_SWITCH, OWN_SETTINGS, Plan, PlanError
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.position import Position
-from gateway.wire.frames import DONE, KEEPALIVE
+from penstock.cluster.position import Position
+from penstock.gateway.wire.frames import DONE, KEEPALIVE
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"

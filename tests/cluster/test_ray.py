@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from app.listen import bind, port_of
 from loadtests.local_ray import LocalRay
 from loadtests.ray_cluster import Cluster, Status, killed_under_streams, light_load
+from penstock.app.listen import bind, port_of
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio

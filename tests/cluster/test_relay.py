@@ -8,11 +8,11 @@ import contextlib
 import httpx
 import pytest
 
-from cluster.position import Position
-from cluster.relay import last_words
-from cluster.upstream import Address
-from gateway.http.connections import Timeouts
-from gateway.wire.frames import DONE, KEEPALIVE
+from penstock.cluster.position import Position
+from penstock.cluster.relay import last_words
+from penstock.cluster.upstream import Address
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.wire.frames import DONE, KEEPALIVE
 from tests.cluster.scripted_replicas import PATIENCE_S, Call, FixedGuide, RelayApp, Script, replica, serving
 from tests.cluster.test_position import CHAT, CHAT_ID, chat_event
 

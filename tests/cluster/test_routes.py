@@ -12,23 +12,23 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.members import Member
-from cluster.relay import last_words
-from cluster.switch import Switch, SwitchOptions
-from cluster.upstream import Address
-from gateway.endpoints.operation import (
+from penstock.cluster.members import Member
+from penstock.cluster.relay import last_words
+from penstock.cluster.switch import Switch, SwitchOptions
+from penstock.cluster.upstream import Address
+from penstock.gateway.endpoints.operation import (
     JSON,
     FollowQuery,
     IdempotencyHeaders,
     Operation,
     Passing,
 )
-from gateway.endpoints.operations import OPERATIONS
-from gateway.sessions.owners import tag_of
-from gateway.sessions.responses.schemas import StreamQuery
-from gateway.wire.frames import DONE
-from gateway.wire.prompts import Prompts
-from priority.routing.router import Router
+from penstock.gateway.endpoints.operations import OPERATIONS
+from penstock.gateway.sessions.owners import tag_of
+from penstock.gateway.sessions.responses.schemas import StreamQuery
+from penstock.gateway.wire.frames import DONE
+from penstock.gateway.wire.prompts import Prompts
+from penstock.priority.routing.router import Router
 from tests.cluster.scripted_replicas import PATIENCE_S, Call, Script, replica, serving
 from tests.cluster.test_switch import READ
 from tests.gateway.harness import make_tokenizer

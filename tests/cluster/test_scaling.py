@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scaling import MOST_AT_ONCE, TARGET, policy, wanted_replicas
+from penstock.cluster.scaling import MOST_AT_ONCE, TARGET, policy, wanted_replicas
 
 
 def replica(

@@ -11,24 +11,24 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster import members
-from cluster.queries import QueryReader
-from cluster.switch import MOST_CHOSEN, Switch, SwitchOptions
-from cluster.upstream import Address
-from engine.planning.prefix_events import Stored
-from engine.planning.prefix_index import extend_hashes
-from engine.planning.request import Pooling, Request
-from gateway.access.keys import Client, digest_of
-from gateway.endpoints.operations import OPERATIONS
-from gateway.endpoints.state import PATH, SECRET_HEADER
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
-from gateway.sessions.owners import tag_in, tag_of
-from gateway.wire.prompts import Prompts
-from priority.lanes import Lane, Tenant
-from priority.refusal import Refusal
-from priority.routing.router import RouteQuery, Router
-from priority.routing.state import parse_change, parse_snapshot
+from penstock.cluster import members
+from penstock.cluster.queries import QueryReader
+from penstock.cluster.switch import MOST_CHOSEN, Switch, SwitchOptions
+from penstock.cluster.upstream import Address
+from penstock.engine.planning.prefix_events import Stored
+from penstock.engine.planning.prefix_index import extend_hashes
+from penstock.engine.planning.request import Pooling, Request
+from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.endpoints.operations import OPERATIONS
+from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.sessions.owners import tag_in, tag_of
+from penstock.gateway.wire.prompts import Prompts
+from penstock.priority.lanes import Lane, Tenant
+from penstock.priority.refusal import Refusal
+from penstock.priority.routing.router import RouteQuery, Router
+from penstock.priority.routing.state import parse_change, parse_snapshot
 from tests.cluster.scripted_replicas import PATIENCE_S, serving
 from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, completion_body, make_tokenizer
 

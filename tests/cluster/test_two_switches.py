@@ -10,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI, AsyncStream, NotFoundError
 from openai.types import Completion
 
-from gateway.sessions.owners import tag_in, tag_of
+from penstock.gateway.sessions.owners import tag_in, tag_of
 from tests.cluster.scripted_replicas import PATIENCE_S
 from tests.cluster.test_switch import Cluster, cluster, make_gateway
 from tests.gateway.harness import MODEL

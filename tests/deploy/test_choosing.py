@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from app.bench.server_process import ServerProcess
 from loadtests.forked import ForkedServer
+from penstock.app.bench.server_process import ServerProcess
 from tests.deploy.proxies import ENVOY, HOST, NGINX, Proxy, envoy, free_port, nginx
 
 SECRET = "a secret of the tests"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from app.settings import ENV_PREFIX, Settings
+from penstock.app.settings import ENV_PREFIX, Settings
 from tests.deploy.files import COMPOSE, DOCKERFILE, KUBERNETES, ROOT
 
 LOCK = ROOT / "requirements.lock"

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from app.settings import Settings
+from penstock.app.settings import Settings
 from tests.deploy.files import KUBERNETES
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import yaml
 
-from app.settings import Settings
-from cluster.plan import Plan
+from penstock.app.settings import Settings
+from penstock.cluster.plan import Plan
 from tests.deploy.files import DEPLOY
 
 

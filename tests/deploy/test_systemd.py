@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import Settings
+from penstock.app.settings import Settings
 from tests.deploy.files import DEPLOY
 
 UNIT = (DEPLOY / "penstock.service").read_text()

@@ -16,37 +16,37 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.workloads import WORKLOADS
-from app.calibration import PIECE_TOKENS
-from app.check import command, ours
-from app.settings import choices
-from app.simulate.inputs import GPU_COST
-from cluster import members, plan, relay, switch
 from docs.generate import FOLDER, parser_of
-from engine import config
-from engine.kernels.cpu.levels import LEVELS
-from engine.model import quantize_cache
-from engine.model.families import FAMILIES
-from engine.model.gguf.container import TYPES
-from engine.model.gguf.kinds import KINDS
-from engine.parallel import group
-from engine.planning import block_map, grammar_check, grammars, lookup, pace, price
-from engine.planning.request import SamplingParams
-from engine.quant.storages import packing
-from gateway import watch
-from gateway.endpoints import events, state
-from gateway.endpoints.operations import OPERATIONS
-from gateway.http.connections import Timeouts
-from gateway.http.limits import Limits
-from gateway.sessions.batches import batch, files, run, running
-from gateway.sessions.recordings.registry import Keeping
-from gateway.store import breaker, interface, memory, patience, pieces, redis, redis_records
-from gateway.wire import compiling
-from priority import lengths, pacing, queue, ratios, shares, steptime, waiting, yielding
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.routing import index, router
-from priority.simulator.cluster import Wires
-from priority.simulator.run import Machine
+from penstock.app.bench.workloads import WORKLOADS
+from penstock.app.calibration import PIECE_TOKENS
+from penstock.app.check import command, ours
+from penstock.app.settings import choices
+from penstock.app.simulate.inputs import GPU_COST
+from penstock.cluster import members, plan, relay, switch
+from penstock.engine import config
+from penstock.engine.kernels.cpu.levels import LEVELS
+from penstock.engine.model import quantize_cache
+from penstock.engine.model.families import FAMILIES
+from penstock.engine.model.gguf.container import TYPES
+from penstock.engine.model.gguf.kinds import KINDS
+from penstock.engine.parallel import group
+from penstock.engine.planning import block_map, grammar_check, grammars, lookup, pace, price
+from penstock.engine.planning.request import SamplingParams
+from penstock.engine.quant.storages import packing
+from penstock.gateway import watch
+from penstock.gateway.endpoints import events, state
+from penstock.gateway.endpoints.operations import OPERATIONS
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.sessions.batches import batch, files, run, running
+from penstock.gateway.sessions.recordings.registry import Keeping
+from penstock.gateway.store import breaker, interface, memory, patience, pieces, redis, redis_records
+from penstock.gateway.wire import compiling
+from penstock.priority import lengths, pacing, queue, ratios, shares, steptime, waiting, yielding
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.routing import index, router
+from penstock.priority.simulator.cluster import Wires
+from penstock.priority.simulator.run import Machine
 from tests.docs.markdown import ROOT, Page, pages, tracked
 
 INTERACTIVE = DEFAULT_POLICIES[Lane.INTERACTIVE]

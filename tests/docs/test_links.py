@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from app.settings import ENV_PREFIX, Settings, flag
 from docs.generate import FOLDER, parser_of
-from engine.kernels.cpu import levels, prebuilt
+from penstock.app.settings import ENV_PREFIX, Settings, flag
+from penstock.engine.kernels.cpu import levels, prebuilt
 from tests.docs.markdown import ROOT, Page, pages, tracked
 from tests.engine.kernels.levels import ARM_VARIABLE
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.settings import Settings
 from docs.generate import FOLDER, pages
+from penstock.app.settings import Settings
 
 
 @pytest.mark.parametrize("name", ["settings.md", "commands.md", "http.md", "metrics.md"])

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import ModelConfig
-from engine.fields import Fields
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVLayout
-from engine.model.families.common import Sizes
-from engine.spec import Layer, Mixer, ModelSpec, Norm, Rope
+from penstock.engine.config import ModelConfig
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVLayout
+from penstock.engine.model.families.common import Sizes
+from penstock.engine.spec import Layer, Mixer, ModelSpec, Norm, Rope
 
 
 def llama_config(

@@ -7,20 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
-from engine.config import MAX_DRAFTS, LoadOptions
-from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
-from engine.launching import launch_fitting
-from engine.model.drafts import DraftSource
-from engine.parallel.leader import Followers, ParallelRunner
-from engine.planning.drafting import Drafting, Proposer
-from engine.planning.grammar import CompiledGrammar
-from engine.planning.grammars import Grammars
-from engine.planning.request import FinishReason, Output, Request, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from engine.planning.setup import make_tables
-from engine.planning.step import Plan, Runner, StepResult
-from priority.queue import LaneQueue
+from penstock.engine.config import MAX_DRAFTS, LoadOptions
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.launching import launch_fitting
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.parallel.leader import Followers, ParallelRunner
+from penstock.engine.planning.drafting import Drafting, Proposer
+from penstock.engine.planning.grammar import CompiledGrammar
+from penstock.engine.planning.grammars import Grammars
+from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
+from penstock.engine.planning.setup import make_tables
+from penstock.engine.planning.step import Plan, Runner, StepResult
+from penstock.priority.queue import LaneQueue
 
 
 def compiled(request: Request, grammars: Grammars) -> Request:

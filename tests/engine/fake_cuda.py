@@ -334,7 +334,7 @@ def _launcher(kernel: Any, grid: object) -> Callable[..., None]:  # noqa: ARG001
 @contextmanager
 def patched(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """The device, in the place of `torch.cuda` and of Triton's launches."""
-    from engine.kernels.triton.norms import rms_norm_kernel
+    from penstock.engine.kernels.triton.norms import rms_norm_kernel
 
     patch.setattr(type(rms_norm_kernel), "__getitem__", _launcher)
     patch.setattr(Tensor, "tolist", _tolist)

@@ -13,14 +13,14 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from math import inf
 
-from engine.execution.draft_kv import DraftChunk, DraftKV
-from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting, Proposer
-from engine.planning.guesses import Guess
-from engine.planning.pace import Pace
-from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from engine.planning.states import ChunkState
-from engine.planning.step import (
+from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.drafting import Drafting, Proposer
+from penstock.engine.planning.guesses import Guess
+from penstock.engine.planning.pace import Pace
+from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.states import ChunkState
+from penstock.engine.planning.step import (
     Chunk,
     OutOfMemory,
     Plan,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.planning.states import ChunkState
+from penstock.engine.planning.states import ChunkState
 
 
 @dataclass(frozen=True)

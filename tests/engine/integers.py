@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.quant.integers import Factors, Integers
+from penstock.engine.quant.integers import Factors, Integers
 
 
 def any_integers(

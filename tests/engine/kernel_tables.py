@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.ops import Kernels, reference_kernels
 
 
 def stored_in(dtype: torch.dtype) -> Kernels:

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.request import Sequence
-from engine.planning.states import ChunkState
-from engine.planning.step import Chunk, OutOfMemory, Plan, Sampled, StepResult
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.states import ChunkState
+from penstock.engine.planning.step import Chunk, OutOfMemory, Plan, Sampled, StepResult
 from tests.engine.fake_runner import FakeRunner, next_token
 
 

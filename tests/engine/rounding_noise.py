@@ -17,17 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Attend, Kernels, reference_kernels
-from engine.kernels.reference import TokenPlaces
-from engine.model.parse import read_config
-from engine.model.safetensors import TensorFiles
-from engine.model.transformer import Decoder
-from engine.model.weights import load_weights
-from engine.planning.request import TokenLogprobs
-from engine.quant.formats import Format, NamedTensors
+from penstock.engine.kernels.batch import Batch, blank_batch
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Attend, Kernels, reference_kernels
+from penstock.engine.kernels.reference import TokenPlaces
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.transformer import Decoder
+from penstock.engine.model.weights import load_weights
+from penstock.engine.planning.request import TokenLogprobs
+from penstock.engine.quant.formats import Format, NamedTensors
 from tests.engine.configs import spread
 from tests.engine.ranges import FUNCTION, UNIT
 

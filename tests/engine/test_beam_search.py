@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.planning.request import BeamParams, Request, SamplingParams
+from penstock.engine.planning.request import BeamParams, Request, SamplingParams
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.planning.request import Branch, FinishReason, Output, Request, SamplingParams
-from priority.lanes import Lane
-from priority.routing.state import LaneWork
+from penstock.engine.planning.request import Branch, FinishReason, Output, Request, SamplingParams
+from penstock.priority.lanes import Lane
+from penstock.priority.routing.state import LaneWork
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cores import num_cores, num_nodes, stay_on_node
+from penstock.engine.cores import num_cores, num_nodes, stay_on_node
 
 
 @pytest.fixture(autouse=True)

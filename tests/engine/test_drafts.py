@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.execution.draft_kv import DraftChunk
-from engine.execution.drafter import Drafter
-from engine.model.drafts import DraftSource, SharedTokens
-from engine.planning.drafting import Proposer
-from engine.planning.lookup import Lookup
-from engine.planning.request import DraftCount, Output, Request, SamplingParams, Sequence
-from engine.planning.step import Plan
+from penstock.engine.execution.draft_kv import DraftChunk
+from penstock.engine.execution.drafter import Drafter
+from penstock.engine.model.drafts import DraftSource, SharedTokens
+from penstock.engine.planning.drafting import Proposer
+from penstock.engine.planning.lookup import Lookup
+from penstock.engine.planning.request import DraftCount, Output, Request, SamplingParams, Sequence
+from penstock.engine.planning.step import Plan
 from tests.engine.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always
@@ -129,7 +129,7 @@ def test_every_setting(driver: Driver, setting: str, monkeypatch: pytest.MonkeyP
         assert run(driver, requests, AnswerProposer(answers(expected), accuracy)) == expected
         assert num_accepted(driver) > 0 or not accuracy
     assert run(driver, requests, Lookup()) == expected
-    monkeypatch.setattr("engine.planning.lookup._STEP_TOKENS", 5)
+    monkeypatch.setattr("penstock.engine.planning.lookup._STEP_TOKENS", 5)
     assert run(driver, requests, Lookup()) == expected, "nor by a lookup that is behind"
 
 

@@ -12,11 +12,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.model.drafts import DraftSource
-from engine.planning.lookup import Lookup
-from engine.planning.request import Request, SamplingParams
-from engine.planning.step import Plan
-from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.planning.lookup import Lookup
+from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.step import Plan
+from penstock.engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.eagle_heads import NUM_DRAFTED, TAPS, ReferenceHead, make_eagle
@@ -115,8 +115,8 @@ def wipe(driver: Driver) -> None:
 def _drafts_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random heads are hardly ever right, and nobody would ask them for long."""
     monkeypatch.setattr("tests.engine.driver.Drafting", drafting_always)
-    monkeypatch.setattr("engine.planning.drafting._LOWEST_RATE", 0.0)
-    monkeypatch.setattr("engine.planning.drafting.Drafting._model_seconds", lambda *_: 0.0)
+    monkeypatch.setattr("penstock.engine.planning.drafting._LOWEST_RATE", 0.0)
+    monkeypatch.setattr("penstock.engine.planning.drafting.Drafting._model_seconds", lambda *_: 0.0)
 
 
 @pytest.fixture(scope="module")

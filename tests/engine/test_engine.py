@@ -9,10 +9,10 @@ from queue import SimpleQueue
 
 import pytest
 
-from engine.engine import Engine, EngineState
-from engine.planning.request import ExpertSums, FinishReason, Output
-from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import (
+from penstock.engine.engine import Engine, EngineState
+from penstock.engine.planning.request import ExpertSums, FinishReason, Output
+from penstock.engine.planning.scheduler import SchedulerLimits
+from penstock.engine.planning.step import (
     DeviceError,
     ExpertLoad,
     ExpertUse,
@@ -22,7 +22,7 @@ from engine.planning.step import (
     StepReport,
     StepResult,
 )
-from priority.queue import LaneQueue
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 
 PATIENCE_S = 10.0

@@ -9,11 +9,11 @@ from queue import SimpleQueue
 
 import pytest
 
-from engine.engine import Engine, EngineState, EngineStats
-from engine.planning.request import FinishReason, Output, Sequence
-from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import DeviceError, Plan, RunnerFacts, StepReport, StepResult
-from priority.queue import LaneQueue
+from penstock.engine.engine import Engine, EngineState, EngineStats
+from penstock.engine.planning.request import FinishReason, Output, Sequence
+from penstock.engine.planning.scheduler import SchedulerLimits
+from penstock.engine.planning.step import DeviceError, Plan, RunnerFacts, StepReport, StepResult
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 
 PATIENCE_S = 20.0

@@ -16,10 +16,10 @@ from threading import Lock
 
 import pytest
 
-from engine.engine import Engine
-from engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import (
+from penstock.engine.engine import Engine
+from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.step import (
     Chunk,
     DeviceError,
     OutOfMemory,
@@ -28,7 +28,7 @@ from engine.planning.step import (
     StepReport,
     StepResult,
 )
-from priority.queue import LaneQueue
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeProposer, UnpricedDrafting, expected_output
 from tests.engine.fake_states import FakeStates
 from tests.engine.queued_runner import QueuedChunk, QueuedRunner, QueuedStep

@@ -12,13 +12,13 @@ from queue import SimpleQueue
 
 import pytest
 
-from engine import engine
-from engine.engine import Engine, EngineState
-from engine.planning.drafting import Drafting
-from engine.planning.request import FinishReason, Output, Sequence
-from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import DeviceError, OutOfMemory, Plan, RunnerFacts, StepReport, StepResult
-from priority.queue import LaneQueue
+from penstock.engine import engine
+from penstock.engine.engine import Engine, EngineState
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.request import FinishReason, Output, Sequence
+from penstock.engine.planning.scheduler import SchedulerLimits
+from penstock.engine.planning.step import DeviceError, OutOfMemory, Plan, RunnerFacts, StepReport, StepResult
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeProposer, FakeSink, drafting_always, expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner, QueuedStep
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.request import Request, SamplingParams
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY
 

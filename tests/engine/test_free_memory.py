@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import free_memory
-from engine.free_memory import available_bytes
+from penstock.engine import free_memory
+from penstock.engine.free_memory import available_bytes
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import FinishReason, Sequence
-from engine.planning.step import Plan
-from engine.planning.stopping import TextStream
+from penstock.engine.planning.request import FinishReason, Sequence
+from penstock.engine.planning.step import Plan
+from penstock.engine.planning.stopping import TextStream
 from tests.engine.fake_runner import expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner
 from tests.engine.workloads import BLOCK_SIZE, Key, Run, Workload, workloads

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution.loaded import LoadedModel
-from engine.planning.lookup import Lookup
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.planning.lookup import Lookup
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always
 from tests.engine.model.gguf.test_states import CHANGES
@@ -39,8 +39,8 @@ def driver(folder: Path) -> Driver:
 def _drafts_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random layers are hardly ever right, and nobody would ask them for long."""
     monkeypatch.setattr("tests.engine.driver.Drafting", drafting_always)
-    monkeypatch.setattr("engine.planning.drafting._LOWEST_RATE", 0.0)
-    monkeypatch.setattr("engine.planning.drafting.Drafting._model_seconds", lambda *_: 0.0)
+    monkeypatch.setattr("penstock.engine.planning.drafting._LOWEST_RATE", 0.0)
+    monkeypatch.setattr("penstock.engine.planning.drafting.Drafting._model_seconds", lambda *_: 0.0)
 
 
 def hidden_of(model: LoadedModel, size: int) -> Tensor:

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import NativeUnavailable, Team, load_library
-from engine.planning.request import Request, SamplingParams
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import NativeUnavailable, Team, load_library
+from penstock.engine.planning.request import Request, SamplingParams
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, config

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.errors import CheckpointError
-from engine.model.drafts import DraftSource
-from engine.planning.lookup import Lookup
-from engine.planning.request import Request, SamplingParams
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.planning.lookup import Lookup
+from penstock.engine.planning.request import Request, SamplingParams
 from tests.engine.driver import Driver
 from tests.engine.eagle_heads import make_eagle
 from tests.engine.fake_runner import drafting_always

@@ -9,12 +9,12 @@ from threading import Lock
 
 from hypothesis import strategies as st
 
-from engine.launching import launch_fitting
-from engine.planning.block_tables import BlockTables
-from engine.planning.request import Output, Request, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from engine.planning.step import Plan, StepInFlight
-from priority.queue import LaneQueue
+from penstock.engine.launching import launch_fitting
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.request import Output, Request, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
+from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, make_request
 
 BLOCK_SIZE = 4

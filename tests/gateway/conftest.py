@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.store import patience
+from penstock.gateway.store import patience
 from tests.gateway.store.stores import OPENED
 
 

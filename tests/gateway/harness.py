@@ -20,24 +20,24 @@ import uvicorn
 from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from app.listen import bind
-from engine.engine import EngineState, EngineStats
-from engine.planning.block_map import BlockMap, block_map
-from engine.planning.grammars import Grammars
-from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
-from engine.planning.states import StateUse
-from engine.planning.step import StepReport
-from engine.planning.stopping import TextSink
-from engine.planning.tokenizer import Tokenizer
-from gateway.app import create_app
-from gateway.dispatch import Tracing
-from gateway.http.protocol import GatewayProtocol
-from gateway.service import Service, ServiceOptions
-from gateway.store.interface import Store
-from gateway.store.memory import MemoryStore
-from gateway.wire.prompts import Prompts
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.queue import LaneQueue
+from penstock.app.listen import bind
+from penstock.engine.engine import EngineState, EngineStats
+from penstock.engine.planning.block_map import BlockMap, block_map
+from penstock.engine.planning.grammars import Grammars
+from penstock.engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.step import StepReport
+from penstock.engine.planning.stopping import TextSink
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.app import create_app
+from penstock.gateway.dispatch import Tracing
+from penstock.gateway.http.protocol import GatewayProtocol
+from penstock.gateway.service import Service, ServiceOptions
+from penstock.gateway.store.interface import Store
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.wire.prompts import Prompts
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.queue import LaneQueue
 from tests.clock import Clock
 
 MODEL = "fake"

@@ -14,7 +14,7 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.server import ServerState
 
-from gateway.http.protocol import GatewayProtocol
+from penstock.gateway.http.protocol import GatewayProtocol
 from tests.gateway.harness import Gateway, settled
 
 HEADER_S, BODY_S, KEEP_ALIVE_S = 10, 30, 5

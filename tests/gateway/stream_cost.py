@@ -22,11 +22,11 @@ import time
 import uvicorn
 import uvloop
 
-from app.build import Outbox
-from engine.engine import EngineState
-from engine.planning.request import FinishReason, Output, Request
-from gateway.http.protocol import GatewayProtocol
-from gateway.service import ServiceOptions
+from penstock.app.build import Outbox
+from penstock.engine.engine import EngineState
+from penstock.engine.planning.request import FinishReason, Output, Request
+from penstock.gateway.http.protocol import GatewayProtocol
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_tools import TEMPLATE, TOOL
 from tests.gateway.harness import MODEL, Gateway, chat_body, make_timings, make_tokenizer, step_report
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.planning.request import FinishReason, Request
-from gateway.metrics import Metrics, WeightedHistogram
-from gateway.service import ServiceOptions
-from priority.lanes import Lane, LanePolicy
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.gateway.metrics import Metrics, WeightedHistogram
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import Lane, LanePolicy
 from tests.few import examples
 from tests.gateway.harness import (
     MODEL,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from app.checkpoint import DEMO_MODEL
+from penstock.app.checkpoint import DEMO_MODEL
 
 MODEL = "penstock-demo"
 TIMEOUT_S = 300

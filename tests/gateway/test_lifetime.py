@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from engine.engine import EngineState
-from gateway.http.connections import Timeouts
-from gateway.http.protocol import GatewayProtocol
-from gateway.service import ServiceOptions
-from gateway.wire.streams import MAX_PENDING_BYTES, Stream
-from priority.lanes import Lane, LanePolicy
+from penstock.engine.engine import EngineState
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.http.protocol import GatewayProtocol
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.wire.streams import MAX_PENDING_BYTES, Stream
+from penstock.priority.lanes import Lane, LanePolicy
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, events, serving, settled
 
 pytestmark = pytest.mark.anyio

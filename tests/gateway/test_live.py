@@ -17,7 +17,7 @@ import torch
 import transformers
 from pydantic import BaseModel, Field
 
-from app.checkpoint import DEMO_MODEL
+from penstock.app.checkpoint import DEMO_MODEL
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
 ENDLESS = {"ignore_eos": True}

@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.planning.tokenizer import Tokenizer
-from gateway.wire.decisions import LEAD
-from gateway.wire.prompts import Prompts
 from loadtests.forked import ForkedServer
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.wire.decisions import LEAD
+from penstock.gateway.wire.prompts import Prompts
 
 MODEL = "penstock-demo"
 FOLDER = Path("app/demo/model")

@@ -20,7 +20,7 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import ValidationError
 
-from engine.planning.request import FinishReason
+from penstock.engine.planning.request import FinishReason
 from tests.gateway.endpoints.test_tools import SAID, TOOL, gateway
 from tests.gateway.harness import MODEL, serving
 from tests.gateway.reply_types import check

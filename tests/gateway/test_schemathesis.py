@@ -25,8 +25,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from engine.planning.request import FinishReason, Request
-from gateway.endpoints.events import EventsApi
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.gateway.endpoints.events import EventsApi
 from tests.gateway.harness import MODEL, Gateway, chat_body, logprobs, serving
 from tests.gateway.raw_http import PATIENCE_S
 

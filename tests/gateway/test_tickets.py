@@ -6,8 +6,8 @@ from contextvars import copy_context
 
 import pytest
 
-from gateway.http.correlation import CORRELATION, Correlation
-from gateway.tickets import Tickets
+from penstock.gateway.http.correlation import CORRELATION, Correlation
+from penstock.gateway.tickets import Tickets
 
 LARGEST = 10**15 - 1
 

@@ -12,8 +12,8 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
-from gateway.tracing import Traces
-from priority.refusal import Refusal
+from penstock.gateway.tracing import Traces
+from penstock.priority.refusal import Refusal
 from tests.clock import Clock
 from tests.collector import Collector, attributes
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.config import LoadOptions, ModelConfig
-from engine.kernels.ops import Kernels
-from engine.kernels.select import triton_kernels
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.select import triton_kernels
 from tests.engine.configs import llama_config
 
 DEVICE = torch.device("cuda", 0)

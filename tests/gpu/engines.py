@@ -10,14 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engine.config import LoadOptions
-from engine.engine import Engine, EngineState
-from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
-from engine.planning.request import Output, Request, Sequence
-from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport
-from priority.queue import LaneQueue
+from penstock.engine.config import LoadOptions
+from penstock.engine.engine import Engine, EngineState
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.planning.request import Output, Request, Sequence
+from penstock.engine.planning.scheduler import SchedulerLimits
+from penstock.engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport
+from penstock.priority.queue import LaneQueue
 from tests.engine.driver import NoText
 from tests.gpu.cuda import DEVICE
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.kernels.ops import Kernels
-from engine.kernels.select import select
+from penstock.engine.config import LoadOptions
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.select import select
 from tests.engine.kernels.random_inputs import AttentionInput, Lengths
 from tests.engine.ranges import assert_within
 from tests.gpu.cuda import DEVICE, DTYPES, config_of, needs_cuda, table

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels import experts as plain
-from engine.kernels.triton.routing import route
-from engine.kernels.triton.tiles import ROW_CLASSES, expert_rows
-from engine.spec import Activation, Experts, Router
+from penstock.engine.kernels import experts as plain
+from penstock.engine.kernels.triton.routing import route
+from penstock.engine.kernels.triton.tiles import ROW_CLASSES, expert_rows
+from penstock.engine.spec import Activation, Experts, Router
 from tests.engine.families import SPARSE
 from tests.engine.kernels.triton.expert_layers import FORMATS, Pair, sizes
 from tests.gpu.cuda import DEVICE, DTYPES, needs_cuda

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.linear import IntegerLinear
-from engine.kernels.packed import Code, UnpackedLinear
-from engine.kernels.triton.packed_linear import (
+from penstock.engine.kernels.linear import IntegerLinear
+from penstock.engine.kernels.packed import Code, UnpackedLinear
+from penstock.engine.kernels.triton.packed_linear import (
     MIN_SCALED_ROWS,
     MIN_UNPACKED_ROWS,
     PackedLinears,
@@ -21,9 +21,9 @@ from engine.kernels.triton.packed_linear import (
     quantize_rows,
     unpack,
 )
-from engine.kernels.triton.tiles import ROW_CLASSES, Card
-from engine.quant.float8 import FLOAT8, LARGEST
-from engine.quant.integers import Inputs, Integers
+from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card
+from penstock.engine.quant.float8 import FLOAT8, LARGEST
+from penstock.engine.quant.integers import Inputs, Integers
 from tests.engine.kernels.triton.packed_weights import Kind
 from tests.engine.ranges import assert_within
 from tests.gpu.cuda import DEVICE, DTYPES, config_of, needs_cuda, table

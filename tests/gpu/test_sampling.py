@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.sampling.sampler import Sampler
-from engine.sampling.tables import Filters
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.tables import Filters
 from tests.engine.kernels.triton.allowed_tokens import checked_sample
 from tests.gpu.cuda import DEVICE, needs_cuda
 
@@ -36,7 +36,7 @@ SLOTS = list(range(ROWS))
 
 
 def make_sampler(vocab: int) -> Sampler:
-    from engine.kernels.triton.sampling import TritonChoose
+    from penstock.engine.kernels.triton.sampling import TritonChoose
 
     sampler = Sampler(ROWS, vocab, (1,), DEVICE, TritonChoose(ROWS, vocab, DEVICE))
     for slot in SLOTS:
@@ -101,7 +101,7 @@ def test_a_row_that_is_not_finite_is_told_and_no_other() -> None:
 @pytest.mark.parametrize("params", [{}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.95}], ids=str)
 def test_a_row_does_not_depend_on_the_rows_around_it(params: dict[str, float]) -> None:
     """One row alone and as the last of many; the order of atomic additions changes nothing either."""
-    from engine.kernels.triton.sampling import TritonChoose
+    from penstock.engine.kernels.triton.sampling import TritonChoose
 
     vocab = 128_256
     logits = random_logits(vocab, 1)[0]

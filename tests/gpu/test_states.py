@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.batch import Batch
-from engine.kernels.triton import state_tiles, states
-from engine.planning.request import Output
-from engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.triton import state_tiles, states
+from penstock.engine.planning.request import Output
+from penstock.engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
 from tests.engine.families import STATES
 from tests.engine.kernels.state_layers import Layer, batch, check_cuts, check_step
 from tests.gpu.cuda import DEVICE, DTYPES, needs_cuda

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import Linear, ModuleDict
 
-from app.checkpoint import DEMO_MODEL
 from lab.quality import Case, add_noise, table
+from penstock.app.checkpoint import DEMO_MODEL
 from tests.engine.gguf_files import same, write_gguf
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,12 +18,12 @@ from locust.env import Environment
 from locust.event import EventHook
 from locust.runners import MasterRunner, WorkerRunner
 
-from app.reader import Answer
 from loadtests import behaviours, collecting, locustfile, shapes, users
 from loadtests.collecting import Collector
 from loadtests.outcomes import Outcome
 from loadtests.shapes import Shape
 from loadtests.users import Chatter, Completer, PenstockUser
+from penstock.app.reader import Answer
 from tests.loadtests.scripted import ScriptedServer, chat, response, whole
 from tests.loadtests.test_figures import FAILED, LEFT, REFUSED, outcome
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from app.reader import Answer, Recording
 from loadtests import behaviours
 from loadtests.behaviours import dawdle, leave, poll, resume
 from loadtests.exchange import Server
+from penstock.app.reader import Answer, Recording
 from tests.loadtests.scripted import HEAD, REFUSED, ScriptedServer, chat, event, response, whole
 
 

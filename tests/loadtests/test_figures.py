@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from app.reader import Answer
 from loadtests.figures import figures
 from loadtests.outcomes import Outcome
 from loadtests.report import markdown, print_report, write_report
 from loadtests.settings import add_arguments, read_lanes
-from priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.app.reader import Answer
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 
 
 def outcome(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.engine import EngineState
-from engine.planning.request import FinishReason, Output, Timings
-from engine.planning.step import Plan, StepReport
 from loadtests.gpu import alone
 from loadtests.gpu.checkpoints import token_ids
-from priority.lanes import Lane
+from penstock.engine.engine import EngineState
+from penstock.engine.planning.request import FinishReason, Output, Timings
+from penstock.engine.planning.step import Plan, StepReport
+from penstock.priority.lanes import Lane
 
 PREFILL_S, DECODE_S, DEVICE_S = 0.5, 0.008, 0.006
 

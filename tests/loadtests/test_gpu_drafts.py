@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from engine.model.drafts import DraftSource
-from engine.planning.request import Request, SamplingParams
-from engine.planning.step import OPEN, Chunk, Plan
 from lab.bench.stepping import Always, Step
 from loadtests.gpu import drafts, figures, sizes
 from loadtests.gpu.checkpoints import token_ids
 from loadtests.gpu.drafts import Forced, ForcedModel
 from loadtests.gpu.parts import Outcome
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.step import OPEN, Chunk, Plan
 
 RIGHT = token_ids()[0]
 

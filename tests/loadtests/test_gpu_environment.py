@@ -17,10 +17,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.cores import num_cores
 from loadtests.gpu import cuda_tests, environment, figures, sizes
 from loadtests.gpu.packages import ROOT
 from loadtests.gpu.parts import Outcome
+from penstock.engine.cores import num_cores
 
 ANSWER = "570.1, 1980 MHz, 1980 MHz, 2619 MHz, 700.00 W, 31, Disabled\nof another card"
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.fields import Fields
-from engine.kernels import ops
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape
-from engine.kernels.packed import Code, PackedWeight
-from engine.model.parse import parse_config
-from engine.planning.request import SamplingParams
 from loadtests.gpu import experts, figures, kernels, quantized, sizes, timing
 from loadtests.gpu.parts import Outcome
+from penstock.engine.fields import Fields
+from penstock.engine.kernels import ops
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVShape
+from penstock.engine.kernels.packed import Code, PackedWeight
+from penstock.engine.model.parse import parse_config
+from penstock.engine.planning.request import SamplingParams
 
 BYTES_PER_S, FLOP_PER_S = 1e12, 5e14
 META = torch.device("meta")

@@ -11,15 +11,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from engine.config import LoadOptions
-from engine.execution.loader import load_model
-from engine.fields import Fields
-from engine.kernels.batch import blank_batch
-from engine.model.parse import parse_config, read_config
-from engine.model.tensors import expected_shapes, linear_specs, make_recipe
-from engine.planning.tokenizer import Tokenizer
-from engine.quant.float8 import Float8
-from engine.quant.integers import Integers
 from loadtests.gpu import checkpoints
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.sizes import (
@@ -32,6 +23,15 @@ from loadtests.gpu.sizes import (
     serving,
     speculation,
 )  # fmt: skip
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution.loader import load_model
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.batch import blank_batch
+from penstock.engine.model.parse import parse_config, read_config
+from penstock.engine.model.tensors import expected_shapes, linear_specs, make_recipe
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.quant.float8 import Float8
+from penstock.engine.quant.integers import Integers
 
 
 @pytest.mark.parametrize("shape", [LLAMA_SMALL, QWEN3_SMALL])

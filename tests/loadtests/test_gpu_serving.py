@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from app.reader import Answer
 from loadtests.gpu import alone, figures, ranks, serving, sizes
 from loadtests.gpu.parts import Outcome
+from penstock.app.reader import Answer
 
 Sent = tuple[int, int, int, int, int]
 """Streams, prompt tokens, output tokens, rounds, client processes."""

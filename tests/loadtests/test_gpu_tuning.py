@@ -18,15 +18,15 @@ pytest.importorskip("triton")
 
 import torch
 
-from engine.kernels.packed import Code
-from engine.kernels.triton import tiles
-from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from engine.kernels.triton.tiles import Card, ProductTiling, by_rule, expert_rule, shared_bytes
 from loadtests.gpu import tiling_tasks, tuning
 from loadtests.gpu.command import NoDevice, tune
 from loadtests.gpu.packages import ROOT
 from loadtests.gpu.tiling_tasks import ExpertTask, LinearTask, Task, tasks
 from loadtests.gpu.tuning import candidates, search, write
+from penstock.engine.kernels.packed import Code
+from penstock.engine.kernels.triton import tiles
+from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.kernels.triton.tiles import Card, ProductTiling, by_rule, expert_rule, shared_bytes
 
 TASK = LinearTask(Code.INT4, torch.bfloat16, 16, 128)
 EXPERTS = ExpertTask(Code.INT4, torch.bfloat16, 16, 128)

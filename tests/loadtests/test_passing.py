@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import pytest
 
-from app.bench.client import exchange
-from app.reader import body_pieces
-from cluster.upstream import Address
 from loadtests import passing
 from loadtests.passing import cpu_s, fake_replica, main, measure
+from penstock.app.bench.client import exchange
+from penstock.app.reader import body_pieces
+from penstock.cluster.upstream import Address
 from tests.loadtests.scripted import ScriptedServer, chat
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -13,19 +13,19 @@ from typing import Any, cast
 
 import pytest
 
-from app.bench.checkpoint import LLAMA_135M
-from app.bench.client import Job
-from app.bench.job import run_module
-from app.bench.server_process import ServerFailed
-from app.checkpoint import DEMO_MODEL
-from app.reader import Answer
-from cluster.switch import Switch
-from cluster.upstream import Address
 from loadtests import replay, replicas
 from loadtests import run as minute
 from loadtests.keys import key_file
 from loadtests.replicas import Load
-from priority.routing.router import RandomRouter, Router
+from penstock.app.bench.checkpoint import LLAMA_135M
+from penstock.app.bench.client import Job
+from penstock.app.bench.job import run_module
+from penstock.app.bench.server_process import ServerFailed
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.app.reader import Answer
+from penstock.cluster.switch import Switch
+from penstock.cluster.upstream import Address
+from penstock.priority.routing.router import RandomRouter, Router
 from tests.loadtests.scripted import REFUSED, ScriptedServer, chat
 
 Log = list[Any]

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import pytest
 
-from app.bench.server_process import ServerFailed
-from app.errors import OperatorError
-from app.reader import Answer
 from loadtests import soak as module
 from loadtests.exchange import Server
 from loadtests.soak import BEHAVIOURS, NONSENSE, Clients, ServerUnderTest, main, soak, storm, troubles
+from penstock.app.bench.server_process import ServerFailed
+from penstock.app.errors import OperatorError
+from penstock.app.reader import Answer
 from tests.loadtests.scripted import ScriptedServer, chat, response, whole
 from tests.loadtests.test_behaviours import Clock
 

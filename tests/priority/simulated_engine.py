@@ -7,16 +7,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Plan, StepLoad
-from priority.lanes import Lane, LanePolicy
-from priority.queue import LaneQueue
-from priority.refusal import Refusal
-from priority.shares import cost_of
-from priority.steptime import StepTimeModel
-from priority.waiting import Account, LaneLine, Stage
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.step import Plan, StepLoad
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.queue import LaneQueue
+from penstock.priority.refusal import Refusal
+from penstock.priority.shares import cost_of
+from penstock.priority.steptime import StepTimeModel
+from penstock.priority.waiting import Account, LaneLine, Stage
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output
 
 COEFFICIENTS = {"alpha_s": 7e-3, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9, "epsilon_s": 1e-9}

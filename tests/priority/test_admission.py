@@ -10,15 +10,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.step import StepLoad
-from priority.admission import Admission, Forecast
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.pacing import ALONE_SLACK
-from priority.queue import LaneQueue
-from priority.refusal import Refusal
-from priority.steptime import StepTimeModel
-from priority.waiting import Size
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.step import StepLoad
+from penstock.priority.admission import Admission, Forecast
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.pacing import ALONE_SLACK
+from penstock.priority.queue import LaneQueue
+from penstock.priority.refusal import Refusal
+from penstock.priority.steptime import StepTimeModel
+from penstock.priority.waiting import Size
 from tests.few import examples
 from tests.priority.simulated_engine import (
     COEFFICIENTS,

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from priority.lanes import Lane
-from priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
-from priority.simulator.result import Result
-from priority.simulator.run import simulate
-from priority.simulator.summary import summarise
-from priority.simulator.trace import Arrival, Demand, agents
+from penstock.priority.lanes import Lane
+from penstock.priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
+from penstock.priority.simulator.result import Result
+from penstock.priority.simulator.run import simulate
+from penstock.priority.simulator.summary import summarise
+from penstock.priority.simulator.trace import Arrival, Demand, agents
 from tests.few import examples
 from tests.priority.simulated_engine import permissive
 from tests.priority.test_simulator import MACHINE, SMALL, check_whole, outcome, traces

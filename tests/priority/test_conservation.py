@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.planning.prefix_index import with_hashes
-from engine.planning.request import FinishReason, Request
-from priority.lanes import Lane, LanePolicy
-from priority.shares import COST_HIT, cost_of, output_cost, prompt_cost
-from priority.steptime import StepTimeModel
+from penstock.engine.planning.prefix_index import with_hashes
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.shares import COST_HIT, cost_of, output_cost, prompt_cost
+from penstock.priority.steptime import StepTimeModel
 from tests.few import examples
 from tests.priority.simulated_engine import (
     SimulatedEngine,

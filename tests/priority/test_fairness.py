@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import Request
-from priority.lanes import Lane
-from priority.queue import _AGED_MOST_TOKENS, AGED_PART, LaneQueue
-from priority.shares import COST_PREFILL, output_cost, prompt_cost
-from priority.waiting import LEAD_TOKENS
+from penstock.engine.planning.request import Request
+from penstock.priority.lanes import Lane
+from penstock.priority.queue import _AGED_MOST_TOKENS, AGED_PART, LaneQueue
+from penstock.priority.shares import COST_PREFILL, output_cost, prompt_cost
+from penstock.priority.waiting import LEAD_TOKENS
 from tests.few import examples
 from tests.priority.simulated_engine import (
     SimulatedEngine,
@@ -197,7 +197,7 @@ def test_a_tenant_that_is_served_is_not_aged_however_long_its_backlog_is() -> No
 def test_batch_finishes_under_an_endless_interactive_flood(ageing_s: float) -> None:
     """Invariant 7, in the engine: by its share alone, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("priority.waiting.LEAD_TOKENS", 32)
+        patch.setattr("penstock.priority.waiting.LEAD_TOKENS", 32)
         queue = make_queue(permissive(ageing_s=(inf, inf, ageing_s)))
         engine = SimulatedEngine(queue, budget=48, max_num_seqs=4)
         for i in range(3):
@@ -324,7 +324,7 @@ def test_a_tie_between_tenants_goes_by_arrival_and_a_difference_does_not(sizes: 
     """Invariant 14: with equal clocks whoever came first; after that, whoever has had least."""
     queue = make_queue()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("priority.queue.LOCALITY_TOKENS", 0)
+        patch.setattr("penstock.priority.queue.LOCALITY_TOKENS", 0)
         for i, size in enumerate(sizes):
             for turn in range(2):
                 queue.put(ask(f"{i}.{turn}", size, tenant="ecadb"[i]), 0.0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from priority.flows import fair_part, seconds_to_catch_up
+from penstock.priority.flows import fair_part, seconds_to_catch_up
 
 DEMANDS = st.lists(st.tuples(st.floats(0, 1e4), st.integers(1, 8)), max_size=6)
 

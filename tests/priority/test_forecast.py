@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import FinishReason, Request, Sequence
-from priority.lanes import Lane
-from priority.lengths import Lengths
-from priority.queue import LaneQueue
-from priority.room import Held, Need, grouped
-from priority.simulator.run import Machine, simulate
-from priority.simulator.summary import percentile
-from priority.simulator.trace import Arrival
+from penstock.engine.planning.request import FinishReason, Request, Sequence
+from penstock.priority.lanes import Lane
+from penstock.priority.lengths import Lengths
+from penstock.priority.queue import LaneQueue
+from penstock.priority.room import Held, Need, grouped
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.summary import percentile
+from penstock.priority.simulator.trace import Arrival
 from tests.few import examples
 from tests.priority.simulated_engine import ask, known_model, make_queue, take
 from tests.priority.test_admission import IDLE

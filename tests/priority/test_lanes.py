@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
 
 FIELDS = (
     "ttft_s",

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.simulator.run import Machine, simulate
-from priority.simulator.summary import is_kept
-from priority.simulator.trace import Arrival
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.summary import is_kept
+from penstock.priority.simulator.trace import Arrival
 from tests.few import examples
 from tests.priority.simulated_engine import COEFFICIENTS, SimulatedEngine, ask, make_queue, permissive
 

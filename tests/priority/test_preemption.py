@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import FinishReason, Sequence
-from priority.lanes import Lane
-from priority.yielding import MAX_PREEMPTIONS, MAX_VICTIMS
+from penstock.engine.planning.request import FinishReason, Sequence
+from penstock.priority.lanes import Lane
+from penstock.priority.yielding import MAX_PREEMPTIONS, MAX_VICTIMS
 from tests.few import examples
 from tests.priority.simulated_engine import SimulatedEngine, ask, make_queue
 

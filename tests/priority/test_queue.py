@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.request import Request
-from priority.lanes import Lane, LanePolicy
-from priority.queue import LaneQueue
-from priority.refusal import Refusal
-from priority.steptime import StepTimeModel
+from penstock.engine.planning.request import Request
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.queue import LaneQueue
+from penstock.priority.refusal import Refusal
+from penstock.priority.steptime import StepTimeModel
 from tests.priority.simulated_engine import ask, check_books, lines, permissive, serve, settle, take, take_all
 from tests.priority.simulated_engine import make_queue as make_permissive_queue
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.lengths import Lengths
-from priority.shares import cost_of
-from priority.simulator.result import Result, Served
-from priority.simulator.run import POLICIES, Machine, simulate
-from priority.simulator.trace import BLOCK_TOKENS, SCENARIOS, Arrival, Demand, sessions
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.lengths import Lengths
+from penstock.priority.shares import cost_of
+from penstock.priority.simulator.result import Result, Served
+from penstock.priority.simulator.run import POLICIES, Machine, simulate
+from penstock.priority.simulator.trace import BLOCK_TOKENS, SCENARIOS, Arrival, Demand, sessions
 from tests.few import examples
 from tests.priority.simulated_engine import COEFFICIENTS
 
@@ -134,7 +134,7 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(
     """The shortcut over steps in which all streams just go on is only that: every figure is the same without it."""
     quick = simulate(trace, SMALL, policy, num_machines=num_machines)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("priority.simulator.run.Server._num_alike", lambda *_: 0)
+        patch.setattr("penstock.priority.simulator.run.Server._num_alike", lambda *_: 0)
         slow = simulate(trace, SMALL, policy, num_machines=num_machines)
     assert (quick.num_steps, quick.num_preemptions) == (slow.num_steps, slow.num_preemptions)
     assert quick.charged == slow.charged

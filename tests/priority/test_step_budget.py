@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import Sequence
-from engine.planning.step import UNLIMITED
-from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.pacing import NO_STREAMS, StepPlanner, Streams
-from priority.simulator.run import Machine, simulate
-from priority.simulator.trace import Arrival
-from priority.steptime import StepTimeModel
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import UNLIMITED
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.priority.pacing import NO_STREAMS, StepPlanner, Streams
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.trace import Arrival
+from penstock.priority.steptime import StepTimeModel
 from tests.few import examples
 from tests.priority.simulated_engine import (
     COEFFICIENTS,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from priority.steptime import NAMES, StepTimeModel
+from penstock.priority.steptime import NAMES, StepTimeModel
 from tests.few import examples
 from tests.priority.simulated_engine import COEFFICIENTS, known_model
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from priority.steptime import EXPERTS, NAMES, StepTimeModel
+from penstock.priority.steptime import EXPERTS, NAMES, StepTimeModel
 from tests.few import examples
 from tests.priority.simulated_engine import COEFFICIENTS
 

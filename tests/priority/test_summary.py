@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from priority.lanes import Lane, LanePolicy
-from priority.shares import COST_HIT, output_cost, prompt_cost
-from priority.simulator.result import Result, Served
-from priority.simulator.run import Machine, simulate
-from priority.simulator.summary import figures, is_kept, jain, percentile, spread, summarise, work
-from priority.simulator.trace import Arrival, Demand, mixed
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.shares import COST_HIT, output_cost, prompt_cost
+from penstock.priority.simulator.result import Result, Served
+from penstock.priority.simulator.run import Machine, simulate
+from penstock.priority.simulator.summary import figures, is_kept, jain, percentile, spread, summarise, work
+from penstock.priority.simulator.trace import Arrival, Demand, mixed
 
 LANES = {
     Lane.INTERACTIVE: LanePolicy(ttft_s=1.0, tpot_s=0.1),

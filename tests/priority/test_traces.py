@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from priority.lanes import Lane
-from priority.simulator.trace import (
+from penstock.priority.lanes import Lane
+from penstock.priority.simulator.trace import (
     BLOCK_TOKENS,
     KINDS,
     SCENARIOS,

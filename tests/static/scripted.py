@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.http.page import Page as PageFiles
+from penstock.gateway.http.page import Page as PageFiles
 
 STATIC = Path(__file__).parents[2] / "static"
 PAGE = PageFiles(STATIC)

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from app.bench.server_process import ServerProcess
+from penstock.app.bench.server_process import ServerProcess
 from tests.static.conftest import FLAGS, PHONE
 
 DOCS = Path(__file__).parents[2] / "docs" / "pictures"

@@ -1,7 +1,7 @@
 """Compiles the C++ sources beside this file with the system's compiler, once per machine and level, into a cache
 directory.
 
-Nothing but Python itself is imported, so that `python -m engine.kernels.cpu.build` works before anything is installed:
+Nothing but Python itself is imported, so that `python -m penstock.engine.kernels.cpu.build` works before anything is installed:
 .ci/setup lets it compile what this machine needs in the meantime.
 """
 
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from engine.cores import num_cores
-from engine.kernels.cpu.commands import Commands
-from engine.kernels.cpu.levels import Level, architecture, requested, this_machine
+from penstock.engine.cores import num_cores
+from penstock.engine.kernels.cpu.commands import Commands
+from penstock.engine.kernels.cpu.levels import Level, architecture, requested, this_machine
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from pathlib import Path
 
-from engine.cores import num_cores
+from penstock.engine.cores import num_cores
 
 
 class Commands:

@@ -13,11 +13,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.library import DTYPES, Team, check, created, expect_shape, float32, freed_with
-from engine.kernels.cpu.library import KINDS as TIMES
-from engine.kernels.cpu.linear import PackedLinear
-from engine.kernels.cpu.program import (
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.library import (
+    DTYPES,
+    Team,
+    check,
+    created,
+    expect_shape,
+    float32,
+    freed_with,
+)
+from penstock.engine.kernels.cpu.library import KINDS as TIMES
+from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.program import (
     GATES,
     KINDS,
     PACKED_ROWS,
@@ -31,9 +39,9 @@ from engine.kernels.cpu.program import (
     step_of,
     tapped,
 )
-from engine.kernels.cpu.states import NativeMixer
-from engine.kernels.kv_cache import KVCache
-from engine.kernels.state_cache import StateCache
+from penstock.engine.kernels.cpu.states import NativeMixer
+from penstock.engine.kernels.kv_cache import KVCache
+from penstock.engine.kernels.state_cache import StateCache
 
 BLOCK_SIZE = 16
 """Tokens per KV block; the layout of the cache is made for it."""

@@ -7,13 +7,13 @@ from ctypes import c_int32
 
 from torch import Tensor
 
-from engine.kernels.cpu.decoder import NativeDecoder
-from engine.kernels.cpu.library import Team, check, created, freed_with
-from engine.kernels.cpu.linear import PackedLinear
-from engine.kernels.cpu.sampling import NativeChoose
-from engine.kernels.cpu.table_steps import sent, tables_of
-from engine.kernels.sequence_table import SequenceTable, TableStep
-from engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.kernels.cpu.decoder import NativeDecoder
+from penstock.engine.kernels.cpu.library import Team, check, created, freed_with
+from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.sampling import NativeChoose
+from penstock.engine.kernels.cpu.table_steps import sent, tables_of
+from penstock.engine.kernels.sequence_table import SequenceTable, TableStep
+from penstock.engine.sampling.tables import Filters, SamplingTables
 
 
 class NativeDraft:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import NativeLibrary, Team, check, expect_shape, fields, float32
-from engine.kernels.cpu.linear import PackedLinear
-from engine.kernels.experts import ExpertLinear, ListedExperts
-from engine.spec import EXPERT_ACTIVATIONS, SCORINGS, Activation, Experts, Router
+from penstock.engine.kernels.cpu.library import NativeLibrary, Team, check, expect_shape, fields, float32
+from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.experts import ExpertLinear, ListedExperts
+from penstock.engine.spec import EXPERT_ACTIVATIONS, SCORINGS, Activation, Experts, Router
 
 NORMS = ("router_norm", "experts_norm", "experts_out_norm", "shared_norm", "shared_out_norm")
 """In the order that they have in Experts of program.h."""

@@ -7,9 +7,9 @@ from ctypes import c_int32, c_void_p
 
 import torch
 
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.library import NativeLibrary, check, expect_ints, fields
-from engine.kernels.sequence_table import SequenceTable, StepInputs, StepTokens
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.library import NativeLibrary, check, expect_ints, fields
+from penstock.engine.kernels.sequence_table import SequenceTable, StepInputs, StepTokens
 
 
 class _Gather(ctypes.Structure):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import InstructionSetError
+from penstock.engine.errors import InstructionSetError
 
 VARIABLE = "PENSTOCK_CPU_ISA"
 """Names the level to use in place of the best one."""

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.cores import num_cores
-from engine.kernels.cpu import prebuilt
-from engine.kernels.cpu.build import LevelUnknown, NativeUnavailable, build
-from engine.kernels.cpu.levels import Level, Machine, requested, this_machine
+from penstock.engine.cores import num_cores
+from penstock.engine.kernels.cpu import prebuilt
+from penstock.engine.kernels.cpu.build import LevelUnknown, NativeUnavailable, build
+from penstock.engine.kernels.cpu.levels import Level, Machine, requested, this_machine
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """The storage types of the kernels."""

@@ -10,13 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.kernels.cpu.library import DTYPES, Team, check, created, fields, float32, freed_with, pointer
-from engine.quant.codebook import Codebook
-from engine.quant.float8 import BLOCK, Float8
-from engine.quant.formats import NamedTensors
-from engine.quant.integers import Factors, Inputs, Integers
-from engine.quant.storages.gguf import TYPES, BlockRows, StoredBlocks
+from penstock.engine.errors import CheckpointError
+from penstock.engine.kernels.cpu.library import (
+    DTYPES,
+    Team,
+    check,
+    created,
+    fields,
+    float32,
+    freed_with,
+    pointer,
+)
+from penstock.engine.quant.codebook import Codebook
+from penstock.engine.quant.float8 import BLOCK, Float8
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.integers import Factors, Inputs, Integers
+from penstock.engine.quant.storages.gguf import TYPES, BlockRows, StoredBlocks
 
 PACKED = (Integers, Float8, Codebook)
 """The formats that have a layout of their own."""

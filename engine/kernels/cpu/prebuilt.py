@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.kernels.cpu.build import HERE, NativeUnavailable, build, fingerprint, stem
-from engine.kernels.cpu.commands import Commands
-from engine.kernels.cpu.levels import Level
+from penstock.engine.kernels.cpu.build import HERE, NativeUnavailable, build, fingerprint, stem
+from penstock.engine.kernels.cpu.commands import Commands
+from penstock.engine.kernels.cpu.levels import Level
 
 VARIABLE = "PENSTOCK_KERNELS"
 """Names the folder of prebuilt libraries."""

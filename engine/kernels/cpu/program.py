@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.experts import ExpertsFields, NativeExperts
-from engine.kernels.cpu.library import expect_ints, fields, pointer
-from engine.kernels.cpu.linear import PackedLinear
-from engine.kernels.cpu.states import MixerFields, NativeMixer
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.experts import ExpertsFields, NativeExperts
+from penstock.engine.kernels.cpu.library import expect_ints, fields, pointer
+from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.states import MixerFields, NativeMixer
 
 KINDS = (
     "embed",

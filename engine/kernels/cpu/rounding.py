@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.kernels.cpu.library import NativeLibrary, Team
-from engine.quant.rounding import Floats, RoundGroups, round_groups
+from penstock.engine.kernels.cpu.library import NativeLibrary, Team
+from penstock.engine.quant.rounding import Floats, RoundGroups, round_groups
 
 
 def rounding_of(team: Team | None) -> RoundGroups:

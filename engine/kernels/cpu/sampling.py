@@ -8,8 +8,8 @@ from ctypes import c_int32, c_void_p
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import Team, check, created, expect_ints, fields, float32, freed_with
-from engine.sampling.tables import Filters, SamplingTables, num_words
+from penstock.engine.kernels.cpu.library import Team, check, created, expect_ints, fields, float32, freed_with
+from penstock.engine.sampling.tables import Filters, SamplingTables, num_words
 
 
 class ChooseArguments(ctypes.Structure):

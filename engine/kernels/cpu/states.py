@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.kernels.cpu.library import expect_shape, fields, float32
-from engine.kernels.recurrent import StateVectors
-from engine.kernels.state_cache import StateCache
-from engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
+from penstock.engine.kernels.cpu.library import expect_shape, fields, float32
+from penstock.engine.kernels.recurrent import StateVectors
+from penstock.engine.kernels.state_cache import StateCache
+from penstock.engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
 
 KINDS: tuple[type[StateMixer], ...] = (GatedDelta, Mamba2, ShortConv)
 """program.h has the same order."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int32
 
-from engine.kernels.cpu.decoder import NativeDecoder
-from engine.kernels.cpu.library import Team, check, created, freed_with
-from engine.kernels.cpu.linear import PackedLinear
-from engine.kernels.cpu.sampling import NativeChoose
-from engine.kernels.cpu.table_steps import sent, tables_of
-from engine.kernels.sequence_table import SequenceTable, TableStep
-from engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.kernels.cpu.decoder import NativeDecoder
+from penstock.engine.kernels.cpu.library import Team, check, created, freed_with
+from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.sampling import NativeChoose
+from penstock.engine.kernels.cpu.table_steps import sent, tables_of
+from penstock.engine.kernels.sequence_table import SequenceTable, TableStep
+from penstock.engine.sampling.tables import Filters, SamplingTables
 
 
 class NativeSteps:

@@ -8,12 +8,12 @@ from ctypes import c_int32, c_void_p
 
 from torch import Tensor
 
-from engine.kernels.cpu.decoder import NativeDecoder
-from engine.kernels.cpu.library import expect_ints, fields, pointer
-from engine.kernels.cpu.linear import PackedLinear
-from engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
-from engine.kernels.sequence_table import SequenceTable, TableStep
-from engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.kernels.cpu.decoder import NativeDecoder
+from penstock.engine.kernels.cpu.library import expect_ints, fields, pointer
+from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
+from penstock.engine.kernels.sequence_table import SequenceTable, TableStep
+from penstock.engine.sampling.tables import Filters, SamplingTables
 
 
 class StepTables(ctypes.Structure):

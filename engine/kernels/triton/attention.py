@@ -21,13 +21,17 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape, numbers_and_scales
-from engine.kernels.triton import attention_segments as segmenting
-from engine.kernels.triton import attention_tiling as tilings
-from engine.kernels.triton.attention_kernels import decode_attention_kernel, prefill_attention_kernel
-from engine.kernels.triton.attention_segments import Segments, plan_segments_kernel, reduce_segments_kernel
-from engine.kernels.triton.attention_tiling import Chip, KVHead, Tiling
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVShape, numbers_and_scales
+from penstock.engine.kernels.triton import attention_segments as segmenting
+from penstock.engine.kernels.triton import attention_tiling as tilings
+from penstock.engine.kernels.triton.attention_kernels import decode_attention_kernel, prefill_attention_kernel
+from penstock.engine.kernels.triton.attention_segments import (
+    Segments,
+    plan_segments_kernel,
+    reduce_segments_kernel,
+)
+from penstock.engine.kernels.triton.attention_tiling import Chip, KVHead, Tiling
 
 
 class Workspace:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.attention_segments import visible_tiles
-from engine.kernels.triton.numbers import of_int8
+from penstock.engine.kernels.triton.attention_segments import visible_tiles
+from penstock.engine.kernels.triton.numbers import of_int8
 
 FOLDED = tl.constexpr(64.0)
 """What weights of values in int8 are multiplied by, and their sums divided by.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.activation import activate
-from engine.kernels.triton.packed_kernels import add_products, finished
+from penstock.engine.kernels.triton.activation import activate
+from penstock.engine.kernels.triton.packed_kernels import add_products, finished
 
 NO_EXPERT = tl.constexpr(-1)
 

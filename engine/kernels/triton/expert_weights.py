@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.experts import ListedExperts
-from engine.kernels.packed import PACKED, UNIT, Code, PackedWeight, narrowest, pack, padded
-from engine.kernels.triton.packed_linear import ONE_GROUP, factor_types, group_size_of, scales_of
-from engine.kernels.triton.tiles import ProductTiling, step_inputs, step_size
-from engine.quant.formats import Format, NamedTensors
-from engine.quant.rotation import rotated, rotated_back
+from penstock.engine.kernels.experts import ListedExperts
+from penstock.engine.kernels.packed import PACKED, UNIT, Code, PackedWeight, narrowest, pack, padded
+from penstock.engine.kernels.triton.packed_linear import ONE_GROUP, factor_types, group_size_of, scales_of
+from penstock.engine.kernels.triton.tiles import ProductTiling, step_inputs, step_size
+from penstock.engine.quant.formats import Format, NamedTensors
+from penstock.engine.quant.rotation import rotated, rotated_back
 
 GLU_BLOCK = 8
 """Gates and ups lie in blocks of so many rows, by turns, so that a thread has the sums of both."""

@@ -17,16 +17,16 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.experts import ExpertLinear
-from engine.kernels.triton.expert_kernels import (
+from penstock.engine.kernels.experts import ExpertLinear
+from penstock.engine.kernels.triton.expert_kernels import (
     expert_linear_kernel,
     sort_pairs_kernel,
     sum_choices_kernel,
 )
-from engine.kernels.triton.expert_weights import PackedExperts
-from engine.kernels.triton.packed_linear import in_stages, rotate_rows
-from engine.kernels.triton.tiles import ROW_CLASSES, Card, ProductTiling, expert_rows
-from engine.spec import Activation
+from penstock.engine.kernels.triton.expert_weights import PackedExperts
+from penstock.engine.kernels.triton.packed_linear import in_stages, rotate_rows
+from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card, ProductTiling, expert_rows
+from penstock.engine.spec import Activation
 
 SORT_BLOCK, SUM_BLOCK = 2048, 1024
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.sequence_table import SequenceTable, StepInputs, StepTokens
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.sequence_table import SequenceTable, StepInputs, StepTokens
 
 FEW, MANY = 128, 1024
 """Tokens, or blocks, that a program moves at a time; MANY where some sequence has more than FEW tokens in the step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.numbers import of_4_bits, of_e2m1, of_e4m3, of_int8
+from penstock.engine.kernels.triton.numbers import of_4_bits, of_e2m1, of_e4m3, of_int8
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_per_part"])

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from engine.kernels.packed import UNIT, Code, PackedWeight, permuted
-from engine.kernels.triton.packed_kernels import (
+from penstock.engine.kernels.packed import UNIT, Code, PackedWeight, permuted
+from penstock.engine.kernels.triton.packed_kernels import (
     add_parts_kernel,
     packed_linear_kernel,
     unpack_kernel,
 )
-from engine.kernels.triton.row_kernels import quantize_rows_kernel, rotate_rows_kernel
-from engine.kernels.triton.tiles import ROW_CLASSES, Card, ProductTiling, num_parts, step_inputs
-from engine.quant.float8 import FLOAT8, LARGEST
+from penstock.engine.kernels.triton.row_kernels import quantize_rows_kernel, rotate_rows_kernel
+from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card, ProductTiling, num_parts, step_inputs
+from penstock.engine.quant.float8 import FLOAT8, LARGEST
 
 MIN_UNPACKED_ROWS = ROW_CLASSES[-1] + 1
 """From so many rows on, it is quicker to unpack the weights and to multiply in 16 bits than to unpack them by tiles."""

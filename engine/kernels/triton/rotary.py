@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape, numbers_and_scales
-from engine.kernels.reference import TokenPlaces
-from engine.kernels.triton.norms import rms_norm
-from engine.kernels.triton.numbers import rotated, rounded_to
-from engine.quant.rotation import block_size
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVShape, numbers_and_scales
+from penstock.engine.kernels.reference import TokenPlaces
+from penstock.engine.kernels.triton.norms import rms_norm
+from penstock.engine.kernels.triton.numbers import rotated, rounded_to
+from penstock.engine.quant.rotation import block_size
 
 HEADS_PER_PROGRAM = 8
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 64}

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.spec import Router
+from penstock.engine.spec import Router
 
 _NOTHING = tl.constexpr(-(1 << 63))
 """The key of what cannot be chosen."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.numbers import rotated, rounded_to
+from penstock.engine.kernels.triton.numbers import rotated, rounded_to
 
 
 @triton.jit

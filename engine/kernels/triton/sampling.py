@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.sampling_filters import (
+from penstock.engine.kernels.triton.sampling_filters import (
     BINS,
     GROUPS,
     NUM_STAGES,
@@ -32,7 +32,7 @@ from engine.kernels.triton.sampling_filters import (
     levels_of,
     tile_peak,
 )
-from engine.kernels.triton.sampling_rows import (
+from penstock.engine.kernels.triton.sampling_rows import (
     COUNTS_ROW_AT,
     INFINITY,
     MIN_P_DEPTH_AT,
@@ -44,7 +44,7 @@ from engine.kernels.triton.sampling_rows import (
     rows_of,
     store_processed_logits,
 )
-from engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.sampling.tables import Filters, SamplingTables
 
 OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
 """Products and sums are rounded one by one, as torch rounds them."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.sampling_rows import (
+from penstock.engine.kernels.triton.sampling_rows import (
     INFINITY,
     TOP_P_AT,
     WORDS,
@@ -25,7 +25,7 @@ from engine.kernels.triton.sampling_rows import (
     real_at,
     rows_of,
 )
-from engine.sampling import reference
+from penstock.engine.sampling import reference
 
 BINS = 2048
 """Of a histogram: as many as half of a level's bits can tell apart."""

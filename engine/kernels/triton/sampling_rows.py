@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.sampling import noise, reference
-from engine.sampling.tables import ROW
+from penstock.engine.sampling import noise, reference
+from penstock.engine.sampling.tables import ROW
 
 
 def _place(name: str) -> tl.constexpr:

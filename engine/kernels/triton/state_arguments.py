@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.recurrent import UNIT_EPS
-from engine.kernels.state_cache import LayerStates
-from engine.spec import GatedDelta, Mamba2
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.recurrent import UNIT_EPS
+from penstock.engine.kernels.state_cache import LayerStates
+from penstock.engine.spec import GatedDelta, Mamba2
 
 
 def constants(spec: GatedDelta | Mamba2) -> tuple[dict[str, float], dict[str, Any]]:

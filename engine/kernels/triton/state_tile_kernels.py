@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.state_kernels import NEVER, next_save
-from engine.kernels.triton.state_tile_rows import TILE, num_tiles_of, offset_of
+from penstock.engine.kernels.triton.state_kernels import NEVER, next_save
+from penstock.engine.kernels.triton.state_tile_rows import TILE, num_tiles_of, offset_of
 
 PART = tl.constexpr(16)
 """Rows of which a triangle is inverted one by one; PARTS of them are a tile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.state_kernels import inputs_of, softplus
+from penstock.engine.kernels.triton.state_kernels import inputs_of, softplus
 
 TILE = tl.constexpr(64)
 """Rows of a tile."""

@@ -8,17 +8,17 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.recurrent import StateVectors
-from engine.kernels.triton.state_arguments import Kept
-from engine.kernels.triton.state_tile_kernels import (
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.recurrent import StateVectors
+from penstock.engine.kernels.triton.state_arguments import Kept
+from penstock.engine.kernels.triton.state_tile_kernels import (
     carry_state_kernel,
     finish_states_kernel,
     read_tiles_kernel,
     solve_tiles_kernel,
 )
-from engine.kernels.triton.state_tile_rows import ROWS, TILE, convolve_tiles_kernel
-from engine.spec import GatedDelta, Mamba2
+from penstock.engine.kernels.triton.state_tile_rows import ROWS, TILE, convolve_tiles_kernel
+from penstock.engine.spec import GatedDelta, Mamba2
 
 FEWEST = 32
 """Rows of a sequence in a step that are tiles; fewer are taken one by one. Drafts and what they follow are fewer."""

@@ -10,14 +10,19 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.recurrent import StateVectors
-from engine.kernels.state_cache import LayerStates
-from engine.kernels.triton.norms import gated_rms_norm
-from engine.kernels.triton.state_arguments import Kept, constants
-from engine.kernels.triton.state_kernels import NEVER, keep_rows_kernel, short_conv_kernel, state_kernel
-from engine.kernels.triton.state_tiles import FEWEST, SAVES, has_tiles, most_rows, run_tiles
-from engine.spec import GatedDelta, Mamba2, ShortConv
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.recurrent import StateVectors
+from penstock.engine.kernels.state_cache import LayerStates
+from penstock.engine.kernels.triton.norms import gated_rms_norm
+from penstock.engine.kernels.triton.state_arguments import Kept, constants
+from penstock.engine.kernels.triton.state_kernels import (
+    NEVER,
+    keep_rows_kernel,
+    short_conv_kernel,
+    state_kernel,
+)
+from penstock.engine.kernels.triton.state_tiles import FEWEST, SAVES, has_tiles, most_rows, run_tiles
+from penstock.engine.spec import GatedDelta, Mamba2, ShortConv
 
 PART_OF_STATE = 2048
 """Numbers of the state of a head that a program has, which is a warp: some columns, of 128 keys in most models."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from engine.kernels.packed import UNIT, Code, PackedWeight
-from engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.kernels.packed import UNIT, Code, PackedWeight
+from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
 
 FILE = Path(__file__).with_suffix(".json")
 """{device name or "sm_<capability>": {class of code: {most rows of a class: fields of ProductTiling}}}; see

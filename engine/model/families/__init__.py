@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from engine.fields import Fields
-from engine.model.families import (
+from penstock.engine.fields import Fields
+from penstock.engine.model.families import (
     cohere,
     delta,
     experts,
@@ -25,7 +25,7 @@ from engine.model.families import (
     olmo,
     shared,
 )
-from engine.spec import ModelSpec
+from penstock.engine.spec import ModelSpec
 
 _TIED = {"tie_word_embeddings": True}
 _COHERE = {**_TIED, "layer_norm_eps": 1e-5}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.fields import Fields
-from engine.model.families.common import FINAL_NORM, FULL, Sizes, layer_types, read_rope
-from engine.spec import Layer, ModelSpec
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import FINAL_NORM, FULL, Sizes, layer_types, read_rope
+from penstock.engine.spec import Layer, ModelSpec
 
 
 def cohere(fields: Fields) -> ModelSpec:

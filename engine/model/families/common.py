@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.spec import (
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.spec import (
     Activation,
     Attention,
     Experts,

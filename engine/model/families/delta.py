@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.fields import Fields
-from engine.model.families.common import FULL, LINEAR, MAX_KERNEL, Sizes, layer_types, read_rope
-from engine.model.families.experts import is_sparse, read_router
-from engine.spec import Attention, Experts, GatedDelta, Mlp, ModelSpec, Rope
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import FULL, LINEAR, MAX_KERNEL, Sizes, layer_types, read_rope
+from penstock.engine.model.families.experts import is_sparse, read_router
+from penstock.engine.spec import Attention, Experts, GatedDelta, Mlp, ModelSpec, Rope
 
 _OF_A_KEY_HEAD: dict[str, Any] = {
     "into": ("linear_attn.in_proj_qkvz",),

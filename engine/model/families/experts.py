@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.fields import Fields
-from engine.model.families.common import Sizes, read_rope
-from engine.model.families.llama import upper_windows
-from engine.spec import Attention, Experts, ModelSpec, Router, Stack, default_stacks
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import Sizes, read_rope
+from penstock.engine.model.families.llama import upper_windows
+from penstock.engine.spec import Attention, Experts, ModelSpec, Router, Stack, default_stacks
 
 MAX_EXPERTS = 1 << 16
 """More than any layer has: each is some tensors."""

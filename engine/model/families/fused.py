@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.fields import Fields
-from engine.model.families.common import FUSED_GATE_UP, FUSED_QKV, Sizes, read_rope
-from engine.spec import ModelSpec
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import FUSED_GATE_UP, FUSED_QKV, Sizes, read_rope
+from penstock.engine.spec import ModelSpec
 
 
 def phi3(fields: Fields) -> ModelSpec:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from engine.fields import Fields
-from engine.model.families.common import FINAL_NORM, FULL, Sizes, layer_types, read_rope
-from engine.spec import Layer, ModelSpec, Norm, Rope
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import FINAL_NORM, FULL, Sizes, layer_types, read_rope
+from penstock.engine.spec import Layer, ModelSpec, Norm, Rope
 
 GEMMA2 = {
     "head_dim": 256,

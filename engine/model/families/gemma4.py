@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from engine.fields import Fields
-from engine.model.families.common import FULL, SLIDING, Sizes, check_heads, layer_types, read_rope
-from engine.model.families.experts import read_router
-from engine.spec import (
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import FULL, SLIDING, Sizes, check_heads, layer_types, read_rope
+from penstock.engine.model.families.experts import read_router
+from penstock.engine.spec import (
     Experts,
     Layer,
     LayerEmbedding,

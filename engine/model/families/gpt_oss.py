@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.fields import Fields
-from engine.model.families.common import FULL, Sizes, layer_types, read_rope
-from engine.model.families.experts import read_router
-from engine.spec import Activation, ModelSpec, Stack
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import FULL, Sizes, layer_types, read_rope
+from penstock.engine.model.families.experts import read_router
+from penstock.engine.spec import Activation, ModelSpec, Stack
 
 
 def gpt_oss(fields: Fields) -> ModelSpec:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.fields import Fields
-from engine.model.families.common import FULL, LINEAR, Sizes, layer_types, read_rope
-from engine.model.families.experts import read_router
-from engine.model.families.mamba import hybrid_mixer
-from engine.spec import Attention, Experts, Mixer, Mlp, ModelSpec, Stack
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import FULL, LINEAR, Sizes, layer_types, read_rope
+from penstock.engine.model.families.experts import read_router
+from penstock.engine.model.families.mamba import hybrid_mixer
+from penstock.engine.spec import Attention, Experts, Mixer, Mlp, ModelSpec, Stack
 
 MAX_INNER = 1 << 24
 """More than any feed-forward part is wide."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.fields import Fields
-from engine.model.families.common import CONV, FULL, MAX_KERNEL, Sizes, layer_types, read_rope
-from engine.model.families.experts import numbered_experts, read_router
-from engine.spec import Experts, Mlp, ModelSpec, ShortConv
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import CONV, FULL, MAX_KERNEL, Sizes, layer_types, read_rope
+from penstock.engine.model.families.experts import numbered_experts, read_router
+from penstock.engine.spec import Experts, Mlp, ModelSpec, ShortConv
 
 LFM2_MOE = {"norm_eps": 1e-5, "tie_word_embeddings": True}
 LFM2 = {**LFM2_MOE, "intermediate_size": 12_288}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.fields import Fields
-from engine.model.families.common import FULL, Sizes, check_heads, layer_types, read_rope, rotating
-from engine.spec import Layer, ModelSpec
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import FULL, Sizes, check_heads, layer_types, read_rope, rotating
+from penstock.engine.spec import Layer, ModelSpec
 
 
 def llama(fields: Fields) -> ModelSpec:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.fields import Fields
-from engine.model.families.common import CHUNKED, FULL, Sizes, layer_types, read_rope, rotating
-from engine.model.families.experts import read_router
-from engine.spec import Experts, Layer, Mlp, ModelSpec, Norm, Stack
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import CHUNKED, FULL, Sizes, layer_types, read_rope, rotating
+from penstock.engine.model.families.experts import read_router
+from penstock.engine.spec import Experts, Layer, Mlp, ModelSpec, Norm, Stack
 
 LLAMA4 = {
     "head_dim": 128,

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.fields import Fields
-from engine.model.families.common import FULL, LINEAR, MAX_KERNEL, MAX_LAYERS, Sizes, hybrid_kinds, read_rope
-from engine.model.families.experts import read_router
-from engine.spec import Activation, Experts, Layer, Mamba2, Mlp, ModelSpec, default_stacks
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import (
+    FULL,
+    LINEAR,
+    MAX_KERNEL,
+    MAX_LAYERS,
+    Sizes,
+    hybrid_kinds,
+    read_rope,
+)
+from penstock.engine.model.families.experts import read_router
+from penstock.engine.spec import Activation, Experts, Layer, Mamba2, Mlp, ModelSpec, default_stacks
 
 _ANY_LENGTH = {"max_position_embeddings": 1 << 18, "num_attention_heads": 1, "intermediate_size": 1}
 """What a model that has no positions, no attention and no feed-forward parts does not say."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.fields import Fields
-from engine.model.families.common import FULL, SLIDING, Sizes, layer_types, read_rope
-from engine.spec import Attention, Layer, ModelSpec, Norm
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import FULL, SLIDING, Sizes, layer_types, read_rope
+from penstock.engine.spec import Attention, Layer, ModelSpec, Norm
 
 
 def olmo2(fields: Fields) -> ModelSpec:

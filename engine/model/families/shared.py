@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.fields import Fields
-from engine.model.families.common import Sizes, names_behind, read_rope
-from engine.model.families.experts import MAX_EXPERTS, read_router
-from engine.spec import ModelSpec
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import Sizes, names_behind, read_rope
+from penstock.engine.model.families.experts import MAX_EXPERTS, read_router
+from penstock.engine.spec import ModelSpec
 
 
 def glm4_moe(fields: Fields) -> ModelSpec:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import GenerationDefaults, ModelConfig
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.model.families.common import (
+from penstock.engine.config import GenerationDefaults, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import (
     FINAL_NORM,
     FULL,
     MAX_LAYERS,
@@ -22,13 +22,13 @@ from engine.model.families.common import (
     SLIDING,
     names_behind,
 )
-from engine.model.gguf.container import SUPPORTED, GgufTensor, Header, read_bytes, read_header
-from engine.model.gguf.experts import expert_entries, stacked_maps, stored_feed_forward
-from engine.model.gguf.kinds import Kind
-from engine.model.gguf.names import Names
-from engine.model.gguf.states import state_entries, stored_state
-from engine.model.parse import parse_config
-from engine.spec import Attention, Layer, Mixer, ModelSpec, Prediction
+from penstock.engine.model.gguf.container import SUPPORTED, GgufTensor, Header, read_bytes, read_header
+from penstock.engine.model.gguf.experts import expert_entries, stacked_maps, stored_feed_forward
+from penstock.engine.model.gguf.kinds import Kind
+from penstock.engine.model.gguf.names import Names
+from penstock.engine.model.gguf.states import state_entries, stored_state
+from penstock.engine.model.parse import parse_config
+from penstock.engine.spec import Attention, Layer, Mixer, ModelSpec, Prediction
 
 _UNSUPPORTED = (
     "attention.scale",

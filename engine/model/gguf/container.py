@@ -15,8 +15,8 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path
 
-from engine.errors import CheckpointError
-from engine.fields import Fields
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
 
 SUFFIX = ".gguf"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.model.gguf.container import Header
-from engine.model.gguf.kinds import Kind
-from engine.spec import Experts, Mlp, Router, default_stacks
+from penstock.engine.model.gguf.container import Header
+from penstock.engine.model.gguf.kinds import Kind
+from penstock.engine.spec import Experts, Mlp, Router, default_stacks
 
 PREFIX = "mlp.experts"
 """Of the names of experts, whatever their family has in its place."""

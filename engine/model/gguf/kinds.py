@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from engine.fields import Fields
-from engine.model.gguf import states
+from penstock.engine.fields import Fields
+from penstock.engine.model.gguf import states
 
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",

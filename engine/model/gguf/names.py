@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from engine.model.gguf import experts
-from engine.model.gguf.kinds import Kind
-from engine.quant.stacks import stack_of
+from penstock.engine.model.gguf import experts
+from penstock.engine.model.gguf.kinds import Kind
+from penstock.engine.quant.stacks import stack_of
 
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.model.families.common import CONV, FULL, LINEAR
-from engine.model.gguf.container import Header
-from engine.spec import Mamba2, ShortConv, StateMixer
+from penstock.engine.model.families.common import CONV, FULL, LINEAR
+from penstock.engine.model.gguf.container import Header
+from penstock.engine.spec import Mamba2, ShortConv, StateMixer
 
 _PLACES = {"ssm_out": LINEAR, "shortconv.conv": CONV, "attn_q": FULL, "ffn_up_exps": "moe", "ffn_up": "mlp"}
 """The kind of a layer by the first of these tensors that it has."""

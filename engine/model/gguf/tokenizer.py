@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.model.gguf.config import token_id
-from engine.model.gguf.container import read_header
-from engine.planning.tokenizer import Tokenizer, template_of
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.model.gguf.config import token_id
+from penstock.engine.model.gguf.container import read_header
+from penstock.engine.planning.tokenizer import Tokenizer, template_of
 
 Json = dict[str, object]
 

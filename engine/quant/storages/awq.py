@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from engine.fields import Fields
-from engine.quant.storage import Storages
-from engine.quant.storages.names import LM_HEAD, all_but, excluded
-from engine.quant.storages.packing import Codes, StoredIntegers, group_size
+from penstock.engine.fields import Fields
+from penstock.engine.quant.storage import Storages
+from penstock.engine.quant.storages.names import LM_HEAD, all_but, excluded
+from penstock.engine.quant.storages.packing import Codes, StoredIntegers, group_size
 
 _NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds each of eight outputs side by side, the lowest bits being nibble 0."""

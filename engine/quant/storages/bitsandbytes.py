@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.quant.codebook import NF4, UNIT, Codebook
-from engine.quant.formats import DENSE, Dense, NamedTensors
-from engine.quant.storage import BadTensor, Storage, Storages, StoredTensor
-from engine.quant.storages.names import all_but, excluded
-from engine.quant.storages.packing import Codes, StoredIntegers, finite, unpack_nibbles
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.quant.codebook import NF4, UNIT, Codebook
+from penstock.engine.quant.formats import DENSE, Dense, NamedTensors
+from penstock.engine.quant.storage import BadTensor, Storage, Storages, StoredTensor
+from penstock.engine.quant.storages.names import all_but, excluded
+from penstock.engine.quant.storages.packing import Codes, StoredIntegers, finite, unpack_nibbles
 
 _FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _FP4 = tuple(sign * twelfths / 12 for sign in (1, -1) for twelfths in _FP4_TWELFTHS)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.fields import Fields
-from engine.quant.codebook import Codebook
-from engine.quant.float8 import Scaling
-from engine.quant.formats import DENSE, Dense, NamedTensors
-from engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, StoredTensor
-from engine.quant.storages.float8 import StoredFloat8, check_block
-from engine.quant.storages.mxfp4 import NO_SCALE
-from engine.quant.storages.names import EMBEDDING, IsMeant, called, regular_expression
-from engine.quant.storages.packing import (
+from penstock.engine.fields import Fields
+from penstock.engine.quant.codebook import Codebook
+from penstock.engine.quant.float8 import Scaling
+from penstock.engine.quant.formats import DENSE, Dense, NamedTensors
+from penstock.engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, StoredTensor
+from penstock.engine.quant.storages.float8 import StoredFloat8, check_block
+from penstock.engine.quant.storages.mxfp4 import NO_SCALE
+from penstock.engine.quant.storages.names import EMBEDDING, IsMeant, called, regular_expression
+from penstock.engine.quant.storages.packing import (
     Codes,
     StoredIntegers,
     check_groups,

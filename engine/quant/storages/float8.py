@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.fields import Fields
-from engine.quant.float8 import BLOCK, FLOAT8, Float8, Scaling
-from engine.quant.formats import NamedTensors
-from engine.quant.storage import FLOATS, BadTensor, Storages, StoredTensor
-from engine.quant.storages.names import all_but, excluded
-from engine.quant.storages.packing import finite
+from penstock.engine.fields import Fields
+from penstock.engine.quant.float8 import BLOCK, FLOAT8, Float8, Scaling
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.storage import FLOATS, BadTensor, Storages, StoredTensor
+from penstock.engine.quant.storages.names import all_but, excluded
+from penstock.engine.quant.storages.packing import finite
 
 _NOT_A_NUMBER = 0x7F
 """The bits of e4m3's NaN without its sign."""

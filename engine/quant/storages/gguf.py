@@ -14,12 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from engine.fields import Fields
-from engine.quant.formats import NamedTensors, by_rows
-from engine.quant.integers import Factors, Integers
-from engine.quant.stacks import stack_of
-from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
-from engine.quant.storages.mxfp4 import DOUBLED, MXFP4, half_scales
+from penstock.engine.fields import Fields
+from penstock.engine.quant.formats import NamedTensors, by_rows
+from penstock.engine.quant.integers import Factors, Integers
+from penstock.engine.quant.stacks import stack_of
+from penstock.engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
+from penstock.engine.quant.storages.mxfp4 import DOUBLED, MXFP4, half_scales
 
 _QUARTERS = (0, 2, 4, 6)
 

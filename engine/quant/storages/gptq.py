@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from engine.fields import Fields
-from engine.quant.storage import PLAIN, Storage, Storages
-from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD, regular_expression
-from engine.quant.storages.packing import Codes, StoredIntegers, group_size
+from penstock.engine.fields import Fields
+from penstock.engine.quant.storage import PLAIN, Storage, Storages
+from penstock.engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD, regular_expression
+from penstock.engine.quant.storages.packing import Codes, StoredIntegers, group_size
 
 
 def gptq_storages(fields: Fields) -> Storages:

@@ -5,12 +5,12 @@ Scales of activations and of the KV cache are not read.
 
 from __future__ import annotations
 
-from engine.fields import Fields
-from engine.quant.float8 import Scaling
-from engine.quant.storage import PLAIN, Storage, Storages
-from engine.quant.storages.compressed import GroupedFloats
-from engine.quant.storages.float8 import StoredFloat8
-from engine.quant.storages.names import all_but, excluded_by_wildcards, full_names
+from penstock.engine.fields import Fields
+from penstock.engine.quant.float8 import Scaling
+from penstock.engine.quant.storage import PLAIN, Storage, Storages
+from penstock.engine.quant.storages.compressed import GroupedFloats
+from penstock.engine.quant.storages.float8 import StoredFloat8
+from penstock.engine.quant.storages.names import all_but, excluded_by_wildcards, full_names
 
 _NVFP4 = GroupedFloats("NVFP4", "weight", "weight_scale_2", divides=False)
 _STORAGES: dict[str, Storage] = {

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.fields import Fields
-from engine.quant.formats import NamedTensors, by_rows
-from engine.quant.integers import Factors, Integers
-from engine.quant.storage import PLAIN, BadTensor, Storages, StoredTensor
-from engine.quant.storages.names import excluded
-from engine.quant.storages.packing import check_groups, unpack_nibbles
+from penstock.engine.fields import Fields
+from penstock.engine.quant.formats import NamedTensors, by_rows
+from penstock.engine.quant.integers import Factors, Integers
+from penstock.engine.quant.storage import PLAIN, BadTensor, Storages, StoredTensor
+from penstock.engine.quant.storages.names import excluded
+from penstock.engine.quant.storages.packing import check_groups, unpack_nibbles
 
 GROUP = 32
 """The inputs of a row that share a scale."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.quant.storage import PLAIN, Storage, Storages
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.quant.storage import PLAIN, Storage, Storages
 
 EMBEDDING, LM_HEAD, LAYERS = "model.embed_tokens", "lm_head", "model.layers."
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.quant.formats import NamedTensors
-from engine.quant.integers import Factors, Inputs, Integers
-from engine.quant.storage import FLOATS, BadTensor, StoredTensor
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.integers import Factors, Inputs, Integers
+from penstock.engine.quant.storage import FLOATS, BadTensor, StoredTensor
 
 _SMALLEST_GROUP = 16
 """The kernels for integers multiply so many at least under one scale; larger groups are multiples of it."""

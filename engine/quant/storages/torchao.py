@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.fields import Fields
-from engine.quant.float8 import Scaling
-from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers
-from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
-from engine.quant.storages.float8 import StoredFloat8, check_block
-from engine.quant.storages.names import EMBEDDING, LM_HEAD, all_but, excluded, regular_expression
-from engine.quant.storages.packing import Codes, StoredIntegers, finite, inputs_of, unpack_nibbles
+from penstock.engine.fields import Fields
+from penstock.engine.quant.float8 import Scaling
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.integers import Integers
+from penstock.engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
+from penstock.engine.quant.storages.float8 import StoredFloat8, check_block
+from penstock.engine.quant.storages.names import EMBEDDING, LM_HEAD, all_but, excluded, regular_expression
+from penstock.engine.quant.storages.packing import Codes, StoredIntegers, finite, inputs_of, unpack_nibbles
 
 _WEIGHT, _SCALE, _ZERO, _INPUT_SCALE = (
     f"_weight_{name}" for name in ("qdata", "scale", "zero_point", "act_pre_scale")

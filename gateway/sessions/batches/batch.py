@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import orjson
 
-from gateway.http.errors import ApiError, invalid
-from gateway.http.limits import Limits, parse_object
-from gateway.sessions.batches.files import KEPT_S, PART_BYTES, File, Files
-from gateway.store.records import Records
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.limits import Limits, parse_object
+from penstock.gateway.sessions.batches.files import KEPT_S, PART_BYTES, File, Files
+from penstock.gateway.store.records import Records
 
 KIND = "batch"
 WINDOW_S = 24 * 3600

@@ -16,10 +16,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from gateway.http.errors import ApiError, invalid
-from gateway.store.interface import Durable, Key, Store, StoreUnavailable
-from gateway.store.patience import insist
-from gateway.store.records import Records, answering_unavailable
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.store.interface import Durable, Key, Store, StoreUnavailable
+from penstock.gateway.store.patience import insist
+from penstock.gateway.store.records import Records, answering_unavailable
 
 KIND, _PART_KIND = "file", "file_part"
 KEPT_S = 3 * 24 * 3600.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from gateway.sessions.batches.batch import Batch
+from penstock.gateway.sessions.batches.batch import Batch
 
 MESSAGE_BATCH_ID = re.compile(r"msgbatch_[0-9a-f]{32}")
 

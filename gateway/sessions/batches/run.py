@@ -16,10 +16,10 @@ from typing import Any
 
 import orjson
 
-from gateway.http.errors import ApiError
-from gateway.http.limits import Limits
-from gateway.http.off_loop import Turns, off_loop
-from gateway.sessions.batches.batch import (
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.http.off_loop import Turns, off_loop
+from penstock.gateway.sessions.batches.batch import (
     BATCHES,
     MAX_RESULT_BYTES,
     Batch,
@@ -31,8 +31,8 @@ from gateway.sessions.batches.batch import (
     Status,
     requests_in,
 )
-from gateway.sessions.batches.files import Files
-from gateway.store.interface import Store, StoreUnavailable
+from penstock.gateway.sessions.batches.files import Files
+from penstock.gateway.store.interface import Store, StoreUnavailable
 
 LINES_AT_ONCE = 16
 """This process sends so many lines of all batches at a time; tenants take turns."""

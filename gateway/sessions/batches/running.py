@@ -10,16 +10,16 @@ from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 
-from gateway.dispatch import Dispatch
-from gateway.http.background import every, meanwhile
-from gateway.http.errors import refused
-from gateway.http.limits import Limits
-from gateway.http.off_loop import Turns
-from gateway.sessions.batches.batch import BATCHES, WINDOW_S, Batch, LineError
-from gateway.sessions.batches.files import Files
-from gateway.sessions.batches.run import LINES_AT_ONCE, Ask, Run, stop
-from gateway.store.interface import LEASE_S, Key, Store, StoreUnavailable
-from gateway.store.records import Records
+from penstock.gateway.dispatch import Dispatch
+from penstock.gateway.http.background import every, meanwhile
+from penstock.gateway.http.errors import refused
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.http.off_loop import Turns
+from penstock.gateway.sessions.batches.batch import BATCHES, WINDOW_S, Batch, LineError
+from penstock.gateway.sessions.batches.files import Files
+from penstock.gateway.sessions.batches.run import LINES_AT_ONCE, Ask, Run, stop
+from penstock.gateway.store.interface import LEASE_S, Key, Store, StoreUnavailable
+from penstock.gateway.store.records import Records
 
 log = logging.getLogger("penstock.gateway")
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
-from engine.planning.prefix_index import prompt_hashes
-from gateway.http.background import every, meanwhile
-from gateway.http.errors import invalid
-from gateway.http.off_loop import TOKEN_BYTES, off_loop
-from gateway.sessions.prefixes.tracker import PrefixTracker
-from gateway.store.interface import Durable, PrefixChange, StoreUnavailable
+from penstock.engine.planning.prefix_index import prompt_hashes
+from penstock.gateway.http.background import every, meanwhile
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
+from penstock.gateway.store.interface import Durable, PrefixChange, StoreUnavailable
 
 PRIVATE = b"\0private"
 """Salts end with this where the tokens of their prompts stay in this process."""

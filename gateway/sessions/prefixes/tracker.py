@@ -12,9 +12,9 @@ from heapq import nlargest
 from itertools import islice
 from typing import TypeVar
 
-from engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, Stored
-from gateway.store.interface import PrefixChange
-from gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
+from penstock.engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, Stored
+from penstock.gateway.store.interface import PrefixChange
+from penstock.gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
 
 _Counted = TypeVar("_Counted", int, bytes)
 

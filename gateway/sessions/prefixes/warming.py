@@ -9,13 +9,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.planning.prefix_index import block_hash, chain_start
-from engine.planning.request import Output, Request, SamplingParams
-from gateway.http.connections import Timeouts
-from gateway.sessions.prefixes.tracker import PrefixTracker
-from gateway.store.interface import Durable, PrefixChange, StoreUnavailable
-from gateway.wire.streams import Generation
-from priority.lanes import Lane
+from penstock.engine.planning.prefix_index import block_hash, chain_start
+from penstock.engine.planning.request import Output, Request, SamplingParams
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
+from penstock.gateway.store.interface import Durable, PrefixChange, StoreUnavailable
+from penstock.gateway.wire.streams import Generation
+from penstock.priority.lanes import Lane
 
 log = logging.getLogger("penstock.gateway")
 

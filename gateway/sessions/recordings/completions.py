@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from engine.planning.request import FinishReason, TokenLogprobs
-from gateway.http.errors import ApiError
-from gateway.sessions.recordings.recording import Recording
-from gateway.wire.frames import DONE, StreamWriter, error_frame, usage_of
-from gateway.wire.parsing import Answer, CallBegun, Piece
-from gateway.wire.reading import Reading
-from gateway.wire.shapes import ChatShape, CompletionShape, Extras, Head, Shape, TokenText
-from gateway.wire.streams import Delta
+from penstock.engine.planning.request import FinishReason, TokenLogprobs
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.wire.frames import DONE, StreamWriter, error_frame, usage_of
+from penstock.gateway.wire.parsing import Answer, CallBegun, Piece
+from penstock.gateway.wire.reading import Reading
+from penstock.gateway.wire.shapes import ChatShape, CompletionShape, Extras, Head, Shape, TokenText
+from penstock.gateway.wire.streams import Delta
 
 CHAT, TEXT = "chat", "completion"
 """The kinds of recordings."""

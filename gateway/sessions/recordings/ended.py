@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Recording
 
 
 @dataclass(slots=True)

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from engine.planning.request import FinishReason, Output, Request, TokenLogprobs
-from gateway.http.errors import ApiError
-from gateway.http.off_loop import off_loop
-from gateway.sessions.recordings.recording import Recording, Script, Turns
-from gateway.store.interface import Journal, JournalChange
+from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.sessions.recordings.recording import Recording, Script, Turns
+from penstock.gateway.store.interface import Journal, JournalChange
 
 _HEADER_BYTES = 12
 """A token of the prompt and its text take about so many bytes in a journal's header."""

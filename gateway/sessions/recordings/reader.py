@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from gateway.http.connections import EVENT_STREAM, Connection
-from gateway.http.errors import ApiError, gone, log_fault
-from gateway.sessions.recordings.recording import Recording
-from gateway.wire.frames import KEEPALIVE
+from penstock.gateway.http.connections import EVENT_STREAM, Connection
+from penstock.gateway.http.errors import ApiError, gone, log_fault
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.wire.frames import KEEPALIVE
 
 
 class Format(Protocol):

@@ -15,11 +15,11 @@ from itertools import islice
 from math import nan
 from typing import Any, Protocol
 
-from engine.planning.grammar import Grammar
-from engine.planning.request import FinishReason, Output, Request, TokenLogprobs
-from gateway.http.connections import Connection, Timeouts
-from gateway.http.errors import ApiError, gone
-from gateway.wire.streams import LOGPROB_BYTES, Generation
+from penstock.engine.planning.grammar import Grammar
+from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
+from penstock.gateway.http.connections import Connection, Timeouts
+from penstock.gateway.http.errors import ApiError, gone
+from penstock.gateway.wire.streams import LOGPROB_BYTES, Generation
 
 MAX_TEXT_BYTES = 8 * 1024 * 1024
 """The bytes of one recording; the oldest events beyond it are forgotten."""

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from engine.engine import EngineState
-from engine.planning.request import Request
-from gateway.access.idempotency import Idempotency
-from gateway.access.quotas import Reservation
-from gateway.dispatch import Dispatch
-from gateway.http.background import Rounds, every, meanwhile
-from gateway.http.errors import ApiError, internal
-from gateway.http.off_loop import off_loop
-from gateway.sessions.recordings.ended import EndedRecordings
-from gateway.sessions.recordings.journal import (
+from penstock.engine.engine import EngineState
+from penstock.engine.planning.request import Request
+from penstock.gateway.access.idempotency import Idempotency
+from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.dispatch import Dispatch
+from penstock.gateway.http.background import Rounds, every, meanwhile
+from penstock.gateway.http.errors import ApiError, internal
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.sessions.recordings.ended import EndedRecordings
+from penstock.gateway.sessions.recordings.journal import (
     CorruptJournal,
     Replayer,
     ScriptMaker,
@@ -27,13 +27,20 @@ from gateway.sessions.recordings.journal import (
     rebuild,
     replay,
 )
-from gateway.sessions.recordings.recording import Recording
-from gateway.store.interface import Durable, Journal, JournalChange, JournalOutcome, Store, StoreUnavailable
-from gateway.store.patience import PATIENCE, insist, insistent
-from gateway.wire.compiling import Compiling
-from gateway.wire.frames import timings_of
-from gateway.wire.reading import Formats, Reading
-from gateway.wire.structured import Form
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.store.interface import (
+    Durable,
+    Journal,
+    JournalChange,
+    JournalOutcome,
+    Store,
+    StoreUnavailable,
+)
+from penstock.gateway.store.patience import PATIENCE, insist, insistent
+from penstock.gateway.wire.compiling import Compiling
+from penstock.gateway.wire.frames import timings_of
+from penstock.gateway.wire.reading import Formats, Reading
+from penstock.gateway.wire.structured import Form
 
 log = logging.getLogger("penstock.gateway")
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from json.encoder import encode_basestring_ascii
 
-from gateway.http.errors import ApiError
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.objects import beginning, response, status_of
-from gateway.sessions.responses.script import ItemDelta, ItemEvent
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses.objects import beginning, response, status_of
+from penstock.gateway.sessions.responses.script import ItemDelta, ItemEvent
 
 _LAST = {"completed": "response.completed", "failed": "response.failed"}
 

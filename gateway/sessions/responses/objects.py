@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from engine.planning.request import FinishReason
-from gateway.http.errors import ApiError, invalid
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.schemas import (
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses.schemas import (
     AllowedTools,
     InputCall,
     InputCallOutput,
@@ -29,16 +29,16 @@ from gateway.sessions.responses.schemas import (
     TextConfig,
     TextPart,
 )
-from gateway.sessions.responses.threads import Message
-from gateway.wire.conversation import as_call
-from gateway.wire.frames import response_usage_of
-from gateway.wire.parsing import Call
-from gateway.wire.reading import PLAIN, Reading
-from gateway.wire.sampling import tier_of
-from gateway.wire.shapes import ChosenLogprob
-from gateway.wire.strict import StrictBody
-from gateway.wire.tools.use import ToolUse, tool_use
-from priority.lanes import Lane
+from penstock.gateway.sessions.responses.threads import Message
+from penstock.gateway.wire.conversation import as_call
+from penstock.gateway.wire.frames import response_usage_of
+from penstock.gateway.wire.parsing import Call
+from penstock.gateway.wire.reading import PLAIN, Reading
+from penstock.gateway.wire.sampling import tier_of
+from penstock.gateway.wire.shapes import ChosenLogprob
+from penstock.gateway.wire.strict import StrictBody
+from penstock.gateway.wire.tools.use import ToolUse, tool_use
+from penstock.priority.lanes import Lane
 
 JsonObject = dict[str, Any]
 

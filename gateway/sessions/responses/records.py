@@ -15,9 +15,9 @@ from functools import partial
 
 import orjson
 
-from gateway.http.off_loop import off_loop
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.objects import (
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses.objects import (
     Item,
     JsonObject,
     as_messages,
@@ -25,13 +25,13 @@ from gateway.sessions.responses.objects import (
     response,
     status_of,
 )
-from gateway.sessions.responses.threads import Thread, num_chars
-from gateway.store.interface import Store
-from gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
-from gateway.store.patience import insist
-from gateway.store.pieces import PIECE_BYTES, Pieces, cut, join
-from gateway.store.pieces import keep as keep_pieces
-from gateway.store.records import Records, answering_unavailable
+from penstock.gateway.sessions.responses.threads import Thread, num_chars
+from penstock.gateway.store.interface import Store
+from penstock.gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
+from penstock.gateway.store.patience import insist
+from penstock.gateway.store.pieces import PIECE_BYTES, Pieces, cut, join
+from penstock.gateway.store.pieces import keep as keep_pieces
+from penstock.gateway.store.records import Records, answering_unavailable
 
 KIND = "response"
 KEPT_S = 24 * 3600.0

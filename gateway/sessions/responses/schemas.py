@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from gateway.http.errors import ApiError, invalid, unsupported
-from gateway.http.limits import Limits
-from gateway.wire.schemas import (
+from penstock.gateway.http.errors import ApiError, invalid, unsupported
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.schemas import (
     HINTS,
     OPEN,
     Sampled,
@@ -22,8 +22,15 @@ from gateway.wire.schemas import (
     known_choice,
     known_tools,
 )
-from gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value, validated
-from gateway.wire.structured import ANY_OBJECT, Form, missing, schema_grammar
+from penstock.gateway.wire.strict import (
+    TOLERANT,
+    Many,
+    StrictBody,
+    TolerantBody,
+    unsupported_value,
+    validated,
+)
+from penstock.gateway.wire.structured import ANY_OBJECT, Form, missing, schema_grammar
 
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from engine.planning.request import FinishReason, TokenLogprobs
-from gateway.sessions.responses.objects import (
+from penstock.engine.planning.request import FinishReason, TokenLogprobs
+from penstock.gateway.sessions.responses.objects import (
     ITEM_DONE,
     Item,
     JsonObject,
@@ -19,10 +19,10 @@ from gateway.sessions.responses.objects import (
     reasoning_part,
     text_part,
 )
-from gateway.sessions.responses.schemas import ItemStatus, ReasoningText
-from gateway.wire.parsing import ArgumentsDelta, Call, CallBegun, Piece, ReplyParser, TextDelta
-from gateway.wire.reading import Reading
-from gateway.wire.shapes import ChosenLogprob, TokenText, chosen_logprob
+from penstock.gateway.sessions.responses.schemas import ItemStatus, ReasoningText
+from penstock.gateway.wire.parsing import ArgumentsDelta, Call, CallBegun, Piece, ReplyParser, TextDelta
+from penstock.gateway.wire.reading import Reading
+from penstock.gateway.wire.shapes import ChosenLogprob, TokenText, chosen_logprob
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 

@@ -14,9 +14,9 @@ from typing import Any, NotRequired
 import orjson
 from typing_extensions import TypedDict
 
-from gateway.store.packing import Tokens
-from gateway.wire.prompts import Prompts
-from gateway.wire.tokenizer import Tokenizer
+from penstock.gateway.store.packing import Tokens
+from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.tokenizer import Tokenizer
 
 
 class Message(TypedDict):

@@ -10,10 +10,10 @@ import orjson
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from gateway.http.limits import Limits
-from gateway.wire.conversation import thinking_switches
-from gateway.wire.schemas import ChatBody
-from gateway.wire.strict import STRICT, TOLERANT, Many, StrictBody, TolerantBody, read
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.conversation import thinking_switches
+from penstock.gateway.wire.schemas import ChatBody
+from penstock.gateway.wire.strict import STRICT, TOLERANT, Many, StrictBody, TolerantBody, read
 
 
 @with_config(TOLERANT)

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable
 from json.encoder import encode_basestring_ascii
 
-from engine.planning.request import FinishReason
-from gateway.http.connections import EVENT_STREAM
-from gateway.http.correlation import ANTHROPIC_PATH
-from gateway.http.errors import ApiError
-from gateway.wire.frames import last_frames, timings_of
-from gateway.wire.parsing import (
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.http.connections import EVENT_STREAM
+from penstock.gateway.http.correlation import ANTHROPIC_PATH
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.wire.frames import last_frames, timings_of
+from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
     CallBegun,
@@ -21,8 +21,8 @@ from gateway.wire.parsing import (
     TextDelta,
     answer_of,
 )
-from gateway.wire.shapes import Head
-from gateway.wire.streams import Delta, Generation
+from penstock.gateway.wire.shapes import Head
+from penstock.gateway.wire.streams import Delta, Generation
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import Field
 
-from gateway.http.errors import invalid
-from gateway.http.limits import Limits
-from gateway.wire.conversation import thinking_switches
-from gateway.wire.schemas import ChatBody
-from gateway.wire.strict import Many, StrictBody, TolerantBody, read
+from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.conversation import thinking_switches
+from penstock.gateway.wire.schemas import ChatBody
+from penstock.gateway.wire.strict import Many, StrictBody, TolerantBody, read
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
 """A sampler that is not here, switched off."""

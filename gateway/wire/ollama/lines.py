@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from json.encoder import encode_basestring_ascii
 
-from gateway.http.errors import ApiError
-from gateway.http.refusals import OLLAMA_PATH
-from gateway.wire.embeddings import shortened
-from gateway.wire.frames import last_frames, timings_of
-from gateway.wire.ollama.bodies import EmbeddingAsked
-from gateway.wire.parsing import (
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.refusals import OLLAMA_PATH
+from penstock.gateway.wire.embeddings import shortened
+from penstock.gateway.wire.frames import last_frames, timings_of
+from penstock.gateway.wire.ollama.bodies import EmbeddingAsked
+from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
     Call,
@@ -23,8 +23,8 @@ from gateway.wire.parsing import (
     TextDelta,
     answer_of,
 )
-from gateway.wire.shapes import Head, TokenText, chosen_logprob
-from gateway.wire.streams import Delta, Generation
+from penstock.gateway.wire.shapes import Head, TokenText, chosen_logprob
+from penstock.gateway.wire.streams import Delta, Generation
 
 
 class LineWriter:

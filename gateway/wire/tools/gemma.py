@@ -6,9 +6,9 @@ import re
 from collections.abc import Generator
 from json.encoder import encode_basestring
 
-from gateway.wire.tools.formats import QUOTE
-from gateway.wire.tools.scanning import FormatParser, Malformed, Steps, num_begun
-from gateway.wire.tools.tagged import json_text
+from penstock.gateway.wire.tools.formats import QUOTE
+from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Steps, num_begun
+from penstock.gateway.wire.tools.tagged import json_text
 
 _CALL = "call:"
 _MOST_DEEP = 64

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from gateway.wire.tools.formats import QUOTE, TOOL_FORMATS, Format, Style
-from gateway.wire.tools.tagged import is_json, property_schema
+from penstock.gateway.wire.tools.formats import QUOTE, TOOL_FORMATS, Format, Style
+from penstock.gateway.wire.tools.tagged import is_json, property_schema
 
 Spell = Callable[[str], str]
 """A function that writes a marker as grammars do: as the special token that it is, or as text."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 
-from gateway.wire.parsing import ReasoningDelta, TextDelta
-from gateway.wire.tools.formats import HARMONY, TOOL_FORMATS
-from gateway.wire.tools.scanning import FormatParser, Malformed, Said, Steps, Tools
+from penstock.gateway.wire.parsing import ReasoningDelta, TextDelta
+from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS
+from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Said, Steps, Tools
 
 _START, _CHANNEL, _MESSAGE, _END, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]+)")

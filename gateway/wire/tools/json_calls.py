@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 
-from gateway.wire.tools.scanning import FormatParser, Malformed, Steps, string_of
+from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Steps, string_of
 
 _BARE = re.compile(r"[A-Za-z0-9+.-]+")
 _ID = re.compile(r"[A-Za-z0-9_-]+")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.wire.tools.json_calls import JsonCalls
-from gateway.wire.tools.pythonic import Pythonic
-from gateway.wire.tools.scanning import Malformed, Steps
+from penstock.gateway.wire.tools.json_calls import JsonCalls
+from penstock.gateway.wire.tools.pythonic import Pythonic
+from penstock.gateway.wire.tools.scanning import Malformed, Steps
 
 
 class Either(JsonCalls, Pythonic):

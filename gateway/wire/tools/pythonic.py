@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Generator
 
-from gateway.wire.tools.scanning import FormatParser, Malformed, Steps
+from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Steps
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _NEXT_KEY = re.compile(rf"\s*,\s*({_NAME.pattern})\s*=")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
-from gateway.wire.tools.formats import Format
+from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
+from penstock.gateway.wire.tools.formats import Format
 
 Steps = Generator[None, None, None]
 Said = type[TextDelta | ReasoningDelta]

@@ -7,8 +7,8 @@ from collections.abc import Generator, Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
-from gateway.wire.tools.pythonic import json_of
-from gateway.wire.tools.scanning import FormatParser, Malformed, Steps, num_begun, string_of
+from penstock.gateway.wire.tools.pythonic import json_of
+from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Steps, num_begun, string_of
 
 _TYPES_OF_JSON = frozenset({"integer", "number", "boolean", "object", "array", "null"})
 _MOST_REFERENCES = 8

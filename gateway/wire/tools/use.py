@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import orjson
 
-from gateway.http.errors import invalid
+from penstock.gateway.http.errors import invalid
 
 Mode = Literal["auto", "none", "required"]
 

@@ -5,13 +5,13 @@ from threading import Lock
 
 import pytest
 
-from engine.execution.draft_kv import DraftChunk
-from engine.launching import launch_fitting
-from engine.planning.block_tables import BlockTables
-from engine.planning.request import Request, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import OPEN, Chunk, Plan
-from priority.queue import LaneQueue
+from penstock.engine.execution.draft_kv import DraftChunk
+from penstock.engine.launching import launch_fitting
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.step import OPEN, Chunk, Plan
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeDraftModel,
     FakeRunner,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution import expert_counts, loader
-from engine.execution.expert_counts import (
+from penstock.engine.execution import expert_counts, loader
+from penstock.engine.execution.expert_counts import (
     _EVERY,
     DecodedExperts,
     ExpertCounts,
@@ -17,14 +17,14 @@ from engine.execution.expert_counts import (
     Spread,
     counted,
 )
-from engine.kernels.experts import route
-from engine.kernels.ops import reference_kernels
-from engine.model.parse import read_config
-from engine.model.split import split_config
-from engine.planning.request import ExpertSums
-from engine.planning.step import ExpertLoad, ExpertUse, StepReport
-from engine.spec import Experts, Router
-from gateway.metrics import Metrics
+from penstock.engine.kernels.experts import route
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.split import split_config
+from penstock.engine.planning.request import ExpertSums
+from penstock.engine.planning.step import ExpertLoad, ExpertUse, StepReport
+from penstock.engine.spec import Experts, Router
+from penstock.gateway.metrics import Metrics
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, TINY
 from tests.engine.test_family_runs import MAX_TOKENS, request

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.execution.graphs import CudaDevice
-from engine.execution.loader import load_model
-from engine.execution.runner import LaunchedStep, ModelRunner
-from engine.kernels.kv_cache import QUANTIZED
-from engine.model.drafts import DraftSource
-from engine.planning.request import Pooling, Sequence
-from engine.planning.step import DraftSeconds, OutOfMemory, Plan, StepResult
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution.graphs import CudaDevice
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import LaunchedStep, ModelRunner
+from penstock.engine.kernels.kv_cache import QUANTIZED
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.planning.request import Pooling, Sequence
+from penstock.engine.planning.step import DraftSeconds, OutOfMemory, Plan, StepResult
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.eagle_heads import make_eagle

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import NotEnoughMemory
-from engine.execution import loader, memory
-from engine.execution.loader import load_model
-from engine.execution.measuring import largest_batches, measure_steps
-from engine.execution.memory import (
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import NotEnoughMemory
+from penstock.engine.execution import loader, memory
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.measuring import largest_batches, measure_steps
+from penstock.engine.execution.memory import (
     Budget,
     GpuMemory,
     Measured,
@@ -24,16 +24,16 @@ from engine.execution.memory import (
     plan_memory,
     weight_bytes,
 )
-from engine.fields import Fields
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.select import select
-from engine.model.parse import parse_config, read_config
-from engine.model.safetensors import TensorFiles
-from engine.model.transformer import Decoder
-from engine.model.weights import load_weights
-from engine.sizes import GIB
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.select import select
+from penstock.engine.model.parse import parse_config, read_config
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.transformer import Decoder
+from penstock.engine.model.weights import load_weights
+from penstock.engine.sizes import GIB
 from tests.engine.checkpoints import make_checkpoint, make_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

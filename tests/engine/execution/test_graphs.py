@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.execution import graphs
-from engine.execution.graphs import (
+from penstock.engine.execution import graphs
+from penstock.engine.execution.graphs import (
     Graph,
     Ladder,
     capture_all,
@@ -23,7 +23,7 @@ from engine.execution.graphs import (
     mixed_shapes,
     verifying_shapes,
 )
-from engine.execution.seats import StepShape
+from penstock.engine.execution.seats import StepShape
 
 
 class Replayed:

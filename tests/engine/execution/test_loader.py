@@ -13,25 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError, NotEnoughMemory
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.execution.memory import Budget, plan_memory, weight_bytes
-from engine.fields import Fields
-from engine.kernels import ops, select
-from engine.kernels.batch import blank_batch
-from engine.kernels.cpu import native
-from engine.kernels.cpu.native import NativeDecoder, NativeUnavailable, PackedLinear
-from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
-from engine.kernels.ops import Kernels
-from engine.model.parameters import AttentionWeights, MlpWeights, Weights
-from engine.model.parse import parse_config, read_config
-from engine.model.safetensors import TensorFiles
-from engine.model.tensors import Recipe
-from engine.model.transformer import Decoder
-from engine.model.weights import load_weights
-from engine.quant.quantization import Quantization
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError, NotEnoughMemory
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.memory import Budget, plan_memory, weight_bytes
+from penstock.engine.fields import Fields
+from penstock.engine.kernels import ops, select
+from penstock.engine.kernels.batch import blank_batch
+from penstock.engine.kernels.cpu import native
+from penstock.engine.kernels.cpu.native import NativeDecoder, NativeUnavailable, PackedLinear
+from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.model.parameters import AttentionWeights, MlpWeights, Weights
+from penstock.engine.model.parse import parse_config, read_config
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.tensors import Recipe
+from penstock.engine.model.transformer import Decoder
+from penstock.engine.model.weights import load_weights
+from penstock.engine.quant.quantization import Quantization
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
 from tests.engine.kernel_tables import stored_in
 from tests.few import examples

@@ -6,21 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import NotEnoughMemory
-from engine.execution.memory import (
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import NotEnoughMemory
+from penstock.engine.execution.memory import (
     Budget,
     MemoryPlan,
     plan_memory,
     weight_bytes,
 )
-from engine.fields import Fields
-from engine.kernels.ops import reference_kernels
-from engine.model.parse import parse_config
-from engine.model.tensors import Recipe
-from engine.planning.windows import Windows
-from engine.quant.quantization import Quantization
-from engine.sizes import GIB
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.parse import parse_config
+from penstock.engine.model.tensors import Recipe
+from penstock.engine.planning.windows import Windows
+from penstock.engine.quant.quantization import Quantization
+from penstock.engine.sizes import GIB
 from tests.engine.checkpoints import make_config, random_tensors
 from tests.engine.kernel_tables import stored_in
 

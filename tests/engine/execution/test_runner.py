@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import MAX_DRAFTS
-from engine.execution.runner import LaunchedStep, ModelRunner
-from engine.planning.request import Request, SamplingParams
-from engine.planning.step import DeviceError, RunnerFacts
+from penstock.engine.config import MAX_DRAFTS
+from penstock.engine.execution.runner import LaunchedStep, ModelRunner
+from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.step import DeviceError, RunnerFacts
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import make_request

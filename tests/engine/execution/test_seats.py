@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.seats import Placed, Seats, StepShape
-from engine.execution.uploads import send_apart
-from engine.kernels.batch import Batch
-from engine.kernels.sequence_table import SequenceTable, StepInputs, gather
-from engine.planning.request import Sequence
-from engine.planning.step import Chunk, Plan
+from penstock.engine.execution.seats import Placed, Seats, StepShape
+from penstock.engine.execution.uploads import send_apart
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.sequence_table import SequenceTable, StepInputs, gather
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import Chunk, Plan
 from tests.engine.fake_runner import make_request
 from tests.engine.queued_runner import QueuedRunner, QueuedStep
 from tests.engine.test_overlap import StoppingSink, answers
@@ -171,7 +171,9 @@ def test_a_decode_like_the_one_before_sends_nothing(monkeypatch: pytest.MonkeyPa
     sequences = [sequence_of("a", 3), sequence_of("b", 2, blocks=[2])]
     launch(seats, plan_of(*map(whole, sequences)), [7, 8])
     launch(seats, plan_of(*(Chunk(s, len(s.token_ids), 1, samples=True) for s in sequences)), [9, 10])
-    monkeypatch.setattr("engine.execution.seats.send_apart", lambda *_: pytest.fail("something was sent"))
+    monkeypatch.setattr(
+        "penstock.engine.execution.seats.send_apart", lambda *_: pytest.fail("something was sent")
+    )
     placed = place(seats, plan_of(*(Chunk(s, len(s.token_ids) + 1, 1, samples=True) for s in sequences)))
     batch = inputs_of(seats, placed).batch
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([9, 10], [4, 3])
@@ -187,7 +189,7 @@ def test_a_new_block_is_all_that_is_sent_of_a_longer_table(monkeypatch: pytest.M
         sent.extend(map(len, parts))
         return send_apart(parts, device)
 
-    monkeypatch.setattr("engine.execution.seats.send_apart", note)
+    monkeypatch.setattr("penstock.engine.execution.seats.send_apart", note)
     sequence.block_table.append(6)
     placed = place(seats, plan_of(Chunk(sequence, 4, 1, samples=True)))
     assert sorted(sent) == [0, 0, 1, 1, 1], "the place of the entry, the block, and the slot"

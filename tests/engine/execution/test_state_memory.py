@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import NotEnoughMemory
-from engine.execution.memory import SMALLEST_STATES, Budget, MemoryPlan, plan_memory
-from engine.kernels.ops import reference_kernels
-from engine.kernels.state_cache import StateLayout
-from engine.model.parse import read_config
-from engine.sizes import GIB
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import NotEnoughMemory
+from penstock.engine.execution.memory import SMALLEST_STATES, Budget, MemoryPlan, plan_memory
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.kernels.state_cache import StateLayout
+from penstock.engine.model.parse import read_config
+from penstock.engine.sizes import GIB
 from tests.engine.families import STATES
 from tests.few import examples
 

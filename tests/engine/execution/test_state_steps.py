@@ -7,20 +7,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.config import LoadOptions
-from engine.execution import loader
-from engine.execution.facts import facts_of
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
-from engine.execution.seats import StepShape
-from engine.execution.state_slots import MOST_SAVES, StateBuffers
-from engine.kernels.batch import blank_batch
-from engine.kernels.ops import reference_kernels
-from engine.planning.request import Request, Sequence
-from engine.planning.setup import make_tables
-from engine.planning.states import ChunkState, Save
-from engine.planning.step import Chunk
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution import loader
+from penstock.engine.execution.facts import facts_of
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.execution.seats import StepShape
+from penstock.engine.execution.state_slots import MOST_SAVES, StateBuffers
+from penstock.engine.kernels.batch import blank_batch
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.setup import make_tables
+from penstock.engine.planning.states import ChunkState, Save
+from penstock.engine.planning.step import Chunk
 from tests.engine.execution.test_steps import SEATS, RepeatingDevice, StepDriver, ask, device_runner
 from tests.engine.fake_runner import drafting_always, make_request
 from tests.engine.families import STATES

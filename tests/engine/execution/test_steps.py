@@ -13,24 +13,24 @@ from threading import Lock
 import pytest
 import torch
 
-from engine.config import LoadOptions
-from engine.execution import loader
-from engine.execution.buffers import StepBuffers
-from engine.execution.graphs import Graph
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.execution.runner import LaunchedStep, ModelRunner
-from engine.execution.seats import StepShape
-from engine.kernels.batch import Batch
-from engine.kernels.ops import reference_kernels
-from engine.launching import launch_fitting
-from engine.model.transformer import ForwardPass
-from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting
-from engine.planning.request import BeamParams, Output, Request, SamplingParams, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import DeviceError, Masks, OutOfMemory, Plan, Runner, StepInFlight
-from priority.queue import LaneQueue
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution import loader
+from penstock.engine.execution.buffers import StepBuffers
+from penstock.engine.execution.graphs import Graph
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import LaunchedStep, ModelRunner
+from penstock.engine.execution.seats import StepShape
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.launching import launch_fitting
+from penstock.engine.model.transformer import ForwardPass
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.request import BeamParams, Output, Request, SamplingParams, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.step import DeviceError, Masks, OutOfMemory, Plan, Runner, StepInFlight
+from penstock.priority.queue import LaneQueue
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import NoText
 from tests.engine.rounding_noise import error_of

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import LoadOptions
-from engine.execution import loader
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
-from engine.execution.seats import StepShape
-from engine.kernels.ops import reference_kernels
-from engine.model.drafts import DraftSource, SharedTokens
-from engine.planning.drafting import Proposer
-from engine.planning.request import Sequence
-from engine.planning.step import DraftSeconds, Masks, Plan, StepInFlight
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution import loader
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.execution.seats import StepShape
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.drafts import DraftSource, SharedTokens
+from penstock.engine.planning.drafting import Proposer
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import DraftSeconds, Masks, Plan, StepInFlight
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.execution.test_steps import SEATS, RepeatingDevice, StepDriver, ask, device_runner, padded
 from tests.engine.fake_runner import UnpricedDrafting

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.checkpoint import DEMO_MODEL
-from engine.config import LoadOptions
-from engine.engine import Engine
-from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
-from engine.planning.grammars import Grammars
-from engine.planning.request import Output
-from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import StepReport
-from engine.planning.stopping import TextSink
-from priority.queue import LaneQueue
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.config import LoadOptions
+from penstock.engine.engine import Engine
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.planning.grammars import Grammars
+from penstock.engine.planning.request import Output
+from penstock.engine.planning.scheduler import SchedulerLimits
+from penstock.engine.planning.step import StepReport
+from penstock.engine.planning.stopping import TextSink
+from penstock.priority.queue import LaneQueue
 from tests.engine.driver import compiled
 from tests.engine.grammars.test_answers import CONFIG, MIXTURE, TOKENIZER, alone, driver
 

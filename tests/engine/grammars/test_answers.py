@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from app.checkpoint import DEMO_MODEL
-from engine.model.checkpoint import read_config, read_tokenizer
-from engine.planning import grammars as module
-from engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
-from engine.planning.grammars import ForcedTokens, Grammars
-from engine.planning.lookup import Lookup
-from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from engine.planning.step import Chunk, Plan
-from engine.planning.stopping import TextSink
-from engine.planning.tokenizer import Tokenizer
-from engine.sampling.tables import Filters
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.model.checkpoint import read_config, read_tokenizer
+from penstock.engine.planning import grammars as module
+from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
+from penstock.engine.planning.grammars import ForcedTokens, Grammars
+from penstock.engine.planning.lookup import Lookup
+from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.stopping import TextSink
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.sampling.tables import Filters
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always
 from tests.engine.grammars.schemas import random_schema

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team
+from penstock.engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team
 from tests.engine.kernels.levels import LEVELS, MAIN_LEVELS, build_levels, library_of, params
 
 

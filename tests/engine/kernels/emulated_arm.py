@@ -23,9 +23,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine.kernels.cpu.build import cache_directory
-from engine.kernels.cpu.levels import Level
-from engine.kernels.cpu.library import SIGNATURES, NativeLibrary
+from penstock.engine.kernels.cpu.build import cache_directory
+from penstock.engine.kernels.cpu.levels import Level
+from penstock.engine.kernels.cpu.library import SIGNATURES, NativeLibrary
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from engine.kernels.cpu.build import build, fingerprint, side_by_side
-from engine.kernels.cpu.commands import Commands
-from engine.kernels.cpu.levels import AMX, AVX512BF16, Level, Machine, levels_of, this_machine
-from engine.kernels.cpu.native import NativeLibrary, load_library
+from penstock.engine.kernels.cpu.build import build, fingerprint, side_by_side
+from penstock.engine.kernels.cpu.commands import Commands
+from penstock.engine.kernels.cpu.levels import AMX, AVX512BF16, Level, Machine, levels_of, this_machine
+from penstock.engine.kernels.cpu.native import NativeLibrary, load_library
 from tests.engine.kernels import emulated_arm
 
 TILES = "tiles"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
-from engine.kernels.ops import RotateAndWrite
-from engine.kernels.reference import TokenPlaces, quantize_kv, write_kv
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.kernels.ops import RotateAndWrite
+from penstock.engine.kernels.reference import TokenPlaces, quantize_kv, write_kv
 from tests.engine import ranges
 from tests.engine.ranges import Range, assert_within, concatenated, exactly
 

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels import reference
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
-from engine.kernels.kv_cache import KVCache, KVLayout, KVShape, is_quantized
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels
-from engine.model.lowering import program
-from engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
-from engine.model.rotary import RotaryTables
-from engine.model.transformer import Decoder
-from engine.quant.formats import DENSE
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels import reference
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape, is_quantized
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.model.lowering import program
+from penstock.engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
+from penstock.engine.model.rotary import RotaryTables
+from penstock.engine.model.transformer import Decoder
+from penstock.engine.quant.formats import DENSE
 from tests.engine.configs import llama_config
 
 MAX_POSITION = 512

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels import recurrent
-from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.recurrent import StateVectors
-from engine.kernels.state_cache import LayerStates, StateCache, StateLayout
-from engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
+from penstock.engine.kernels import recurrent
+from penstock.engine.kernels.batch import Batch, blank_batch
+from penstock.engine.kernels.recurrent import StateVectors
+from penstock.engine.kernels.state_cache import LayerStates, StateCache, StateLayout
+from penstock.engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
 from tests.engine.configs import state_config
 
 CPU = torch.device("cpu")

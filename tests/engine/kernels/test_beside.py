@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.kernels import beside as module
-from engine.kernels.beside import beside
+from penstock.engine.kernels import beside as module
+from penstock.engine.kernels.beside import beside
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.cpu.levels import AVX512BF16
-from engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.cpu.levels import AVX512BF16
+from penstock.engine.kernels.cpu.native import PackedLinear, Team
 from tests.engine.kernels.levels import LEVELS
 
 pytestmark = pytest.mark.skipif(AVX512BF16 not in LEVELS, reason="needs a processor with AVX-512 BF16")

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.cpu.native import NativeLibrary, PackedLinear, Team
-from engine.quant.codebook import NF4, UNIT, Codebook
-from engine.quant.float8 import BLOCK, Float8, Scaling
-from engine.quant.formats import NamedTensors
-from engine.quant.storages.bitsandbytes import TABLES
+from penstock.engine.kernels.cpu.native import NativeLibrary, PackedLinear, Team
+from penstock.engine.quant.codebook import NF4, UNIT, Codebook
+from penstock.engine.quant.float8 import BLOCK, Float8, Scaling
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.storages.bitsandbytes import TABLES
 from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what the native kernels take")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import commands
-from engine.kernels.cpu.commands import Commands
+from penstock.engine.kernels.cpu import commands
+from penstock.engine.kernels.cpu.commands import Commands
 
 WAITING = "until [ -s {} ]; do sleep 0.01; done; "
 

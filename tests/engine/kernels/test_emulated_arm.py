@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.kernels.cpu.levels import this_machine
-from engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.cpu.levels import this_machine
+from penstock.engine.kernels.cpu.native import PackedLinear, Team
 from tests.engine.kernels.emulated_arm import EmulatedLibrary, missing
 from tests.engine.kernels.levels import build_levels, level_of, library_of
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from engine.kernels.experts import ListedExperts, activate, route, run_experts
-from engine.kernels.linear import DenseLinear
-from engine.spec import SCORINGS, Activation, Router
+from penstock.engine.kernels.experts import ListedExperts, activate, route, run_experts
+from penstock.engine.kernels.linear import DenseLinear
+from penstock.engine.spec import SCORINGS, Activation, Router
 
 HIDDEN, INNER = 24, 20
 SWIGLU = Activation(limit=0.7, alpha=1.702, shift=1.0)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.kernels import linear as module
-from engine.kernels.cpu.native import PackedLinear, Team
-from engine.kernels.linear import IntegerLinear, fused_multiply_add, quantize_rows, round_inputs
-from engine.quant.formats import NamedTensors
-from engine.quant.integers import Factors, Inputs, Integers
-from engine.quant.rotation import block_size, rotated
+from penstock.engine.errors import CheckpointError
+from penstock.engine.kernels import linear as module
+from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.linear import IntegerLinear, fused_multiply_add, quantize_rows, round_inputs
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.integers import Factors, Inputs, Integers
+from penstock.engine.quant.rotation import block_size, rotated
 from tests.engine import ranges
 from tests.engine.integers import any_integers
 from tests.engine.ranges import assert_within

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.config import ModelConfig
-from engine.kernels.kv_cache import MAX_TABLES, KVCache, KVLayout, KVShape
-from engine.spec import Attention, Layer, Mlp, ModelSpec, Norm
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.kv_cache import MAX_TABLES, KVCache, KVLayout, KVShape
+from penstock.engine.spec import Attention, Layer, Mlp, ModelSpec, Norm
 
 LAYOUT = KVLayout.even(KVShape(num_kv_heads=2, head_dim=8, block_size=4), 3)
 

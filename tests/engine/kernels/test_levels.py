@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.errors import InstructionSetError
-from engine.kernels.cpu import build, levels
-from engine.kernels.cpu.levels import LEVELS, Machine, features, this_machine
-from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, PackedLinear, load_library
+from penstock.engine.errors import InstructionSetError
+from penstock.engine.kernels.cpu import build, levels
+from penstock.engine.kernels.cpu.levels import LEVELS, Machine, features, this_machine
+from penstock.engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, PackedLinear, load_library
 from tests.engine import ranges
 from tests.engine.kernels.levels import TILES, level_of
 from tests.engine.ranges import assert_within
@@ -222,7 +222,7 @@ libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, ctypes.byref(Filter(6, ctypes.addressof(code)))) == 0
 
-from engine.kernels.cpu.library import load_library
+from penstock.engine.kernels.cpu.library import load_library
 print(load_library(print).level)
 """
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import (
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import (
     BLOCK_SIZE,
     NativeDecoder,
     NativeHeads,
@@ -19,8 +19,8 @@ from engine.kernels.cpu.native import (
     PackedLinear,
     Team,
 )
-from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
-from engine.quant.rotation import block_size, rotated
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.quant.rotation import block_size, rotated
 from tests.engine import ranges
 from tests.engine.kernels.levels import ARM_LEVELS, LEVELS, SHAPE_LEVELS, build_levels, library_of, params
 from tests.engine.kernels.random_model import CPU, NUM_BLOCKS, WITH_TILES, Prompts

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.kernels.cpu.native import PackedLinear, Team
-from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers, common_format, widen
-from engine.quant.storages.gguf import TYPES, BlockRows, StoredBlocks
+from penstock.engine.errors import CheckpointError
+from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.integers import Integers, common_format, widen
+from penstock.engine.quant.storages.gguf import TYPES, BlockRows, StoredBlocks
 from tests.engine.ggml_blocks import random_rows
 
 UNIT = 256

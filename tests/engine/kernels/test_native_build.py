@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import LoadOptions
-from engine.fields import Fields
-from engine.kernels.cpu import build, commands
-from engine.kernels.cpu.build import NativeUnavailable
-from engine.kernels.cpu.levels import LEVELS, this_machine
-from engine.kernels.select import select
-from engine.model.parse import parse_config
+from penstock.engine.config import LoadOptions
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.cpu import build, commands
+from penstock.engine.kernels.cpu.build import NativeUnavailable
+from penstock.engine.kernels.cpu.levels import LEVELS, this_machine
+from penstock.engine.kernels.select import select
+from penstock.engine.model.parse import parse_config
 from tests.engine.checkpoints import make_config
 
 LD_FULL = """\
@@ -226,7 +226,7 @@ def test_the_operator_reads_what_it_means_for_the_users(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from engine.kernels.cpu import build, levels
+from penstock.engine.kernels.cpu import build, levels
 
 build.SOURCES = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))

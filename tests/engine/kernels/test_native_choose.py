@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.cpu.native import NativeChoose, NativeLibrary
-from engine.sampling import reference
-from engine.sampling.tables import Choose, Filters
+from penstock.engine.kernels.cpu.native import NativeChoose, NativeLibrary
+from penstock.engine.sampling import reference
+from penstock.engine.sampling.tables import Choose, Filters
 from tests.engine.kernels.levels import FEW_LEVELS, params
 from tests.engine.kernels.sampling_rows import (
     EVERYTHING,

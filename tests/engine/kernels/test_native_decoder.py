@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import NativeLibrary, Team
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import NativeLibrary, Team
 from tests.engine.kernels.random_model import (
     DTYPES,
     NUM_BLOCKS,

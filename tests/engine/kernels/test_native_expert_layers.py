@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.native import NativeDecoder, Team
-from engine.kernels.experts import ExpertLinear
-from engine.kernels.linear import Linear
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.select import native_kernels
-from engine.model.parameters import (
+from penstock.engine.kernels.cpu.native import NativeDecoder, Team
+from penstock.engine.kernels.experts import ExpertLinear
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.select import native_kernels
+from penstock.engine.model.parameters import (
     AttentionWeights,
     ExpertsWeights,
     FeedForward,
@@ -22,9 +22,9 @@ from engine.model.parameters import (
     MlpWeights,
     Weights,
 )
-from engine.model.transformer import ForwardPass, make_decoder
-from engine.quant.formats import DENSE
-from engine.spec import Activation, Experts, Mlp, Norm, Router, expert_field
+from penstock.engine.model.transformer import ForwardPass, make_decoder
+from penstock.engine.quant.formats import DENSE
+from penstock.engine.spec import Activation, Experts, Mlp, Norm, Router, expert_field
 from tests.engine.kernels.random_model import CPU, MAX_POSITION, Checkpoint, Prompts
 from tests.engine.kernels.random_model import config as random_config
 

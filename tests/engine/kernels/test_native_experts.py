@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.cpu.native import NativeRoute, NativeRunExperts, PackedLinear, Team
-from engine.kernels.experts import ListedExperts, route, run_experts
-from engine.quant.codebook import NF4, Codebook
-from engine.quant.float8 import Float8
-from engine.quant.integers import Inputs, Integers
-from engine.spec import SCORINGS, Activation, Router
+from penstock.engine.kernels.cpu.native import NativeRoute, NativeRunExperts, PackedLinear, Team
+from penstock.engine.kernels.experts import ListedExperts, route, run_experts
+from penstock.engine.quant.codebook import NF4, Codebook
+from penstock.engine.quant.float8 import Float8
+from penstock.engine.quant.integers import Inputs, Integers
+from penstock.engine.spec import SCORINGS, Activation, Router
 from tests.engine.kernels.test_experts import routers
 from tests.few import examples
 

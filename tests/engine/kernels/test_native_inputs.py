@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.cpu.native import NativeGather, NativeLibrary
-from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepInputs, StepTokens, gather
+from penstock.engine.kernels.cpu.native import NativeGather, NativeLibrary
+from penstock.engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepInputs, StepTokens, gather
 from tests.engine.kernels.levels import FEW_LEVELS, params
 from tests.few import examples
 

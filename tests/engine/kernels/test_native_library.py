@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.cpu import build
-from engine.kernels.cpu.levels import this_machine
-from engine.kernels.cpu.native import (
+from penstock.engine.kernels.cpu import build
+from penstock.engine.kernels.cpu.levels import this_machine
+from penstock.engine.kernels.cpu.native import (
     NativeLibrary,
     NativeUnavailable,
     PackedLinear,
@@ -76,7 +76,7 @@ def test_of_two_processes_one_builds_and_a_third_finds_it(
     )
     environment = {**os.environ, "CXX": str(copy), "XDG_CACHE_HOME": str(scratch)}
     program = (
-        "from engine.kernels.cpu import build, levels\n"
+        "from penstock.engine.kernels.cpu import build, levels\n"
         "print(build.build(levels.this_machine().usable()[0], lambda line: None))"
     )
     running = [
@@ -260,7 +260,7 @@ def test_idle_threads_use_no_processor(library: NativeLibrary) -> None:
 def test_the_end_of_the_interpreter_and_a_fork_are_clean() -> None:
     program = """
 import os, torch
-from engine.kernels.cpu.native import PackedLinear, load_library
+from penstock.engine.kernels.cpu.native import PackedLinear, load_library
 team = load_library(print).start_team(3)
 linear = PackedLinear(team, torch.eye(64), None, torch.float32)
 x = torch.randn(40, 64)
@@ -280,7 +280,7 @@ def test_who_ends_last_has_native_objects_until_then() -> None:
 import atexit
 atexit.register(lambda: print(torch.equal(linear(x), x)))  # what is registered later is called before
 import torch
-from engine.kernels.cpu.native import PackedLinear, load_library
+from penstock.engine.kernels.cpu.native import PackedLinear, load_library
 team = load_library(lambda _: None).start_team(3)
 linear = PackedLinear(team, torch.eye(512), None, torch.float32)
 x = torch.randn(40, 512)

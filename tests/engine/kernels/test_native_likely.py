@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.cpu.native import NativeLibrary, NativeMostLikely
-from engine.sampling.reference import logprobs_of, most_likely
+from penstock.engine.kernels.cpu.native import NativeLibrary, NativeMostLikely
+from penstock.engine.sampling.reference import logprobs_of, most_likely
 from tests.engine.kernels.levels import FEW_LEVELS, params
 from tests.engine.kernels.sampling_rows import ints
 from tests.engine.ranges import assert_logprobs

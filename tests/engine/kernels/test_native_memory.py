@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine.kernels.cpu.native import NativeUnavailable, load_library
+from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits the address space")
 
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from engine.kernels.cpu.native import NativeChoose, PackedLinear, load_library
-from engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.kernels.cpu.native import NativeChoose, PackedLinear, load_library
+from penstock.engine.sampling.tables import Filters, SamplingTables
 
 torch.set_num_threads(1)
 MIB = 1 << 20

@@ -7,10 +7,10 @@ import weakref
 import pytest
 import torch
 
-from engine.kernels.cpu import library as module
-from engine.kernels.cpu.native import PackedLinear, Team
-from engine.kernels.linear import IntegerLinear
-from engine.quant.integers import Integers
+from penstock.engine.kernels.cpu import library as module
+from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.linear import IntegerLinear
+from penstock.engine.quant.integers import Integers
 
 IN, OUT = 96, 88
 """Columns of one group of integers, and rows of a weight: not whole panels, neither together nor in halves."""

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import BLOCK_SIZE, Team
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, Team
 from tests.engine.configs import with_attention, with_spec
 from tests.engine.kernels.levels import SHAPE_LEVELS, params
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, config, ints

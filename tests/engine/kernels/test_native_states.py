@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.kernels.cpu.native import NativeDecoder, NativeLibrary, Team
-from engine.kernels.select import native_kernels
-from engine.kernels.state_cache import StateCache
+from penstock.engine.config import LoadOptions
+from penstock.engine.kernels.cpu.native import NativeDecoder, NativeLibrary, Team
+from penstock.engine.kernels.select import native_kernels
+from penstock.engine.kernels.state_cache import StateCache
 from tests.engine.families import STATES
 from tests.engine.gguf_states import write_state_family
 from tests.engine.kernels.state_layers import check_cuts

@@ -8,8 +8,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engine.kernels.cpu.library import KINDS, KindTime
-from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, PackedLinear, Team, load_library
+from penstock.engine.kernels.cpu.library import KINDS, KindTime
+from penstock.engine.kernels.cpu.native import (
+    NativeLibrary,
+    NativeUnavailable,
+    PackedLinear,
+    Team,
+    load_library,
+)
 from tests.engine.kernels.random_model import Checkpoint, Prompts, config
 
 LAYERS = 3

@@ -12,24 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.kernels import select as selecting
-from engine.kernels.cpu import levels, native
-from engine.kernels.cpu.levels import VARIABLE, Machine
-from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.packed import PACKED, UnpackedLinear
-from engine.kernels.select import only_what_runs, select, trials, triton_kernels
-from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
-from engine.model.parse import parse_config
-from engine.model.tensors import make_recipe
-from engine.quant.float8 import Float8
-from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers
-from engine.quant.quantization import Quantization
-from engine.spec import Experts, GatedDelta, Mamba2, Router, ShortConv
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.kernels import select as selecting
+from penstock.engine.kernels.cpu import levels, native
+from penstock.engine.kernels.cpu.levels import VARIABLE, Machine
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
+from penstock.engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.packed import PACKED, UnpackedLinear
+from penstock.engine.kernels.select import only_what_runs, select, trials, triton_kernels
+from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
+from penstock.engine.model.parse import parse_config
+from penstock.engine.model.tensors import make_recipe
+from penstock.engine.quant.float8 import Float8
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.integers import Integers
+from penstock.engine.quant.quantization import Quantization
+from penstock.engine.spec import Experts, GatedDelta, Mamba2, Router, ShortConv
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_config
 from tests.engine.configs import state_config, with_attention
@@ -234,7 +234,7 @@ def test_a_lost_device_is_no_kernel_that_does_not_run(monkeypatch: pytest.Monkey
 def test_a_product_of_integers_that_does_not_run_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is told once for all maps of its kind."""
     pytest.importorskip("triton", reason=skip_reasons.TRITON)
-    from engine.kernels.triton import packed_linear
+    from penstock.engine.kernels.triton import packed_linear
 
     def fails(*_: object) -> Tensor:
         raise RuntimeError("no registers\nand more")
@@ -262,8 +262,8 @@ def test_a_product_of_integers_that_does_not_run_is_torchs(monkeypatch: pytest.M
 def test_experts_whose_product_does_not_run_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """And that is told once for all of a kind: in 16 bits they run, as the trials showed."""
     pytest.importorskip("triton", reason=skip_reasons.TRITON)
-    from engine.kernels.triton import experts
-    from engine.kernels.triton.expert_weights import PackedExperts
+    from penstock.engine.kernels.triton import experts
+    from penstock.engine.kernels.triton.expert_weights import PackedExperts
 
     def fails(*_: object) -> None:
         raise RuntimeError("no registers\nand more")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.packed import PACKED, UNIT, Code, UnpackedLinear, pack
-from engine.quant.float8 import Float8, Scaling
-from engine.quant.formats import NamedTensors
-from engine.quant.integers import Factors, Integers
-from engine.quant.storages.mxfp4 import MXFP4
+from penstock.engine.kernels.packed import PACKED, UNIT, Code, UnpackedLinear, pack
+from penstock.engine.quant.float8 import Float8, Scaling
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.integers import Factors, Integers
+from penstock.engine.quant.storages.mxfp4 import MXFP4
 from tests.engine.integers import any_integers
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import build, library, prebuilt
-from engine.kernels.cpu.levels import LEVELS, Level, this_machine
-from engine.kernels.cpu.native import NativeUnavailable, load_library
+from penstock.engine.kernels.cpu import build, library, prebuilt
+from penstock.engine.kernels.cpu.levels import LEVELS, Level, this_machine
+from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
 
 KNOWN, FAST = Level("known", (), (), "what every compiler knows"), Level("fast", ("-mfast",), (), "the best")
 STUBS = "\n".join(f'__attribute__((visibility("default"))) void {name}() {{}}' for name in library.SIGNATURES)

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from engine.kernels.state_cache import StateCache, StateLayout
-from engine.spec import Mamba2
+from penstock.engine.kernels.state_cache import StateCache, StateLayout
+from penstock.engine.spec import Mamba2
 from tests.engine.configs import state_config
 from tests.engine.kernels.state_layers import CPU, DELTA, EPS, MIXERS, NUM_PENDING, Layer, check_cuts
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels import reference
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVCache, KVLayout, KVShape
-from engine.kernels.linear import DenseLinear
-from engine.kernels.reference import (
+from penstock.engine.kernels import reference
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.kernels.linear import DenseLinear
+from penstock.engine.kernels.reference import (
     PagedAttention,
     TokenPlaces,
     add_rms_norm,

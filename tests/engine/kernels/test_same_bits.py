@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.levels import AMX, AVX512BF16
-from engine.kernels.cpu.native import PackedLinear, Team
-from engine.quant.codebook import Codebook
-from engine.quant.float8 import Float8
+from penstock.engine.kernels.cpu.levels import AMX, AVX512BF16
+from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.quant.codebook import Codebook
+from penstock.engine.quant.float8 import Float8
 from tests.engine.families import STATES
 from tests.engine.kernels.levels import LEVELS, TILES, build_levels, library_of
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, Types, config

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError, NotEnoughMemory
-from engine.execution import loader
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import MAX_WINDOWED_TOKENS, load_model
-from engine.fields import Fields
-from engine.model.families.common import MAX_POSITIONS
-from engine.model.parse import parse_config, read_config
-from engine.model.safetensors import TensorEntry, TensorFiles
-from engine.model.tensors import check_tensors
-from engine.model.transformer import Decoder
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError, NotEnoughMemory
+from penstock.engine.execution import loader
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import MAX_WINDOWED_TOKENS, load_model
+from penstock.engine.fields import Fields
+from penstock.engine.model.families.common import MAX_POSITIONS
+from penstock.engine.model.parse import parse_config, read_config
+from penstock.engine.model.safetensors import TensorEntry, TensorFiles
+from penstock.engine.model.tensors import check_tensors
+from penstock.engine.model.transformer import Decoder
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
 
 MOST_BYTES = 4 << 20

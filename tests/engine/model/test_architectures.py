@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from engine.model import families
-from engine.model.parse import read_config
-from engine.model.tensors import expected_shapes
+from penstock.engine.model import families
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.tensors import expected_shapes
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config, tensor_shapes
 from tests.engine.families import BY_HAND, INSIDE, RENAMED, SPARSE, STATES, STATES_INSIDE, TINY
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import GenerationDefaults, LoadOptions, ModelConfig
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.model.parse import parse_config, read_config, read_generation_defaults
-from engine.spec import Rope
+from penstock.engine.config import GenerationDefaults, LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.model.parse import parse_config, read_config, read_generation_defaults
+from penstock.engine.spec import Rope
 from tests.engine.checkpoints import make_config
 
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import ModelConfig
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.model.parse import parse_config, read_config, read_generation_defaults
-from engine.spec import Rope
+from penstock.engine.config import ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.model.parse import parse_config, read_config, read_generation_defaults
+from penstock.engine.spec import Rope
 from tests.engine.checkpoints import FAMILIES, make_config
 from tests.few import examples
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.errors import CheckpointError
-from engine.model.consolidated import is_consolidated, read_params, transformers_name
-from engine.model.parse import read_config
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.consolidated import is_consolidated, read_params, transformers_name
+from penstock.engine.model.parse import read_config
 from tests.engine.families import SPARSE, Tiny
 from tests.engine.model.test_experts import TOKEN_IDS, check_logits, in_chunks, load
 from tests.engine.model.test_transformer import oracle_logits

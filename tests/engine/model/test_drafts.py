@@ -5,11 +5,11 @@ import json
 import pytest
 import tokenizers
 
-from app.checkpoint import DEMO_MODEL
-from engine.errors import CheckpointError
-from engine.model.checkpoint import read_config, read_tokenizer
-from engine.model.drafts import check_draft, shared_tokens
-from engine.planning.tokenizer import Tokenizer
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.checkpoint import read_config, read_tokenizer
+from penstock.engine.model.drafts import check_draft, shared_tokens
+from penstock.engine.planning.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 from tests.engine.configs import with_windows
 

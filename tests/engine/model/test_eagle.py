@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.execution.loader import load_model
-from engine.fields import Fields
-from engine.kernels.ops import reference_kernels
-from engine.model.drafts import DraftSource
-from engine.model.eagle import check_eagle, is_eagle, read_eagle
-from engine.model.eagle_weights import EagleFiles, check_eagle_tensors, eagle_specs, load_eagle
-from engine.model.parse import parse_config
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.loader import load_model
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.model.eagle import check_eagle, is_eagle, read_eagle
+from penstock.engine.model.eagle_weights import EagleFiles, check_eagle_tensors, eagle_specs, load_eagle
+from penstock.engine.model.parse import parse_config
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint, make_config
 from tests.engine.configs import with_spec, with_windows
 from tests.engine.eagle_heads import NUM_DRAFTED, TAPS, make_eagle

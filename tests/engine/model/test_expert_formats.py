@@ -14,25 +14,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.kernels.experts import ListedExperts
-from engine.kernels.linear import DenseLinear, Linear
-from engine.kernels.ops import reference_kernels
-from engine.model import quantize_cache
-from engine.model.checkpoint import read_config
-from engine.model.files import open_files
-from engine.model.parameters import ExpertsWeights
-from engine.model.quantize_cache import Checkpoint
-from engine.model.stacks import unstacked
-from engine.model.tensors import Recipe, linear_specs, make_recipe
-from engine.model.weights import load_weights
-from engine.quant.formats import Format, NamedTensors
-from engine.quant.integers import Integers
-from engine.quant.quantization import Quantization
-from engine.spec import Experts, Stack
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.kernels.experts import ListedExperts
+from penstock.engine.kernels.linear import DenseLinear, Linear
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model import quantize_cache
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.files import open_files
+from penstock.engine.model.parameters import ExpertsWeights
+from penstock.engine.model.quantize_cache import Checkpoint
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import Recipe, linear_specs, make_recipe
+from penstock.engine.model.weights import load_weights
+from penstock.engine.quant.formats import Format, NamedTensors
+from penstock.engine.quant.integers import Integers
+from penstock.engine.quant.quantization import Quantization
+from penstock.engine.spec import Experts, Stack
 from tests.engine.families import SPARSE
 from tests.engine.model.test_experts import (
     OPTIONS,

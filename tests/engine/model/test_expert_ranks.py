@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.ranks import Ranks
-from engine.model.checkpoint import read_config
-from engine.model.files import open_files
-from engine.model.parameters import FeedForward
-from engine.model.safetensors import TensorFiles
-from engine.model.split import split_config
-from engine.model.split_files import SplitFiles
-from engine.model.tensors import AS_IT_IS, Recipe
-from engine.model.weights import load_weights
-from engine.spec import Experts, Mlp, Norm
+from penstock.engine.config import ModelConfig
+from penstock.engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.files import open_files
+from penstock.engine.model.parameters import FeedForward
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.split import split_config
+from penstock.engine.model.split_files import SplitFiles
+from penstock.engine.model.tensors import AS_IT_IS, Recipe
+from penstock.engine.model.weights import load_weights
+from penstock.engine.spec import Experts, Mlp, Norm
 from tests.engine.families import SPARSE
 
 HIDDEN = 64

@@ -12,22 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.execution.memory import weight_bytes
-from engine.fields import Fields
-from engine.kernels import select
-from engine.kernels.cpu import native
-from engine.kernels.ops import reference_kernels
-from engine.model.drafts import DraftSource
-from engine.model.files import open_files
-from engine.model.parse import parse_config, read_config
-from engine.model.stacks import unstacked
-from engine.model.tensors import check_tensors
-from engine.model.transformer import Decoder
-from engine.spec import Experts, Mlp, Stack
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.memory import weight_bytes
+from penstock.engine.fields import Fields
+from penstock.engine.kernels import select
+from penstock.engine.kernels.cpu import native
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.drafts import DraftSource
+from penstock.engine.model.files import open_files
+from penstock.engine.model.parse import parse_config, read_config
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import check_tensors
+from penstock.engine.model.transformer import Decoder
+from penstock.engine.spec import Experts, Mlp, Stack
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, TINY
 from tests.engine.model.test_transformer import logits_of, make_batch, oracle_logits

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.execution.loader import load_model
-from engine.model.parse import read_config
-from engine.model.split import split_config
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.loader import load_model
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.split import split_config
 from tests.engine.families import INSIDE, RENAMED, SPARSE, TINY, Tiny, put_inside
 from tests.engine.model.test_transformer import device_of, load, logits_of, make_batch, oracle_logits
 from tests.engine.rounding_noise import largest

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError
-from engine.execution.loader import load_model
-from engine.fields import Fields
-from engine.kernels.cpu.native import NativeDecoder
-from engine.model.parse import parse_config
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.loader import load_model
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.cpu.native import NativeDecoder
+from penstock.engine.model.parse import parse_config
 from tests.engine.families import TINY
 from tests.engine.model.test_transformer import load, logits_of, make_batch
 

@@ -11,13 +11,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.model.layerwise import LayerTensors, LayerwiseDecoder
-from engine.model.parse import read_config
-from engine.model.quantizing import Scheme, check
-from engine.model.safetensors import TensorFiles
-from engine.model.tensors import LinearSpec
-from engine.model.texts import Text
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.layerwise import LayerTensors, LayerwiseDecoder
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.quantizing import Scheme, check
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.tensors import LinearSpec
+from penstock.engine.model.texts import Text
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.families import TINY
 

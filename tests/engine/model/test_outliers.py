@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.kernels import linear as kernels
-from engine.kernels.linear import IntegerLinear, quantize_rows
-from engine.quant import quantization
-from engine.quant.integers import Inputs, Integers
+from penstock.engine.kernels import linear as kernels
+from penstock.engine.kernels.linear import IntegerLinear, quantize_rows
+from penstock.engine.quant import quantization
+from penstock.engine.quant.integers import Inputs, Integers
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.gguf_files import same, write_gguf
 from tests.engine.quant.storages.checkpoints import change, store

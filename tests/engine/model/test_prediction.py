@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import LoadOptions
-from engine.errors import NotEnoughMemory
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.model.checkpoint import read_config
-from engine.model.files import open_files
-from engine.model.prediction import find_prediction
-from engine.model.quantize_cache import Checkpoint
-from engine.model.quantizing import Scheme, left_out, quantize
-from engine.model.stacks import unstacked
-from engine.model.tensors import make_recipe
-from engine.model.texts import Texts
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import NotEnoughMemory
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.files import open_files
+from penstock.engine.model.prediction import find_prediction
+from penstock.engine.model.quantize_cache import Checkpoint
+from penstock.engine.model.quantizing import Scheme, left_out, quantize
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import make_recipe
+from penstock.engine.model.texts import Texts
 from tests.engine.families import STATES, put_inside
 from tests.engine.predictions import (
     make_predicting,
@@ -145,13 +145,13 @@ def test_what_it_takes_is_planned(tmp_path: Path, quantize: str | None) -> None:
 
 def test_a_model_that_fits_alone_is_served_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = drafting(folder, kv_bytes=1).memory.needed
-    monkeypatch.setattr("engine.execution.memory.available_bytes", lambda: needed - 1)
+    monkeypatch.setattr("penstock.engine.execution.memory.available_bytes", lambda: needed - 1)
     model, said = load(folder)
     assert model.draft is None
     assert (
         said[-1] == "there is no room for the model's own layer for multi-token prediction, which is not used"
     )
-    monkeypatch.setattr("engine.execution.memory.available_bytes", lambda: 1)
+    monkeypatch.setattr("penstock.engine.execution.memory.available_bytes", lambda: 1)
     with pytest.raises(NotEnoughMemory):
         load(folder, kv_bytes=1)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from engine.config import LoadOptions, ModelConfig
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.model.families import FAMILIES, NOT_YET
-from engine.model.parse import parse_config, read_config, read_generation_defaults
-from engine.model.tensors import make_recipe
-from engine.spec import Mamba2
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.model.families import FAMILIES, NOT_YET
+from penstock.engine.model.parse import parse_config, read_config, read_generation_defaults
+from penstock.engine.model.tensors import make_recipe
+from penstock.engine.spec import Mamba2
 
 WORLD = Path(__file__).parents[3].parent / "shared" / "world"
 """Metadata of published models, where somebody has collected them beside the repository."""

@@ -16,25 +16,25 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.execution.loader import load_model
-from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
-from engine.kernels.ops import reference_kernels
-from engine.model import quantize_cache
-from engine.model.files import open_files
-from engine.model.gguf.config import read_config as gguf_config
-from engine.model.parameters import MlpWeights, Weights
-from engine.model.parse import read_config
-from engine.model.quantize_cache import Checkpoint, quantized
-from engine.model.safetensors import TensorFiles
-from engine.model.tensors import Recipe
-from engine.model.weights import load_weights
-from engine.quant import integers
-from engine.quant.codebook import Codebook
-from engine.quant.float8 import Float8
-from engine.quant.integers import Integers
-from engine.quant.quantization import Quantization
-from engine.quant.storage import Plain
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution.loader import load_model
+from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model import quantize_cache
+from penstock.engine.model.files import open_files
+from penstock.engine.model.gguf.config import read_config as gguf_config
+from penstock.engine.model.parameters import MlpWeights, Weights
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.quantize_cache import Checkpoint, quantized
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.tensors import Recipe
+from penstock.engine.model.weights import load_weights
+from penstock.engine.quant import integers
+from penstock.engine.quant.codebook import Codebook
+from penstock.engine.quant.float8 import Float8
+from penstock.engine.quant.integers import Integers
+from penstock.engine.quant.quantization import Quantization
+from penstock.engine.quant.storage import Plain
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.gguf_files import same, write_gguf
 

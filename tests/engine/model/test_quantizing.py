@@ -15,20 +15,20 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.kernels.linear import DenseLinear, Linear
-from engine.kernels.ops import reference_kernels
-from engine.model import quantizing
-from engine.model.layerwise import LayerTensors
-from engine.model.parameters import AttentionWeights
-from engine.model.parse import read_config
-from engine.model.quantizing import Scheme, check, layer_bytes, quantize
-from engine.model.safetensors import TensorFiles
-from engine.model.tensors import make_recipe
-from engine.model.texts import Outcome, Text, Texts
-from engine.model.weights import load_weights
-from engine.quant.formats import Format, NamedTensors
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.kernels.linear import DenseLinear, Linear
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model import quantizing
+from penstock.engine.model.layerwise import LayerTensors
+from penstock.engine.model.parameters import AttentionWeights
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.quantizing import Scheme, check, layer_bytes, quantize
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.tensors import make_recipe
+from penstock.engine.model.texts import Outcome, Text, Texts
+from penstock.engine.model.weights import load_weights
+from penstock.engine.quant.formats import Format, NamedTensors
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 
 CPU = torch.device("cpu")

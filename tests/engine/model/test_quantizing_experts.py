@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import LoadOptions
-from engine.model import quantizing
-from engine.model.files import open_files
-from engine.model.parse import read_config
-from engine.model.quantizing import Scheme, layer_bytes, left_out, quantize
-from engine.model.tensors import layer_specs, make_recipe
+from penstock.engine.config import LoadOptions
+from penstock.engine.model import quantizing
+from penstock.engine.model.files import open_files
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.quantizing import Scheme, layer_bytes, left_out, quantize
+from penstock.engine.model.tensors import layer_specs, make_recipe
 from tests.engine.families import SPARSE
 from tests.engine.model.test_expert_formats import loaded
 from tests.engine.model.test_experts import experts_of, stacked

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine.config import ModelConfig
-from engine.fields import Fields
-from engine.kernels.reference import rotary
-from engine.model.parse import parse_config
-from engine.model.rotary import inverse_frequencies, rotary_tables
-from engine.spec import Rope
+from penstock.engine.config import ModelConfig
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.reference import rotary
+from penstock.engine.model.parse import parse_config
+from penstock.engine.model.rotary import inverse_frequencies, rotary_tables
+from penstock.engine.spec import Rope
 from tests.engine.checkpoints import make_config
 from tests.engine.ranges import FUNCTION, gamma
 from tests.few import examples

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from engine.errors import CheckpointError
-from engine.model.parse import read_config
-from engine.model.safetensors import DTYPES, INDEX, SINGLE, TensorFiles
-from engine.model.tensors import check_tensors
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.safetensors import DTYPES, INDEX, SINGLE, TensorFiles
+from penstock.engine.model.tensors import check_tensors
 from tests.engine.checkpoints import make_checkpoint
 from tests.few import examples
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.kernels.ranks import Ranks
-from engine.model.checkpoint import read_config
-from engine.model.files import open_files
-from engine.model.split import TILE, check_split, split_config, splits_whole
-from engine.model.split_files import SplitFiles
-from engine.spec import Experts, Router
+from penstock.engine.errors import CheckpointError
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.files import open_files
+from penstock.engine.model.split import TILE, check_split, split_config, splits_whole
+from penstock.engine.model.split_files import SplitFiles
+from penstock.engine.spec import Experts, Router
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.families import SPARSE
 

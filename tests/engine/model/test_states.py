@@ -16,26 +16,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.execution.memory import weight_bytes
-from engine.fields import Fields
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.ranks import Ranks
-from engine.kernels.state_cache import StateCache, StateLayout
-from engine.model.files import open_files
-from engine.model.gguf import config as gguf
-from engine.model.gguf.container import is_gguf
-from engine.model.parse import parse_config, read_config
-from engine.model.quantizing import Scheme
-from engine.model.split import split_config
-from engine.model.split_files import SplitFiles
-from engine.model.stacks import unstacked
-from engine.model.tensors import make_recipe
-from engine.model.transformer import make_decoder
-from engine.model.weights import load_weights
-from engine.quant.float8 import Float8, Scaling
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.memory import weight_bytes
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.kernels.state_cache import StateCache, StateLayout
+from penstock.engine.model.files import open_files
+from penstock.engine.model.gguf import config as gguf
+from penstock.engine.model.gguf.container import is_gguf
+from penstock.engine.model.parse import parse_config, read_config
+from penstock.engine.model.quantizing import Scheme
+from penstock.engine.model.split import split_config
+from penstock.engine.model.split_files import SplitFiles
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import make_recipe
+from penstock.engine.model.transformer import make_decoder
+from penstock.engine.model.weights import load_weights
+from penstock.engine.quant.float8 import Float8, Scaling
 from tests.engine.families import STATES, STATES_INSIDE, put_inside
 from tests.engine.model.test_expert_ranks import Meeting, Thread
 from tests.engine.model.test_experts import in_the_other_form

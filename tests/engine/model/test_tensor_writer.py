@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from engine.model.tensor_writer import TensorWriter
+from penstock.engine.model.tensor_writer import TensorWriter
 
 TENSORS = {
     "half": torch.randn(3, 5).half(),

@@ -12,13 +12,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import NativeUnavailable, load_library
-from engine.model.rotary import inverse_frequencies
-from engine.spec import Rope
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
+from penstock.engine.model.rotary import inverse_frequencies
+from penstock.engine.spec import Rope
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.configs import spread
 from tests.engine.rounding_noise import error_of, largest

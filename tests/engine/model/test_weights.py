@@ -10,19 +10,19 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.execution.loader import load_model
-from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
-from engine.kernels.ops import reference_kernels
-from engine.model.files import open_files
-from engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
-from engine.model.parse import read_config
-from engine.model.safetensors import TensorFiles
-from engine.model.tensors import Recipe, check_tensors
-from engine.model.weights import load_weights
-from engine.quant.integers import Integers
-from engine.quant.quantization import Quantization
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.loader import load_model
+from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.files import open_files
+from penstock.engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.tensors import Recipe, check_tensors
+from penstock.engine.model.weights import load_weights
+from penstock.engine.quant.integers import Integers
+from penstock.engine.quant.quantization import Quantization
 from tests.engine.checkpoints import Config, make_checkpoint, make_config, random_tensors, save_tensors
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
+from penstock.engine.config import LoadOptions
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import ModelRunner
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import SEATS, StepDriver, ask

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Narrator
-from engine.planning.request import Sequence
-from engine.planning.states import ChunkState, Save
-from engine.planning.step import Chunk, Masks, Plan, StepInFlight
+from penstock.engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Narrator
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.states import ChunkState, Save
+from penstock.engine.planning.step import Chunk, Masks, Plan, StepInFlight
 from tests.engine.fake_runner import FakeRunner, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.model.parse import read_config
-from engine.model.split import check_split
-from engine.parallel.leader import Followers, ParallelRunner
-from engine.planning.request import BeamParams, Pooling, Request, SamplingParams, Sequence
-from engine.planning.step import DeviceError, Plan, RunnerFacts, StepInFlight
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.split import check_split
+from penstock.engine.parallel.leader import Followers, ParallelRunner
+from penstock.engine.planning.request import BeamParams, Pooling, Request, SamplingParams, Sequence
+from penstock.engine.planning.step import DeviceError, Plan, RunnerFacts, StepInFlight
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY

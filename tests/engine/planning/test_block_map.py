@@ -8,7 +8,7 @@ from math import ceil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.block_map import MAX_CELLS, block_map
+from penstock.engine.planning.block_map import MAX_CELLS, block_map
 from tests.few import examples
 
 

@@ -7,8 +7,8 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import FinishReason, Sequence
-from engine.planning.step import Plan
+from penstock.engine.planning.request import FinishReason, Sequence
+from penstock.engine.planning.step import Plan
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.blocks import PoolViolation
-from engine.planning.request import Sequence
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.blocks import PoolViolation
+from penstock.engine.planning.request import Sequence
 from tests.engine.fake_runner import make_request
 
 

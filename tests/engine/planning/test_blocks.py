@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.blocks import BlockPool, PoolViolation
+from penstock.engine.planning.blocks import BlockPool, PoolViolation
 
 
 def test_block_0_is_never_handed_out() -> None:

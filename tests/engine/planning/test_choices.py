@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import FinishReason, Request, SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, SamplingParams
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import make_request

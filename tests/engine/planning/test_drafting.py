@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting, Proposer
-from engine.planning.pace import _MOST_BEHIND, Pace
-from engine.planning.price import value
-from engine.planning.request import DraftCount, FinishReason, Sequence
-from engine.planning.step import Chunk, Plan
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.drafting import Drafting, Proposer
+from penstock.engine.planning.pace import _MOST_BEHIND, Pace
+from penstock.engine.planning.price import value
+from penstock.engine.planning.request import DraftCount, FinishReason, Sequence
+from penstock.engine.planning.step import Chunk, Plan
 from tests.engine.fake_runner import drafting_always, make_request
 
 COST = (0.9, 0.1)

@@ -14,12 +14,12 @@ import pytest
 import tokenizers
 from pydantic import TypeAdapter
 
-from engine.planning import grammars as module
-from engine.planning.grammar import Grammar, GrammarKind, Guide
-from engine.planning.grammar_check import GrammarCheck
-from engine.planning.grammars import GrammarError, Grammars, TooManyGrammars, source_of
-from engine.planning.request import Request, SamplingParams
-from engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning import grammars as module
+from penstock.engine.planning.grammar import Grammar, GrammarKind, Guide
+from penstock.engine.planning.grammar_check import GrammarCheck
+from penstock.engine.planning.grammars import GrammarError, Grammars, TooManyGrammars, source_of
+from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.tokenizer import Tokenizer
 from tests.gateway.harness import EOS, make_tokenizer, tokenizer_json
 
 TOKENIZER = make_tokenizer()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning import lookup as module
-from engine.planning.lookup import LONGEST, SHORTEST, Lookup, TokenIndex
-from engine.planning.request import FinishReason, Sequence
+from penstock.engine.planning import lookup as module
+from penstock.engine.planning.lookup import LONGEST, SHORTEST, Lookup, TokenIndex
+from penstock.engine.planning.request import FinishReason, Sequence
 from tests.engine.fake_runner import make_request
 
 tokens_of = st.lists(st.integers(0, 2), max_size=60)

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting
-from engine.planning.pace import _PAIRS, _SHORTEST_REST, Pace
-from engine.planning.request import Sequence
-from engine.planning.step import Chunk, Plan
-from priority.steptime import StepTimeModel
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.pace import _PAIRS, _SHORTEST_REST, Pace
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import Chunk, Plan
+from penstock.priority.steptime import StepTimeModel
 from tests.engine.fake_runner import make_request
 from tests.few import examples
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.blocks import BlockPool, PoolViolation
-from engine.planning.request import Sequence
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.blocks import BlockPool, PoolViolation
+from penstock.engine.planning.request import Sequence
 from tests.engine.fake_runner import make_request
 from tests.few import examples
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.prefix_index import extend_hashes, with_hashes
-from engine.planning.request import FinishReason, Request, Sequence
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.prefix_index import extend_hashes, with_hashes
+from penstock.engine.planning.request import FinishReason, Request, Sequence
 from tests.engine.fake_runner import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
@@ -284,7 +284,9 @@ def test_who_waits_for_a_long_prefix_does_not_hold_up_who_waits_for_a_short_one(
 def test_a_prompt_that_was_hashed_before_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = list(range(4 * BLOCK_SIZE + 1))
     hashed = with_hashes(make_request("r", prompt), BLOCK_SIZE)
-    monkeypatch.setattr("engine.planning.prefix_index.blake2b", None)  # hashing a block fails from now on
+    monkeypatch.setattr(
+        "penstock.engine.planning.prefix_index.blake2b", None
+    )  # hashing a block fails from now on
     tables, sequence = BlockTables(20, BLOCK_SIZE), Sequence(hashed)
     assert tables.find_cached(hashed.block_hashes) == (0, 0)
     tables.start(sequence, tables.find_prefix(sequence))

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.engine import Engine
-from engine.planning import prefix_events as events
-from engine.planning.block_tables import BlockTables
-from engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, PrefixLog, Stored
-from engine.planning.prefix_index import extend_hashes
-from engine.planning.request import FinishReason, Sequence
-from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import StepReport
-from priority.queue import LaneQueue
+from penstock.engine.engine import Engine
+from penstock.engine.planning import prefix_events as events
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, PrefixLog, Stored
+from penstock.engine.planning.prefix_index import extend_hashes
+from penstock.engine.planning.request import FinishReason, Sequence
+from penstock.engine.planning.scheduler import SchedulerLimits
+from penstock.engine.planning.step import StepReport
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples

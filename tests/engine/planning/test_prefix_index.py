@@ -3,7 +3,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.prefix_index import PrefixIndex, block_hash, chain_start, extend_hashes, prompt_hashes
+from penstock.engine.planning.prefix_index import (
+    PrefixIndex,
+    block_hash,
+    chain_start,
+    extend_hashes,
+    prompt_hashes,
+)
 
 token_lists = st.lists(st.integers(0, 5), max_size=16)
 

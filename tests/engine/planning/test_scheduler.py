@@ -7,13 +7,13 @@ from threading import Lock
 
 import pytest
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.blocks import PoolViolation
-from engine.planning.drafting import Drafting
-from engine.planning.request import MAX_MARKS, FinishReason, Output, Request
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Plan
-from priority.queue import LaneQueue
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.blocks import PoolViolation
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.request import MAX_MARKS, FinishReason, Output, Request
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.step import Plan
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeProposer,
     FakeRunner,

@@ -18,12 +18,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.launching import launch_fitting
-from engine.planning.request import FinishReason, Output, Request
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.setup import make_tables
-from engine.planning.step import OutOfMemory, Plan, StepInFlight
-from priority.queue import LaneQueue
+from penstock.engine.launching import launch_fitting
+from penstock.engine.planning.request import FinishReason, Output, Request
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.setup import make_tables
+from penstock.engine.planning.step import OutOfMemory, Plan, StepInFlight
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeDraftModel,
     FakeProposer,

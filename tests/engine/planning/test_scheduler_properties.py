@@ -9,8 +9,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import FinishReason, Request
-from engine.planning.step import Plan
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.engine.planning.step import Plan
 from tests.engine.fake_runner import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Key, Piece, Run, Workload, workloads
 from tests.few import examples

@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from engine.planning.request import FinishReason, Sequence, TokenLogprobs
-from engine.planning.step import Sampled, StepResult
+from penstock.engine.planning.request import FinishReason, Sequence, TokenLogprobs
+from penstock.engine.planning.step import Sampled, StepResult
 from tests.engine.fake_runner import make_request
 from tests.engine.planning.test_scheduler import SchedulerHarness
 

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from engine.planning.prefix_index import chain_start, extend_hashes
-from engine.planning.request import FinishReason, Sequence
-from engine.planning.state_tables import StateTables
-from engine.planning.states import Snapshot
+from penstock.engine.planning.prefix_index import chain_start, extend_hashes
+from penstock.engine.planning.request import FinishReason, Sequence
+from penstock.engine.planning.state_tables import StateTables
+from penstock.engine.planning.states import Snapshot
 from tests.engine.fake_runner import make_request
 from tests.engine.fake_states import FakeStates
 from tests.engine.planning.test_scheduler_machine import BLOCK_SIZE, SchedulerMachine

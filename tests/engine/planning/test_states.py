@@ -9,20 +9,20 @@ from threading import Lock
 
 import pytest
 
-from engine.launching import launch_fitting
-from engine.planning.drafting import Drafting
-from engine.planning.prefix_events import PrefixLog
-from engine.planning.prefix_index import prompt_hashes
-from engine.planning.request import FinishReason, Output, Request, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.setup import fit_limits, make_tables
-from engine.planning.state_slots import StateSlots
-from engine.planning.state_tables import StateTables
-from engine.planning.states import StateUse
-from engine.planning.step import Plan, StepInFlight
-from gateway.sessions.prefixes.tracker import PrefixTracker
-from gateway.sessions.prefixes.warming import choose_prefixes
-from priority.queue import LaneQueue
+from penstock.engine.launching import launch_fitting
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.prefix_events import PrefixLog
+from penstock.engine.planning.prefix_index import prompt_hashes
+from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.setup import fit_limits, make_tables
+from penstock.engine.planning.state_slots import StateSlots
+from penstock.engine.planning.state_tables import StateTables
+from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
+from penstock.gateway.sessions.prefixes.warming import choose_prefixes
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeProposer,
     FakeRunner,

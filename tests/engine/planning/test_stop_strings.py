@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from engine.planning.stopping import StopStrings, TextSink, TextStream
-from engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.stopping import StopStrings, TextSink, TextStream
+from penstock.engine.planning.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer
 from tests.few import examples
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import CheckpointError
-from engine.planning.tokenizer import Tokenizer, eos_token_id
+from penstock.engine.errors import CheckpointError
+from penstock.engine.planning.tokenizer import Tokenizer, eos_token_id
 
 PATTERN = r"\s?\w+|\s+|[^\s\w]+"
 PIECES = [bytes([byte]) for byte in range(256)]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from engine.errors import CheckpointError
-from engine.planning.tokenizer import Tokenizer
+from penstock.engine.errors import CheckpointError
+from penstock.engine.planning.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 
 BYTE_LEVEL = Tokenizer(byte_level_tokenizer().to_str())

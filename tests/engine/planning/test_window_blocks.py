@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.block_tables import BlockTables
-from engine.planning.request import NO_LIMIT, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Plan
-from priority.queue import LaneQueue
+from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.request import NO_LIMIT, Sequence
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.step import Plan
+from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner
 from tests.few import examples

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.quant.awq import input_scales, round_clipped
-from engine.quant.grid import Grid
+from penstock.engine.quant.awq import input_scales, round_clipped
+from penstock.engine.quant.grid import Grid
 
 GRID = Grid(4, 32, True, torch.float16)
 IN = 64

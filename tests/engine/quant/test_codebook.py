@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.quant import formats
-from engine.quant.codebook import NF4, Codebook
-from engine.quant.storages.bitsandbytes import TABLES
+from penstock.engine.quant import formats
+from penstock.engine.quant.codebook import NF4, Codebook
+from penstock.engine.quant.storages.bitsandbytes import TABLES
 from tests.few import examples
 
 TABLE = tuple(x / 8 - 1 for x in range(16))

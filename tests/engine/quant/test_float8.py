@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.quant.float8 import BLOCK, FLOAT8, LARGEST, Float8, Scaling
+from penstock.engine.quant.float8 import BLOCK, FLOAT8, LARGEST, Float8, Scaling
 
 SIZES = [(1, 1), (5, 7), (128, 128), (129, 300), (300, 129)]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.quant.gptq import Gptq, inverse_factor
-from engine.quant.grid import Grid, Levels, group_blocks, round_to_nearest
+from penstock.engine.quant.gptq import Gptq, inverse_factor
+from penstock.engine.quant.grid import Grid, Levels, group_blocks, round_to_nearest
 
 IN = 160  # more than one block of columns, and no multiple of one
 

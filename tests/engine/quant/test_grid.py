@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.quant.grid import SHARES, Grid, group_blocks, round_to_nearest
+from penstock.engine.quant.grid import SHARES, Grid, group_blocks, round_to_nearest
 
 GRIDS = [
     Grid(bits, group_size, symmetric, dtype)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.errors import CheckpointError
-from engine.quant import integers as module
-from engine.quant.formats import NamedTensors
-from engine.quant.integers import Factors, Inputs, Integers, common_format, widen
-from engine.quant.rotation import block_size, rotated, rotated_back
-from engine.quant.rounding import SMALLEST
+from penstock.engine.errors import CheckpointError
+from penstock.engine.quant import integers as module
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.integers import Factors, Inputs, Integers, common_format, widen
+from penstock.engine.quant.rotation import block_size, rotated, rotated_back
+from penstock.engine.quant.rounding import SMALLEST
 from tests.engine.integers import any_integers
 from tests.few import examples
 

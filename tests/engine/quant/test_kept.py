@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.safetensors import DTYPES
-from engine.quant.codebook import NF4, Codebook
-from engine.quant.float8 import Float8, Scaling
-from engine.quant.formats import NamedTensors, Rounding
-from engine.quant.integers import Integers
-from engine.quant.kept import Kept
+from penstock.engine.model.safetensors import DTYPES
+from penstock.engine.quant.codebook import NF4, Codebook
+from penstock.engine.quant.float8 import Float8, Scaling
+from penstock.engine.quant.formats import NamedTensors, Rounding
+from penstock.engine.quant.integers import Integers
+from penstock.engine.quant.kept import Kept
 
 ROWS, COLUMNS = 5, 96
 

@@ -9,10 +9,10 @@ import torch
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
-from engine.fields import Fields
-from engine.quant.checkpoints import storages_of
-from engine.quant.grid import Grid, round_to_nearest
-from engine.quant.packed import pack, quantization_config, stored_tensors
+from penstock.engine.fields import Fields
+from penstock.engine.quant.checkpoints import storages_of
+from penstock.engine.quant.grid import Grid, round_to_nearest
+from penstock.engine.quant.packed import pack, quantization_config, stored_tensors
 
 GRIDS = [
     Grid(bits, group_size, symmetric, dtype)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.errors import CheckpointError
-from engine.quant.codebook import NF4, Codebook
-from engine.quant.float8 import Float8, Scaling
-from engine.quant.integers import Factors, Inputs, Integers
-from engine.quant.quantization import Quantization
+from penstock.engine.errors import CheckpointError
+from penstock.engine.quant.codebook import NF4, Codebook
+from penstock.engine.quant.float8 import Float8, Scaling
+from penstock.engine.quant.integers import Factors, Inputs, Integers
+from penstock.engine.quant.quantization import Quantization
 
 
 def rotated_rows(in_features: int, block: int) -> Integers:

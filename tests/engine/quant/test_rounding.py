@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.cpu.library import load_library
-from engine.kernels.cpu.rounding import native_rounding
-from engine.quant.integers import Factors, Integers
-from engine.quant.rounding import Floats, column_squares, column_units, importance, round_groups
+from penstock.engine.kernels.cpu.library import load_library
+from penstock.engine.kernels.cpu.rounding import native_rounding
+from penstock.engine.quant.integers import Factors, Integers
+from penstock.engine.quant.rounding import Floats, column_squares, column_units, importance, round_groups
 from tests.few import examples
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.quant.storage import Shape, StoredTensor
+from penstock.engine.quant.storage import Shape, StoredTensor
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.sampling import reference
-from engine.sampling.noise import split_mix
-from engine.sampling.sampler import Sampler
-from engine.sampling.tables import ROW, Choose, Filters, SamplingTables
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.sampling import reference
+from penstock.engine.sampling.noise import split_mix
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.tables import ROW, Choose, Filters, SamplingTables
 from tests.engine.sampling import numpy_reference
 
 VOCAB = 40

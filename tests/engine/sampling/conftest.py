@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kernels.cpu.native import NativeChoose, NativeUnavailable, load_library
-from engine.sampling import reference
-from engine.sampling.tables import Choose
+from penstock.engine.kernels.cpu.native import NativeChoose, NativeUnavailable, load_library
+from penstock.engine.sampling import reference
+from penstock.engine.sampling.tables import Choose
 
 
 @pytest.fixture(scope="session", params=["torch", "native"])

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.planning.request import SamplingParams, Sequence
-from engine.sampling.noise import split_mix
+from penstock.engine.planning.request import SamplingParams, Sequence
+from penstock.engine.sampling.noise import split_mix
 
 F64 = NDArray[np.float64]
 U64 = NDArray[np.uint64]

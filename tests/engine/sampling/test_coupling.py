@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import reference
+from penstock.engine.sampling import reference
 from tests.engine.sampling.cases import draws, states
 from tests.engine.sampling.numpy_reference import F64
 

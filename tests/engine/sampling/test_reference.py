@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import SamplingParams
-from engine.sampling import reference
-from engine.sampling.reference import LEVELS_PER_NAT, MASS_UNIT
-from engine.sampling.sampler import Sampler
-from engine.sampling.tables import Filters
+from penstock.engine.planning.request import SamplingParams
+from penstock.engine.sampling import reference
+from penstock.engine.sampling.reference import LEVELS_PER_NAT, MASS_UNIT
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.tables import Filters
 from tests.engine.fake_cuda import CudaGraph, patched
 from tests.engine.ranges import assert_logprobs
 from tests.engine.sampling import numpy_reference

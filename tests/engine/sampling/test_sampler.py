@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.sampling import reference
-from engine.sampling.noise import noise_keys, split_mix
-from engine.sampling.sampler import Sampler, has_penalties
-from engine.sampling.tables import GRAPH_FILTERS, ROW, Filters, SamplingTables
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.sampling import reference
+from penstock.engine.sampling.noise import noise_keys, split_mix
+from penstock.engine.sampling.sampler import Sampler, has_penalties
+from penstock.engine.sampling.tables import GRAPH_FILTERS, ROW, Filters, SamplingTables
 from tests.engine.sampling import numpy_reference
 from tests.engine.sampling.cases import (
     CPU,

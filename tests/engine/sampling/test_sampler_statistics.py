@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling.tables import Choose, Filters
+from penstock.engine.sampling.tables import Choose, Filters
 from tests.engine.sampling.cases import choose_next, draws, holding, make_sequence, sample, states
 from tests.engine.sampling.frequencies import assert_frequencies, assert_independent, bound, chi_square
 from tests.engine.sampling.numpy_reference import F64

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.quotas import Reservation
-from priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.gateway.access.quotas import Reservation
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, serving, settled
 
 pytestmark = pytest.mark.anyio

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gateway.access.keys import Access, Client, digest_of
-from gateway.http.errors import ApiError
-from gateway.service import ServiceOptions
-from gateway.store.interface import Quota
-from priority.lanes import Tenant
+from penstock.gateway.access.keys import Access, Client, digest_of
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.store.interface import Quota
+from penstock.priority.lanes import Tenant
 from tests.gateway.harness import MODEL, Gateway, chat_body, serving
 from tests.gateway.raw_http import connect, get, post
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.keys import Client, digest_of
-from gateway.access.quotas import FIRST_GUESS_TOKENS, Quotas, Reservation, duration
-from gateway.http.errors import ApiError
-from gateway.service import ServiceOptions
-from gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable
-from gateway.store.memory import MemoryStore
-from gateway.store.patience import PATIENCE, Patience
-from priority.lanes import Tenant
+from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.access.quotas import FIRST_GUESS_TOKENS, Quotas, Reservation, duration
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.patience import PATIENCE, Patience
+from penstock.priority.lanes import Tenant
 from tests.clock import Clock
 from tests.gateway.harness import MODEL, Gateway, chat_body, serving, settled
 

@@ -11,12 +11,12 @@ from typing import Any
 import anthropic
 import pytest
 
-from engine.planning.request import FinishReason
-from gateway.access.keys import Client, digest_of
-from gateway.http.connections import Timeouts
-from gateway.service import ServiceOptions
-from gateway.store.interface import Quota
-from priority.lanes import DEFAULT_POLICIES, Lane, Tenant
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.store.interface import Quota
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, Tenant
 from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer, serving
 
 pytestmark = pytest.mark.anyio

@@ -9,15 +9,15 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.access.keys import Client, digest_of
-from gateway.endpoints.files import UPLOAD_S
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
-from gateway.sessions.batches import batch as batches
-from gateway.sessions.batches import files, run, running
-from gateway.store.interface import Quota
-from gateway.store.memory import MemoryStore
-from priority.lanes import Tenant
+from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.endpoints.files import UPLOAD_S
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.sessions.batches import batch as batches
+from penstock.gateway.sessions.batches import files, run, running
+from penstock.gateway.store.interface import Quota
+from penstock.gateway.store.memory import MemoryStore
+from penstock.priority.lanes import Tenant
 from tests.gateway.endpoints.test_openai_client import connected
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, serving
 from tests.gateway.in_memory_connection import BODY_S, InMemoryConnection

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.planning.request import BeamParams, FinishReason, Request
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
-from gateway.wire.sampling import SamplingDefaults
+from penstock.engine.planning.request import BeamParams, FinishReason, Request
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.wire.sampling import SamplingDefaults
 from tests.gateway.harness import EOS, MODEL, Gateway, chat_body, client, completion_body, logprobs
 
 pytestmark = pytest.mark.anyio

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.service import ServiceOptions
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_tools import CHAT, RESPONSES, TOOL
 from tests.gateway.harness import MODEL, Gateway, client, events, make_tokenizer, settled
 

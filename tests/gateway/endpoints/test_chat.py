@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.planning.request import FinishReason
-from gateway.sessions.prefixes.sharing import PRIVATE
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, logprobs, settled
 
 pytestmark = pytest.mark.anyio

@@ -24,13 +24,13 @@ from openai.types.conversations import (
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from gateway.access.keys import Access, digest_of
-from gateway.endpoints.conversations import ConversationsApi
-from gateway.endpoints.intake import Intake
-from gateway.http.errors import ApiError
-from gateway.http.refusals import answer_api_error, answer_http_error
-from gateway.service import Service, ServiceOptions
-from gateway.sessions.conversations import (
+from penstock.gateway.access.keys import Access, digest_of
+from penstock.gateway.endpoints.conversations import ConversationsApi
+from penstock.gateway.endpoints.intake import Intake
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.refusals import answer_api_error, answer_http_error
+from penstock.gateway.service import Service, ServiceOptions
+from penstock.gateway.sessions.conversations import (
     CONVERSATIONS,
     KIND,
     MAX_BYTES,
@@ -41,16 +41,16 @@ from gateway.sessions.conversations import (
     append,
     find,
 )
-from gateway.sessions.owners import tag_of
-from gateway.sessions.responses.objects import Item, input_items, message_item
-from gateway.sessions.responses.schemas import InputMessage, Role
-from gateway.sessions.responses.threads import Thread
-from gateway.store import link
-from gateway.store.interface import Key, Store, StoreUnavailable
-from gateway.store.memory import MemoryStore
-from gateway.store.redis import RedisStore
-from gateway.store.shared import SharedStore
-from priority.lanes import Tenant
+from penstock.gateway.sessions.owners import tag_of
+from penstock.gateway.sessions.responses.objects import Item, input_items, message_item
+from penstock.gateway.sessions.responses.schemas import InputMessage, Role
+from penstock.gateway.sessions.responses.threads import Thread
+from penstock.gateway.store import link
+from penstock.gateway.store.interface import Key, Store, StoreUnavailable
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.redis import RedisStore
+from penstock.gateway.store.shared import SharedStore
+from penstock.priority.lanes import Tenant
 from tests.clock import Clock
 from tests.gateway.harness import serving
 from tests.redis_server import RedisServer

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.planning.tokenizer import Tokenizer
-from gateway.access.keys import Client, digest_of
-from gateway.service import ServiceOptions
-from gateway.store.interface import Quota
-from priority.lanes import Tenant
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.store.interface import Quota
+from penstock.priority.lanes import Tenant
 from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, tokenizer_json
 
 pytestmark = pytest.mark.anyio
@@ -119,7 +119,7 @@ async def test_one_at_work_is_a_stream() -> None:
 async def test_what_may_not_wait_to_be_tokenized_is_counted_as_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.endpoints.intake._COUNTED_BYTES", 1)
+    monkeypatch.setattr("penstock.gateway.endpoints.intake._COUNTED_BYTES", 1)
     tokenizer = HeldTokenizer()
     gateway = gateway_of(Quota(requests_per_minute=3), tokenizer)
     async with client(gateway.app) as http:

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.planning.request import Request
-from gateway.access.keys import Client, digest_of
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
-from gateway.store.interface import Quota
-from gateway.wire.decisions import LEAD
-from priority.lanes import Lane, Tenant
+from penstock.engine.planning.request import Request
+from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.store.interface import Quota
+from penstock.gateway.wire.decisions import LEAD
+from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.harness import EOS, MODEL, TEMPLATE, Gateway, client, make_tokenizer, serving
 
 pytestmark = pytest.mark.anyio

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.planning.request import FinishReason
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, events, logprobs
 
 pytestmark = pytest.mark.anyio

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.planning.embedding import Embedding
-from engine.planning.request import FinishReason, Pooling, Request
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
+from penstock.engine.planning.embedding import Embedding
+from penstock.engine.planning.request import FinishReason, Pooling, Request
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_openai_client import connected
 from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer
 

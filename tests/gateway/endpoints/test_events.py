@@ -13,16 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.planning.block_map import BlockMap
-from engine.planning.prefix_events import Dropped, Stored
-from engine.planning.request import DraftCount
-from engine.planning.states import StateUse
-from engine.planning.step import NO_SECONDS, DraftSeconds, ExpertUse, StepReport
-from gateway.access.keys import digest_of
-from gateway.endpoints import events
-from gateway.service import ServiceOptions
-from gateway.watch import MAX_STEPS, StepWatch
-from priority.lanes import Lane, Tenant
+from penstock.engine.planning.block_map import BlockMap
+from penstock.engine.planning.prefix_events import Dropped, Stored
+from penstock.engine.planning.request import DraftCount
+from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.step import NO_SECONDS, DraftSeconds, ExpertUse, StepReport
+from penstock.gateway.access.keys import digest_of
+from penstock.gateway.endpoints import events
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.watch import MAX_STEPS, StepWatch
+from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, serving
 
 pytestmark = pytest.mark.anyio

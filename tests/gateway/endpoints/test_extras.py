@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from priority.lanes import Lane
+from penstock.priority.lanes import Lane
 from tests.gateway.endpoints.test_tools import (
     CHAT,
     FUNCTION,

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.planning.request import FinishReason
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
-from gateway.wire.embeddings import likeness
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.wire.embeddings import likeness
 from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer
 
 pytestmark = pytest.mark.anyio

@@ -8,11 +8,11 @@ from typing import Any
 import anthropic
 import pytest
 
-from gateway.access.keys import digest_of
-from gateway.service import ServiceOptions
-from gateway.sessions.batches import batch as batches
-from gateway.sessions.batches import run, running
-from priority.lanes import Lane, Tenant
+from penstock.gateway.access.keys import digest_of
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.sessions.batches import batch as batches
+from penstock.gateway.sessions.batches import run, running
+from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.endpoints.test_anthropic_client import connected
 from tests.gateway.harness import MODEL, Gateway, client
 

@@ -11,9 +11,9 @@ from typing import Any
 import ollama
 import pytest
 
-from engine.planning.request import FinishReason
-from gateway.http.connections import Timeouts
-from gateway.service import ServiceOptions
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_anthropic_client import CALL, TOOL_TEMPLATE
 from tests.gateway.endpoints.test_open_model_fields import with_fim
 from tests.gateway.harness import MODEL, Gateway, client, logprobs, make_tokenizer, serving

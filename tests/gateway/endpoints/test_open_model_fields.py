@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import tokenizers
 
-from engine.planning.request import Request
-from engine.planning.tokenizer import Tokenizer
-from gateway.endpoints.params import salt_of, salts_of
-from priority.lanes import Tenant
+from penstock.engine.planning.request import Request
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.endpoints.params import salt_of, salts_of
+from penstock.priority.lanes import Tenant
 from tests.gateway.harness import (
     SPECIAL,
     Gateway,

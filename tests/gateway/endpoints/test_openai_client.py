@@ -12,11 +12,11 @@ import anyio.to_thread
 import openai
 import pytest
 
-from engine.planning.request import FinishReason
-from gateway.access.keys import digest_of
-from gateway.http.connections import Timeouts
-from gateway.service import ServiceOptions
-from priority.lanes import DEFAULT_POLICIES, Lane, Tenant
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.access.keys import digest_of
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, Tenant
 from tests.gateway.harness import MODEL, Gateway, logprobs, serving
 
 pytestmark = pytest.mark.anyio

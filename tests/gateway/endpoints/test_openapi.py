@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from gateway.app import create_app
-from gateway.endpoints.openapi import OpenApi
-from gateway.endpoints.operations import OPERATIONS
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
+from penstock.gateway.app import create_app
+from penstock.gateway.endpoints.openapi import OpenApi
+from penstock.gateway.endpoints.operations import OPERATIONS
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.harness import MODEL, Gateway, client
 
 

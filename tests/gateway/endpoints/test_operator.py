@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.planning.request import DraftCount, FinishReason
-from gateway.access.keys import OPEN_TENANT, Access, digest_of
-from gateway.app import create_app
-from gateway.endpoints.models import reasoning_of
-from gateway.http.errors import ApiError
-from gateway.http.page import Page
-from gateway.service import ServiceOptions
-from priority.lanes import Lane, Tenant
+from penstock.engine.planning.request import DraftCount, FinishReason
+from penstock.gateway.access.keys import OPEN_TENANT, Access, digest_of
+from penstock.gateway.app import create_app
+from penstock.gateway.endpoints.models import reasoning_of
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.page import Page
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, make_timings, settled, step_report
 from tests.gateway.sessions.recordings.fakes import make_request
 

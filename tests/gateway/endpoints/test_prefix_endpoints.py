@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine.planning.prefix_events import Stored
-from engine.planning.prefix_index import extend_hashes
-from gateway.access.keys import digest_of
-from gateway.service import ServiceOptions
-from priority.lanes import Tenant
+from penstock.engine.planning.prefix_events import Stored
+from penstock.engine.planning.prefix_index import extend_hashes
+from penstock.gateway.access.keys import digest_of
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import Tenant
 from tests.gateway.harness import MODEL, Gateway, client, step_report
 
 pytestmark = pytest.mark.anyio

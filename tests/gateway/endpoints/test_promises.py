@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.planning.prefix_index import prompt_hashes
-from engine.planning.step import StepLoad
-from gateway.service import ServiceOptions
-from priority.lanes import DEFAULT_POLICIES, Lane
+from penstock.engine.planning.prefix_index import prompt_hashes
+from penstock.engine.planning.step import StepLoad
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from tests.gateway.harness import MODEL, Gateway, chat_body, client
 
 pytestmark = pytest.mark.anyio

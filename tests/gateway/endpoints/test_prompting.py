@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from gateway.endpoints.prompting import MESSAGE_CHARS, TEXT_CHARS, Prompting
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
-from gateway.wire.embeddings import EmbeddingsBody
-from gateway.wire.prompts import Prompts
-from gateway.wire.schemas import Message
+from penstock.gateway.endpoints.prompting import MESSAGE_CHARS, TEXT_CHARS, Prompting
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.wire.embeddings import EmbeddingsBody
+from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.schemas import Message
 from tests.gateway.harness import MODEL, Gateway, client, completion_body, make_tokenizer
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.planning.request import FinishReason
+from penstock.engine.planning.request import FinishReason
 from tests.gateway.endpoints.test_tools import CHAT, RESPONSES, gateway
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, logprobs, make_timings
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, make_tokenizer
 
 pytestmark = pytest.mark.anyio

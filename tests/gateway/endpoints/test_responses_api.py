@@ -13,17 +13,17 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from engine.planning.request import FinishReason, Request
-from gateway.access.keys import digest_of
-from gateway.endpoints.conversations import ConversationsApi
-from gateway.endpoints.intake import Intake
-from gateway.endpoints.responses import ResponsesApi
-from gateway.http.connections import ServerSendMiddleware
-from gateway.http.errors import ApiError
-from gateway.http.refusals import answer_api_error
-from gateway.service import ServiceOptions
-from gateway.store.interface import PIECE, Key, StoreUnavailable
-from priority.lanes import Lane, Tenant
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.gateway.access.keys import digest_of
+from penstock.gateway.endpoints.conversations import ConversationsApi
+from penstock.gateway.endpoints.intake import Intake
+from penstock.gateway.endpoints.responses import ResponsesApi
+from penstock.gateway.http.connections import ServerSendMiddleware
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.refusals import answer_api_error
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.store.interface import PIECE, Key, StoreUnavailable
+from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.harness import MODEL, Gateway, client, serving
 from tests.gateway.raw_http import connect, get, post
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.store.interface import Key, StoreUnavailable
-from gateway.store.memory import MemoryStore
+from penstock.gateway.store.interface import Key, StoreUnavailable
+from penstock.gateway.store.memory import MemoryStore
 from tests.clock import Clock
 from tests.gateway.harness import MODEL, Gateway, client
 

@@ -9,10 +9,10 @@ import openai
 import orjson
 import pytest
 
-from engine.planning.request import FinishReason
-from gateway.access.keys import digest_of
-from gateway.service import ServiceOptions
-from priority.lanes import Tenant
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.access.keys import digest_of
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import Tenant
 from tests.gateway.endpoints.test_openai_client import HI, answered, connected
 from tests.gateway.endpoints.test_tools import SAID, TOOL, gateway
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, logprobs

@@ -14,9 +14,9 @@ import openai
 import pytest
 import tokenizers
 
-from engine.planning.request import FinishReason, Request
-from engine.planning.tokenizer import Tokenizer
-from gateway.service import ServiceOptions
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.harness import (
     MODEL,
     Gateway,

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.access.keys import digest_of
-from gateway.http.connections import WRITE
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
-from priority.lanes import Tenant
+from penstock.gateway.access.keys import digest_of
+from penstock.gateway.http.connections import WRITE
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import Tenant
 from tests.few import examples
 from tests.gateway.harness import MODEL, Gateway, chat_body, make_tokenizer, serving
 from tests.gateway.raw_http import connect, get, post, read_events

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.http.descriptors import TELL_EVERY_S
+from penstock.gateway.http.descriptors import TELL_EVERY_S
 from tests.gateway.harness import Gateway
 
 pytestmark = pytest.mark.anyio

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gateway.http import off_loop
-from gateway.http.errors import ApiError
-from gateway.http.off_loop import TOKENIZED_ON_LOOP_BYTES, FairThreads
+from penstock.gateway.http import off_loop
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.off_loop import TOKENIZED_ON_LOOP_BYTES, FairThreads
 from tests.clock import Clock
 from tests.gateway.harness import settled
 

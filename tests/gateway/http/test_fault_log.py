@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.engine import EngineState
-from engine.planning.request import FinishReason, Request
+from penstock.engine.engine import EngineState
+from penstock.engine.planning.request import FinishReason, Request
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, events, serving, settled
 from tests.gateway.raw_http import Answer, connect, get, post
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from app.build import allowed_hosts
-from app.settings import Settings
-from gateway.http.hosts import LOOPBACK_HOSTS
-from gateway.service import ServiceOptions
+from penstock.app.build import allowed_hosts
+from penstock.app.settings import Settings
+from penstock.gateway.http.hosts import LOOPBACK_HOSTS
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.harness import MODEL, Gateway, chat_body, completion_body, serving
 from tests.gateway.raw_http import connect, get, post, read_events
 

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from gateway.access.keys import digest_of
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
-from priority.lanes import Tenant
+from penstock.gateway.access.keys import digest_of
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import Tenant
 from tests.gateway.harness import MODEL, Gateway, chat_body, serving
 from tests.gateway.raw_http import Answer, connect, get, post
 

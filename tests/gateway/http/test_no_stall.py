@@ -20,9 +20,9 @@ import httpx
 import orjson
 import pytest
 
-from gateway.http.limits import Limits
-from gateway.service import ServiceOptions
-from priority.lanes import Lane, LanePolicy
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import Lane, LanePolicy
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, logprobs, make_tokenizer
 
 pytestmark = pytest.mark.anyio

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.app import create_app
+from penstock.gateway.app import create_app
 from tests.gateway.harness import Gateway, serving
 from tests.gateway.raw_http import Answer, connect, get
 

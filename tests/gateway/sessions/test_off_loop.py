@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from engine.planning.request import FinishReason, Request, SamplingParams
-from gateway.http import off_loop
-from gateway.sessions.conversations import CONVERSATIONS, Conversation
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses import records
-from gateway.sessions.responses.objects import input_items
-from gateway.sessions.responses.threads import Thread
+from penstock.engine.planning.request import FinishReason, Request, SamplingParams
+from penstock.gateway.http import off_loop
+from penstock.gateway.sessions.conversations import CONVERSATIONS, Conversation
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses import records
+from penstock.gateway.sessions.responses.objects import input_items
+from penstock.gateway.sessions.responses.threads import Thread
 from tests.clock import Clock
 from tests.gateway.harness import Gateway
 from tests.gateway.sessions.recordings.fakes import make_recording

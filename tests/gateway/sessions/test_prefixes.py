@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.engine import Engine
-from engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, PrefixLog, Stored
-from engine.planning.prefix_index import extend_hashes, prompt_hashes
-from engine.planning.request import FinishReason
-from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import StepReport
-from gateway.http.errors import ApiError
-from gateway.service import ServiceOptions
-from gateway.sessions.prefixes.sharing import PRIVATE, PrefixLocator, PrefixWriter, parse_token_ids
-from gateway.sessions.prefixes.tracker import MAX_RECENT, PASS_ON_S, PrefixTracker
-from gateway.sessions.prefixes.warming import WarmUp, choose_prefixes
-from gateway.store.interface import PrefixChange, StoreUnavailable
-from priority.queue import LaneQueue
+from penstock.engine.engine import Engine
+from penstock.engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, PrefixLog, Stored
+from penstock.engine.planning.prefix_index import extend_hashes, prompt_hashes
+from penstock.engine.planning.request import FinishReason
+from penstock.engine.planning.scheduler import SchedulerLimits
+from penstock.engine.planning.step import StepReport
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.sessions.prefixes.sharing import PRIVATE, PrefixLocator, PrefixWriter, parse_token_ids
+from penstock.gateway.sessions.prefixes.tracker import MAX_RECENT, PASS_ON_S, PrefixTracker
+from penstock.gateway.sessions.prefixes.warming import WarmUp, choose_prefixes
+from penstock.gateway.store.interface import PrefixChange, StoreUnavailable
+from penstock.priority.queue import LaneQueue
 from tests.clock import Clock
 from tests.engine.fake_runner import FakeRunner, FakeSink, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads

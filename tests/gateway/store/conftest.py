@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.store import link, redis
+from penstock.gateway.store import link, redis
 from tests.redis_server import RedisServer
 
 

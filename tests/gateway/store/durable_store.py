@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gateway.store.interface import Durable, Journal, JournalChange, JournalOutcome, PrefixChange
-from gateway.store.memory import MemoryStore
+from penstock.gateway.store.interface import Durable, Journal, JournalChange, JournalOutcome, PrefixChange
+from penstock.gateway.store.memory import MemoryStore
 
 
 class DurableStore(MemoryStore):

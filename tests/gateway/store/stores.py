@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from gateway.store.interface import Key, PrefixChange, Store
-from gateway.store.link import Link
-from gateway.store.memory import MemoryStore
-from gateway.store.redis import RedisStore
-from gateway.store.shared import SharedStore
+from penstock.gateway.store.interface import Key, PrefixChange, Store
+from penstock.gateway.store.link import Link
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.redis import RedisStore
+from penstock.gateway.store.shared import SharedStore
 from tests.gateway.store.durable_store import DurableStore
 from tests.redis_server import RedisServer
 

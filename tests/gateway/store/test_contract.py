@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.store.interface import LEASE_S, PIECE, Durable, JournalChange, Key, Quota, Store
-from gateway.store.memory import MemoryStore
-from gateway.store.shared import SharedStore
+from penstock.gateway.store.interface import LEASE_S, PIECE, Durable, JournalChange, Key, Quota, Store
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.shared import SharedStore
 from tests.clock import Clock
 from tests.gateway.store.stores import DURABLE_KINDS, KINDS, block, opened, record, redis_store
 from tests.redis_server import RedisServer

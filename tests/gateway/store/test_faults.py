@@ -10,15 +10,15 @@ from contextlib import suppress
 
 import pytest
 
-from gateway.store import link as link_module
-from gateway.store import patience
-from gateway.store.breaker import MAX_FAILURES
-from gateway.store.interface import PIECE, JournalChange, Key, Quota, StoreUnavailable
-from gateway.store.link import Command
-from gateway.store.memory import MemoryStore
-from gateway.store.patience import PATIENCE, Patience, insistent
-from gateway.store.redis import RedisStore
-from gateway.store.shared import SharedStore
+from penstock.gateway.store import link as link_module
+from penstock.gateway.store import patience
+from penstock.gateway.store.breaker import MAX_FAILURES
+from penstock.gateway.store.interface import PIECE, JournalChange, Key, Quota, StoreUnavailable
+from penstock.gateway.store.link import Command
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.patience import PATIENCE, Patience, insistent
+from penstock.gateway.store.redis import RedisStore
+from penstock.gateway.store.shared import SharedStore
 from tests.clock import Clock
 from tests.gateway.store.stores import block, record, redis_store
 from tests.redis_server import RedisServer

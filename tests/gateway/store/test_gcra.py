@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.store.gcra import LocalQuotas, cost_us
-from gateway.store.interface import LEASE_S, Quota
-from gateway.store.memory import MemoryStore
+from penstock.gateway.store.gcra import LocalQuotas, cost_us
+from penstock.gateway.store.interface import LEASE_S, Quota
+from penstock.gateway.store.memory import MemoryStore
 from tests.clock import Clock
 from tests.few import examples
 from tests.gateway.store.stores import redis_store

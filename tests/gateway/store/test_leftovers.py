@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from gateway.store.interface import JournalChange, Quota
+from penstock.gateway.store.interface import JournalChange, Quota
 from tests.clock import Clock
 from tests.few import examples
 from tests.gateway.store.durable_store import DurableStore

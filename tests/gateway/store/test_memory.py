@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.store.memory import Entry, LocalRecords, MemoryStore
+from penstock.gateway.store.memory import Entry, LocalRecords, MemoryStore
 from tests.clock import Clock
 from tests.gateway.store.stores import record
 

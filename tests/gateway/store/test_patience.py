@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.store import patience
-from gateway.store.interface import StoreUnavailable
-from gateway.store.patience import NUM_GLANCES, PATIENCE, Patience, insist, insistent
+from penstock.gateway.store import patience
+from penstock.gateway.store.interface import StoreUnavailable
+from penstock.gateway.store.patience import NUM_GLANCES, PATIENCE, Patience, insist, insistent
 from tests.clock import Clock
 
 pytestmark = pytest.mark.anyio

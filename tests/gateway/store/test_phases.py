@@ -10,9 +10,9 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from gateway.store.memory import MemoryStore
-from gateway.store.redis import RedisStore
-from gateway.store.shared import SharedStore
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.redis import RedisStore
+from penstock.gateway.store.shared import SharedStore
 from tests.gateway.harness import MODEL, Gateway, chat_body, serving
 from tests.redis_server import RedisServer
 

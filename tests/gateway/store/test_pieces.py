@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.store.interface import PIECE, Key
-from gateway.store.memory import MemoryStore
-from gateway.store.pieces import FANOUT, PIECE_BYTES, Pieces, cut, join, keep
+from penstock.gateway.store.interface import PIECE, Key
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.pieces import FANOUT, PIECE_BYTES, Pieces, cut, join, keep
 from tests.clock import Clock
 
 pytestmark = pytest.mark.anyio

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.store import redis as redis_module
-from gateway.store import redis_records
-from gateway.store.interface import ALIVE_S, HEARTBEAT_S, JournalChange, Key, Quota, Share
-from gateway.store.link import Command
-from gateway.store.redis import RedisStore
+from penstock.gateway.store import redis as redis_module
+from penstock.gateway.store import redis_records
+from penstock.gateway.store.interface import ALIVE_S, HEARTBEAT_S, JournalChange, Key, Quota, Share
+from penstock.gateway.store.link import Command
+from penstock.gateway.store.redis import RedisStore
 from tests.clock import Clock
 from tests.gateway.store.stores import block, record, redis_store
 from tests.redis_server import RedisServer

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.planning.request import FinishReason, Output, Request, SamplingParams
-from gateway.wire.parsing import Piece
-from gateway.wire.shapes import Head
-from gateway.wire.streams import Delta, Generation, Writer
+from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
+from penstock.gateway.wire.parsing import Piece
+from penstock.gateway.wire.shapes import Head
+from penstock.gateway.wire.streams import Delta, Generation, Writer
 from tests.gateway.harness import make_timings
 
 HEAD = Head(id="id-1", created=7, model="m", service_tier="default")

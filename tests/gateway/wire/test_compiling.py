@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
-from engine.planning.grammar_check import MOST_AT_ONCE
-from engine.planning.grammars import TooManyGrammars
-from gateway.http.errors import ApiError
-from gateway.wire.compiling import Compiling
-from gateway.wire.structured import Form
+from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
+from penstock.engine.planning.grammar_check import MOST_AT_ONCE
+from penstock.engine.planning.grammars import TooManyGrammars
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.wire.compiling import Compiling
+from penstock.gateway.wire.structured import Form
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.wire.conversation import as_dict
-from gateway.wire.prompts import Prompts
-from gateway.wire.schemas import Message
+from penstock.gateway.wire.conversation import as_dict
+from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.schemas import Message
 from tests.gateway.harness import MODEL, SPECIAL, TEMPLATE, Gateway, client, make_tokenizer
 
 TOKENIZER = make_tokenizer()

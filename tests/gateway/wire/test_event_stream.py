@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.planning.request import FinishReason, Request
-from gateway.http.connections import Timeouts
-from gateway.service import ServiceOptions
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.service import ServiceOptions
 from tests.gateway.harness import MODEL, Gateway, chat_body, completion_body, logprobs, serving, settled
 from tests.gateway.raw_http import Event, connect, post, read_events
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.request import Request
-from gateway.http.errors import ApiError
-from gateway.http.limits import Limits
-from gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
-from gateway.wire.strict import read
+from penstock.engine.planning.request import Request
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
+from penstock.gateway.wire.strict import read
 from tests.gateway.harness import Gateway, chat_body, client, completion_body, make_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

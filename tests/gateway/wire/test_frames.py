@@ -8,12 +8,19 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.request import MAX_MARKS, DraftCount, ExpertSums, FinishReason, Request, SamplingParams
-from gateway.http.errors import ApiError
-from gateway.wire.frames import StreamWriter, error_frame, timings_of
-from gateway.wire.shapes import ChatShape, CompletionShape, Extras, Head
-from gateway.wire.streams import Delta, Generation
-from priority.lanes import Lane
+from penstock.engine.planning.request import (
+    MAX_MARKS,
+    DraftCount,
+    ExpertSums,
+    FinishReason,
+    Request,
+    SamplingParams,
+)
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.wire.frames import StreamWriter, error_frame, timings_of
+from penstock.gateway.wire.shapes import ChatShape, CompletionShape, Extras, Head
+from penstock.gateway.wire.streams import Delta, Generation
+from penstock.priority.lanes import Lane
 from tests.gateway.harness import events, logprobs, make_timings, make_tokenizer
 
 TOKENIZER = make_tokenizer()

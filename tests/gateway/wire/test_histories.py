@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.wire.conversation import as_call
-from gateway.wire.prompts import Prompts
+from penstock.gateway.wire.conversation import as_call
+from penstock.gateway.wire.prompts import Prompts
 from tests.gateway.harness import make_tokenizer
 
 USER = {"role": "user", "content": "Hi"}

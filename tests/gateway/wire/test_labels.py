@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.request import Branch, Request, SamplingParams
-from gateway.wire.decided import choice_confidence, expected_level, probabilities_of, score_confidence
-from gateway.wire.labels import Steps, label_branches
+from penstock.engine.planning.request import Branch, Request, SamplingParams
+from penstock.gateway.wire.decided import (
+    choice_confidence,
+    expected_level,
+    probabilities_of,
+    score_confidence,
+)
+from penstock.gateway.wire.labels import Steps, label_branches
 from tests.few import examples
 
 VOCABULARY = range(6)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 
-from engine.planning.tokenizer import Tokenizer
-from gateway.wire.prompts import Prompts
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.wire.prompts import Prompts
 from tests.gateway.harness import tokenizer_json
 
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.wire.histories import ANSWERED
-from gateway.wire.prompts import Prompts
+from penstock.gateway.wire.histories import ANSWERED
+from penstock.gateway.wire.prompts import Prompts
 from tests.gateway.harness import make_tokenizer
 from tests.gateway.wire.test_published_templates import TOOLS, WORLD, prompts_of, published
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.request import Output, Request
-from engine.planning.step import StepReport
-from gateway.http.connections import WRITABLE
-from gateway.service import ServiceOptions
-from gateway.wire import streams
+from penstock.engine.planning.request import Output, Request
+from penstock.engine.planning.step import StepReport
+from penstock.gateway.http.connections import WRITABLE
+from penstock.gateway.service import ServiceOptions
+from penstock.gateway.wire import streams
 from tests.gateway.endpoints.test_tools import TEMPLATE, TOOL
 from tests.gateway.harness import (
     MODEL,

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.planning.tokenizer import Tokenizer
-from gateway.http.errors import ApiError
-from gateway.wire.parsing import answer_of
-from gateway.wire.prompts import Prompts
-from gateway.wire.reading import Formats
-from gateway.wire.tools.use import tool_use
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.wire.parsing import answer_of
+from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.reading import Formats
+from penstock.gateway.wire.tools.use import tool_use
 from tests.gateway.harness import tokenizer_json
 
 WORLD = Path(__file__).parents[3].parent / "shared" / "world"

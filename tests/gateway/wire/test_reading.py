@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from app.settings import choices
-from engine.planning.grammar import Grammar, GrammarKind
-from gateway.wire.conversation import thinking_switches
-from gateway.wire.parsing import Answer, answer_of
-from gateway.wire.prompts import Prompts
-from gateway.wire.reading import REASONING_FORMATS, Formats, Reading
-from gateway.wire.tools.formats import TOOL_FORMATS
-from gateway.wire.tools.use import tool_use
+from penstock.app.settings import choices
+from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.gateway.wire.conversation import thinking_switches
+from penstock.gateway.wire.parsing import Answer, answer_of
+from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.reading import REASONING_FORMATS, Formats, Reading
+from penstock.gateway.wire.tools.formats import TOOL_FORMATS
+from penstock.gateway.wire.tools.use import tool_use
 from tests.gateway.harness import make_tokenizer
 
 CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from httpx import Response
 
-from app.checkpoint import DEMO_MODEL
-from engine.planning.tokenizer import Tokenizer
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.planning.tokenizer import Tokenizer
 from tests.gateway.harness import Gateway, chat_body, client, completion_body
 
 TOKENIZER = Tokenizer.load(DEMO_MODEL)

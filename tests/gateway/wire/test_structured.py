@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
-from engine.planning.request import Request
+from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
+from penstock.engine.planning.request import Request
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body
 
 pytestmark = pytest.mark.anyio

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 
 
 def measure(part: str, folder: Path) -> tuple[Any, str]:

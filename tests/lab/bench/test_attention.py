@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.cpu.native import NativeUnavailable, load_library
 from lab.bench.attention import AttentionBench
+from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
 
 
 @pytest.fixture(scope="module")

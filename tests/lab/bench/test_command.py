@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from lab.bench.__main__ import main
 from lab.bench.parts import CASES
 from lab.bench.report import print_parts, print_store
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 
 CEILINGS: dict[str, Any] = {"memory_gb_per_s": 20.0, "peaks": {"fma8": 100.0, "tile_bf16": 2000.0}}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.bench.checkpoint import LLAMA_TINY
 from lab.bench.format_files import MAKERS
 from lab.bench.formats import CASES, SUBJECTS, Peak, measure
 from lab.bench.parts import NoNativeDecoder
 from lab.bench.report import print_formats
+from penstock.app.bench.checkpoint import LLAMA_TINY
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak
-from engine.kernels.cpu.native import NativeUnavailable, Team, load_library
+from penstock.app.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak
+from penstock.engine.kernels.cpu.native import NativeUnavailable, Team, load_library
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.arithmetic import arithmetic_of
-from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
-from engine.model.parse import read_config
 from lab.bench import parts
 from lab.bench.parts import CASES, Case, NoNativeDecoder, StepParts, make_batch
+from penstock.app.bench.arithmetic import arithmetic_of
+from penstock.app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from penstock.engine.model.parse import read_config
 from tests.engine.families import STATES
 
 CASE = Case("c", sequences=3, queries=2, context=20)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.cpu.native import load_library
-from engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
 from lab.bench import snapshots
 from lab.bench.snapshots import config_of, print_costs
 from lab.bench.states import Model, ints
+from penstock.engine.kernels.cpu.native import load_library
+from penstock.engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
 
 MIXERS: dict[str, StateMixer] = {
     "delta": GatedDelta(hidden_size=64, num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32),

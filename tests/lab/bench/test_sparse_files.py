@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import LoadOptions
-from engine.model.checkpoint import read_config, read_tokenizer
-from engine.model.files import open_files
-from engine.model.tensors import check_tensors, layer_specs, make_recipe
-from engine.quant.integers import Integers
 from lab.bench import sparse_files
 from lab.bench.sparse_files import A3B_30B, SparseShape, write_sparse
+from penstock.engine.config import LoadOptions
+from penstock.engine.model.checkpoint import read_config, read_tokenizer
+from penstock.engine.model.files import open_files
+from penstock.engine.model.tensors import check_tensors, layer_specs, make_recipe
+from penstock.engine.quant.integers import Integers
 
 TINY = SparseShape("tiny", 128, 2, 2, 1, 64, 4, 2, 128, 512)
 

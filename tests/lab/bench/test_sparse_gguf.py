@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.config import LoadOptions
-from engine.model.checkpoint import read_config
-from engine.model.files import open_files
-from engine.model.stacks import unstacked
-from engine.model.tensors import check_tensors, make_recipe
-from engine.spec import Attention, Experts, GatedDelta
 from lab.bench.random_states import QWEN_08B
 from lab.bench.sparse_files import SparseShape
 from lab.bench.sparse_gguf import write_sparse_gguf
 from lab.bench.state_gguf import write_state_gguf
+from penstock.engine.config import LoadOptions
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.files import open_files
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import check_tensors, make_recipe
+from penstock.engine.spec import Attention, Experts, GatedDelta
 
 SHAPE = SparseShape("tiny", 64, 2, 4, 2, 16, 4, 2, 32, 512)
 

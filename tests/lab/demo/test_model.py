@@ -13,11 +13,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from app.checkpoint import DEMO_MODEL
-from engine.model.checkpoint import read_config
-from engine.model.eagle import check_eagle, read_eagle
-from engine.planning.tokenizer import Tokenizer as ServedTokenizer
-from gateway.wire.prompts import Prompts
 from lab.demo import tools
 from lab.demo.batches import batch
 from lab.demo.corpus import sample
@@ -35,6 +30,11 @@ from lab.demo.tokenizer import (
     special_id,
 )
 from lab.demo.train import MODEL
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.eagle import check_eagle, read_eagle
+from penstock.engine.planning.tokenizer import Tokenizer as ServedTokenizer
+from penstock.gateway.wire.prompts import Prompts
 from tests.few import examples
 
 HOME = DEMO_MODEL.parent

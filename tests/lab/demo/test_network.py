@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.model.parse import read_config, read_generation_defaults
 from lab.demo.export import export
 from lab.demo.network import Llama, Shape, rope_tables, rotate
 from lab.demo.optimiser import Muon, optimisers, orthogonalise
 from lab.demo.tokenizer import END, encode_text, special_id
+from penstock.engine.model.parse import read_config, read_generation_defaults
 from tests.few import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from app.checkpoint import DEMO_MODEL
-from engine.model.checkpoint import read_config
 from lab.demo.head import before, read_target
 from lab.demo.prediction import Prediction, export
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.model.checkpoint import read_config
 from tests.engine.model.test_prediction import drafting
 from tests.engine.test_prediction import TOKEN_IDS, hidden_of
 

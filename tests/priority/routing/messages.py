@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
-from priority.room import Held
-from priority.routing.router import RouteQuery
-from priority.routing.state import Change, LaneWork, Load, Snapshot
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.room import Held
+from penstock.priority.routing.router import RouteQuery
+from penstock.priority.routing.state import Change, LaneWork, Load, Snapshot
 from tests.priority.simulated_engine import COEFFICIENTS
 
 BLOCK_SIZE = 16

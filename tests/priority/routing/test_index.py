@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from priority.routing.index import BlockIndex
+from penstock.priority.routing.index import BlockIndex
 from tests.few import examples
 from tests.priority.routing.messages import chain
 

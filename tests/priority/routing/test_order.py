@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from priority.routing.order import CLOSE, LoadOrder
+from penstock.priority.routing.order import CLOSE, LoadOrder
 from tests.few import examples
 
 

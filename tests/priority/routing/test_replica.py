@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from priority.lanes import Lane
-from priority.queue import LaneQueue
-from priority.routing.replica import Replica
-from priority.steptime import EXPERTS, StepTimeModel
-from priority.waiting import Account, Size
+from penstock.priority.lanes import Lane
+from penstock.priority.queue import LaneQueue
+from penstock.priority.routing.replica import Replica
+from penstock.priority.steptime import EXPERTS, StepTimeModel
+from penstock.priority.waiting import Account, Size
 from tests.few import examples
 from tests.priority.routing.messages import snapshot
 from tests.priority.simulated_engine import (

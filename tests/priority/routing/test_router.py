@@ -9,10 +9,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from priority.lanes import Lane
-from priority.refusal import Refusal
-from priority.routing.router import LEASE_S, STALE_S, Choice, OutOfStep, RouteQuery, Router
-from priority.routing.state import Change, LaneWork, Load, StateError
+from penstock.priority.lanes import Lane
+from penstock.priority.refusal import Refusal
+from penstock.priority.routing.router import LEASE_S, STALE_S, Choice, OutOfStep, RouteQuery, Router
+from penstock.priority.routing.state import Change, LaneWork, Load, StateError
 from tests.few import examples
 from tests.priority.routing.messages import ask, chain, change, load, snapshot
 

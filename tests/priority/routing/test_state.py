@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.endpoints.state import state_line
-from priority.lanes import Lane, LanePolicy
-from priority.routing.state import (
+from penstock.gateway.endpoints.state import state_line
+from penstock.priority.lanes import Lane, LanePolicy
+from penstock.priority.routing.state import (
     MAX_TENANTS,
     OTHERS,
     Change,

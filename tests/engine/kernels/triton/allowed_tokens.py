@@ -7,10 +7,10 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from engine.sampling import reference
-from engine.sampling.noise import gumbel, hashes, noise_keys
-from engine.sampling.sampler import Sampler
-from engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.sampling import reference
+from penstock.engine.sampling.noise import gumbel, hashes, noise_keys
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.tables import Filters, SamplingTables
 
 ULPS = 4
 """Two scores may change places if they differ by less, in units in the last place of their logit and their noise."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import triton
 
-from engine.kernels.kv_cache import KVShape
-from engine.kernels.triton import attention_kernels as kernels
-from engine.kernels.triton import attention_segments as segmenting
-from engine.kernels.triton.attention import Workspace
-from engine.kernels.triton.attention_tiling import Chip, KVHead, TensorCores, Tiling, shared_bytes
+from penstock.engine.kernels.kv_cache import KVShape
+from penstock.engine.kernels.triton import attention_kernels as kernels
+from penstock.engine.kernels.triton import attention_segments as segmenting
+from penstock.engine.kernels.triton.attention import Workspace
+from penstock.engine.kernels.triton.attention_tiling import Chip, KVHead, TensorCores, Tiling, shared_bytes
 from tests.engine.kernels.triton.compiling import ARCHITECTURES, SHARED_LIMIT, Case
 
 _TYPES = {

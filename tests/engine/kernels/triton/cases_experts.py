@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from engine.kernels.packed import Code
-from engine.kernels.triton import expert_kernels, routing
-from engine.kernels.triton.experts import SORT_BLOCK, SUM_BLOCK
-from engine.kernels.triton.packed_linear import ONE_GROUP
-from engine.kernels.triton.tiles import ROW_CLASSES, shared_bytes
-from engine.spec import Activation, Router
+from penstock.engine.kernels.packed import Code
+from penstock.engine.kernels.triton import expert_kernels, routing
+from penstock.engine.kernels.triton.experts import SORT_BLOCK, SUM_BLOCK
+from penstock.engine.kernels.triton.packed_linear import ONE_GROUP
+from penstock.engine.kernels.triton.tiles import ROW_CLASSES, shared_bytes
+from penstock.engine.spec import Activation, Router
 from tests.engine.kernels.triton.cases_packed import OPTIONS, TYPES, card
 from tests.engine.kernels.triton.compiling import Case
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kernels.triton import activation, inputs, norms, rotary
-from engine.quant.rotation import block_size
+from penstock.engine.kernels.triton import activation, inputs, norms, rotary
+from penstock.engine.quant.rotation import block_size
 from tests.engine.kernels.triton.compiling import Case
 
 OPTIONS = {"enable_fp_fusion": False}

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from engine.kernels.packed import Code
-from engine.kernels.triton import packed_kernels, row_kernels
-from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from engine.kernels.triton.packed_linear import ADD_BLOCK, ONE_GROUP, ROUND_BLOCK, UNPACK_BLOCK
-from engine.kernels.triton.tiles import ROW_CLASSES, Card, shared_bytes
+from penstock.engine.kernels.packed import Code
+from penstock.engine.kernels.triton import packed_kernels, row_kernels
+from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.kernels.triton.packed_linear import ADD_BLOCK, ONE_GROUP, ROUND_BLOCK, UNPACK_BLOCK
+from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card, shared_bytes
 from tests.engine.kernels.triton.compiling import ARCHITECTURES, SHARED_LIMIT, Case
 
 OPTIONS = {"enable_fp_fusion": False}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from engine.kernels.triton import sampling, sampling_filters
+from penstock.engine.kernels.triton import sampling, sampling_filters
 from tests.engine.kernels.triton.compiling import Case
 
 TILE = 4096

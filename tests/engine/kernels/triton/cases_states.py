@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.kernels.triton import (
+from penstock.engine.kernels.triton import (
     norms,
     state_kernels,
     state_tile_kernels,
@@ -13,8 +13,8 @@ from engine.kernels.triton import (
     state_tiles,
     states,
 )
-from engine.kernels.triton.state_arguments import constants as constants_of
-from engine.spec import GatedDelta, Mamba2, ShortConv
+from penstock.engine.kernels.triton.state_arguments import constants as constants_of
+from penstock.engine.spec import GatedDelta, Mamba2, ShortConv
 from tests.engine.kernels.triton.compiling import Case
 
 DELTA = GatedDelta(hidden_size=5120, num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128)

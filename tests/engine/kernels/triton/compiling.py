@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine.cores import num_cores
+from penstock.engine.cores import num_cores
 
 ARCHITECTURES = (80, 90, 100, 120)
 """A100, H100, B200 and RTX 50."""

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import experts as reference
-from engine.kernels.experts import ListedExperts
-from engine.kernels.linear import DenseLinear
-from engine.kernels.triton.expert_weights import pack_experts
-from engine.kernels.triton.experts import TritonExperts
-from engine.kernels.triton.tiles import Card
-from engine.quant.float8 import Float8, Scaling
-from engine.quant.formats import DENSE, Format, NamedTensors
-from engine.quant.integers import Factors, Inputs, Integers
-from engine.quant.storages.mxfp4 import MXFP4
-from engine.spec import Activation, Experts, Router
+from penstock.engine.kernels import experts as reference
+from penstock.engine.kernels.experts import ListedExperts
+from penstock.engine.kernels.linear import DenseLinear
+from penstock.engine.kernels.triton.expert_weights import pack_experts
+from penstock.engine.kernels.triton.experts import TritonExperts
+from penstock.engine.kernels.triton.tiles import Card
+from penstock.engine.quant.float8 import Float8, Scaling
+from penstock.engine.quant.formats import DENSE, Format, NamedTensors
+from penstock.engine.quant.integers import Factors, Inputs, Integers
+from penstock.engine.quant.storages.mxfp4 import MXFP4
+from penstock.engine.spec import Activation, Experts, Router
 from tests.engine.integers import any_integers
 
 Made = tuple[NamedTensors, Tensor | None]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.packed import UNIT as INPUTS_OF_A_UNIT
-from engine.kernels.packed import Code, PackedWeight, narrowest, pack_nibbles, padded
-from engine.kernels.triton.packed_linear import MIN_UNPACKED_ROWS
-from engine.quant.float8 import FLOAT8
-from engine.quant.storages.mxfp4 import DOUBLED
+from penstock.engine.kernels.packed import UNIT as INPUTS_OF_A_UNIT
+from penstock.engine.kernels.packed import Code, PackedWeight, narrowest, pack_nibbles, padded
+from penstock.engine.kernels.triton.packed_linear import MIN_UNPACKED_ROWS
+from penstock.engine.quant.float8 import FLOAT8
+from penstock.engine.quant.storages.mxfp4 import DOUBLED
 from tests.engine.ranges import UNIT, Range, gamma
 
 

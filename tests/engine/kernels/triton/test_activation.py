@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels import reference
-from engine.kernels.triton.activation import BLOCK, activated, glu
+from penstock.engine.kernels import reference
+from penstock.engine.kernels.triton.activation import BLOCK, activated, glu
 from tests.engine.kernels.random_inputs import check_silu_mul
 from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.few import examples

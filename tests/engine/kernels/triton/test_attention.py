@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape
-from engine.kernels.reference import PagedAttention, write_kv
-from engine.kernels.triton import attention_segments as segmenting
-from engine.kernels.triton import attention_tiling as tilings
-from engine.kernels.triton.attention import TritonAttention, Workspace
-from engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVShape
+from penstock.engine.kernels.reference import PagedAttention, write_kv
+from penstock.engine.kernels.triton import attention_segments as segmenting
+from penstock.engine.kernels.triton import attention_tiling as tilings
+from penstock.engine.kernels.triton.attention import TritonAttention, Workspace
+from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
 from tests.engine.kernels import random_inputs
 from tests.engine.kernels.random_inputs import Lengths, int32
 from tests.engine.ranges import assert_within

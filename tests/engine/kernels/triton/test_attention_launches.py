@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape
-from engine.kernels.triton import attention
-from engine.kernels.triton.attention import TritonAttention, Workspace
-from engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVShape
+from penstock.engine.kernels.triton import attention
+from penstock.engine.kernels.triton.attention import TritonAttention, Workspace
+from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
 from tests.engine.kernels.triton.test_attention import DECODE, AttentionInput
 from tests.engine.kernels.triton.test_attention_segments import workspace_bytes
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.batch import blank_batch
-from engine.kernels.kv_cache import KVShape
-from engine.kernels.triton import attention_segments as segmenting
-from engine.kernels.triton.attention import TritonAttention, Workspace
-from engine.kernels.triton.attention_segments import reduce_segments_kernel
-from engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.kernels.batch import blank_batch
+from penstock.engine.kernels.kv_cache import KVShape
+from penstock.engine.kernels.triton import attention_segments as segmenting
+from penstock.engine.kernels.triton.attention import TritonAttention, Workspace
+from penstock.engine.kernels.triton.attention_segments import reduce_segments_kernel
+from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
 from tests.engine.ranges import FUNCTION, Range, assert_within, gamma
 from tests.few import examples
 

@@ -11,8 +11,8 @@ import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.triton import attention_tiling as tilings
-from engine.kernels.triton.attention_tiling import (
+from penstock.engine.kernels.triton import attention_tiling as tilings
+from penstock.engine.kernels.triton.attention_tiling import (
     Chip,
     KVHead,
     TensorCores,

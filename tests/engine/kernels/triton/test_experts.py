@@ -14,26 +14,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.kernels import experts as reference
-from engine.kernels.linear import DenseLinear, Linear
-from engine.kernels.ops import reference_kernels
-from engine.kernels.packed import Code, PackedWeight
-from engine.kernels.ranks import Ranks
-from engine.kernels.select import trials, triton_kernels
-from engine.kernels.triton.attention_tiling import Chip
-from engine.kernels.triton.expert_weights import PackedExperts, pack_experts
-from engine.kernels.triton.experts import SortedPairs, most_tiles
-from engine.kernels.triton.tiles import ROW_CLASSES, Card, expert_key, expert_rows, expert_rule, shared_bytes
-from engine.model.files import open_files
-from engine.model.parameters import ExpertsWeights
-from engine.model.parse import read_config
-from engine.model.split import split_config
-from engine.model.split_files import SplitFiles
-from engine.model.tensors import make_recipe
-from engine.quant.formats import DENSE, Format, NamedTensors
-from engine.quant.integers import Integers
-from engine.spec import Activation
+from penstock.engine.config import LoadOptions
+from penstock.engine.kernels import experts as reference
+from penstock.engine.kernels.linear import DenseLinear, Linear
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.kernels.packed import Code, PackedWeight
+from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.kernels.select import trials, triton_kernels
+from penstock.engine.kernels.triton.attention_tiling import Chip
+from penstock.engine.kernels.triton.expert_weights import PackedExperts, pack_experts
+from penstock.engine.kernels.triton.experts import SortedPairs, most_tiles
+from penstock.engine.kernels.triton.tiles import (
+    ROW_CLASSES,
+    Card,
+    expert_key,
+    expert_rows,
+    expert_rule,
+    shared_bytes,
+)
+from penstock.engine.model.files import open_files
+from penstock.engine.model.parameters import ExpertsWeights
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.split import split_config
+from penstock.engine.model.split_files import SplitFiles
+from penstock.engine.model.tensors import make_recipe
+from penstock.engine.quant.formats import DENSE, Format, NamedTensors
+from penstock.engine.quant.integers import Integers
+from penstock.engine.spec import Activation
 from tests.engine.families import SPARSE
 from tests.engine.integers import any_integers
 from tests.engine.kernels.test_ops import CPU

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import LoadOptions
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.select import triton_kernels
-from engine.kernels.state_cache import StateCache, StateLayout
-from engine.model.files import open_files
-from engine.model.parse import read_config
-from engine.model.stacks import unstacked
-from engine.model.transformer import Decoder
-from engine.model.weights import load_weights
+from penstock.engine.config import LoadOptions
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.select import triton_kernels
+from penstock.engine.kernels.state_cache import StateCache, StateLayout
+from penstock.engine.model.files import open_files
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.transformer import Decoder
+from penstock.engine.model.weights import load_weights
 from tests.engine.configs import spread
 from tests.engine.families import SPARSE, STATES, TINY
 from tests.engine.model.test_transformer import make_batch, oracle_logits

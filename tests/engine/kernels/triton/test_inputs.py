@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels import sequence_table
-from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepInputs, StepTokens
-from engine.kernels.triton import inputs
+from penstock.engine.kernels import sequence_table
+from penstock.engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepInputs, StepTokens
+from penstock.engine.kernels.triton import inputs
 from tests.few import examples
 
 BLOCK_SIZE = 4

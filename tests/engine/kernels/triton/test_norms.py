@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels import reference
-from engine.kernels.triton.norms import add_rms_norm, num_warps, rms_norm
+from penstock.engine.kernels import reference
+from penstock.engine.kernels.triton.norms import add_rms_norm, num_warps, rms_norm
 from tests.engine import ranges
 from tests.engine.kernels.random_inputs import check_norms
 from tests.engine.kernels.triton.dtypes import DTYPES

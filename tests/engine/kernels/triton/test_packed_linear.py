@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels import linear as specification
-from engine.kernels import packed
-from engine.kernels.linear import IntegerLinear
-from engine.kernels.packed import Code, UnpackedLinear
-from engine.kernels.triton import packed_linear, tiles
-from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from engine.kernels.triton.packed_linear import (
+from penstock.engine.kernels import linear as specification
+from penstock.engine.kernels import packed
+from penstock.engine.kernels.linear import IntegerLinear
+from penstock.engine.kernels.packed import Code, UnpackedLinear
+from penstock.engine.kernels.triton import packed_linear, tiles
+from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.kernels.triton.packed_linear import (
     MIN_SCALED_ROWS,
     MIN_UNPACKED_ROWS,
     PackedLinears,
@@ -27,10 +27,10 @@ from engine.kernels.triton.packed_linear import (
     rotate_rows,
     unpack,
 )
-from engine.kernels.triton.tiles import ROW_CLASSES, Card
-from engine.quant.float8 import FLOAT8, LARGEST
-from engine.quant.integers import Inputs, Integers
-from engine.quant.rotation import block_size, rotated
+from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card
+from penstock.engine.quant.float8 import FLOAT8, LARGEST
+from penstock.engine.quant.integers import Inputs, Integers
+from penstock.engine.quant.rotation import block_size, rotated
 from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.engine.kernels.triton.packed_weights import Kind
 from tests.engine.ranges import UNIT, assert_within, gamma

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels import reference
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.reference import TokenPlaces, write_kv
-from engine.kernels.triton import rotary
-from engine.kernels.triton.rotary import kv_places, rotate_and_write
-from engine.quant.rotation import block_size, rotated
+from penstock.engine.kernels import reference
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.reference import TokenPlaces, write_kv
+from penstock.engine.kernels.triton import rotary
+from penstock.engine.kernels.triton.rotary import kv_places, rotate_and_write
+from penstock.engine.quant.rotation import block_size, rotated
 from tests.engine.kernels.random_inputs import EPS, Layer, RotationInput
 from tests.engine.kernels.test_reference import BLOCK_SIZE, SEQUENCES, make_batch
 from tests.engine.kernels.triton.dtypes import DTYPES

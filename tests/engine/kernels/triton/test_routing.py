@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels import experts
-from engine.kernels.triton.routing import route
-from engine.spec import Router
+from penstock.engine.kernels import experts
+from penstock.engine.kernels.triton.routing import route
+from penstock.engine.spec import Router
 from tests.engine.kernels.test_experts import routers
 from tests.few import examples
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.triton import sampling
-from engine.kernels.triton.sampling import TritonChoose
-from engine.kernels.triton.sampling_rows import gumbel_noise
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.sampling import reference
-from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
-from engine.sampling.sampler import Sampler
-from engine.sampling.tables import Filters
+from penstock.engine.kernels.triton import sampling
+from penstock.engine.kernels.triton.sampling import TritonChoose
+from penstock.engine.kernels.triton.sampling_rows import gumbel_noise
+from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.sampling import reference
+from penstock.engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.tables import Filters
 from tests.engine.kernels.sampling_rows import all_allowed, random_masks
 from tests.engine.kernels.triton.allowed_tokens import ULPS, checked_sample
 from tests.few import examples

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.triton import state_tiles, states
-from engine.kernels.triton.state_tile_rows import TILE
-from engine.kernels.triton.state_tiles import FEWEST, num_tiles
-from engine.spec import GatedDelta, Mamba2
+from penstock.engine.kernels.triton import state_tiles, states
+from penstock.engine.kernels.triton.state_tile_rows import TILE
+from penstock.engine.kernels.triton.state_tiles import FEWEST, num_tiles
+from penstock.engine.spec import GatedDelta, Mamba2
 from tests.engine.kernels.state_layers import Layer, check_step
 from tests.engine.kernels.triton.dtypes import DTYPES
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import LoadOptions
-from engine.kernels.select import trials, triton_kernels
-from engine.kernels.triton import states
-from engine.kernels.triton.state_tiles import SAVES
-from engine.kernels.triton.states import CONVOLVED, ROWS
-from engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
+from penstock.engine.config import LoadOptions
+from penstock.engine.kernels.select import trials, triton_kernels
+from penstock.engine.kernels.triton import states
+from penstock.engine.kernels.triton.state_tiles import SAVES
+from penstock.engine.kernels.triton.states import CONVOLVED, ROWS
+from penstock.engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
 from tests.engine.configs import state_config
 from tests.engine.kernels.state_layers import Layer, batch, check_cuts, check_step
 from tests.engine.kernels.triton.dtypes import DTYPES

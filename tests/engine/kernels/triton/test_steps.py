@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import LoadOptions, ModelConfig
-from engine.execution import loader
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
-from engine.kernels.kv_cache import QUANTIZED
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.select import triton_kernels
-from engine.planning.drafting import Drafting
-from engine.planning.request import Request
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.execution import loader
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.kernels.kv_cache import QUANTIZED
+from penstock.engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.select import triton_kernels
+from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.request import Request
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import RepeatingDevice, StepDriver, ask
 from tests.engine.execution.test_verified_steps import AnswerProposer, Drafts

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import LoadOptions, ModelConfig
-from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import BLOCK_SIZE
-from engine.kernels.ops import Kernels
-from engine.kernels.select import triton_kernels
-from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens
+from penstock.engine.config import LoadOptions, ModelConfig
+from penstock.engine.kernels.batch import Batch
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE
+from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.select import triton_kernels
+from penstock.engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens
 from tests.engine.kernels.random_model import Checkpoint, Prompts, config
 from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.engine.ranges import gamma

@@ -17,12 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
-from engine.model.files import open_files
-from engine.model.gguf.container import forget_headers, read_header
-from engine.model.tensors import check_tensors, make_recipe
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
+from penstock.engine.model.files import open_files
+from penstock.engine.model.gguf.container import forget_headers, read_header
+from penstock.engine.model.tensors import check_tensors, make_recipe
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.gguf_files import same, write_gguf
 from tests.engine.model.gguf.raw_gguf import U32, U64, Raw, text

@@ -12,17 +12,17 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.execution.memory import weight_bytes
-from engine.kernels.ops import reference_kernels
-from engine.model.checkpoint import read_config
-from engine.model.files import open_files
-from engine.model.gguf import container
-from engine.model.gguf.kinds import KINDS
-from engine.model.gguf.names import Names
-from engine.model.stacks import unstacked
-from engine.model.tensors import check_tensors, layer_specs, make_recipe
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.memory import weight_bytes
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.checkpoint import read_config
+from penstock.engine.model.files import open_files
+from penstock.engine.model.gguf import container
+from penstock.engine.model.gguf.kinds import KINDS
+from penstock.engine.model.gguf.names import Names
+from penstock.engine.model.stacks import unstacked
+from penstock.engine.model.tensors import check_tensors, layer_specs, make_recipe
 from tests.engine.families import SPARSE, TINY
 from tests.engine.gguf_files import same, write_family, write_file
 from tests.engine.model.test_expert_formats import load, loaded

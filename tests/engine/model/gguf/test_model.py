@@ -18,26 +18,26 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import GenerationDefaults, LoadOptions
-from engine.errors import CheckpointError
-from engine.execution.loader import load_model
-from engine.fields import Fields
-from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.cpu.native import NativeDecoder, load_library
-from engine.kernels.kv_cache import KVCache, KVLayout
-from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.kernels.select import native_kernels
-from engine.model.checkpoint import read_config, read_generation_defaults
-from engine.model.files import open_files
-from engine.model.gguf.container import SUPPORTED
-from engine.model.parameters import AttentionWeights, MlpWeights
-from engine.model.tensors import check_tensors, make_recipe, row_order
-from engine.model.transformer import make_decoder
-from engine.model.weights import load_weights
-from engine.quant.integers import Factors, Integers
-from engine.spec import Attention, HeadOrder, Rows
 from lab.demo.gguf_files import Types
+from penstock.engine.config import GenerationDefaults, LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.loader import load_model
+from penstock.engine.fields import Fields
+from penstock.engine.kernels.batch import Batch, blank_batch
+from penstock.engine.kernels.cpu.native import NativeDecoder, load_library
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear
+from penstock.engine.kernels.ops import Kernels, reference_kernels
+from penstock.engine.kernels.select import native_kernels
+from penstock.engine.model.checkpoint import read_config, read_generation_defaults
+from penstock.engine.model.files import open_files
+from penstock.engine.model.gguf.container import SUPPORTED
+from penstock.engine.model.parameters import AttentionWeights, MlpWeights
+from penstock.engine.model.tensors import check_tensors, make_recipe, row_order
+from penstock.engine.model.transformer import make_decoder
+from penstock.engine.model.weights import load_weights
+from penstock.engine.quant.integers import Factors, Integers
+from penstock.engine.spec import Attention, HeadOrder, Rows
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY

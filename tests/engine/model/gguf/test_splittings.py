@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from engine.model.gguf.tokenizer import SPLITTINGS, read_tokenizer
+from penstock.engine.model.gguf.tokenizer import SPLITTINGS, read_tokenizer
 from tests.engine.model.gguf.test_tokenizer import PRE
 
 WORLD = Path(__file__).parents[4].parent / "shared" / "world" / "vocab"

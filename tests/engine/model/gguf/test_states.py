@@ -13,9 +13,9 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
-from engine.errors import CheckpointError
-from engine.model.gguf.config import read_config
-from engine.spec import GatedDelta
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.gguf.config import read_config
+from penstock.engine.spec import GatedDelta
 from tests.engine.families import STATES
 from tests.engine.gguf_states import write_state_family
 from tests.engine.model.gguf.test_model import make_kernels

@@ -19,9 +19,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.errors import CheckpointError
-from engine.model.checkpoint import read_tokenizer
-from engine.planning.tokenizer import Tokenizer, template_of
+from penstock.engine.errors import CheckpointError
+from penstock.engine.model.checkpoint import read_tokenizer
+from penstock.engine.planning.tokenizer import Tokenizer, template_of
 from tests.engine.checkpoints import (
     BOS,
     CHAT_TEMPLATE,

@@ -11,21 +11,21 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.config import LoadOptions
-from engine.errors import CheckpointError
-from engine.execution.loaded import LoadedModel
-from engine.execution.loader import load_model
-from engine.kernels.batch import blank_batch
-from engine.kernels.linear import DenseLinear, Linear
-from engine.kernels.ops import reference_kernels
-from engine.model.parameters import AttentionWeights, MlpWeights, Weights
-from engine.model.parse import read_config
-from engine.model.safetensors import TensorFiles
-from engine.model.tensors import make_recipe
-from engine.model.weights import load_weights
-from engine.planning.request import Request, SamplingParams
-from engine.quant.formats import Format, NamedTensors
-from engine.quant.integers import Integers
+from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
+from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.loader import load_model
+from penstock.engine.kernels.batch import blank_batch
+from penstock.engine.kernels.linear import DenseLinear, Linear
+from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.model.parameters import AttentionWeights, MlpWeights, Weights
+from penstock.engine.model.parse import read_config
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.tensors import make_recipe
+from penstock.engine.model.weights import load_weights
+from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.quant.formats import Format, NamedTensors
+from penstock.engine.quant.integers import Integers
 from tests.engine.driver import Driver
 from tests.engine.quant.storages.checkpoints import Change, Tensors, change, change_config, store, store_all
 from tests.engine.quant.storages.makers import WAYS, Maker, Way, compressed, modelopt

@@ -13,10 +13,10 @@ import torchao.quantization as ao
 from compressed_tensors.utils.match import match_name
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from engine.config import QUANT_METHODS
-from engine.errors import CheckpointError
-from engine.quant.checkpoints import METHODS
-from engine.quant.storage import PLAIN
+from penstock.engine.config import QUANT_METHODS
+from penstock.engine.errors import CheckpointError
+from penstock.engine.quant.checkpoints import METHODS
+from penstock.engine.quant.storage import PLAIN
 from tests.engine.quant.storages.makers import (
     INT4,
     WAYS,

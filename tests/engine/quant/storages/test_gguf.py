@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import CheckpointError
-from engine.fields import Fields
-from engine.model.gguf import container
-from engine.quant import formats
-from engine.quant.integers import Factors, Integers, common_format, widen
-from engine.quant.storage import PLAIN, BadTensor
-from engine.quant.storages.gguf import TYPES, gguf_storages
+from penstock.engine.errors import CheckpointError
+from penstock.engine.fields import Fields
+from penstock.engine.model.gguf import container
+from penstock.engine.quant import formats
+from penstock.engine.quant.integers import Factors, Integers, common_format, widen
+from penstock.engine.quant.storage import PLAIN, BadTensor
+from penstock.engine.quant.storages.gguf import TYPES, gguf_storages
 from tests.engine.ggml_blocks import HALVES, random_rows
 from tests.few import examples
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.fields import Fields
-from engine.model.safetensors import DTYPES
-from engine.quant.checkpoints import storages_of
-from engine.quant.formats import NamedTensors
-from engine.quant.storage import Storage
+from penstock.engine.fields import Fields
+from penstock.engine.model.safetensors import DTYPES
+from penstock.engine.quant.checkpoints import storages_of
+from penstock.engine.quant.formats import NamedTensors
+from penstock.engine.quant.storage import Storage
 from tests.engine.quant.storages.makers import WAYS, Config, Way
 
 NAME = "model.layers.0.mlp.up_proj"

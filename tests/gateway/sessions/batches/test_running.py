@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.http.limits import Limits
-from gateway.sessions.batches import batch as batch_module
-from gateway.sessions.batches import files, run, running
-from gateway.sessions.batches.batch import BATCHES, Batch, new_batch_id
-from gateway.sessions.batches.files import Files, new_file_id
-from gateway.sessions.batches.run import Answer
-from gateway.sessions.batches.running import Batches
-from gateway.store.interface import Store, StoreUnavailable
-from gateway.store.memory import MemoryStore
-from gateway.store.redis import RedisStore
-from gateway.store.shared import SharedStore
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.sessions.batches import batch as batch_module
+from penstock.gateway.sessions.batches import files, run, running
+from penstock.gateway.sessions.batches.batch import BATCHES, Batch, new_batch_id
+from penstock.gateway.sessions.batches.files import Files, new_file_id
+from penstock.gateway.sessions.batches.run import Answer
+from penstock.gateway.sessions.batches.running import Batches
+from penstock.gateway.store.interface import Store, StoreUnavailable
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.redis import RedisStore
+from penstock.gateway.store.shared import SharedStore
 from tests.few import examples
 from tests.gateway.harness import Gateway
 from tests.redis_server import RedisServer

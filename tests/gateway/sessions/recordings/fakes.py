@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from engine.planning.request import FinishReason, Output, Request, SamplingParams
-from gateway.http.connections import Connection, Timeouts
-from gateway.sessions.recordings.completions import CompletionFormat, details_of, script
-from gateway.sessions.recordings.reader import Reader
-from gateway.sessions.recordings.recording import Recording
-from gateway.wire.reading import PLAIN, Reading
-from gateway.wire.shapes import Head
+from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
+from penstock.gateway.http.connections import Connection, Timeouts
+from penstock.gateway.sessions.recordings.completions import CompletionFormat, details_of, script
+from penstock.gateway.sessions.recordings.reader import Reader
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.wire.reading import PLAIN, Reading
+from penstock.gateway.wire.shapes import Head
 from tests.gateway.harness import make_timings, make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gateway.store.interface import Journal, JournalChange, JournalOutcome, Key, StoreUnavailable
+from penstock.gateway.store.interface import Journal, JournalChange, JournalOutcome, Key, StoreUnavailable
 from tests.gateway.store.durable_store import DurableStore
 
 

@@ -11,15 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.planning.request import FinishReason
-from gateway.access.keys import Client
-from gateway.http.connections import Connection
-from gateway.http.errors import ApiError
-from gateway.sessions.recordings.completions import CompletionFormat
-from gateway.sessions.recordings.reader import Reader
-from gateway.sessions.recordings.recording import Recording
-from gateway.store.interface import Quota, StoreUnavailable
-from priority.lanes import Tenant
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.access.keys import Client
+from penstock.gateway.http.connections import Connection
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.sessions.recordings.completions import CompletionFormat
+from penstock.gateway.sessions.recordings.reader import Reader
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.store.interface import Quota, StoreUnavailable
+from penstock.priority.lanes import Tenant
 from tests.clock import Clock
 from tests.few import examples
 from tests.gateway.harness import Gateway

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.sessions.recordings.recording import EVENT_BYTES
-from gateway.wire.parsing import TextDelta
+from penstock.gateway.sessions.recordings.recording import EVENT_BYTES
+from penstock.gateway.wire.parsing import TextDelta
 from tests.few import examples
 from tests.gateway.sessions.recordings.fakes import FakeReader, bring, end, make_recording
 
@@ -75,7 +75,7 @@ def test_what_replaying_brings_is_what_was_said() -> None:
 
 
 def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 500)
+    monkeypatch.setattr("penstock.gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 500)
     recording = make_recording()
     reader = FakeReader(recording)
     reader.connection.writable = False
@@ -91,7 +91,9 @@ def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.Mon
 @given(st.integers(1, 30), st.integers(0, 20))
 def test_what_is_forgotten_is_the_oldest(number: int, kept: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", (EVENT_BYTES + 1) * kept)
+        patch.setattr(
+            "penstock.gateway.sessions.recordings.recording.MAX_TEXT_BYTES", (EVENT_BYTES + 1) * kept
+        )
         recording = make_recording()
         for i in range(number):
             bring(recording, chr(97 + i))

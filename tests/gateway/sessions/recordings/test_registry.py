@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.planning.request import FinishReason, Output
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.recordings.registry import Keeping
-from gateway.store.interface import Journal, JournalChange, JournalOutcome, StoreUnavailable
-from gateway.store.patience import PATIENCE, Patience
+from penstock.engine.planning.request import FinishReason, Output
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.registry import Keeping
+from penstock.gateway.store.interface import Journal, JournalChange, JournalOutcome, StoreUnavailable
+from penstock.gateway.store.patience import PATIENCE, Patience
 from tests.clock import Clock
 from tests.gateway.harness import Gateway, make_timings, settled
 from tests.gateway.sessions.recordings.fakes import FakeReader, bring, make_recording, make_request

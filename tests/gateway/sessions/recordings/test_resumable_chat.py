@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.planning.request import Request, TokenLogprobs
-from gateway.access.keys import digest_of
-from gateway.http.connections import Timeouts
-from gateway.service import ServiceOptions
-from priority.lanes import Tenant
+from penstock.engine.planning.request import Request, TokenLogprobs
+from penstock.gateway.access.keys import digest_of
+from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.service import ServiceOptions
+from penstock.priority.lanes import Tenant
 from tests.gateway.harness import (
     MODEL,
     Gateway,
@@ -193,7 +193,7 @@ async def test_what_has_ended_is_forgotten_after_a_while() -> None:
 
 
 async def test_a_beginning_that_is_forgotten_is_410(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 500)
+    monkeypatch.setattr("penstock.gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 500)
     gateway = Gateway()
     id, events = await finished(gateway, ["a", "b", "c", "d", "e"])
     async with client(gateway.app) as http:

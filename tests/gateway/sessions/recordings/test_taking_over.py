@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.engine import EngineState
-from engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
-from engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
-from gateway.http.errors import ApiError
-from gateway.sessions.recordings import registry
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.recordings.registry import MAX_ATTEMPTS
-from gateway.store.interface import Journal, JournalChange, StoreUnavailable
+from penstock.engine.engine import EngineState
+from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
+from penstock.engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.sessions.recordings import registry
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.registry import MAX_ATTEMPTS
+from penstock.gateway.store.interface import Journal, JournalChange, StoreUnavailable
 from tests.clock import Clock
 from tests.few import examples
 from tests.gateway.harness import Gateway, make_timings, make_tokenizer

@@ -9,20 +9,20 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine.planning.grammar import Grammar, GrammarKind
-from engine.planning.request import FinishReason, Output, Request, SamplingParams
-from gateway.http.errors import ApiError
-from gateway.http.limits import Limits
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.events import ResponseFormat
-from gateway.sessions.responses.objects import details_of, input_items
-from gateway.sessions.responses.records import KIND
-from gateway.sessions.responses.schemas import ResponseBody, check_response
-from gateway.sessions.responses.script import script
-from gateway.wire.frames import timings_of
-from gateway.wire.reading import PLAIN, Reading
-from gateway.wire.strict import read
-from priority.lanes import Lane
+from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses.events import ResponseFormat
+from penstock.gateway.sessions.responses.objects import details_of, input_items
+from penstock.gateway.sessions.responses.records import KIND
+from penstock.gateway.sessions.responses.schemas import ResponseBody, check_response
+from penstock.gateway.sessions.responses.script import script
+from penstock.gateway.wire.frames import timings_of
+from penstock.gateway.wire.reading import PLAIN, Reading
+from penstock.gateway.wire.strict import read
+from penstock.priority.lanes import Lane
 from tests.gateway.harness import MODEL, make_timings, make_tokenizer
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses import records
-from gateway.sessions.responses.records import KIND, Record
-from gateway.sessions.responses.threads import Thread
-from gateway.store import link
-from gateway.store.interface import PIECE, Key, Store
-from gateway.store.memory import MemoryStore
-from gateway.store.shared import SharedStore
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses import records
+from penstock.gateway.sessions.responses.records import KIND, Record
+from penstock.gateway.sessions.responses.threads import Thread
+from penstock.gateway.store import link
+from penstock.gateway.store.interface import PIECE, Key, Store
+from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.store.shared import SharedStore
 from tests.clock import Clock
 from tests.gateway.sessions.responses.recorded_responses import finish, recording_of, say
 from tests.gateway.store.stores import redis_store

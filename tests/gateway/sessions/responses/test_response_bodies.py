@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from gateway.http.errors import ApiError
-from gateway.http.limits import Limits
-from gateway.sessions.responses.objects import as_messages, input_items
-from gateway.sessions.responses.schemas import (
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.sessions.responses.objects import as_messages, input_items
+from penstock.gateway.sessions.responses.schemas import (
     PageQuery,
     ResponseBody,
     check_id,
     read_stream_query,
 )
-from gateway.wire.strict import read, validated
+from penstock.gateway.wire.strict import read, validated
 from tests.gateway.harness import MODEL
 from tests.gateway.sessions.responses.recorded_responses import body_of
 

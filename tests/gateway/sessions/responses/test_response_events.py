@@ -16,13 +16,13 @@ from openai.types.responses import ResponseInputItem, ResponseItem
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
-from engine.planning.request import FinishReason, Output, TokenLogprobs
-from engine.planning.stopping import TextSink
-from gateway.http.errors import ApiError
-from gateway.sessions.recordings.journal import end_of, header_of, rebuild, replay, words_of
-from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.events import ResponseFormat
-from gateway.sessions.responses.objects import (
+from penstock.engine.planning.request import FinishReason, Output, TokenLogprobs
+from penstock.engine.planning.stopping import TextSink
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.sessions.recordings.journal import end_of, header_of, rebuild, replay, words_of
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses.events import ResponseFormat
+from penstock.gateway.sessions.responses.objects import (
     beginning,
     deleted,
     input_items,
@@ -31,7 +31,7 @@ from gateway.sessions.responses.objects import (
     status_of,
     texts_of,
 )
-from gateway.sessions.responses.records import (
+from penstock.gateway.sessions.responses.records import (
     KIND,
     RECORDS,
     KeptResponse,
@@ -40,11 +40,11 @@ from gateway.sessions.responses.records import (
     keep,
     kept_response,
 )
-from gateway.sessions.responses.schemas import LOGPROBS, PageQuery
-from gateway.sessions.responses.script import ItemDelta, script
-from gateway.sessions.responses.threads import Thread
-from gateway.store.interface import Journal, Key
-from gateway.store.memory import MemoryStore
+from penstock.gateway.sessions.responses.schemas import LOGPROBS, PageQuery
+from penstock.gateway.sessions.responses.script import ItemDelta, script
+from penstock.gateway.sessions.responses.threads import Thread
+from penstock.gateway.store.interface import Journal, Key
+from penstock.gateway.store.memory import MemoryStore
 from tests.few import examples
 from tests.gateway.harness import EOS, make_timings, make_tokenizer
 from tests.gateway.sessions.responses.recorded_responses import (

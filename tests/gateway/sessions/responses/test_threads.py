@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from app.checkpoint import DEMO_MODEL
-from engine.planning.detokenizer import make_detokenizer
-from engine.planning.tokenizer import Tokenizer
-from gateway.http.errors import ApiError
-from gateway.sessions.responses.threads import Message, Thread, extend, splice
-from gateway.wire.prompts import Prompts
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.planning.detokenizer import make_detokenizer
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.sessions.responses.threads import Message, Thread, extend, splice
+from penstock.gateway.wire.prompts import Prompts
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 from tests.gateway import harness
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.request import FinishReason
-from gateway.http.errors import ApiError
-from gateway.wire.anthropic.messages import MessageWriter
-from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
-from gateway.wire.reading import PLAIN
-from gateway.wire.streams import Delta
+from penstock.engine.planning.request import FinishReason
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.wire.anthropic.messages import MessageWriter
+from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
+from penstock.gateway.wire.reading import PLAIN
+from penstock.gateway.wire.streams import Delta
 from tests.gateway.wire.scripted_parser import HEAD, MAX_TOKENS, ScriptedParser, ending, streamed
 
 PIECES: list[Piece] = [

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gateway.http.errors import ApiError
-from gateway.http.limits import Limits
-from gateway.wire.conversation import thinking_switches
-from gateway.wire.ollama.bodies import OllamaChatBody, understand_chat
-from gateway.wire.strict import read
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.conversation import thinking_switches
+from penstock.gateway.wire.ollama.bodies import OllamaChatBody, understand_chat
+from penstock.gateway.wire.strict import read
 
 LIMITS = Limits()
 HI = {"role": "user", "content": "Hi"}

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.wire.ollama.lines import LineWriter
-from gateway.wire.parsing import ArgumentsDelta, CallBegun, ReasoningDelta, TextDelta
-from gateway.wire.reading import PLAIN
-from gateway.wire.streams import Delta
+from penstock.gateway.wire.ollama.lines import LineWriter
+from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, ReasoningDelta, TextDelta
+from penstock.gateway.wire.reading import PLAIN
+from penstock.gateway.wire.streams import Delta
 from tests.gateway.wire.scripted_parser import HEAD, ScriptedParser, ending, streamed
 
 CALLS: list[Any] = [

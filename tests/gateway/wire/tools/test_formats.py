@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.wire.parsing import Answer, ReplyParser, answer_of
-from gateway.wire.reading import Reading
-from gateway.wire.tools.formats import TOOL_FORMATS, Style
+from penstock.gateway.wire.parsing import Answer, ReplyParser, answer_of
+from penstock.gateway.wire.reading import Reading
+from penstock.gateway.wire.tools.formats import TOOL_FORMATS, Style
 
 SCHEMAS = {
     "clock": {"type": "object", "properties": {"zone": {"type": "string"}}},

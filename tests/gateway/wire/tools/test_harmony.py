@@ -10,14 +10,14 @@ import pytest
 import tokenizers
 from llguidance import LLMatcher
 
-from engine.planning.grammar import Grammar, GrammarKind
-from engine.planning.grammars import Grammars, source_of
-from engine.planning.tokenizer import Tokenizer
-from gateway.wire.parsing import Answer, ReplyParser, answer_of
-from gateway.wire.reading import REASONING_FORMATS, Formats, Reading
-from gateway.wire.tools.formats import HARMONY
-from gateway.wire.tools.grammars import Beside, calls_grammar
-from gateway.wire.tools.use import tool_use
+from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.engine.planning.grammars import Grammars, source_of
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.wire.parsing import Answer, ReplyParser, answer_of
+from penstock.gateway.wire.reading import REASONING_FORMATS, Formats, Reading
+from penstock.gateway.wire.tools.formats import HARMONY
+from penstock.gateway.wire.tools.grammars import Beside, calls_grammar
+from penstock.gateway.wire.tools.use import tool_use
 from tests.gateway.harness import make_tokenizer, tokenizer_json
 from tests.gateway.wire.tools.test_formats import in_pieces
 from tests.gateway.wire.tools.test_grammars import SCHEMAS, TOKENIZER, accepts, anything

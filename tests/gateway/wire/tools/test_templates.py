@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import tokenizers
 
-from engine.planning.grammar import GrammarKind
-from engine.planning.tokenizer import Tokenizer
-from gateway.http.errors import ApiError
-from gateway.wire.conversation import as_call
-from gateway.wire.parsing import Answer
-from gateway.wire.prompts import Prompts
-from gateway.wire.reading import Formats, Reading
-from gateway.wire.tools.formats import TOOL_FORMATS
-from gateway.wire.tools.use import tool_use
+from penstock.engine.planning.grammar import GrammarKind
+from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.wire.conversation import as_call
+from penstock.gateway.wire.parsing import Answer
+from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.reading import Formats, Reading
+from penstock.gateway.wire.tools.formats import TOOL_FORMATS
+from penstock.gateway.wire.tools.use import tool_use
 from tests.gateway.harness import make_tokenizer, tokenizer_json
 
 OBJECTS = (
