@@ -7,6 +7,8 @@
  * @property {string} id
  * @property {number} [max_model_len]
  * @property {Record<string, string|number>} [defaults]  of its requests
+ * @property {string[]} [lanes]  that the key may name
+ * @property {?("effort"|"switch")} [reasoning]  what a request may say of how the model thinks
  *
  * @typedef {object} Request  for a streamed answer
  * @property {WirePath} path

@@ -2,6 +2,7 @@
  * What the user can do: the conversations, and the answers being made in them.
  *
  * @import { Conversation, Message } from "./conversation.js"
+ * @import { Scope } from "./run.js"
  * @import { Store } from "./store.js"
  * @import { Told } from "./tabs.js"
  * @import { Body, WirePath } from "./wires.js"
@@ -24,6 +25,8 @@ import { forget } from "./api.js";
 import {
   ask,
   askAgain,
+  headOf,
+  isEmpty,
   isRunning,
   newConversation,
   runningIn,
@@ -56,8 +59,10 @@ export class Chat {
   #loading = null;
   /** @type {WeakMap<Message, number>} an answer's automatic retries since the user last acted */
   #retries = new WeakMap();
-  /** @type {Set<Conversation>} with news that are kept soon */
-  #unsaved = new Set();
+  /** @type {Map<Conversation, Message>} answers that grow, with news that are kept soon */
+  #unsaved = new Map();
+  /** @type {WeakMap<Conversation, Promise<void>>} messages that are being read */
+  #reading = new WeakMap();
 
   /**
    * @param {Store} store
@@ -91,27 +96,61 @@ export class Chat {
   }
 
   async #load() {
-    this.conversations = (await this.#store.all()).map((each) => settle(each, Date.now()));
-    for (const conversation of this.conversations) this.#follow(conversation);
+    const heads = await this.#store.heads();
+    this.conversations = heads.map((head) => ({ ...head, messages: [], isRead: false }));
+    const running = this.conversations.filter((_, at) => heads[at].running);
+    await Promise.all(running.map((each) => this.#read(each)));
+  }
+
+  /**
+   * Reads the messages of a conversation, once.
+   * @param {Conversation} conversation
+   */
+  #read(conversation) {
+    if (conversation.isRead) return Promise.resolve();
+    const reading = this.#reading.get(conversation) ?? this.#readNow(conversation);
+    this.#reading.set(conversation, reading);
+    return reading;
+  }
+
+  /** @param {Conversation} conversation */
+  async #readNow(conversation) {
+    const kept = await this.#store.messages(conversation.id);
+    if (conversation.isRead) return; // another tab has sent them meanwhile
+    conversation.messages = kept;
+    conversation.isRead = true;
+    settle(conversation, Date.now());
+    this.#follow(conversation);
+  }
+
+  /** Reads all that was ever said, for a search or a file. */
+  async readAll() {
+    await Promise.all(this.conversations.map((each) => this.#read(each)));
   }
 
   /** @param {?string} id  an unknown one opens an empty conversation */
-  open(id) {
+  async open(id) {
     const known = this.conversations.find((each) => each.id === id);
-    if (known === undefined && this.current.messages.length > 0) this.current = newConversation();
+    if (known === undefined && !isEmpty(this.current)) this.current = newConversation();
     if (known !== undefined) this.current = known;
-    this.#view.showConversation(this.current);
+    const wanted = this.current;
+    if (!wanted.isRead) await this.#read(wanted);
+    if (wanted === this.current) this.#view.showConversation(wanted);
   }
 
   /**
    * @param {string} text
    * @param {?Message} edited  the user's message that the text is another version of: a branch of its own
    */
-  send(text, edited = null) {
-    if (this.isBusy) return;
+  async send(text, edited = null) {
     const conversation = this.current;
+    if (!conversation.isRead) await this.#read(conversation);
+    if (this.#runs.has(conversation.id)) return;
     const answer = edited === null ? ask(conversation, text) : ask(conversation, text, edited.parent);
-    if (!this.conversations.includes(conversation)) this.conversations.push(conversation);
+    if (!this.conversations.includes(conversation)) {
+      this.conversations.push(conversation);
+      navigator.storage?.persist?.().catch(() => {}); // else a browser that lacks room may delete it
+    }
     this.#answer(conversation, answer);
   }
 
@@ -154,6 +193,12 @@ export class Chat {
     this.#runs.get(this.current.id)?.abort();
   }
 
+  /** Of the conversation that is open. @param {?string} prompt  null: that of the settings */
+  setSystemPrompt(prompt) {
+    this.current.systemPrompt = prompt;
+    this.#save(this.current);
+  }
+
   /** @param {Conversation} conversation  @param {string} title */
   rename(conversation, title) {
     conversation.title = title;
@@ -162,7 +207,8 @@ export class Chat {
   }
 
   /** Nothing of it is left, here and on the server. @param {Conversation} conversation */
-  remove(conversation) {
+  async remove(conversation) {
+    await this.#read(conversation);
     this.#drop(conversation);
     this.#tabs.tell({ removed: conversation.id });
     this.#store.delete(conversation.id).catch(() => this.#view.showUnkept());
@@ -171,6 +217,7 @@ export class Chat {
 
   /** @param {Conversation} conversation */
   #drop(conversation) {
+    conversation.isRead = true; // what is being read of it comes too late
     this.#runs.get(conversation.id)?.abort();
     this.conversations = this.conversations.filter((each) => each !== conversation);
     if (conversation === this.current) this.open(null);
@@ -182,7 +229,7 @@ export class Chat {
     const replaced = new Set(conversations.map(({ id }) => id));
     const kept = this.conversations.filter(({ id }) => !replaced.has(id));
     this.conversations = [...kept, ...conversations].sort((a, b) => b.updated - a.updated);
-    for (const each of conversations) this.#save(each);
+    for (const each of conversations) this.#save(each, each.messages);
     this.open(this.current.id);
   }
 
@@ -226,8 +273,8 @@ export class Chat {
     const answer = runningIn(conversation);
     if (answer === null || this.#runs.has(conversation.id)) return;
     this.#run(conversation, answer, async () => {
-      const kept = await this.#store.get(conversation.id).catch(() => null);
-      if (kept) this.#takeOver(conversation, kept);
+      const messages = await this.#store.messages(conversation.id).catch(() => []);
+      this.#takeOver(conversation, { head: conversation, messages });
     });
   }
 
@@ -239,27 +286,28 @@ export class Chat {
   async #make(conversation, answer, signal) {
     const { key } = this.#choices;
     this.#made.add(answer);
-    this.#save(conversation); // other tabs hear of it when they cannot begin it any more
-    await runAnswer(answer, (isWhole) => this.#request(conversation, answer, isWhole), {
+    const question = conversation.messages.filter(({ id }) => id === answer.parent);
+    this.#save(conversation, [...question, answer]); // other tabs hear of it when they cannot begin it any more
+    await runAnswer(answer, (scope) => this.#request(conversation, answer, scope), {
       signal,
       key: key(),
       onChange: (urgent = false) => this.#changed(conversation, answer, urgent),
     });
     this.#made.delete(answer);
-    await this.#save(conversation); // the next tab reads it as it ended
+    await this.#save(conversation, [answer]); // the next tab reads it as it ended
   }
 
   /**
    * @param {Conversation} conversation
    * @param {Message} answer
-   * @param {boolean} isWhole
+   * @param {Scope} scope
    */
-  async #request(conversation, answer, isWhole) {
+  async #request(conversation, answer, { isWhole, fit }) {
     const { fields, isKept, systemPrompt } = this.#choices;
     /** @type {WirePath} */
     const path = isKept() ? RESPONSES : CHAT;
-    const said = saidBefore(conversation, answer, isWhole || path === CHAT);
-    return { path, body: WIRES[path].body(await fields(), said, systemPrompt()) };
+    const said = { ...saidBefore(conversation, answer, isWhole || path === CHAT), fit };
+    return { path, body: WIRES[path].body(await fields(), said, conversation.systemPrompt ?? systemPrompt()) };
   }
 
   /**
@@ -272,27 +320,32 @@ export class Chat {
     if (ended) this.#runs.delete(conversation.id);
     this.#view.showMessage(answer);
     if (ended) this.#view.showList();
-    else if (urgent) this.#save(conversation);
-    else this.#saveSoon(conversation);
+    else if (urgent) this.#save(conversation, [answer]);
+    else this.#saveSoon(conversation, answer);
   }
 
-  /** What a stream brings is kept every second. @param {Conversation} conversation */
-  #saveSoon(conversation) {
+  /** What a stream brings is kept every second. @param {Conversation} conversation  @param {Message} answer */
+  #saveSoon(conversation, answer) {
     if (this.#unsaved.size === 0) setTimeout(() => this.#saveAll(), SAVE_EVERY_MS);
-    this.#unsaved.add(conversation);
+    this.#unsaved.set(conversation, answer);
   }
 
   #saveAll() {
-    for (const conversation of this.#unsaved) this.#save(conversation);
+    for (const [conversation, answer] of this.#unsaved) this.#save(conversation, [answer]);
     this.#unsaved.clear();
   }
 
-  /** A deleted conversation stays deleted, even when its answer ends later. @param {Conversation} conversation */
-  async #save(conversation) {
-    this.#unsaved.delete(conversation);
+  /**
+   * A deleted conversation stays deleted, even when its answer ends later.
+   * @param {Conversation} conversation
+   * @param {Message[]} messages  those that changed
+   */
+  async #save(conversation, messages = []) {
+    const growing = this.#unsaved.get(conversation);
+    if (growing !== undefined && messages.includes(growing)) this.#unsaved.delete(conversation);
     if (!this.conversations.includes(conversation)) return;
-    this.#tabs.tell({ changed: conversation });
-    await this.#store.put(conversation).catch(() => this.#view.showUnkept());
+    this.#tabs.tell({ head: headOf(conversation), messages });
+    await this.#store.put(conversation, messages).catch(() => this.#view.showUnkept());
   }
 
   // What other tabs do.
@@ -305,19 +358,22 @@ export class Chat {
       if (removed !== undefined) this.#drop(removed);
       return;
     }
-    const { changed } = told;
-    let known = this.conversations.find(({ id }) => id === changed.id);
+    const { head, messages } = told;
+    let known = this.conversations.find(({ id }) => id === head.id);
     if (known === undefined) {
-      known = { ...changed, messages: [] };
+      // The other tab says all that it puts into a new conversation, and of an older one it may have only a part.
+      known = { ...head, messages: [], isRead: messages[0]?.parent === null };
       this.conversations.push(known);
     }
-    this.#takeOver(known, changed);
+    if (head.running) await this.#read(known);
+    if (known.isRead) this.#takeOver(known, told);
+    else Object.assign(known, head);
     this.#sort();
     this.#follow(known);
     this.#view.showList();
   }
 
-  /** @param {Conversation} conversation  @param {Conversation} theirs */
+  /** @param {Conversation} conversation  @param {Parameters<typeof takeOver>[1]} theirs */
   #takeOver(conversation, theirs) {
     const before = conversation.tip;
     const changed = takeOver(conversation, theirs, (message) => this.#made.has(message));

@@ -13,21 +13,27 @@ const note = byId("editing");
 
 export class Composer {
   #send;
+  #keep;
+  #draft = ""; // what was being written before a message is edited
   #busy = false;
   /** @type {?Message} */
   #edited = null; // the message whose new text is being written
 
-  /** @param {{send: (text: string, edited: ?Message) => void, stop: () => void}} actions */
+  /** @param {{send: (text: string, edited: ?Message) => void, keep: (draft: string) => void, stop: () => void}} actions */
   constructor(actions) {
     this.#send = actions.send;
+    this.#keep = actions.keep;
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
     });
-    field.addEventListener("input", () => this.#fit());
+    field.addEventListener("input", () => {
+      this.#fit();
+      if (!this.isEditing) this.#keep(field.value);
+    });
     field.addEventListener("keydown", (event) => this.#key(event));
     stop.addEventListener("click", () => actions.stop());
-    byId("cancel-edit").addEventListener("click", () => this.clear());
+    byId("cancel-edit").addEventListener("click", () => this.stopEditing());
     field.enterKeyHint = coarsePointer.matches ? "enter" : "send";
     this.#fit();
   }
@@ -45,16 +51,24 @@ export class Composer {
 
   /** Writes a message anew. @param {Message} message */
   edit(message) {
+    if (!this.isEditing) this.#draft = field.value;
     this.#edited = message;
     note.hidden = false;
     this.#write(message.text);
     field.focus();
   }
 
-  clear() {
+  /** What was being written before stands in the field again. */
+  stopEditing() {
+    this.restore(this.#draft);
+  }
+
+  /** Goes on with a draft, perhaps an empty one. @param {string} draft */
+  restore(draft) {
     this.#edited = null;
+    this.#draft = "";
     note.hidden = true;
-    this.#write("");
+    this.#write(draft);
   }
 
   /** Not on a touch screen, where focus would bring up the keyboard over the answer. */
@@ -70,7 +84,8 @@ export class Composer {
     const text = field.value.trim();
     if (text === "" || this.#busy) return;
     const edited = this.#edited;
-    this.clear();
+    if (edited === null) this.#keep("");
+    this.restore(edited === null ? "" : this.#draft);
     this.#send(text, edited);
   }
 

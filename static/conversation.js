@@ -14,6 +14,7 @@
  * @property {?Stream} stream  while it runs
  * @property {?string} requestId  the x-request-id of an answer
  * @property {?string} responseId  under which the server keeps an answer and all that was said before it
+ * @property {boolean} [shortened]  of an answer: the model did not see the oldest messages: they did not fit
  *
  * @typedef {Pick<ApiError, "kind"|"message"|"status"|"code">} Fault
  *
@@ -24,12 +25,19 @@
  * @property {?string} id  the server's for the answer
  * @property {number} number  of the last chunk that is in the text, -1 before the first
  *
- * @typedef {object} Conversation
+ * @typedef {object} Head  of a conversation: what is known of it before its messages are read
  * @property {string} id
  * @property {string} title
  * @property {number} updated  epoch, ms
- * @property {Message[]} messages  all that were ever made, a tree (see tree.js)
  * @property {?string} tip  id of the last message of the branch that is shown
+ * @property {?string} systemPrompt  null: that of the settings
+ * @property {boolean} running  an answer is being made
+ *
+ * @typedef {object} Rest  of a conversation
+ * @property {Message[]} messages  all that were ever made, a tree (see tree.js); none before they are read
+ * @property {boolean} isRead
+ *
+ * @typedef {Omit<Head, "running"> & Rest} Conversation
  *
  * @import { ApiError } from "./fault.js"
  * @import { Stats } from "./stats.js"
@@ -45,7 +53,18 @@ const NAMED_MS = 600_000; // the server knows a request by its name for so long
 
 /** @returns {Conversation} */
 export function newConversation() {
-  return { id: newId(), title: "", updated: Date.now(), messages: [], tip: null };
+  return { id: newId(), title: "", updated: Date.now(), tip: null, systemPrompt: null, messages: [], isRead: true };
+}
+
+/** @param {Conversation} conversation */
+export function isEmpty({ isRead, messages }) {
+  return isRead && messages.length === 0;
+}
+
+/** @param {Conversation} conversation  @returns {Head} */
+export function headOf(conversation) {
+  const { id, title, updated, tip, systemPrompt = null, messages } = conversation;
+  return { id, title, updated, tip, systemPrompt, running: messages.some(isRunning) };
 }
 
 /**
@@ -68,6 +87,7 @@ export function newMessage(role, text, parent) {
     stream: null,
     requestId: null,
     responseId: null,
+    shortened: false,
   };
 }
 
@@ -114,12 +134,21 @@ export function shownIn({ messages, tip }) {
 }
 
 /**
+ * How many tokens the prompt and the answer had when the model was last asked.
+ * @param {Message[]} path  a branch
+ */
+export function tokensOf(path) {
+  const last = path.findLast(({ stats }) => stats?.timings?.prompt_tokens);
+  return last?.stats ? (last.stats.timings?.prompt_tokens ?? 0) + last.stats.tokens : 0;
+}
+
+/**
  * What the server is sent for an answer: all that was said before it, or what is new since the last response that it
  * keeps.
  * @param {Conversation} conversation
  * @param {Message} answer
  * @param {boolean} isWhole  all of it
- * @returns {Said}
+ * @returns {Omit<Said, "fit">}
  */
 export function saidBefore(conversation, answer, isWhole) {
   const path = pathTo(conversation.messages, answer.parent);
@@ -138,8 +167,8 @@ function contentOf(message) {
 }
 
 /**
- * A stored conversation whose page was closed: an answer that ran goes on if it is known where. One that was stored
- * without branches has one.
+ * Messages that were stored, of a conversation whose page was closed: an answer that ran goes on if it is known where.
+ * One that was stored without branches has one.
  * @param {Conversation} conversation
  * @param {number} now  epoch, ms
  */
@@ -163,15 +192,15 @@ export function settle(conversation, now) {
 /**
  * Takes over what another tab made of the same conversation. A reader stays on the branch that is shown here.
  * @param {Conversation} conversation
- * @param {Conversation} theirs
+ * @param {{head: Omit<Head, "running">, messages: Message[]}} theirs  messages: those that changed
  * @param {(message: Message) => boolean} isOurs  this tab makes it
  * @returns {Message[]} those that were here and have changed
  */
-export function takeOver(conversation, theirs, isOurs) {
+export function takeOver(conversation, { head, messages }, isOurs) {
   const here = new Map(conversation.messages.map((each) => [each.id, each]));
   const seen = /** @type {const} */ (["text", "thinking", "state"]);
   const changed = [];
-  for (const each of theirs.messages) {
+  for (const each of messages) {
     const message = { ...each, retryAt: null }; // that tab tries again, and this one does not
     const own = here.get(message.id);
     if (own === undefined) conversation.messages.push(message);
@@ -180,9 +209,10 @@ export function takeOver(conversation, theirs, isOurs) {
       Object.assign(own, message);
     }
   }
-  const goesOn = pathTo(theirs.messages, theirs.tip).some(({ id }) => id === conversation.tip);
-  Object.assign(conversation, { title: theirs.title, updated: theirs.updated });
-  if (goesOn) conversation.tip = theirs.tip;
+  const { title, updated, systemPrompt, tip } = head;
+  Object.assign(conversation, { title, updated, systemPrompt });
+  const goesOn = pathTo(conversation.messages, tip).some(({ id }) => id === conversation.tip);
+  if (goesOn) conversation.tip = tip;
   return changed;
 }
 

@@ -13,12 +13,14 @@ import { DEFAULTS, settingNames, wireName } from "./settings.js";
 /**
  * Opens the settings.
  * @param {HTMLDialogElement} dialog
- * @param {Settings} settings
- * @param {?Model} model  whose defaults stand where nothing was chosen
- * @param {(settings: Settings) => void} onSave
+ * @param {{settings: Settings, own: ?string, model: ?Model}} shown  own: the system prompt of the conversation that is
+ *   open; model: whose defaults stand where nothing was chosen
+ * @param {(settings: Settings, own: ?string) => void} onSave
  */
-export function openSettings(dialog, settings, model, onSave) {
+export function openSettings(dialog, { settings, own, model }, onSave) {
   const form = formIn(dialog);
+  const ownPrompt = find("[name=ownPrompt]", HTMLTextAreaElement, form);
+  ownPrompt.value = own ?? "";
   /** @type {Record<string, string|number>} */
   const given = { ...OPENAI_DEFAULTS, ...model?.defaults, max_tokens: roomOf(model) };
   for (const name of settingNames) {
@@ -26,6 +28,7 @@ export function openSettings(dialog, settings, model, onSave) {
     field.value = String(settings[name] ?? "");
     if (field instanceof HTMLInputElement) field.placeholder = String(given[wireName(name)] ?? "");
   }
+  offer(form, model);
   const details = find("details", HTMLDetailsElement, form);
   details.open = settingNames.some((name) => {
     const field = fieldOf(form, name);
@@ -33,8 +36,9 @@ export function openSettings(dialog, settings, model, onSave) {
   });
   find("[data-reset]", HTMLButtonElement, form).onclick = () => {
     for (const name of settingNames) fieldOf(form, name).value = String(DEFAULTS[name] ?? "");
+    ownPrompt.value = "";
   };
-  onSubmit(dialog, () => onSave(readSettings(form)));
+  onSubmit(dialog, () => onSave(readSettings(form), ownPrompt.value.trim() || null));
   dialog.showModal();
 }
 
@@ -62,6 +66,17 @@ export function openConfirm(dialog, question, onYes) {
   find("p", HTMLElement, dialog).textContent = question;
   onSubmit(dialog, onYes);
   dialog.showModal();
+}
+
+/** Leaves out what the key and the model do not allow. @param {HTMLFormElement} form  @param {?Model} model */
+function offer(form, model) {
+  const { options } = find("[name=lane]", HTMLSelectElement, form);
+  for (const lane of options) lane.hidden = lane.disabled = model?.lanes?.includes(lane.value) === false;
+  if (options[options.selectedIndex].disabled) options.selectedIndex = [...options].findIndex(({ disabled }) => !disabled);
+  find(".effort", HTMLElement, form).hidden = !model?.reasoning;
+  const isSwitch = model?.reasoning === "switch";
+  for (const grade of form.querySelectorAll("option[data-grade]")) grade.toggleAttribute("hidden", isSwitch);
+  find("option[value=medium]", HTMLOptionElement, form).text = isSwitch ? "on" : "some";
 }
 
 /** @param {HTMLDialogElement} dialog */

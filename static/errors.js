@@ -8,6 +8,7 @@
  * @property {() => void} retryAutomatically
  * @property {() => void} dropRetry
  * @property {() => void} askForKey
+ * @property {() => void} openSettings
  * @property {() => void} newConversation
  */
 
@@ -15,23 +16,44 @@ import { el, icon } from "./dom.js";
 
 const TICK_MS = 250;
 
-/** @type {Record<string|number, string>} */
+/** @type {Record<string|number, string>} by an error's code, else its status, else its kind */
 const TITLES = {
+  context_length_exceeded: "The conversation is too long for this model",
+  service_tier_not_allowed: "Your key does not allow this lane",
+  conversation_locked: "Another request is using this conversation",
+  host_not_allowed: "The server does not answer at this address",
+  store_unavailable: "The server cannot reach its storage",
+  server_shutting_down: "The server is restarting",
   400: "The server did not accept this",
   401: "This server asks for a key",
+  403: "Your key does not allow this",
   404: "The model is not there",
+  405: "The server does not offer this",
+  408: "The request took too long to arrive",
+  409: "Another request is in the way",
   413: "That is too long",
+  415: "The server cannot read this kind of request",
+  421: "The server does not answer at this address",
+  422: "The server did not accept this",
   429: "You have reached your limit",
+  431: "The key or the address is too long",
+  500: "The server made a mistake",
+  501: "The server does not offer this",
+  502: "The server cannot be reached",
   503: "The server is busy",
+  504: "The server did not answer in time",
   failed: "The answer broke off",
   lost: "Connection lost",
   unreachable: "The server cannot be reached",
   gone: "The rest of this answer is gone",
 };
+// Statuses that pass without a change by the user.
+const PASSING = [408, 409, 429, 502, 503, 504];
 
 const BUTTONS = {
   retry: { label: "Try again", class: "primary" },
   key: { label: "Enter key", class: "primary" },
+  lane: { label: "Choose a lane", class: "primary" },
   fresh: { label: "New conversation", class: "primary" },
   wait: { label: "Do not retry", class: "quiet" },
 };
@@ -47,7 +69,7 @@ export function errorCard(error, retryAt, actions) {
   const countdown = el("p", { class: "countdown", "aria-live": "off", hidden: !waiting });
   const element = el(
     "div",
-    { class: `card ${isPassing(error) ? "passing" : "lasting"}`, role: "alert" },
+    { class: `card ${needsTime(error) ? "passing" : "lasting"}`, role: "alert" },
     icon("alert"),
     el("div", { class: "card-text" }, el("h3", {}, titleOf(error)), el("p", {}, error.message), countdown),
     el("div", { class: "card-actions" }, ...buttons(error, waiting, actions)),
@@ -57,14 +79,14 @@ export function errorCard(error, retryAt, actions) {
 }
 
 /** @param {Fault} error */
-function titleOf({ kind, status, code }) {
-  if (code === "context_length_exceeded") return "The conversation is too long for this model";
-  return TITLES[status] ?? TITLES[kind] ?? "The server made a mistake";
+export function titleOf({ kind, status, code }) {
+  const unknown = status < 500 ? TITLES[400] : TITLES[500];
+  return TITLES[code ?? ""] ?? TITLES[status] ?? (status === 0 ? TITLES[kind] : unknown);
 }
 
-/** What goes by with time, as opposed to what the user has to change. @param {Fault} error */
-function isPassing({ kind, status }) {
-  return kind === "lost" || kind === "gone" || status === 429 || status === 503;
+/** It needs time, as opposed to a change by the user. @param {Fault} error */
+function needsTime({ kind, status }) {
+  return kind === "lost" || kind === "gone" || PASSING.includes(status);
 }
 
 /**
@@ -76,6 +98,7 @@ function buttons({ status, code }, waiting, actions) {
   if (status === 401) return [button("key", actions.askForKey)];
   if (code === "context_length_exceeded") return [button("fresh", actions.newConversation)];
   const retry = button("retry", actions.retry);
+  if (code === "service_tier_not_allowed") return [button("lane", actions.openSettings), retry];
   return waiting ? [retry, button("wait", actions.dropRetry)] : [retry];
 }
 

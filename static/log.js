@@ -11,6 +11,7 @@
  * @property {(message: Message, step: number) => void} choose
  * @property {(message: Message) => {versions: Message[], at: number}} versionsOf
  * @property {() => void} askForKey
+ * @property {() => void} openSettings
  * @property {() => void} newConversation
  *
  * @typedef {AnswerView|QuestionView} View

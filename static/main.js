@@ -9,21 +9,24 @@ import { servedModel } from "./api.js";
 import { Announcer } from "./announcer.js";
 import { Chat } from "./chat.js";
 import { Composer } from "./composer.js";
-import { isRunning } from "./conversation.js";
+import { isEmpty, isRunning, tokensOf } from "./conversation.js";
 import { byId, el, find } from "./dom.js";
 import { openConfirm, openKey, openSettings } from "./dialogs.js";
+import { draftOf, keepDraft } from "./drafts.js";
 import { messageOf } from "./fault.js";
+import { count, number } from "./format.js";
 import { Log } from "./log.js";
 import { loadKey, loadSettings, requestFields, saveKey, saveSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { statusOf } from "./status.js";
 import { openStore } from "./store.js";
-import { exportName, exportText, newIn, readExport } from "./transfer.js";
+import { exportName, exportText, markdownText, newIn, readExport } from "./transfer.js";
 
 const REVOKE_AFTER_MS = 60_000;
 
 const app = byId("app");
 const settingsDialog = find("#settings-dialog", HTMLDialogElement);
+const context = byId("context");
 const importFile = find("#import-file", HTMLInputElement);
 
 /** @type {?Model} */
@@ -35,7 +38,7 @@ const announcer = new Announcer(byId("announcer"));
 // What is wrong with the model the next request says.
 const status = statusOf(byId("status"), loadKey, () => showModel().catch(() => {}));
 
-const composer = new Composer({ send, stop: () => chat.stop() });
+const composer = new Composer({ send, keep: (draft) => keepDraft(draftName(), draft), stop: () => chat.stop() });
 
 const log = new Log({
   retry,
@@ -45,6 +48,7 @@ const log = new Log({
   versionsOf: (message) => chat.versionsOf(message),
   choose: showVersion,
   askForKey,
+  openSettings: showSettings,
   newConversation: startNew,
 });
 
@@ -52,6 +56,7 @@ const sidebar = new Sidebar({
   open: (conversation) => openConversation(conversation.id),
   rename: (conversation, title) => chat.rename(conversation, title),
   save: (conversation) => saveFile([conversation]),
+  readAll: () => chat.readAll(),
   remove: askToRemove,
 });
 
@@ -70,6 +75,7 @@ function showConversation(conversation) {
   showAddress(empty ? "" : `#${conversation.id}`);
   log.show(messages);
   showList();
+  showContext();
 }
 
 /** @param {Message} message */
@@ -77,6 +83,7 @@ function showMessage(message) {
   log.update(message);
   const shown = chat.current.messages.includes(message);
   if (shown) announcer.follow(message, !isRunning(message));
+  if (shown && !isRunning(message)) showContext();
   if (message.error?.kind === "unreachable" || message.state === "reconnecting") status.open();
 }
 
@@ -95,17 +102,37 @@ function showVersion(message, step) {
   log.show(chat.shown, { message, step });
 }
 
-/** The address names the conversation: a reload and the Back button find it. @param {string} hash */
+/** How much of the model's context the branch that is shown takes, as of its last answer. */
+function showContext() {
+  const used = tokensOf(chat.shown);
+  const most = model?.max_model_len;
+  context.hidden = !most || used === 0;
+  if (!most || used === 0) return;
+  find("meter", HTMLMeterElement, context).value = Math.min(1, used / most);
+  find("span", HTMLElement, context).textContent = `${count(used, "token")} of ${number(most)}`;
+}
+
+/**
+ * The address names the conversation: a reload and the Back button find it. One that is no more leaves no entry behind.
+ * @param {string} hash
+ */
 function showAddress(hash) {
-  if (location.hash !== hash) history.pushState(null, "", hash || location.pathname);
+  if (location.hash === hash) return;
+  const isKnown = location.hash === "" || chat.conversations.some(({ id }) => `#${id}` === location.hash);
+  history[isKnown ? "pushState" : "replaceState"](null, "", hash || location.pathname);
 }
 
 /** @param {?string} id */
-function openConversation(id) {
-  composer.clear();
-  chat.open(id);
+async function openConversation(id) {
+  await chat.open(id);
+  composer.restore(draftOf(draftName()));
   sidebar.closeDrawer();
   composer.focus();
+}
+
+/** A conversation that is not begun has a new id after each reload. */
+function draftName() {
+  return isEmpty(chat.current) ? "" : chat.current.id;
 }
 
 function startNew() {
@@ -126,13 +153,27 @@ function retry(answer) {
 
 /** @param {Conversation} conversation */
 function askToRemove(conversation) {
-  openConfirm(find("#confirm", HTMLDialogElement), `Delete “${conversation.title}”?`, () => chat.remove(conversation));
+  openConfirm(find("#confirm", HTMLDialogElement), `Delete “${conversation.title}”?`, () => {
+    keepDraft(conversation.id, "");
+    chat.remove(conversation);
+  });
 }
 
 /** @param {Conversation[]} conversations */
-function saveFile(conversations) {
-  const url = URL.createObjectURL(new Blob([exportText(conversations)], { type: "application/json" }));
-  el("a", { href: url, download: exportName(conversations, Date.now()) }).click();
+async function saveFile(conversations) {
+  await chat.readAll();
+  download(exportText(conversations), "application/json", exportName(conversations, Date.now()));
+}
+
+function saveText() {
+  const { current } = chat;
+  download(markdownText(current), "text/markdown", exportName([current], Date.now(), "md"));
+}
+
+/** @param {string} text  @param {string} type  @param {string} name */
+function download(text, type, name) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  el("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), REVOKE_AFTER_MS);
 }
 
@@ -159,7 +200,7 @@ function askForKey() {
 
 async function fields() {
   if (model === null) await showModel();
-  return { model: model?.id ?? "", ...requestFields(settings) };
+  return { model: model?.id ?? "", ...requestFields(settings, Boolean(model?.reasoning)) };
 }
 
 async function showModel() {
@@ -168,16 +209,22 @@ async function showModel() {
   byId("model").textContent = name;
   byId("model").title = model?.max_model_len ? `${name}, ${model.max_model_len} tokens of context` : name;
   app.classList.toggle("demo", name.includes("demo"));
+  showContext();
+}
+
+function showSettings() {
+  const own = chat.current.systemPrompt;
+  openSettings(settingsDialog, { settings, own, model }, (chosen, ownPrompt) => {
+    settings = chosen;
+    saveSettings(settings);
+    if (ownPrompt !== own) chat.setSystemPrompt(ownPrompt);
+  });
 }
 
 byId("skip").addEventListener("click", () => byId("field").focus());
 byId("new").addEventListener("click", startNew);
-byId("settings").addEventListener("click", () => {
-  openSettings(settingsDialog, settings, model, (chosen) => {
-    settings = chosen;
-    saveSettings(settings);
-  });
-});
+byId("download").addEventListener("click", saveText);
+byId("settings").addEventListener("click", showSettings);
 byId("export").addEventListener("click", () => saveFile(chat.conversations));
 byId("import").addEventListener("click", () => importFile.click());
 importFile.addEventListener("change", () => {
@@ -195,7 +242,7 @@ byId("suggestions").addEventListener("click", ({ target }) => {
 document.addEventListener("keydown", (event) => {
   if (document.querySelector("dialog[open]") || event.isComposing) return;
   if (event.key === "Escape") {
-    if (composer.isEditing) composer.clear();
+    if (composer.isEditing) composer.stopEditing();
     else chat.stop();
   } else if (event.code === "KeyO" && event.shiftKey && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
@@ -205,11 +252,14 @@ document.addEventListener("keydown", (event) => {
     sidebar.search();
   }
 });
-window.addEventListener("popstate", () => chat.open(location.hash.slice(1)));
+window.addEventListener("popstate", () => openConversation(location.hash.slice(1)));
 
+if (/Mac|iP(hone|ad|od)/.test(navigator.platform)) {
+  find(".search kbd", HTMLElement).textContent = "⌘ K";
+  byId("new").title = "⌘ Shift O";
+}
 if (!store.durable) showUnkept();
 await chat.load();
-chat.open(location.hash.slice(1));
+await openConversation(location.hash.slice(1));
 app.classList.remove("starting");
-composer.focus();
 status.open();

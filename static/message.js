@@ -23,6 +23,11 @@ const ENDINGS = {
   length: { label: "cut at the token limit", hint: "finish_reason: length" },
 };
 
+const SHORTENED = {
+  label: "without the oldest messages",
+  hint: "The conversation is longer than the model's context: it did not see the oldest messages",
+};
+
 /** Which of its versions a message is, and the way to the others. Hidden while there is one. */
 class VersionsView {
   element = el("div", { class: "versions", role: "group", "aria-label": "Versions" });
@@ -208,9 +213,9 @@ export class AnswerView {
   }
 
   #ownLine() {
-    const { stats, state } = this.#message;
+    const { stats, state, shortened } = this.#message;
     const ending = ENDINGS[state === "stopped" ? "stopped" : (stats?.finish ?? "")];
     const shown = stats !== null && stats.tokens > 0 ? statsLine(stats) : [];
-    return ending ? [ending, ...shown] : shown;
+    return [...(shortened ? [SHORTENED] : []), ...(ending ? [ending] : []), ...shown];
   }
 }

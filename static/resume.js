@@ -8,7 +8,7 @@ const PASSING = [429, 502, 503, 504]; // 502 and 504 are a proxy's, while the se
  * @param {import("./fault.js").ApiError} fault
  * @returns {boolean} true if the rest may come yet
  */
-export function isPassing({ kind, status, code }) {
+export function mayGoOn({ kind, status, code }) {
   if (kind === "lost" || kind === "unreachable") return true;
   return PASSING.includes(status) || code === "server_shutting_down";
 }

@@ -4,8 +4,10 @@
  * @import { Message, Stream } from "./conversation.js"
  * @import { Body, Piece, WirePath } from "./wires.js"
  *
- * @typedef {(isWhole: boolean) => Promise<{path: WirePath, body: Body}>} Prepare  makes the request; isWhole: of all
- *   that was said, for the server does not know what was said before
+ * @typedef {{isWhole: boolean, fit: number}} Scope  of a request; isWhole: of all that was said, for the server does not
+ *   know what was said before; fit: how often it was too long for the model
+ *
+ * @typedef {(scope: Scope) => Promise<{path: WirePath, body: Body}>} Prepare  makes the request
  *
  * @typedef {(urgent?: boolean) => void} OnChange  urgent: a reload would need to know of this change
  *
@@ -16,12 +18,13 @@ import { discard, followAnswer, openAnswer } from "./api.js";
 import { newId } from "./conversation.js";
 import { ApiError } from "./fault.js";
 import { tellAnswer } from "./hooks.js";
-import { Pauses, isPassing, pause } from "./resume.js";
+import { mayGoOn, pause, Pauses } from "./resume.js";
 import { Meter, newStats } from "./stats.js";
 import { partsOf } from "./thinking.js";
-import { RESPONSES } from "./wires.js";
+import { CHAT, RESPONSES } from "./wires.js";
 
 const DISCARD_WITHIN_MS = 60_000;
+const TOO_LONG = "context_length_exceeded";
 const UNKNOWN = ["previous_response_not_found", "previous_response_not_ready", "store_unavailable"];
 
 /**
@@ -36,14 +39,7 @@ export async function runAnswer(message, prepare, options) {
   message.stats ??= newStats(Date.now());
   const meter = new Meter(message.stats);
   try {
-    let stream = message.stream ?? (await open(message, prepare, false, signal));
-    try {
-      await read(message, stream, meter, options);
-    } catch (fault) {
-      if (!stream.body?.previous_response_id || !UNKNOWN.includes(codeOf(fault))) throw fault;
-      stream = await open(message, prepare, true, signal);
-      await read(message, stream, meter, options);
-    }
+    const stream = await readWithin(message, prepare, meter, options);
     message.state = "done";
     message.responseId = sessionOf(message, stream);
   } catch (fault) {
@@ -61,6 +57,48 @@ export async function runAnswer(message, prepare, options) {
   tellAnswer(message, "end");
 }
 
+/**
+ * Asks again where the server does not know what was said before, or it was too long.
+ * @param {Message} message
+ * @param {Prepare} prepare
+ * @param {Meter} meter
+ * @param {Options} options
+ */
+async function readWithin(message, prepare, meter, options) {
+  /** @type {Scope} */
+  const scope = { isWhole: false, fit: 0 };
+  let stream = message.stream ?? (await open(message, prepare, scope, options.signal));
+  for (;;) {
+    try {
+      await read(message, stream, meter, options);
+      return stream;
+    } catch (fault) {
+      if (stream.body === null || !widen(scope, stream, codeOf(fault))) throw fault;
+      message.shortened = scope.fit > 0;
+      stream = await open(message, prepare, scope, options.signal);
+    }
+  }
+}
+
+/**
+ * A session is shortened by the server; of a chat completion half is left out each time, down to the question.
+ * @param {Scope} scope  is changed to that of the next request
+ * @param {Stream} stream  the request that failed
+ * @param {string} code
+ * @returns {boolean} there is something to change
+ */
+function widen(scope, { path, body }, code) {
+  if (UNKNOWN.includes(code) && body?.previous_response_id && !scope.isWhole) scope.isWhole = true;
+  else if (code === TOO_LONG && (path === CHAT ? numMessages(body) > 2 : scope.fit === 0)) scope.fit += 1;
+  else return false;
+  return true;
+}
+
+/** Of a chat completion, with the system's. @param {?Body} body */
+function numMessages(body) {
+  return Array.isArray(body?.messages) ? body.messages.length : 0;
+}
+
 /** @param {unknown} fault */
 function codeOf(fault) {
   return (fault instanceof ApiError && fault.code) || "";
@@ -69,11 +107,11 @@ function codeOf(fault) {
 /**
  * @param {Message} message
  * @param {Prepare} prepare
- * @param {boolean} isWhole
+ * @param {Scope} scope
  * @param {AbortSignal} signal
  */
-async function open(message, prepare, isWhole, signal) {
-  const request = await prepare(isWhole);
+async function open(message, prepare, scope, signal) {
+  const request = await prepare(scope);
   signal.throwIfAborted();
   message.requestId = newId();
   message.stream = { name: message.requestId, ...request, id: null, number: -1 };
@@ -118,7 +156,7 @@ async function read(message, stream, meter, { signal, key, onChange }) {
  */
 function canGoOn({ state }, stream, fault) {
   const begun = stream.id !== null || state === "reconnecting" || fault.kind === "lost";
-  return begun && isPassing(fault);
+  return begun && mayGoOn(fault);
 }
 
 /**

@@ -5,6 +5,7 @@
  * @property {string} systemPrompt
  * @property {string} stop  one in a line
  * @property {string} lane
+ * @property {string} effort  of thinking; "": the model's own
  * @property {string} kept  where conversations are: "server", or "browser" alone
  *
  * @typedef {"temperature"|"topP"|"topK"|"minP"|"presencePenalty"|"frequencyPenalty"|"repetitionPenalty"|"maxTokens"
@@ -38,6 +39,7 @@ export const DEFAULTS = {
   seed: null,
   stop: "",
   lane: "standard",
+  effort: "",
   kept: "server",
 };
 
@@ -46,7 +48,7 @@ export const settingNames = /** @type {(keyof Settings)[]} */ (Object.keys(DEFAU
 /** @returns {Settings} */
 export function loadSettings() {
   try {
-    return { ...DEFAULTS, ...JSON.parse(read("localStorage", SETTINGS) ?? "{}") };
+    return { ...DEFAULTS, ...JSON.parse(readKept("localStorage", SETTINGS) ?? "{}") };
   } catch {
     return { ...DEFAULTS };
   }
@@ -54,13 +56,18 @@ export function loadSettings() {
 
 /** @param {Settings} settings */
 export function saveSettings(settings) {
-  write("localStorage", SETTINGS, JSON.stringify(settings));
+  writeKept("localStorage", SETTINGS, JSON.stringify(settings));
 }
 
-/** The fields of a chat completion request that follow from the settings. @param {Settings} settings */
-export function requestFields(settings) {
+/**
+ * The fields of a chat completion request that follow from the settings.
+ * @param {Settings} settings
+ * @param {boolean} reasons  the model has a setting for how much it thinks
+ */
+export function requestFields(settings, reasons) {
   const stops = settings.stop.split("\n").filter(Boolean);
-  const chosen = { ...numbersOf(settings), stop: stops.length > 0 ? stops : null };
+  const effort = reasons && settings.effort !== "" ? settings.effort : null;
+  const chosen = { ...numbersOf(settings), stop: stops.length > 0 ? stops : null, reasoning_effort: effort };
   const set = Object.entries(chosen).filter(([, value]) => value !== null);
   return { ...Object.fromEntries(set), service_tier: LANES[settings.lane] ?? LANES.standard };
 }
@@ -81,7 +88,7 @@ export function wireName(name) {
 
 /** The API key, or null. */
 export function loadKey() {
-  return read("sessionStorage", KEY) ?? read("localStorage", KEY);
+  return readKept("sessionStorage", KEY) ?? readKept("localStorage", KEY);
 }
 
 /**
@@ -90,8 +97,8 @@ export function loadKey() {
  * @param {boolean} remember
  */
 export function saveKey(key, remember) {
-  write("sessionStorage", KEY, remember ? null : key);
-  write("localStorage", KEY, remember ? key : null);
+  writeKept("sessionStorage", KEY, remember ? null : key);
+  writeKept("localStorage", KEY, remember ? key : null);
 }
 
 // A browser may refuse storage altogether: then a choice lasts as long as the page.
@@ -102,7 +109,7 @@ const fallback = new Map();
  * @param {string} name
  * @returns {?string}
  */
-function read(area, name) {
+export function readKept(area, name) {
   try {
     return globalThis[area].getItem(name);
   } catch {
@@ -115,7 +122,7 @@ function read(area, name) {
  * @param {string} name
  * @param {?string} value
  */
-function write(area, name, value) {
+export function writeKept(area, name, value) {
   try {
     if (value === null) globalThis[area].removeItem(name);
     else globalThis[area].setItem(name, value);

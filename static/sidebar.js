@@ -7,6 +7,7 @@
  * @property {(conversation: Conversation) => void} open
  * @property {(conversation: Conversation, title: string) => void} rename
  * @property {(conversation: Conversation) => void} save  to a file
+ * @property {() => Promise<void>} readAll  what is searched
  * @property {(conversation: Conversation) => void} remove
  */
 
@@ -30,7 +31,7 @@ export class Sidebar {
   /** @param {SidebarActions} actions */
   constructor(actions) {
     this.#actions = actions;
-    search.addEventListener("input", () => this.#draw());
+    search.addEventListener("input", () => this.#find());
     search.addEventListener("keydown", (event) => this.#searchKey(event));
     toggle.addEventListener("click", () => this.#openDrawer());
     byId("shade").addEventListener("click", () => this.closeDrawer());
@@ -83,11 +84,17 @@ export class Sidebar {
     byId("found").textContent = query === "" ? "" : said;
   }
 
+  async #find() {
+    if (search.value.trim() !== "") await this.#actions.readAll();
+    this.#draw();
+  }
+
   /** Enter opens the first that was found; Escape ends the search. @param {KeyboardEvent} event */
-  #searchKey(event) {
+  async #searchKey(event) {
     if (event.isComposing) return;
     if (event.key === "Enter") {
       event.preventDefault();
+      await this.#find();
       const first = list.querySelector(".conversation");
       if (first instanceof HTMLElement) first.click();
     } else if (event.key === "Escape" && search.value !== "") {

@@ -1,7 +1,10 @@
 /**
  * The tabs of one browser: each tells the others what it changed, and an answer is made in one of them.
  *
- * @typedef {{changed: import("./conversation.js").Conversation}|{removed: string}} Told  removed: a conversation's id
+ * @import { Head, Message } from "./conversation.js"
+ *
+ * @typedef {{head: Head, messages: Message[]}|{removed: string}} Told  messages: those that changed; removed: a
+ *   conversation's id
  */
 
 export class Tabs {

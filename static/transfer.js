@@ -10,7 +10,8 @@
  * @typedef {{[K in keyof T]?: unknown}} Unread  what stands in a file where a T should be
  */
 
-import { isRunning, titleFrom } from "./conversation.js";
+import { isRunning, shownIn, titleFrom } from "./conversation.js";
+import { partsOf } from "./thinking.js";
 
 const FORMAT = "penstock.conversations";
 const ID = /^[\w-]{1,64}$/;
@@ -18,10 +19,22 @@ const MOST_MESSAGES = 20_000;
 
 /** @param {Conversation[]} conversations */
 export function exportText(conversations) {
-  const kept = conversations.map(({ id, title, updated, tip, messages }) => {
-    return { id, title, updated, tip, messages: messages.map(exported) };
+  const kept = conversations.map(({ id, title, updated, tip, systemPrompt, messages }) => {
+    return { id, title, updated, tip, systemPrompt, messages: messages.map(exported) };
   });
   return JSON.stringify({ format: FORMAT, version: 1, conversations: kept }, null, 1);
+}
+
+/**
+ * The branch of a conversation that is shown, for people to read.
+ * @param {Conversation} conversation
+ */
+export function markdownText(conversation) {
+  const said = shownIn(conversation).filter(({ text }) => text !== "");
+  const parts = said.map((message) =>
+    message.role === "user" ? `## You\n\n${message.text}` : `## Answer\n\n${partsOf(message).answer}`,
+  );
+  return `${[`# ${conversation.title}`, ...parts].join("\n\n")}\n`;
 }
 
 /** @param {Message} message */
@@ -33,12 +46,13 @@ function exported({ id, parent, role, text, thinking, state, stats }) {
  * A name for the file that says what is in it.
  * @param {Conversation[]} conversations
  * @param {number} now
+ * @param {"json"|"md"} kind
  */
-export function exportName(conversations, now) {
+export function exportName(conversations, now, kind = "json") {
   const day = new Date(now).toISOString().slice(0, 10);
   const [only] = conversations.length === 1 ? conversations : [];
   const words = only?.title.toLowerCase().match(/[\p{L}\p{N}]+/gu)?.slice(0, 6);
-  return `penstock-${words?.join("-") ?? "conversations"}-${day}.json`;
+  return `penstock-${words?.join("-") ?? "conversations"}-${day}.${kind}`;
 }
 
 /**
@@ -70,7 +84,7 @@ function parse(text) {
  * @returns {Conversation}
  */
 function readConversation(conversation, at) {
-  const { id, title, updated, tip, messages } = conversation ?? {};
+  const { id, title, updated, tip, systemPrompt, messages } = conversation ?? {};
   /** @type {(fine: boolean) => asserts fine} */
   const check = (fine) => {
     if (!fine) throw new Error(`Conversation ${at + 1} in this file is damaged.`);
@@ -89,7 +103,9 @@ function readConversation(conversation, at) {
     read.push(readMessage({ id, parent, role, text }, others));
   }
   const end = read.find((each) => each.id === tip) ?? read[read.length - 1];
-  return { id, title: titleFrom(String(title ?? "")), updated, tip: end.id, messages: read };
+  const prompt = typeof systemPrompt === "string" ? systemPrompt : null;
+  const name = titleFrom(String(title ?? ""));
+  return { id, title: name, updated, tip: end.id, systemPrompt: prompt, messages: read, isRead: true };
 }
 
 /**

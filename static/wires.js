@@ -37,6 +37,7 @@
  * @typedef {object} Said  what the model is to know
  * @property {?string} previous  the response that the messages follow; null: they are all that was said
  * @property {{role: string, content: string}[]} messages
+ * @property {number} fit  how often it was too long for the model: the oldest of it is left out
  *
  * @typedef {{message?: unknown, code?: ?string}} Failure  as the server reports it
  *
@@ -75,9 +76,11 @@ export const WIRES = { [RESPONSES]: { body: responseBody, read: readEvent }, [CH
  * @param {string} system  prompt, perhaps empty
  * @returns {Body}
  */
-function responseBody({ max_tokens, ...fields }, { previous, messages }, system) {
+function responseBody({ max_tokens, reasoning_effort: effort, ...fields }, { previous, messages, fit }, system) {
   /** @type {Body} */
   const body = { ...fields, input: messages, stream: true, stream_options: { resumable: true } };
+  if (effort !== undefined) body.reasoning = { effort };
+  if (fit > 0) body.truncation = "auto";
   if (max_tokens !== undefined) body.max_output_tokens = max_tokens;
   if (system !== "") body.instructions = system;
   if (previous !== null) body.previous_response_id = previous;
@@ -90,9 +93,21 @@ function responseBody({ max_tokens, ...fields }, { previous, messages }, system)
  * @param {string} system
  * @returns {Body}
  */
-function chatBody(fields, { messages }, system) {
-  const all = system === "" ? messages : [{ role: "system", content: system }, ...messages];
+function chatBody(fields, { messages, fit }, system) {
+  const last = lastTurns(messages, fit);
+  const all = system === "" ? last : [{ role: "system", content: system }, ...last];
   return { ...fields, messages: all, stream: true, stream_options: { include_usage: true, resumable: true } };
+}
+
+/**
+ * The last of the messages, half as many for each time that they did not fit, from a question on.
+ * @param {Said["messages"]} messages
+ * @param {number} times
+ */
+export function lastTurns(messages, times) {
+  const start = messages.length - Math.ceil(messages.length / 2 ** times);
+  const question = messages.findIndex(({ role }, at) => at >= start && role === "user");
+  return messages.slice(question === -1 ? start : question);
 }
 
 /**

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -20,11 +21,13 @@ from penstock.gateway.http.limits import parse_messages
 from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.http.refusals import speaks_anthropic
 from penstock.gateway.sessions.prefixes.sharing import parse_token_ids
+from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody
 from penstock.gateway.wire.strict import read, validated
 from penstock.gateway.wire.tools.use import tool_use
+from penstock.priority.lanes import Lane, Tenant
 
 _MOST_PREFIXES = 100
 
@@ -39,21 +42,21 @@ class ModelsApi(Endpoints):
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
-        self._intake.client(http)
+        tenant = self._intake.client(http).tenant
         names = self._service.options.models
         if not speaks_anthropic(http):
-            return Json({"object": "list", "data": [self._model(name) for name in names]})
+            return Json({"object": "list", "data": [self._model(name, tenant) for name in names]})
         ids, has_more = window(names, validated(CursorQuery, http.query_params))
         return Json(cursor_page([self._model_info(name) for name in ids], ids, has_more=has_more))
 
     async def show(self, http: HttpRequest) -> Response:
-        self._intake.client(http)
+        tenant = self._intake.client(http).tenant
         name = http.path_params["name"]
         self._intake.check_model(name)
-        return Json(self._model_info(name) if speaks_anthropic(http) else self._model(name))
+        return Json(self._model_info(name) if speaks_anthropic(http) else self._model(name, tenant))
 
-    def _model(self, name: str) -> dict[str, Any]:
-        """The model as OpenAI's API shows it."""
+    def _model(self, name: str, tenant: Tenant) -> dict[str, Any]:
+        """The model as OpenAI's API shows it, with the lanes that the client's key may name."""
         return {
             "id": name,
             "object": "model",
@@ -62,6 +65,8 @@ class ModelsApi(Endpoints):
             "root": self._service.options.models[0],
             "max_model_len": self._service.dispatch.context_length,
             "defaults": asdict(self._service.options.defaults),
+            "lanes": [lane.label for lane in Lane if lane >= tenant.top_lane],
+            "reasoning": reasoning_of(self._service.prompts.variables),
         }
 
     def _model_info(self, name: str) -> dict[str, Any]:
@@ -76,6 +81,13 @@ class ModelsApi(Endpoints):
             "max_input_tokens": context_length,
             "max_tokens": context_length,
         }
+
+
+def reasoning_of(variables: Collection[str]) -> Literal["effort", "switch"] | None:
+    """Returns what `reasoning_effort` sets in the chat template that reads these variables."""
+    if "reasoning_effort" in variables:
+        return "effort"
+    return "switch" if any(name in variables for name in thinking_switches(True)) else None
 
 
 class TokensApi(Endpoints):

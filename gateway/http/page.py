@@ -25,6 +25,8 @@ SECURITY_HEADERS = {
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types penstock-math",
         )
     ),
     "x-content-type-options": "nosniff",

@@ -84,7 +84,11 @@ def test_the_check_finds_what_is_missing_wrong_and_added() -> None:
 def test_models(http: httpx.Client) -> None:
     (model,) = http.get("/v1/models").json()["data"]
     assert http.get(f"/v1/models/{DEMO}").json() == model
-    check(openai.types.Model, json.dumps(model), adds=frozenset({"root", "max_model_len", "defaults"}))
+    check(
+        openai.types.Model,
+        json.dumps(model),
+        adds=frozenset({"root", "max_model_len", "defaults", "lanes", "reasoning"}),
+    )
 
 
 def test_chats(http: httpx.Client) -> None:

@@ -41,7 +41,7 @@ def wait_written(page: Page) -> None:
     """Waits until the browser has written what the page gave it to keep: a reload before that would lose it."""
     page.evaluate("""async () => {
         const { openStore } = await import("/static/store.js");
-        await (await openStore()).all(); // after every change that was begun before
+        await (await openStore()).heads(); // after every change that was begun before
     }""")
 
 

@@ -16,16 +16,14 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from penstock.gateway.http.page import SECURITY_HEADERS
+from penstock.gateway.http.page import Page as PageFiles
 
 STATIC = Path(__file__).parents[2] / "static"
+PAGE = PageFiles(STATIC)
 PATIENCE_S = 20
 """How long a test waits for what should come: many times what a quiet machine takes."""
 TIMINGS: dict[str, Any] = {
@@ -258,8 +256,8 @@ class ScriptedServer:
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         app = Starlette(
             routes=[
-                Route("/", lambda _: FileResponse(STATIC / "index.html")),
-                Mount("/static", StaticFiles(directory=STATIC)),
+                Route("/", PAGE.index),
+                Route("/static/{path:path}", PAGE.file),
                 Route("/v1/events", self._events),
                 Route("/v1/models", self._models),
                 *(
@@ -271,8 +269,7 @@ class ScriptedServer:
                         ("/{id}", "DELETE", self._discard),
                     )
                 ),
-            ],
-            middleware=[Middleware(_SecurityHeaders)],
+            ]
         )
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
@@ -293,6 +290,7 @@ class ScriptedServer:
         self.model = "penstock-demo"
         self.state = "ready"
         self.key: str | None = None
+        self.offers: dict[str, Any] = {"lanes": ["interactive", "standard", "batch"], "reasoning": None}
         self.told: list[tuple[str, Any]] = []
         """Events that whoever asks for a detail is told, or for a request's place, once each beside the state."""
         self.watchers: set[Request] = set()
@@ -336,11 +334,12 @@ class ScriptedServer:
         async def tell() -> AsyncIterator[bytes]:
             if is_watcher:
                 watchers.add(request)
-            num_told = 0
+            num_told, state_told = 0, None
             try:
                 while True:
-                    if not is_watcher:
-                        yield frame({"state": self.state})
+                    if not is_watcher and state_told != self.state:
+                        state_told = self.state
+                        yield frame({"state": state_told})
                     for kind, data in self.told[num_told:] if is_watcher else ():
                         yield f"event: {kind}\n".encode() + frame(data)
                         num_told += 1
@@ -351,7 +350,13 @@ class ScriptedServer:
         return StreamingResponse(tell(), media_type="text/event-stream")
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self.model, "object": "model", "max_model_len": 512, "defaults": DEFAULTS}
+        model = {
+            "id": self.model,
+            "object": "model",
+            "max_model_len": 512,
+            "defaults": DEFAULTS,
+            **self.offers,
+        }
         models = {"object": "list", "data": [model]}
         return self._refused_key(request) or JSONResponse(models)
 
@@ -403,18 +408,3 @@ def _streamed(answer: Answer, after: int) -> Response:
 def _refuse(refusal: Refusal) -> JSONResponse:
     error = {"message": refusal.message, "type": "error", "param": None, "code": refusal.code}
     return JSONResponse({"error": error}, refusal.status, refusal.headers)
-
-
-class _SecurityHeaders:
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] += [
-                    (name.encode(), text.encode()) for name, text in SECURITY_HEADERS.items()
-                ]
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)

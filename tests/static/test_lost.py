@@ -36,8 +36,9 @@ def stored_answer(page: Page) -> dict[str, Any]:
     answer: dict[str, Any] = page.evaluate(
         """async () => {
             const { openStore } = await import("/static/store.js");
-            const [conversation] = await (await openStore()).all();
-            return conversation.messages.at(-1);
+            const store = await openStore();
+            const [head] = await store.heads();
+            return (await store.messages(head.id)).at(-1);
         }"""
     )
     return answer

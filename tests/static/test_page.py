@@ -12,6 +12,8 @@ from tests.static.scripted import DONE, PATIENCE_S, Gate, Refusal, ScriptedServe
 
 BUSY = Refusal(503, "The interactive lane is full.", headers={"retry-after": "2", "retry-after-ms": "1200"})
 
+TOO_LONG = Refusal(400, "This model's context is 512 tokens.", "context_length_exceeded")
+
 
 def say(page: Page, text: str) -> None:
     """Waits for the answer before it to end: until then the page sends nothing."""
@@ -193,7 +195,7 @@ def test_a_stream_of_something_else(page: Page, server: ScriptedServer, piece: b
 
 
 def test_too_long_a_conversation_offers_a_new_one(page: Page, server: ScriptedServer) -> None:
-    server.script(Refusal(400, "This model's context is 512 tokens.", "context_length_exceeded"))
+    server.script(TOO_LONG, TOO_LONG)
     say(page, "Hello")
     expect(page.get_by_role("alert")).to_contain_text("too long for this model")
     page.get_by_role("alert").get_by_role("button", name="New conversation").click()

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.engine.planning.request import DraftCount, FinishReason
 from penstock.gateway.access.keys import OPEN_TENANT, Access, digest_of
 from penstock.gateway.app import create_app
+from penstock.gateway.endpoints.models import reasoning_of
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.page import Page
 from penstock.gateway.service import ServiceOptions
@@ -68,6 +69,28 @@ def test_many_keys_cost_no_more_than_few() -> None:
         return min(ask() for _ in range(5))
 
     assert seconds(20_000) < 20 * seconds(2)
+
+
+async def test_a_model_names_the_lanes_that_the_key_may_use() -> None:
+    async with client(Gateway(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
+        lanes = []
+        for key in ("key-of-ann", "key-of-bob"):
+            listed = await http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            lanes.append(set(listed.json()["data"][0]["lanes"]))
+    assert lanes == [{"standard", "batch"}, {"interactive", "standard", "batch"}]
+
+
+@pytest.mark.parametrize(
+    ("variables", "reasoning"),
+    [
+        ({"messages"}, None),
+        ({"messages", "enable_thinking"}, "switch"),
+        ({"thinking"}, "switch"),
+        ({"reasoning_effort", "enable_thinking"}, "effort"),
+    ],
+)
+def test_a_model_says_what_sets_its_reasoning(variables: set[str], reasoning: str | None) -> None:
+    assert reasoning_of(variables) == reasoning
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,8 @@ async def test_the_policy_lets_in_nothing_foreign(folder: Path) -> None:
             directives = [part.split(" ") for part in headers["content-security-policy"].split("; ")]
             policy = {name: sources for name, *sources in directives}
             assert policy["default-src"] == ["'none'"]
+            assert policy.pop("require-trusted-types-for") == ["'script'"]
+            assert policy.pop("trusted-types") == ["penstock-math"]
             allowed = {source for sources in policy.values() for source in sources}
             assert allowed == {"'none'", "'self'", "data:"}
             assert [name for name, sources in policy.items() if "data:" in sources] == ["img-src"]
