@@ -183,14 +183,6 @@ def test_a_second_signal_ends_streams_at_once(start: Start) -> None:
     assert server.wait() == 0
 
 
-def test_two_signals_at_once_end_it(start: Start) -> None:
-    server = start("--drain-timeout", "600")
-    server.wait_ready()
-    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
-        server.signal(number)
-    assert server.wait() == 0
-
-
 def test_a_lost_device_ends_streams_with_an_error_frame_and_the_process_with_1(
     start: Start, tmp_path: Path
 ) -> None:
