@@ -64,8 +64,9 @@ def test_the_targets_are_what_their_names_say() -> None:
 def test_the_build_is_sent_what_a_wheel_is_made_of_and_nothing_else() -> None:
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     wheel = pyproject()["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    linked = {path.name for path in (ROOT / "penstock").iterdir() if path.is_symlink()}
     others = {"pyproject.toml", "hatch_build.py", "requirements.lock", "README.md", "LICENSE"}
-    assert sent == others | set(wheel)
+    assert sent == others | set(wheel) | linked
     assert [name for name in sent if not (ROOT / name).exists()] == []
 
 
