@@ -42,8 +42,12 @@ settings.load_profile("few")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves combinations to `make test-all` before tests are selected by their marks."""
+    """Leaves combinations to `make test-all` before tests are selected by their marks.
+
+    The page's tests come first: they wait for the browser, and at the end would have nothing to wait beside.
+    """
     leave_combinations(items)
+    items.sort(key=lambda item: item.path.parent.name != "static")
 
 
 def pytest_collection_finish() -> None:
