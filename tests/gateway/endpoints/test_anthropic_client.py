@@ -33,18 +33,11 @@ async def connected(gateway: Gateway, **options: Any) -> AsyncIterator[Any]:
         yield api
 
 
-async def answered(gateway: Gateway, asking: Any, *texts: str) -> Any:
-    """Awaits a call to the client while an engine answers it."""
-    task = asyncio.ensure_future(asking)
-    gateway.answer(await gateway.taken(), *texts)
-    return await task
-
-
 async def test_a_message() -> None:
     gateway = Gateway()
     async with connected(gateway) as api:
-        reply = await answered(
-            gateway, api.messages.create(model=MODEL, messages=HI, max_tokens=9), "Hel", "lo"
+        reply = await gateway.answering(
+            api.messages.create(model=MODEL, messages=HI, max_tokens=9), "Hel", "lo"
         )
         counted = await api.messages.count_tokens(model=MODEL, messages=HI)
     assert (reply.type, reply.role, reply.model) == ("message", "assistant", MODEL)
@@ -90,24 +83,6 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
     assert end.timings["ttft_ms"] == 30.0
 
 
-async def test_the_clients_own_stream_adds_up_to_the_message() -> None:
-    gateway = Gateway()
-    async with connected(gateway) as api:
-
-        async def read() -> Any:
-            async with api.messages.stream(model=MODEL, messages=HI, max_tokens=9) as stream:
-                texts = [text async for text in stream.text_stream]
-                return texts, await stream.get_final_message()
-
-        asking = asyncio.ensure_future(read())
-        request = await gateway.taken()
-        gateway.bring(request, "a")
-        gateway.finish(request, "b", stop="STOP")
-        texts, message = await asking
-    assert "".join(texts) == message.content[0].text == "ab"
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "STOP")
-
-
 async def test_pings_keep_a_stream_that_waits() -> None:
     gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
     async with connected(gateway) as api:
@@ -147,7 +122,7 @@ async def test_sampling_reaches_the_engine() -> None:
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 40)
     assert (params.stop, params.max_tokens) == (("x", "y"), 9)
     assert request.lane == Lane.STANDARD
-    prompt = gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    prompt = gateway.prompt_of(request)
     assert prompt == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
 
 
@@ -221,16 +196,6 @@ def error_of(raised: Any) -> dict[str, str]:
     return found
 
 
-async def test_a_key_opens_in_anthropics_header() -> None:
-    gateway = Gateway(ServiceOptions(models=(MODEL,), clients={digest_of(KEY): Tenant(name="ours")}))
-    async with client(gateway.app) as http:
-        body = {"model": MODEL, "messages": HI}
-        path, key = "/v1/messages/count_tokens", {"x-api-key": KEY}
-        assert (await http.post(path, json=body, headers=key)).status_code == 200
-        refused = await http.post(path, json=body)
-    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-
-
 TOOL_TEMPLATE = (
     "{%- if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
     "{%- for message in messages %}"
@@ -294,7 +259,7 @@ async def test_a_turn_of_claude_code() -> None:
             gateway.bring(request, text)
         gateway.finish(request)
         message = await asking
-    prompt = gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    prompt = gateway.prompt_of(request)
     assert prompt.partition("<|system|>")[2] == (
         "Be brief.<|end|><|user|>What time is it?<|end|><|assistant|>[call_1UTC]<|end|>"
         "<|tool|>Noon.call_1<|end|><|user|>And now?<|end|><|assistant|><think></think>"
@@ -314,7 +279,7 @@ async def test_an_answer_that_was_begun_is_continued() -> None:
         request = await gateway.taken()
         gateway.answer(request, "lo")
         assert (await asking).content[0].text == "lo"
-    prompt = gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    prompt = gateway.prompt_of(request)
     assert prompt.endswith("<|assistant|>Hel")
 
 
@@ -386,7 +351,7 @@ async def test_extras_of_blocks_are_taken_and_named() -> None:
         asking = api.messages.with_raw_response.create(
             model=MODEL, messages=messages, system=system, max_tokens=9
         )
-        reply = await answered(gateway, asking, "Hello")
+        reply = await gateway.answering(asking, "Hello")
     named = reply.headers["x-penstock-ignored"].split(", ")
     assert named == ["messages[].content[].trace", "messages[].id", "system[].origin"]
     assert (await reply.parse()).content[0].text == "Hello"
