@@ -266,6 +266,15 @@ async def test_what_is_refused(call: tuple[str, str, dict[str, Any]], status: in
     assert reply.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("file_id", "message"),
+    [("x", "There is no file of that id."), (UNKNOWN_FILE, f"No such File object: {UNKNOWN_FILE}.")],
+)
+async def test_a_file_that_is_not_there_is_named_if_its_id_could_be_one(file_id: str, message: str) -> None:
+    async with client(Gateway().app) as http:
+        assert (await http.get(f"/v1/files/{file_id}")).json()["error"]["message"] == message
+
+
 async def test_a_batch_needs_an_input_of_the_tenants_own() -> None:
     clients = {digest_of(name): Tenant(name=name) for name in ("a", "b")}
     gateway = Gateway(ServiceOptions(models=(MODEL,), clients=clients))
