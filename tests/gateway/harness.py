@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -190,6 +190,16 @@ class Gateway:
             self.deliver(*(self.output(request, text, index) for index in range(request.n)))
         for index in range(request.n):
             self.finish(request, texts[-1], index)
+
+    async def answering(self, asking: Awaitable[Any], *texts: str) -> Any:
+        """Awaits a call of a client while the engine answers it."""
+        reply = asyncio.ensure_future(asking)
+        self.answer(await self.taken(), *texts)
+        return await reply
+
+    def prompt_of(self, request: Request) -> str:
+        """The text of a prompt, with its special tokens."""
+        return self.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
 
     def score(self, request: Request, *scores: list[float]) -> None:
         """Ends all branches in one step, with log probabilities of their candidates."""

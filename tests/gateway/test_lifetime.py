@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -14,45 +12,21 @@ from penstock.engine.engine import EngineState
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.protocol import GatewayProtocol
 from penstock.gateway.service import ServiceOptions
-from penstock.gateway.wire.streams import MAX_PENDING_BYTES, Stream
+from penstock.gateway.wire.streams import Stream
 from penstock.priority.lanes import Lane, LanePolicy
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, events, serving, settled
+from tests.gateway.raw_http import connect, post
 
 pytestmark = pytest.mark.anyio
 
 STREAMED = pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 
 
-class Caller:
-    """A client on a real socket that says what it wants and reads when it likes."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-
-    @classmethod
-    async def post(cls, url: str, path: str, body: dict[str, Any], *, buffer: int | None = None) -> Caller:
-        host, port = url.removeprefix("http://").split(":")
-        connection = socket.create_connection((host, int(port)))
-        if buffer:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        reader, writer = await asyncio.open_connection(sock=connection, limit=2**16)
-        caller = cls(reader, writer)
-        content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
-        writer.write(head.encode() + b"\r\n\r\n" + content)
-        return caller
-
-    def hang_up(self) -> None:
-        """At once, as when a process is killed."""
-        self.writer.transport.abort()
-
-
 @STREAMED
 async def test_a_queued_request_leaves_with_its_client(stream: bool) -> None:
     gateway = Gateway()
-    async with serving(gateway.app) as url:
-        caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=stream))
+    async with serving(gateway.app) as url, connect(url) as caller:
+        caller.send(post("/v1/chat/completions", chat_body(stream=stream)))
         await gateway.queued()
         caller.hang_up()
         await gateway.left()
@@ -63,8 +37,8 @@ async def test_a_queued_request_leaves_with_its_client(stream: bool) -> None:
 @STREAMED
 async def test_a_request_in_prefill_is_cancelled_with_its_client(stream: bool) -> None:
     gateway = Gateway()
-    async with serving(gateway.app) as url:
-        caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=stream, n=2))
+    async with serving(gateway.app) as url, connect(url) as caller:
+        caller.send(post("/v1/chat/completions", chat_body(stream=stream, n=2)))
         request = await gateway.taken()
         caller.hang_up()
         await gateway.left()
@@ -74,12 +48,14 @@ async def test_a_request_in_prefill_is_cancelled_with_its_client(stream: bool) -
 @STREAMED
 async def test_a_decoding_request_is_cancelled_with_its_client(stream: bool) -> None:
     gateway = Gateway()
-    async with serving(gateway.app) as url:
-        caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=stream))
+    async with serving(gateway.app) as url, connect(url) as caller:
+        caller.send(post("/v1/chat/completions", chat_body(stream=stream)))
         request = await gateway.taken()
         gateway.bring(request, "x")
         if stream:
-            await caller.reader.readuntil(b'"x"')
+            await caller.head()
+            while b'"x"' not in await caller.chunk():
+                pass
         caller.hang_up()
         await gateway.left()
         # What the engine still brings for it has no reader, and does no harm.
@@ -89,8 +65,8 @@ async def test_a_decoding_request_is_cancelled_with_its_client(stream: bool) -> 
 
 async def test_all_prompts_of_a_body_leave_with_its_client() -> None:
     gateway = Gateway()
-    async with serving(gateway.app) as url:
-        caller = await Caller.post(url, "/v1/completions", completion_body(["a", "b", "c"]))
+    async with serving(gateway.app) as url, connect(url) as caller:
+        caller.send(post("/v1/completions", completion_body(["a", "b", "c"])))
         taken = await gateway.taken()
         await gateway.queued(2)
         caller.hang_up()
@@ -101,18 +77,17 @@ async def test_all_prompts_of_a_body_leave_with_its_client() -> None:
 
 async def test_only_the_one_that_left_is_cancelled() -> None:
     gateway = Gateway()
-    async with serving(gateway.app) as url:
-        leaving = await Caller.post(url, "/v1/chat/completions", chat_body("leaves"))
+    async with serving(gateway.app) as url, connect(url) as leaving, connect(url) as staying:
+        leaving.send(post("/v1/chat/completions", chat_body("leaves")))
         first = await gateway.taken()
-        staying = await Caller.post(url, "/v1/chat/completions", chat_body("stays", stream=True))
+        staying.send(post("/v1/chat/completions", chat_body("stays", stream=True)))
         second = await gateway.taken()
         leaving.hang_up()
         while not gateway.engine.cancelled:
             await asyncio.sleep(0)
         assert gateway.engine.cancelled == [first.request_id]
         gateway.answer(second, "still here")
-        assert b"still here" in await staying.reader.readuntil(b"[DONE]")
-        staying.hang_up()
+        assert b"still here" in (await staying.answer()).body
 
 
 @STREAMED
@@ -124,8 +99,8 @@ async def test_nobody_waits_for_an_answer_whose_client_left(stream: bool) -> Non
         if scope["type"] == "http":
             is_over.set()
 
-    async with serving(app) as url:
-        caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=stream))
+    async with serving(app) as url, connect(url) as caller:
+        caller.send(post("/v1/chat/completions", chat_body(stream=stream)))
         await gateway.queued()
         caller.hang_up()
         await asyncio.wait_for(is_over.wait(), 10)
@@ -176,8 +151,8 @@ async def test_expiry_after_the_status_is_out_is_an_error_frame() -> None:
 
 async def test_a_slow_reader_is_cut_when_too_much_is_waiting() -> None:
     gateway = Gateway()
-    async with serving(gateway.app) as url:
-        caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=True), buffer=4096)
+    async with serving(gateway.app) as url, connect(url, narrow=True) as caller:
+        caller.send(post("/v1/chat/completions", chat_body(stream=True)))
         request = await gateway.taken()
         piece = "x" * 65536
         for _ in range(200):
@@ -187,15 +162,13 @@ async def test_a_slow_reader_is_cut_when_too_much_is_waiting() -> None:
                 break
         await gateway.left()
         assert gateway.engine.cancelled == [request.request_id]
-        caller.hang_up()
     assert b"penstock_slow_reader_disconnects_total 1.0" in gateway.service.render_metrics()
-    assert MAX_PENDING_BYTES == 1024 * 1024
 
 
 async def test_a_reader_that_stalls_is_cut_after_its_time() -> None:
     gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
-    async with serving(gateway.app) as url:
-        caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=True), buffer=4096)
+    async with serving(gateway.app) as url, connect(url, narrow=True) as caller:
+        caller.send(post("/v1/chat/completions", chat_body(stream=True)))
         request = await gateway.taken()
         (stream,) = gateway.service.dispatch._streams
         assert isinstance(stream, Stream)
@@ -207,7 +180,6 @@ async def test_a_reader_that_stalls_is_cut_after_its_time() -> None:
         gateway.service.tick(gateway.clock.now + 31)
         await gateway.left()
         assert gateway.engine.cancelled == [request.request_id]
-        caller.hang_up()
 
 
 async def test_what_a_reader_did_not_take_is_joined() -> None:

@@ -22,6 +22,7 @@ from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer, servin
 pytestmark = pytest.mark.anyio
 
 HI: Any = [{"role": "user", "content": "Hi"}]
+ASKED: Any = {"model": MODEL, "messages": HI, "max_tokens": 9}
 KEY = "a-key-of-16-chars"
 _CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 
@@ -33,19 +34,10 @@ async def connected(gateway: Gateway, **options: Any) -> AsyncIterator[Any]:
         yield api
 
 
-async def answered(gateway: Gateway, asking: Any, *texts: str) -> Any:
-    """Awaits a call to the client while an engine answers it."""
-    task = asyncio.ensure_future(asking)
-    gateway.answer(await gateway.taken(), *texts)
-    return await task
-
-
 async def test_a_message() -> None:
     gateway = Gateway()
     async with connected(gateway) as api:
-        reply = await answered(
-            gateway, api.messages.create(model=MODEL, messages=HI, max_tokens=9), "Hel", "lo"
-        )
+        reply = await gateway.answering(api.messages.create(**ASKED), "Hel", "lo")
         counted = await api.messages.count_tokens(model=MODEL, messages=HI)
     assert (reply.type, reply.role, reply.model) == ("message", "assistant", MODEL)
     assert [(block.type, block.text) for block in reply.content] == [("text", "Hello")]
@@ -61,9 +53,7 @@ async def test_a_message() -> None:
 async def test_the_events_of_a_stream_in_their_order() -> None:
     gateway = Gateway()
     async with connected(gateway) as api:
-        asking = asyncio.ensure_future(
-            api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
-        )
+        asking = asyncio.ensure_future(api.messages.create(**ASKED, stream=True))
         request = await gateway.taken()
         gateway.bring(request, "Hel")
         stream = aiter(await asking)
@@ -90,30 +80,10 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
     assert end.timings["ttft_ms"] == 30.0
 
 
-async def test_the_clients_own_stream_adds_up_to_the_message() -> None:
-    gateway = Gateway()
-    async with connected(gateway) as api:
-
-        async def read() -> Any:
-            async with api.messages.stream(model=MODEL, messages=HI, max_tokens=9) as stream:
-                texts = [text async for text in stream.text_stream]
-                return texts, await stream.get_final_message()
-
-        asking = asyncio.ensure_future(read())
-        request = await gateway.taken()
-        gateway.bring(request, "a")
-        gateway.finish(request, "b", stop="STOP")
-        texts, message = await asking
-    assert "".join(texts) == message.content[0].text == "ab"
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "STOP")
-
-
 async def test_pings_keep_a_stream_that_waits() -> None:
     gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
     async with connected(gateway) as api:
-        asking = asyncio.ensure_future(
-            api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
-        )
+        asking = asyncio.ensure_future(api.messages.create(**ASKED, stream=True))
         await gateway.queued()
         gateway.clock.now += 2
         gateway.service.tick(gateway.clock.now)
@@ -130,9 +100,7 @@ async def test_sampling_reaches_the_engine() -> None:
     gateway = Gateway()
     async with connected(gateway) as api:
         asking = api.messages.create(
-            model=MODEL,
-            messages=HI,
-            max_tokens=9,
+            **ASKED,
             stop_sequences=["x", "y"],
             metadata={"user_id": "ann"},
             service_tier="standard_only",
@@ -147,7 +115,7 @@ async def test_sampling_reaches_the_engine() -> None:
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 40)
     assert (params.stop, params.max_tokens) == (("x", "y"), 9)
     assert request.lane == Lane.STANDARD
-    prompt = gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    prompt = gateway.prompt_of(request)
     assert prompt == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
 
 
@@ -169,7 +137,7 @@ async def test_the_context_bounds_what_is_asked_for() -> None:
 async def test_an_empty_answer_has_no_block() -> None:
     gateway = Gateway()
     async with connected(gateway) as api:
-        asking = asyncio.ensure_future(api.messages.create(model=MODEL, messages=HI, max_tokens=9))
+        asking = asyncio.ensure_future(api.messages.create(**ASKED))
         gateway.finish(await gateway.taken(), token_ids=[])
         assert (await asking).content == []
 
@@ -181,24 +149,24 @@ async def test_errors_are_the_right_exceptions() -> None:
     async with connected(gateway, api_key=KEY) as api:
         create = api.messages.create
         with pytest.raises(anthropic.AuthenticationError) as unknown_key:
-            await api.with_options(api_key="wrong").messages.create(model=MODEL, messages=HI, max_tokens=9)
+            await api.with_options(api_key="wrong").messages.create(**ASKED)
         assert error_of(unknown_key)["type"] == "authentication_error"
         with pytest.raises(anthropic.NotFoundError) as unknown:
             await create(model="other", messages=HI, max_tokens=9)
         assert error_of(unknown)["type"] == "not_found_error"
         with pytest.raises(anthropic.BadRequestError, match="temperature") as wrong:
-            await create(model=MODEL, messages=HI, max_tokens=9, extra_body={"temperature": 1.5})
+            await create(**ASKED, extra_body={"temperature": 1.5})
         assert error_of(wrong)["type"] == "invalid_request_error"
         assert wrong.value.body["request_id"] == wrong.value.response.headers["request-id"]  # type: ignore[index]
-        waiting = asyncio.ensure_future(create(model=MODEL, messages=HI, max_tokens=9))
+        waiting = asyncio.ensure_future(create(**ASKED))
         await gateway.queued()
         with pytest.raises(anthropic.InternalServerError) as refused:
-            await create(model=MODEL, messages=HI, max_tokens=9, stream=True)
+            await create(**ASKED, stream=True)
         assert (refused.value.status_code, error_of(refused)["type"]) == (529, "overloaded_error")
         assert int(refused.value.response.headers["retry-after"]) >= 1
         request = await gateway.taken()
         with pytest.raises(anthropic.RateLimitError) as limited:
-            await create(model=MODEL, messages=HI, max_tokens=9)
+            await create(**ASKED)
         assert error_of(limited)["type"] == "rate_limit_error"
         gateway.answer(request, "ok")
         await waiting
@@ -208,7 +176,7 @@ async def test_errors_are_the_right_exceptions() -> None:
 async def test_a_call_cannot_be_asked_for_without_tools(choice: Any) -> None:
     async with connected(Gateway()) as api:
         for asking in (
-            api.messages.create(model=MODEL, messages=HI, max_tokens=9, tool_choice=choice),
+            api.messages.create(**ASKED, tool_choice=choice),
             api.messages.count_tokens(model=MODEL, messages=HI, tool_choice=choice),
         ):
             with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
@@ -219,16 +187,6 @@ def error_of(raised: Any) -> dict[str, str]:
     found = raised.value.body["error"]
     assert isinstance(found, dict)
     return found
-
-
-async def test_a_key_opens_in_anthropics_header() -> None:
-    gateway = Gateway(ServiceOptions(models=(MODEL,), clients={digest_of(KEY): Tenant(name="ours")}))
-    async with client(gateway.app) as http:
-        body = {"model": MODEL, "messages": HI}
-        path, key = "/v1/messages/count_tokens", {"x-api-key": KEY}
-        assert (await http.post(path, json=body, headers=key)).status_code == 200
-        refused = await http.post(path, json=body)
-    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
 
 
 TOOL_TEMPLATE = (
@@ -294,7 +252,7 @@ async def test_a_turn_of_claude_code() -> None:
             gateway.bring(request, text)
         gateway.finish(request)
         message = await asking
-    prompt = gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    prompt = gateway.prompt_of(request)
     assert prompt.partition("<|system|>")[2] == (
         "Be brief.<|end|><|user|>What time is it?<|end|><|assistant|>[call_1UTC]<|end|>"
         "<|tool|>Noon.call_1<|end|><|user|>And now?<|end|><|assistant|><think></think>"
@@ -314,16 +272,14 @@ async def test_an_answer_that_was_begun_is_continued() -> None:
         request = await gateway.taken()
         gateway.answer(request, "lo")
         assert (await asking).content[0].text == "lo"
-    prompt = gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    prompt = gateway.prompt_of(request)
     assert prompt.endswith("<|assistant|>Hel")
 
 
 async def test_an_error_in_a_stream_is_raised() -> None:
     gateway = Gateway()
     async with connected(gateway) as api:
-        asking = asyncio.ensure_future(
-            api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
-        )
+        asking = asyncio.ensure_future(api.messages.create(**ASKED, stream=True))
         request = await gateway.taken()
         gateway.bring(request, "x")
         stream = await asking
@@ -337,9 +293,7 @@ async def test_an_error_in_a_stream_is_raised() -> None:
 async def test_who_leaves_is_not_answered() -> None:
     gateway = Gateway()
     async with connected(gateway) as api:
-        asking = asyncio.ensure_future(
-            api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
-        )
+        asking = asyncio.ensure_future(api.messages.create(**ASKED, stream=True))
         request = await gateway.taken()
         gateway.bring(request, "x")
         await (await asking).close()
@@ -386,7 +340,7 @@ async def test_extras_of_blocks_are_taken_and_named() -> None:
         asking = api.messages.with_raw_response.create(
             model=MODEL, messages=messages, system=system, max_tokens=9
         )
-        reply = await answered(gateway, asking, "Hello")
+        reply = await gateway.answering(asking, "Hello")
     named = reply.headers["x-penstock-ignored"].split(", ")
     assert named == ["messages[].content[].trace", "messages[].id", "system[].origin"]
     assert (await reply.parse()).content[0].text == "Hello"

@@ -11,22 +11,14 @@ from penstock.engine.planning.request import BeamParams, FinishReason, Request
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.wire.sampling import SamplingDefaults
-from tests.gateway.harness import EOS, MODEL, Gateway, chat_body, client, completion_body, logprobs
+from tests.gateway.endpoints.test_open_model_fields import replied
+from tests.gateway.harness import EOS, MODEL, Gateway, chat_body, completion_body, logprobs
 
 pytestmark = pytest.mark.anyio
 
 
 def gateway(**options: Any) -> Gateway:
     return Gateway(ServiceOptions(models=(MODEL,), eos_token_ids=(EOS,), **options))
-
-
-def path_of(body: dict[str, Any]) -> str:
-    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
-
-
-async def replied(at: Gateway, body: dict[str, Any], **headers: str) -> Any:
-    async with client(at.app) as api:
-        return await api.post(path_of(body), json=body, headers=headers)
 
 
 async def searched(at: Gateway, body: dict[str, Any], *texts: str) -> tuple[Request, dict[str, Any]]:

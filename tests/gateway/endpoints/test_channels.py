@@ -92,18 +92,32 @@ def tools_of(path: str) -> list[Any]:
     }[path]
 
 
-@pytest.mark.parametrize("template", REPLIES)
-async def test_chat(template: str) -> None:
-    texts = REPLIES[template]
-    whole = await replied(template, CHAT, texts, stream=False, tools=tools_of(CHAT))
-    (choice,) = whole["choices"]
-    message = choice["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Hm.", "I look.")
-    assert choice["finish_reason"] == "tool_calls"
-    (call,) = message["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("clock", {"zone": "UTC"})
+def parts_of(path: str, whole: Any) -> list[Any]:
+    """The reasoning, the text, and the call's name and arguments of a reply, each from where its API has it."""
+    if path == CHAT:
+        message = whole["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        function = call["function"]
+        said = [message["reasoning_content"], message["content"]]
+        return [*said, function["name"], json.loads(function["arguments"])]
+    if path == RESPONSES:
+        reasoning, message, call = whole["output"]
+        said = [reasoning["content"][0]["text"], message["content"][0]["text"]]
+        return [*said, call["name"], json.loads(call["arguments"])]
+    thinking, text, use = whole["content"]
+    return [thinking["thinking"], text["text"], use["name"], use["input"]]
 
-    *chunks, _ = await replied(template, CHAT, texts, stream=True, tools=tools_of(CHAT))
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("template", REPLIES)
+async def test_each_api_has_reasoning_text_and_call(template: str, path: str) -> None:
+    whole = await replied(template, path, REPLIES[template], stream=False, tools=tools_of(path))
+    assert parts_of(path, whole) == ["Hm.", "I look.", "clock", {"zone": "UTC"}]
+
+
+@pytest.mark.parametrize("template", REPLIES)
+async def test_a_stream_has_each_in_its_own_deltas(template: str) -> None:
+    *chunks, _ = await replied(template, CHAT, REPLIES[template], stream=True, tools=tools_of(CHAT))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."
@@ -111,34 +125,7 @@ async def test_chat(template: str) -> None:
     assert begun == {"name": "clock", "arguments": ""}
     assert len(more) > 1
     assert json.loads("".join(part["arguments"] for part in more)) == {"zone": "UTC"}
-
-
-@pytest.mark.parametrize("template", REPLIES)
-async def test_responses(template: str) -> None:
-    tools = tools_of(RESPONSES)
-    whole = await replied(template, RESPONSES, REPLIES[template], stream=False, tools=tools)
-    kinds = ["reasoning", "message", "function_call"]
-    assert [item["type"] for item in whole["output"]] == kinds
-    reasoning, message, call = whole["output"]
-    assert (reasoning["content"][0]["text"], message["content"][0]["text"]) == ("Hm.", "I look.")
-    assert (call["name"], json.loads(call["arguments"])) == ("clock", {"zone": "UTC"})
-    told = await replied(template, RESPONSES, REPLIES[template], stream=True, tools=tools)
-    added = [event["item"]["type"] for event in told if event["type"] == "response.output_item.added"]
-    parts = [event["delta"] for event in told if event["type"] == "response.function_call_arguments.delta"]
-    assert added == kinds
-    assert json.loads("".join(parts)) == {"zone": "UTC"}
-
-
-@pytest.mark.parametrize("template", REPLIES)
-async def test_messages(template: str) -> None:
-    tools = tools_of(MESSAGES)
-    whole = await replied(template, MESSAGES, REPLIES[template], stream=False, tools=tools)
-    thinking, text, use = whole["content"]
-    assert (thinking["thinking"], text["text"]) == ("Hm.", "I look.")
-    assert (use["name"], use["input"], whole["stop_reason"]) == ("clock", {"zone": "UTC"}, "tool_use")
-    told = await replied(template, MESSAGES, REPLIES[template], stream=True, tools=tools)
-    begun = [event["content_block"]["type"] for event in told if event["type"] == "content_block_start"]
-    assert begun == ["thinking", "text", "tool_use"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.planning.request import FinishReason
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
-from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, logprobs, settled
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, logprobs
 
 pytestmark = pytest.mark.anyio
 
@@ -89,26 +89,6 @@ async def test_a_stream_has_openais_shape() -> None:
     assert not any("timings" in chunk for chunk in chunks[:-1])
 
 
-async def test_usage_comes_before_the_end_when_it_is_asked_for() -> None:
-    body = chat_body(stream=True, stream_options={"include_usage": True})
-    *chunks, usage, done = events((await ask(Gateway(), body, "a", "b")).text)
-    assert done == "[DONE]"
-    assert all(chunk["usage"] is None for chunk in chunks)
-    assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == 2
-    assert "timings" in chunks[-1]
-
-
-async def test_every_choice_of_a_stream_is_opened_and_ended() -> None:
-    *chunks, _ = events((await ask(Gateway(), chat_body(stream=True, n=3), "x", "y")).text)
-    for index in range(3):
-        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert own[0]["delta"] == {"role": "assistant", "content": ""}
-        assert "".join(choice["delta"].get("content", "") for choice in own) == "xy"
-        assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
-    assert [("timings" in chunk) for chunk in chunks].count(True) == 1
-
-
 async def test_choices_are_numbered_and_sorted() -> None:
     gateway = Gateway()
     async with client(gateway.app) as http:
@@ -166,31 +146,6 @@ async def test_logprobs_of_a_streamed_chat() -> None:
     assert entries[0] is None
     assert entries[1]["content"][0]["logprob"] == -0.25
     assert entries[1]["content"][0]["top_logprobs"] == []
-
-
-async def test_a_fault_before_the_first_token_is_a_500() -> None:
-    gateway = Gateway()
-    async with client(gateway.app) as http:
-        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
-        gateway.finish(await gateway.taken(), reason=FinishReason.FAILED, error="logits were not finite")
-        response = await asking
-    assert response.status_code == 500
-    assert response.json()["error"]["message"] == "logits were not finite"
-
-
-async def test_a_fault_after_the_first_token_is_a_frame_and_the_end() -> None:
-    gateway = Gateway()
-    async with client(gateway.app) as http:
-        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
-        request = await gateway.taken()
-        gateway.bring(request, "Hel")
-        await settled()
-        gateway.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
-        response = await asking
-    assert response.status_code == 200
-    *_, error, done = events(response.text)
-    assert error["error"]["code"] == "internal_error"
-    assert done == "[DONE]"
 
 
 @pytest.mark.parametrize(

@@ -251,19 +251,6 @@ async def test_answers_have_typesafes_shapes() -> None:
     assert [end in text for end, text in zip(ends, asked, strict=True)] == [True] * 3
 
 
-async def test_a_label_that_others_begin_with_has_to_end() -> None:
-    """ "a" and then the end, against "ab": the first character tells nothing."""
-    question = {**CHOICE, "choices": [{"value": "a"}, {"value": "ab"}]}
-
-    def likes(before: str, one: str) -> float:
-        return 0.5 if not before.endswith("a") else {"": 0.1, "b": 0.3}[one]
-
-    reply, _ = await answered(DECISIONS, likes, input="x", questions=[question])
-    (answer,) = reply["answers"]
-    assert [each["probability"] for each in answer["probabilities"]] == pytest.approx([0.25, 0.75])
-    assert answer["label_mass"] == pytest.approx(0.2)
-
-
 async def test_without_an_end_token_no_label_may_begin_with_another() -> None:
     gateway = Gateway(ServiceOptions(models=(MODEL,)))
     choices = [{"value": "no"}, {"value": "nobody"}]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.endpoints.test_openai_client import answered, connected
+from tests.gateway.endpoints.test_openai_client import connected
 from tests.gateway.endpoints.test_tools import TOOL, gateway
 from tests.gateway.harness import MODEL, Gateway, client
 
@@ -28,18 +28,18 @@ async def test_it_counts_what_the_response_has(asked: Any) -> None:
     here = gateway()
     async with connected(here) as api:
         counted = await api.responses.input_tokens.count(model=MODEL, **asked)
-        made = await answered(here, api.responses.create(model=MODEL, **asked), "Yes.")
+        made = await here.answering(api.responses.create(model=MODEL, **asked), "Yes.")
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
 
 
 async def test_it_leaves_out_what_the_response_does() -> None:
     here = Gateway()
     async with connected(here) as api:
-        first = await answered(here, api.responses.create(model=MODEL, input="y" * 400), "Well?")
+        first = await here.answering(api.responses.create(model=MODEL, input="y" * 400), "Well?")
         asked: Any = {"model": MODEL, "input": "x" * 200, "previous_response_id": first.id}
         whole = await api.responses.input_tokens.count(**asked)
         counted = await api.responses.input_tokens.count(**asked, truncation="auto")
-        made = await answered(here, api.responses.create(**asked, truncation="auto"), "Yes.")
+        made = await here.answering(api.responses.create(**asked, truncation="auto"), "Yes.")
     assert made.usage is not None
     assert whole.input_tokens > 512 > counted.input_tokens == made.usage.input_tokens
 
@@ -47,13 +47,13 @@ async def test_it_leaves_out_what_the_response_does() -> None:
 async def test_it_goes_on_from_what_there_is() -> None:
     here = Gateway()
     async with connected(here) as api:
-        first = await answered(here, api.responses.create(model=MODEL, input="Hi"), "Well?")
+        first = await here.answering(api.responses.create(model=MODEL, input="Hi"), "Well?")
         alone = await api.responses.input_tokens.count(model=MODEL, input="Yes")
         after = await api.responses.input_tokens.count(
             model=MODEL, input="Yes", previous_response_id=first.id
         )
-        made = await answered(
-            here, api.responses.create(model=MODEL, input="Yes", previous_response_id=first.id), "Yes."
+        made = await here.answering(
+            api.responses.create(model=MODEL, input="Yes", previous_response_id=first.id), "Yes."
         )
         assert made.usage is not None
         assert alone.input_tokens < after.input_tokens == made.usage.input_tokens

@@ -29,21 +29,10 @@ async def connected(gateway: Gateway) -> AsyncIterator[Any]:
         yield api
 
 
-async def answered(gateway: Gateway, asking: Any, *texts: str) -> Any:
-    """Awaits a call to the client while an engine answers it."""
-    task = asyncio.ensure_future(asking)
-    gateway.answer(await gateway.taken(), *texts)
-    return await task
-
-
-def prompt_of(gateway: Gateway, request: Any) -> str:
-    return gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
-
-
 async def test_a_chat_in_one_piece() -> None:
     gateway = Gateway()
     async with connected(gateway) as api:
-        reply = await answered(gateway, api.chat(model=MODEL, messages=HI), "Hel", "lo")
+        reply = await gateway.answering(api.chat(model=MODEL, messages=HI), "Hel", "lo")
     assert (reply.model, reply.message.role, reply.message.content) == (MODEL, "assistant", "Hello")
     assert (reply.done, reply.done_reason, reply.eval_count) == (True, "stop", 2)
     assert reply.created_at.endswith("Z")
@@ -88,13 +77,13 @@ async def test_a_prompt_is_a_turn_unless_it_is_raw() -> None:
         request = await gateway.taken()
         gateway.answer(request, "Hel", "lo")
         assert (await asking).response == "Hello"
-        assert prompt_of(gateway, request) == (
+        assert gateway.prompt_of(request) == (
             "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
         )
         stream = await api.generate(model=MODEL, prompt="Once", raw=True, stream=True)
         reading = asyncio.ensure_future(_texts(stream))
         request = await gateway.taken()
-        assert prompt_of(gateway, request) == "<|bos|>Once"
+        assert gateway.prompt_of(request) == "<|bos|>Once"
         gateway.answer(request, " upon", " a")
         assert "".join(await reading) == " upon a"
 
@@ -198,7 +187,7 @@ async def test_tools_and_thoughts() -> None:
         gateway.answer(request, "<think>Hm.</think>", "Well.", CALL)
         message = (await asking).message
         shown = await api.show(MODEL)
-    assert prompt_of(gateway, request).partition("<|user|>")[2] == (
+    assert gateway.prompt_of(request).partition("<|user|>")[2] == (
         "Hi<|end|><|assistant|>[call_1_0UTC]<|end|><|tool|>Noon.call_1_0<|end|><|assistant|><think></think>"
     )
     assert (message.thinking, message.content) == ("Hm.", "Well.")
@@ -209,12 +198,13 @@ async def test_tools_and_thoughts() -> None:
 
 
 async def test_the_model() -> None:
-    gateway = Gateway(ServiceOptions(models=(MODEL, "org/alias"), created=7))
+    gateway = Gateway(ServiceOptions(models=(MODEL, "org/alias"), created=7, num_bytes=9))
     async with connected(gateway) as api:
         listed, loaded = await api.list(), await api.ps()
         shown = await api.show(f"{MODEL}:latest")
     assert [model.model for model in listed.models] == [MODEL, "org/alias"]
     assert listed.models[0].modified_at.timestamp() == 7
+    assert (listed.models[0].size, loaded.models[0].size, loaded.models[0].size_vram) == (9, 9, 9)
     assert loaded.models[0].context_length == 512
     assert shown.capabilities == ["completion"]
     assert shown.modelinfo["penstock.context_length"] == 512
@@ -237,7 +227,7 @@ async def test_embeddings() -> None:
         assert (reply.load_duration, reply.total_duration) == (10_000_000, 70_000_000)
         older = asyncio.ensure_future(api.embeddings(model=MODEL, prompt="Hi"))
         request = await gateway.taken()
-        assert prompt_of(gateway, request) == "<|bos|>Hi"
+        assert gateway.prompt_of(request) == "<|bos|>Hi"
         gateway.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=[3.0, 4.0])
         assert list((await older).embedding) == [3.0, 4.0], "as the model has it"
         assert (await api.embed(model=MODEL, input=[])).embeddings == []
@@ -249,7 +239,7 @@ async def test_what_is_too_long_to_embed_loses_its_end() -> None:
     async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.embed(model=MODEL, input="ab" * 100_000))
         request = await gateway.taken()
-        assert prompt_of(gateway, request) == "<|bos|>" + "ab" * 255
+        assert gateway.prompt_of(request) == "<|bos|>" + "ab" * 255
         gateway.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=[1.0])
         await asking
         with pytest.raises(ollama.ResponseError, match="maximum context length"):
@@ -323,7 +313,7 @@ async def test_what_is_between_two_texts() -> None:
     async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.generate(MODEL, "a", suffix="z"))
         request = await gateway.taken()
-        assert prompt_of(gateway, request) == "<|fim_prefix|>a<|fim_suffix|>z<|fim_middle|>"
+        assert gateway.prompt_of(request) == "<|fim_prefix|>a<|fim_suffix|>z<|fim_middle|>"
         gateway.answer(request, "m")
         assert (await asking).response == "m"
 
@@ -332,15 +322,8 @@ async def test_the_default_of_repeat_last_n_is_taken_and_named() -> None:
     gateway = Gateway()
     body = {"model": MODEL, "messages": HI, "stream": False, "options": {"repeat_last_n": 64}}
     async with client(gateway.app) as http:
-        reply = await answered(gateway, http.post("/api/chat", json=body), "Hello")
+        reply = await gateway.answering(http.post("/api/chat", json=body), "Hello")
     assert (reply.status_code, reply.headers["x-penstock-ignored"]) == (200, "options.repeat_last_n")
-
-
-async def test_models_have_a_size() -> None:
-    gateway = Gateway(ServiceOptions(models=(MODEL,), num_bytes=7))
-    async with connected(gateway) as api:
-        assert [model.size for model in (await api.list()).models] == [7]
-        assert [(model.size, model.size_vram) for model in (await api.ps()).models] == [(7, 7)]
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -355,7 +338,7 @@ async def test_a_context_is_the_conversation_so_far(streamed: bool) -> None:
             request = await gateway.taken()
             begin = "" if context else "<|bos|>"
             said += f"{begin}<|user|>{prompt}<|end|><|assistant|>"
-            assert prompt_of(gateway, request) == said
+            assert gateway.prompt_of(request) == said
             for text in answer:
                 gateway.bring(request, text, token_ids=gateway.service.tokenizer.encode(text))
             gateway.finish(request, token_ids=gateway.service.tokenizer.encode("<|end|>", parse_special=True))

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import anyio.to_thread
 import openai
 import pytest
 
@@ -17,7 +16,7 @@ from penstock.gateway.access.keys import digest_of
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, Tenant
-from tests.gateway.harness import MODEL, Gateway, logprobs, serving
+from tests.gateway.harness import MODEL, Gateway, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -35,26 +34,6 @@ async def connected(gateway: Gateway, **options: Any) -> AsyncIterator[openai.As
         yield api
 
 
-async def answered(gateway: Gateway, asking: Any, *texts: str) -> Any:
-    """Awaits a call to the client while an engine answers it."""
-    task = asyncio.ensure_future(asking)
-    gateway.answer(await gateway.taken(), *texts)
-    return await task
-
-
-async def test_a_chat() -> None:
-    gateway = Gateway()
-    async with connected(gateway) as api:
-        reply = await answered(
-            gateway, api.chat.completions.create(model=MODEL, messages=HI, n=2), "Hel", "lo"
-        )
-    assert [choice.message.content for choice in reply.choices] == ["Hello", "Hello"]
-    assert reply.choices[1].finish_reason == "stop"
-    assert reply.usage.prompt_tokens_details.cached_tokens == 4
-    assert reply.timings["lane"] == "standard"
-    assert reply._request_id
-
-
 @pytest.mark.parametrize("resumable", [False, True])
 async def test_every_reply_and_chunk_has_the_fingerprint_of_what_made_it(resumable: bool) -> None:
     gateway = Gateway(ServiceOptions(models=(MODEL,), system_fingerprint="fp_1"))
@@ -64,10 +43,10 @@ async def test_every_reply_and_chunk_has_the_fingerprint_of_what_made_it(resumab
             (api.chat.completions.with_raw_response.create, {"messages": HI}),
             (api.completions.with_raw_response.create, {"prompt": "Hi"}),
         ):
-            raw = await answered(gateway, create(model=MODEL, **asked), "Hello")
+            raw = await gateway.answering(create(model=MODEL, **asked), "Hello")
             assert raw.parse().system_fingerprint == "fp_1"
             asking = create(model=MODEL, **asked, stream=True, stream_options=options)
-            raw = await answered(gateway, asking, "Hel", "lo")
+            raw = await gateway.answering(asking, "Hel", "lo")
             assert raw.headers["x-penstock-ignored"] == "stream_options.include_obfuscation"
             assert {chunk.system_fingerprint async for chunk in raw.parse()} == {"fp_1"}
 
@@ -101,18 +80,6 @@ async def test_a_streamed_chat_arrives_token_by_token() -> None:
             await anext(chunks)
 
 
-async def test_the_synchronous_client() -> None:
-    gateway = Gateway()
-
-    def read(url: str) -> str:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as api:
-            stream = api.chat.completions.create(model=MODEL, messages=HI, stream=True)
-            return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-
-    async with serving(gateway.app) as url:
-        assert await answered(gateway, anyio.to_thread.run_sync(read, url), "a", "b", "c") == "abc"
-
-
 async def test_keepalives_do_not_disturb_the_client() -> None:
     gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
     async with connected(gateway) as api:
@@ -128,26 +95,6 @@ async def test_keepalives_do_not_disturb_the_client() -> None:
             gateway.bring(request, text)
         gateway.finish(request)
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
-
-
-async def test_logprobs_in_both_shapes() -> None:
-    gateway = Gateway()
-    found = [logprobs((7, -0.5), (8, -1.5))]
-    async with connected(gateway) as api:
-        chat = asyncio.ensure_future(
-            api.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2)
-        )
-        gateway.finish(await gateway.taken(), "x", logprobs=found)
-        completion = asyncio.ensure_future(api.completions.create(model=MODEL, prompt="Hi", logprobs=2))
-        gateway.finish(await gateway.taken(), "x", logprobs=found)
-        chat_logprobs = (await chat).choices[0].logprobs
-        text_logprobs = (await completion).choices[0].logprobs
-    assert chat_logprobs is not None
-    assert chat_logprobs.content is not None
-    assert [top.logprob for top in chat_logprobs.content[0].top_logprobs] == [-0.5, -1.5]
-    assert text_logprobs is not None
-    assert text_logprobs.token_logprobs == [-0.5]
-    assert text_logprobs.text_offset == [0]
 
 
 async def test_sampling_reaches_the_engine() -> None:

@@ -28,11 +28,6 @@ async def test_every_route_is_described(tmp_path: Path) -> None:
         assert described[path].keys() == {method.lower() for method in operations}
 
 
-def test_what_any_request_may_be_refused_with_is_said_of_all() -> None:
-    (described,) = OpenApi([], Limits(), with_keys=False).document()["paths"].values()
-    assert described["get"]["responses"].keys() == {"200", "400", "408", "413", "421", "431", "500", "501"}
-
-
 def test_a_route_that_is_not_described_cannot_be_overlooked() -> None:
     with pytest.raises(LookupError, match="/new"):
         OpenApi([Route("/new", lambda _: None)], Limits(), with_keys=False).document()

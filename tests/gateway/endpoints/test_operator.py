@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.planning.request import DraftCount, FinishReason
-from penstock.gateway.access.keys import OPEN_TENANT, Access, digest_of
-from penstock.gateway.app import create_app
+from penstock.gateway.access.keys import Access, digest_of
 from penstock.gateway.endpoints.models import reasoning_of
 from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.page import Page
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, make_timings, settled, step_report
@@ -28,10 +24,6 @@ ANN, BOB = Tenant(name="ann", top_lane=Lane.STANDARD), Tenant(name="bob", defaul
 KEYS = {digest_of("key-of-ann"): ANN, digest_of("key-of-bob"): BOB}
 
 
-def test_without_keys_there_is_one_tenant() -> None:
-    assert Access().tenant(None) == Access().tenant("Bearer anything") == OPEN_TENANT
-
-
 @pytest.mark.parametrize(
     "header",
     [None, "", "Bearer", "Bearer ", "Basic key-of-ann", "key-of-ann", "Bearer key-of-an", "Bearer \udcff"],
@@ -41,12 +33,6 @@ def test_what_is_no_key_is_a_401(header: str | None) -> None:
         Access(KEYS).tenant(header)
     assert (error.value.status, error.value.code) == (401, "invalid_api_key")
     assert "key-of" not in error.value.message
-
-
-def test_a_key_is_its_tenants() -> None:
-    access = Access(KEYS)
-    assert access.tenant("Bearer key-of-ann") == ANN
-    assert access.tenant("bearer  key-of-bob ") == BOB
 
 
 def test_a_key_is_looked_up_by_a_hash_that_nobody_can_foresee() -> None:
@@ -137,25 +123,6 @@ async def test_the_version_is_the_packages() -> None:
         assert (await http.get("/version")).json() == {"version": metadata.version("penstock")}
 
 
-async def test_the_tenant_salts_the_prefix_cache() -> None:
-    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=KEYS))
-    async with client(gateway.app) as http:
-        headers = {"authorization": "Bearer key-of-bob"}
-        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(), headers=headers))
-        request = await gateway.taken()
-        gateway.answer(request, "ok")
-        await asking
-    assert (request.tenant, request.salt) == ("bob", b"bob")
-
-
-async def test_a_usable_request_id_is_echoed() -> None:
-    async with client(Gateway().app) as http:
-        assert (await http.get("/health", headers={"x-request-id": "a-1"})).headers["x-request-id"] == "a-1"
-        for unusable in ("a b", "x" * 129, "<a>", ""):
-            reply = await http.get("/health", headers={"x-request-id": unusable})
-            assert reply.headers["x-request-id"].startswith("req_")
-
-
 async def test_the_same_request_id_twice_is_two_requests() -> None:
     gateway = Gateway()
     async with client(gateway.app) as http:
@@ -173,15 +140,9 @@ async def test_the_same_request_id_twice_is_two_requests() -> None:
 
 
 async def test_origins_are_closed_unless_named() -> None:
-    origin = {"origin": "https://ours.example", "access-control-request-method": "POST"}
     async with client(Gateway().app) as http:
-        assert "access-control-allow-origin" not in (await http.get("/health", headers=origin)).headers
-    gateway = Gateway(ServiceOptions(models=(MODEL,), cors_origins=("https://ours.example",)))
-    async with client(gateway.app) as http:
-        preflight = await http.options("/v1/chat/completions", headers=origin)
-        assert preflight.headers["access-control-allow-origin"] == "https://ours.example"
-        other = await http.get("/health", headers={"origin": "https://other.example"})
-        assert "access-control-allow-origin" not in other.headers
+        reply = await http.get("/health", headers={"origin": "https://ours.example"})
+    assert "access-control-allow-origin" not in reply.headers
 
 
 def samples(text: str) -> dict[str, float]:
@@ -194,14 +155,10 @@ def samples(text: str) -> dict[str, float]:
     }
 
 
-async def test_metrics_tell_what_happened() -> None:
+async def test_metrics_tell_how_long_tokens_took_and_who_waits() -> None:
     gateway = Gateway()
     async with client(gateway.app) as http:
-        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
-        request = await gateway.taken()
-        gateway.bring(request, "a")
-        gateway.finish(request, "b")
-        await asking
+        await gateway.answering(http.post("/v1/chat/completions", json=chat_body()), "a", "b")
         failing = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
         gateway.finish(await gateway.taken(), reason=FinishReason.FAILED, error="x")
         await failing
@@ -212,19 +169,11 @@ async def test_metrics_tell_what_happened() -> None:
         found = samples((await http.get("/metrics")).text)
         gateway.answer(await gateway.taken(), "x")
         await waiting
-    assert found["penstock_choices_total finish_reason=stop lane=standard"] == 1
-    assert found["penstock_choices_total finish_reason=failed lane=standard"] == 1
-    assert found["penstock_output_tokens_total"] == 3
-    assert found["penstock_prompt_tokens_total"] == 18
     assert found["penstock_time_to_first_token_seconds_count lane=standard"] == 1
     assert found["penstock_time_to_first_token_seconds_sum lane=standard"] == pytest.approx(0.030)
     assert found["penstock_time_per_output_token_seconds_sum lane=standard"] == pytest.approx(0.020)
-    assert found["penstock_step_seconds_count"] == 3
     assert found["penstock_inter_token_seconds_count"] == 2
-    assert found["penstock_kv_usage_ratio"] == 0.25
     assert found["penstock_queued_requests lane=interactive"] == 1
-    assert found["penstock_streams"] == 1
-    assert found["penstock_engine_up"] == 1
 
 
 async def test_cancelled_and_refused_are_counted_once() -> None:
@@ -285,64 +234,9 @@ async def test_two_apps_share_no_metric() -> None:
     assert samples(second.service.render_metrics().decode())["penstock_step_seconds_count"] == 0
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "index.html").write_text("<!doctype html>")
-    (tmp_path / "main.js").write_text("export {};")
-    (tmp_path / "secret.py").write_text("no")
-    (tmp_path.parent / "outside.txt").write_text("no")
-    return tmp_path
-
-
-async def test_the_page_is_served_under_a_strict_policy(folder: Path) -> None:
-    async with client(create_app(Gateway().service, folder)) as http:
-        page, script = await http.get("/"), await http.get("/static/main.js")
-        assert page.headers["content-type"].startswith("text/html")
-        assert script.headers["content-type"].startswith("text/javascript")
-        for reply in (page, script):
-            policy = reply.headers["content-security-policy"]
-            assert policy.startswith("default-src 'none'; script-src 'self'")
-            assert "unsafe" not in policy
-            assert reply.headers["x-content-type-options"] == "nosniff"
-            assert reply.headers["referrer-policy"] == "no-referrer"
-        again = await http.get("/", headers={"if-none-match": page.headers["etag"]})
-        assert (again.status_code, again.content) == (304, b"")
-
-
-async def test_the_page_is_packed_for_clients_that_take_it(folder: Path) -> None:
-    async with client(create_app(Gateway().service, folder)) as http:
-        for encoding, packed in (("gzip, br", "gzip"), ("identity", None)):
-            reply = await http.get("/static/main.js", headers={"accept-encoding": encoding})
-            assert reply.headers.get("content-encoding") == packed
-            assert reply.headers["vary"] == "accept-encoding"
-            assert reply.text == (folder / "main.js").read_text()
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/static/",
-        "/static/none.js",
-        "/static/secret.py",
-        "/static/../outside.txt",
-        "/static/%2e%2e/outside.txt",
-    ],
-)
-async def test_nothing_else_is_served(folder: Path, path: str) -> None:
-    async with client(create_app(Gateway().service, folder)) as http:
-        reply = await http.get(path)
-    assert reply.status_code == 404
-    assert reply.json()["error"]["code"] == "unknown_url"
-
-
 async def test_without_a_page_there_is_none() -> None:
     async with client(Gateway().app) as http:
         assert (await http.get("/")).status_code == 404
-
-
-def test_the_page_of_this_project_is_complete() -> None:
-    page: Any = Page(Path(__file__).parents[3] / "static")
-    assert "index.html" in page._files
 
 
 async def test_a_key_names_the_lane_of_requests_that_do_not() -> None:

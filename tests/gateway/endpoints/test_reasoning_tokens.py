@@ -44,34 +44,30 @@ async def answered(here: Gateway, path: str, body: dict[str, Any]) -> httpx.Resp
         return await reply
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    CHAT: chat_body(),
+    RESPONSES: {"input": "Hi"},
+    "/v1/messages": chat_body(max_tokens=99),
+}
+COUNTED = {
+    CHAT: '"completion_tokens_details": {"reasoning_tokens": %d}',
+    RESPONSES: '"output_tokens_details": {"reasoning_tokens": %d}',
+    "/v1/messages": '"output_tokens_details": {"thinking_tokens": %d}',
+}
+WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+RESUMABLE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "resumable": True}}
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "details", "field"),
-    [
-        (CHAT, chat_body(), "completion_tokens_details", "reasoning_tokens"),
-        (
-            CHAT,
-            chat_body(stream_options={"include_usage": True}),
-            "completion_tokens_details",
-            "reasoning_tokens",
-        ),
-        (
-            CHAT,
-            chat_body(stream_options={"include_usage": True, "resumable": True}),
-            "completion_tokens_details",
-            "reasoning_tokens",
-        ),
-        (RESPONSES, {"input": "Hi"}, "output_tokens_details", "reasoning_tokens"),
-        (RESPONSES, {"input": "Hi", "stream": True}, "output_tokens_details", "reasoning_tokens"),
-        ("/v1/messages", chat_body(max_tokens=99), "output_tokens_details", "thinking_tokens"),
-        ("/v1/messages", chat_body(max_tokens=99, stream=True), "output_tokens_details", "thinking_tokens"),
-    ],
+    ("path", "streamed"),
+    [*((path, {}) for path in ASKED), (CHAT, WITH_USAGE), (CHAT, RESUMABLE)]
+    + [(path, {"stream": True}) for path in (RESPONSES, "/v1/messages")],
 )
-async def test_reasoning_is_counted(path: str, body: dict[str, Any], details: str, field: str) -> None:
-    is_streamed = bool(body.get("stream") or body.get("stream_options"))
-    reply = await answered(gateway(), path, {**body, "stream": is_streamed})
-    told = events(reply.text) if is_streamed else [reply.json()]
-    usages = [json.dumps(event) for event in told if details in json.dumps(event)]
-    assert f'"{details}": {{"{field}": {len(THOUGHT)}}}' in usages[-1]
+async def test_reasoning_is_counted(path: str, streamed: dict[str, Any]) -> None:
+    reply = await answered(gateway(), path, {**ASKED[path], **streamed})
+    told = events(reply.text) if streamed else [reply.json()]
+    usages = [json.dumps(event) for event in told if "_tokens_details" in json.dumps(event)]
+    assert COUNTED[path] % len(THOUGHT) in usages[-1]
 
 
 async def test_a_response_tells_how_likely_what_it_says_was() -> None:

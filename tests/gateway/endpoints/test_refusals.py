@@ -197,11 +197,6 @@ async def test_what_is_missing_is_named(field: str) -> None:
     assert (error["param"], error["code"]) == (field, "missing_required_parameter")
 
 
-async def test_an_unknown_field_is_named() -> None:
-    error = error_of(await post(CHAT, chat_body(temprature=1)))
-    assert error["code"] == "unknown_parameter"
-
-
 @pytest.mark.parametrize("field", ["tools", "tool_choice", "suffix", "functions"])
 async def test_null_asks_for_nothing(field: str) -> None:
     path, body = (
@@ -321,19 +316,6 @@ async def test_unknown_urls_and_methods(method: str, path: str, status: int, cod
     assert status != 405 or response.headers["allow"]
 
 
-async def test_a_fault_of_ours_is_a_500_without_a_trace() -> None:
-    gateway = Gateway()
-
-    def fail(*_: object, **__: object) -> list[int]:
-        raise RuntimeError("secret path /etc")
-
-    gateway.service.tokenizer.encode = fail  # type: ignore[method-assign]
-    async with client(gateway.app) as http:
-        response = await http.post(CHAT, json=chat_body())
-    assert error_of(response, 500)["code"] == "internal_error"
-    assert "secret" not in response.text
-
-
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_harmless_fields_change_nothing(path: str) -> None:
     harmless = {
@@ -365,7 +347,7 @@ async def test_half_a_character_is_refused_wherever_it_is(field: str) -> None:
 async def test_an_unknown_field_is_named_whatever_its_name(name: str) -> None:
     async with client(Gateway().app) as http:
         error = (await http.post("/v1/chat/completions", json={**chat_body(), name: 1})).json()["error"]
-    assert error["param"] == name
+    assert (error["param"], error["code"]) == (name, "unknown_parameter")
 
 
 async def test_a_model_may_have_a_name_of_one_letter() -> None:

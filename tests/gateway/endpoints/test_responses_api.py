@@ -73,10 +73,6 @@ async def taken_of(gateway: Gateway, asking: Any) -> tuple[Request, Any]:
     return await gateway.taken(), task
 
 
-def spelt(gateway: Gateway, request: Request) -> str:
-    return gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
-
-
 async def refused(asking: Any) -> Any:
     """The error that a call ends with."""
     with pytest.raises(openai.APIStatusError) as caught:
@@ -116,7 +112,7 @@ async def test_what_is_asked_for_reaches_the_engine() -> None:
                 temperature=0.5,
             ),
         )
-        assert spelt(gateway, request) == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+        assert gateway.prompt_of(request) == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
         assert (request.lane, request.sampling.max_tokens, request.sampling.temperature) == (
             Lane.BATCH,
             2,
@@ -143,26 +139,6 @@ async def test_a_stream_and_the_rest_of_it_from_every_event_on() -> None:
             rest = await api.responses.retrieve(response_id, stream=True, **after)
             assert [event async for event in rest] == events[number + 1 :]
         assert events[-1].response == await api.responses.retrieve(response_id)
-
-
-async def test_the_openai_stream_helper_reads_it() -> None:
-    gateway = Gateway()
-
-    async def read(api: Any) -> str:
-        async with api.responses.stream(model=MODEL, input="Hi") as stream:
-            found: str = (await stream.get_final_response()).output_text
-            return found
-
-    async with connected(gateway) as api:
-        assert await answered(gateway, read(api), "Hel", "lo") == "Hello"
-
-
-async def test_a_fault_before_the_first_byte_is_a_plain_one() -> None:
-    gateway = Gateway()
-    async with connected(gateway) as api:
-        request, task = await taken_of(gateway, api.responses.create(model=MODEL, input="Hi", stream=True))
-        gateway.finish(request, reason=FinishReason.FAILED)
-        assert (await refused(task)).status_code == 500
 
 
 async def test_a_fault_after_the_first_byte_ends_with_response_failed() -> None:
@@ -384,13 +360,13 @@ async def test_a_thread_goes_on_from_its_own_tokens() -> None:
         )
         # The instructions were the first turn's alone.
         asked = "<|bos|><|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>And?<|end|><|assistant|>"
-        assert spelt(gateway, request) == asked
+        assert gateway.prompt_of(request) == asked
         told(gateway, request, "Yes")
         second = await task
         request, task = await taken_of(
             gateway, api.responses.create(model=MODEL, input="So", previous_response_id=second.id)
         )
-        assert spelt(gateway, request) == f"{asked}Yes<|end|><|user|>So<|end|><|assistant|>"
+        assert gateway.prompt_of(request) == f"{asked}Yes<|end|><|user|>So<|end|><|assistant|>"
         told(gateway, request, "x")
         assert (await task).previous_response_id == second.id
 
@@ -432,7 +408,7 @@ async def test_a_conversation_takes_in_its_responses() -> None:
         first = await answered(gateway, api.responses.create(input="Hi", **ask), "Hel", "lo")
         assert first.conversation.id == conversation.id
         request, task = await taken_of(gateway, api.responses.create(input="And?", **ask))
-        assert "<|assistant|>Hello<|end|><|user|>And?" in spelt(gateway, request)
+        assert "<|assistant|>Hello<|end|><|user|>And?" in gateway.prompt_of(request)
         # One at a time.
         error = await refused(api.responses.create(input="Me, too", **ask))
         assert (error.status_code, error.code) == (409, "conversation_locked")
@@ -526,7 +502,7 @@ async def test_what_is_too_long_loses_its_oldest_turns(max_tokens: int | None) -
         error = await refused(api.responses.create(**asked))
         assert error.code == "context_length_exceeded"
         request, task = await taken_of(gateway, api.responses.create(**asked, truncation="auto"))
-        text, room = spelt(gateway, request), max_tokens or 512 // 8
+        text, room = gateway.prompt_of(request), max_tokens or 512 // 8
         head = "<|bos|><|system|>Rule one.<|end|><|user|>"
         assert text.startswith(head)
         assert text.endswith("<|user|>Now?<|end|><|assistant|>")
@@ -539,7 +515,7 @@ async def test_what_is_too_long_loses_its_oldest_turns(max_tokens: int | None) -
         assert (await task).truncation == "auto"
         short = {**asked, "input": "Hi", "max_output_tokens": 9}
         request, task = await taken_of(gateway, api.responses.create(**short, truncation="auto"))
-        assert spelt(gateway, request) == "<|bos|><|user|>Hi<|end|><|assistant|>"
+        assert gateway.prompt_of(request) == "<|bos|><|user|>Hi<|end|><|assistant|>"
         told(gateway, request, "x")
         await task
         error = await refused(

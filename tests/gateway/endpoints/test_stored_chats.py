@@ -13,7 +13,7 @@ from penstock.engine.planning.request import FinishReason
 from penstock.gateway.access.keys import digest_of
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Tenant
-from tests.gateway.endpoints.test_openai_client import HI, answered, connected
+from tests.gateway.endpoints.test_openai_client import HI, connected
 from tests.gateway.endpoints.test_tools import SAID, TOOL, gateway
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, logprobs
 
@@ -39,7 +39,7 @@ async def streamed(here: Gateway, asking: Any, *texts: str, **fields: Any) -> li
 async def test_a_completion_is_stored_shown_changed_and_forgotten() -> None:
     here = Gateway()
     async with connected(here) as api:
-        made = await answered(here, stored(api, metadata={"of": "a test"}, n=2), "Yes.")
+        made = await here.answering(stored(api, metadata={"of": "a test"}, n=2), "Yes.")
         shown = await api.chat.completions.retrieve(made.id)
         assert shown.to_dict() == {**made.to_dict(), "metadata": {"of": "a test"}}
         changed = await api.chat.completions.update(made.id, metadata={"of": "another"})
@@ -62,7 +62,7 @@ async def test_nothing_else_is_stored(fields: Any) -> None:
             with pytest.raises(openai.BadRequestError):
                 await asking
         else:
-            await answered(here, asking, "Yes.")
+            await here.answering(asking, "Yes.")
         assert not (await api.chat.completions.list()).data
 
 
@@ -96,7 +96,7 @@ async def test_metadata_is_named_where_nothing_comes_of_it() -> None:
         ]
         for fields, named in cases:
             asking = http.post("/v1/chat/completions", json=chat_body(metadata={"k": "v"}, **fields))
-            reply = await answered(here, asking, "Yes.")
+            reply = await here.answering(asking, "Yes.")
             assert reply.headers.get("x-penstock-ignored") == named
 
 
@@ -104,7 +104,7 @@ async def test_reasoning_and_calls_of_a_stream_are_put_together() -> None:
     here = gateway()
     async with connected(here) as connection:
         api: Any = connection
-        made = await answered(here, stored(api, tools=[TOOL]), *SAID)
+        made = await here.answering(stored(api, tools=[TOOL]), *SAID)
         chunks = await streamed(here, stored(api, tools=[TOOL], stream=True), *SAID)
         (shown,) = (await api.chat.completions.retrieve(chunks[0].id)).to_dict()["choices"]
     (expected,) = made.to_dict()["choices"]
@@ -165,7 +165,7 @@ async def test_a_list_has_pages_an_order_and_filters() -> None:
     here = Gateway(ServiceOptions(models=(MODEL, "other")))
     async with connected(here) as api:
         asked: list[Any] = [{"metadata": {"k": "1"}}, {"model": "other"}, {"metadata": {"k": "1", "l": "2"}}]
-        ids = [(await answered(here, stored(api, **fields), "Yes.")).id for fields in asked]
+        ids = [(await here.answering(stored(api, **fields), "Yes.")).id for fields in asked]
         assert [one.id async for one in api.chat.completions.list(limit=1)] == ids
         assert [one.id async for one in api.chat.completions.list(order="desc")] == ids[::-1]
         assert [one.id async for one in api.chat.completions.list(model="other")] == ids[1:2]
@@ -179,7 +179,7 @@ async def test_stored_completions_are_their_tenants_own() -> None:
     clients = {digest_of(name): Tenant(name=name) for name in ("a", "b")}
     here = Gateway(ServiceOptions(models=(MODEL,), clients=clients))
     async with connected(here, api_key="a") as api:
-        made = await answered(here, stored(api), "Yes.")
+        made = await here.answering(stored(api), "Yes.")
         other = api.with_options(api_key="b")
         assert not (await other.chat.completions.list()).data
         for asking in (
@@ -197,7 +197,7 @@ async def test_parts_of_a_message_are_told_apart_from_text() -> None:
     here = Gateway()
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     async with connected(here) as api:
-        made = await answered(here, stored(api, messages=messages), "Yes.")
+        made = await here.answering(stored(api, messages=messages), "Yes.")
         (message,) = (await api.chat.completions.messages.list(made.id)).data
     assert (message.content, [part.type for part in message.content_parts or ()]) == (None, ["text"])
 

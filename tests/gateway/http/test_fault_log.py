@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +67,7 @@ async def test_a_request_that_fails_in_the_engine_is_a_500_and_a_line(
 ) -> None:
     gateway = Gateway()
     answer = await asked(gateway, path, body, lambda request: fail(gateway, request))
-    assert answer.status == 500
+    assert (answer.status, answer.error["message"]) == (500, WHY)
     assert answer.headers["x-request-id"] == "mine-7"
     assert records() == [f"POST {path} failed: {WHY} (x-request-id mine-7)"]
 
@@ -114,11 +115,17 @@ async def test_an_exception_nobody_foresaw_is_a_500_and_one_record_with_the_trac
         answer = await connection.answer()
         connection.send(get("/v1/models"))
         assert (await connection.answer()).status == 200, "the connection can be used again"
-    assert answer.status == 500
+    assert (answer.status, answer.error["code"], answer.error["type"]) == (
+        500,
+        "internal_error",
+        "server_error",
+    )
     assert answer.headers["x-request-id"] == "mine-7"
     assert records() == [f"POST {path} failed: RuntimeError: two lines (x-request-id mine-7)"]
     assert "Traceback" in caplog.text
+    assert json.loads(answer.body).keys() == {"error"}
     assert b"Traceback" not in answer.body
+    assert b"two" not in answer.body, "what the exception says is for the log alone"
 
 
 async def test_a_request_without_a_name_is_logged_by_the_one_it_was_given(

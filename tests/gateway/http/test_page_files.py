@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.gateway.app import create_app
-from tests.gateway.harness import Gateway, serving
+from tests.gateway.harness import Gateway, client, serving
 from tests.gateway.raw_http import Answer, connect, get
 
 pytestmark = pytest.mark.anyio
@@ -50,6 +50,16 @@ async def test_a_file_has_its_bytes_and_its_type(folder: Path) -> None:
             assert (answer.status, answer.headers["content-type"]) == (200, media_type)
             assert answer.body == (folder / name).read_bytes()
             assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+async def test_a_file_is_packed_for_clients_that_take_it(folder: Path) -> None:
+    async with client(create_app(Gateway().service, folder)) as http:
+        for encoding, packed in (("gzip, br", "gzip"), ("identity", None)):
+            reply = await http.get("/static/main.js", headers={"accept-encoding": encoding})
+            assert reply.headers.get("content-encoding") == packed
+            assert reply.headers["vary"] == "accept-encoding"
+            assert reply.text == (folder / "main.js").read_text()
 
 
 async def test_the_index_is_the_root(folder: Path) -> None:

@@ -120,13 +120,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("name", HARMLESS)
-def test_what_is_honoured_or_harmless_is_taken(name: str) -> None:
-    fields = {name: HARMLESS[name]} | ({"stream": True} if name == "stream_options" else {})
-    body = body_of(**fields)
-    assert body.model == MODEL
-
-
 def test_all_of_it_together() -> None:
     body = body_of(**HARMLESS)
     assert (body.max_output_tokens, body.seed, body.stop, body.stored) == (1, 7, ["END"], False)
@@ -172,11 +165,6 @@ def test_a_conversation_is_named_by_its_id_alone_or_in_an_object() -> None:
     assert body_of(conversation="conv_1").conversation == "conv_1"
     assert body_of(conversation={"id": "conv_1"}).conversation == "conv_1"
     assert body_of().conversation is None
-
-
-def test_background_is_stored_unless_that_is_refused() -> None:
-    assert body_of(background=True).stored
-    assert body_of(background=True, store=True).stored
 
 
 def test_every_form_of_input_becomes_messages() -> None:
@@ -244,12 +232,6 @@ def test_a_wrong_stream_query_is_named(query: dict[str, str], param: str) -> Non
     with pytest.raises(ApiError) as caught:
         read_stream_query(query)
     assert (caught.value.status, caught.value.param) == (400, param)
-
-
-def test_how_to_list() -> None:
-    assert validated(PageQuery, {}) == PageQuery(after=None, limit=20, order="desc")
-    asked = validated(PageQuery, {"after": "msg_1", "limit": "100", "order": "asc"})
-    assert asked == PageQuery(after="msg_1", limit=100, order="asc")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from penstock.gateway.sessions.responses.objects import (
     page,
     response,
     status_of,
-    texts_of,
 )
 from penstock.gateway.sessions.responses.records import (
     KIND,
@@ -250,13 +249,6 @@ def test_items_are_listed_as_openai_reads_them() -> None:
     for item in items:
         TypeAdapter[Any](ResponseItem).validate_json(json.dumps(item), strict=True)
         TypeAdapter[Any](ResponseInputItem).validate_json(json.dumps(item), strict=True)
-
-
-def test_an_output_can_be_given_back_as_input() -> None:
-    output = strict(response(ended("completed", "Hello"))).output
-    body = body_of([output[0].model_dump(), {"role": "user", "content": "And?"}])
-    items = input_items(body.input)
-    assert (items[0]["id"], texts_of(items[0])) == (output[0].id, ["Hello"])
 
 
 @given(st.integers(0, 12), st.integers(1, 5), st.sampled_from(["asc", "desc"]))

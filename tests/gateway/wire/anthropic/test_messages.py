@@ -107,6 +107,8 @@ def test_why_it_ended(reason: FinishReason, stop: str | None, asked: int, expect
     generation, last = ending(reason, stop)
     body = MessageWriter(HEAD, asked, PLAIN.parser(HEAD.id)).whole(generation, [(0, last)])
     assert (body["stop_reason"], body["stop_sequence"]) == (expected, stop)
+    stream = MessageWriter(HEAD, asked, PLAIN.parser(HEAD.id)).news(generation, [(0, last)])
+    assert events_of(stream.decode())[-2]["delta"] == {"stop_reason": expected, "stop_sequence": stop}
 
 
 def test_a_call_that_is_cut_off_has_no_input() -> None:
