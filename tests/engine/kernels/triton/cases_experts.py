@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from penstock.engine.kernels.packed import Code
 from penstock.engine.kernels.triton import expert_kernels, routing
-from penstock.engine.kernels.triton.experts import SORT_BLOCK, SUM_BLOCK
-from penstock.engine.kernels.triton.packed_linear import ONE_GROUP
-from penstock.engine.kernels.triton.tiles import ROW_CLASSES, shared_bytes
+from penstock.engine.kernels.triton.expert_weights import PackedExperts
+from penstock.engine.kernels.triton.experts import SortedPairs, TritonExperts
+from penstock.engine.kernels.triton.tiles import ROW_CLASSES, expert_rows
 from penstock.engine.spec import Activation, Router
-from tests.engine.kernels.triton.cases_packed import OPTIONS, TYPES, card
-from tests.engine.kernels.triton.compiling import Case
+from tests.engine.kernels.triton.cases_packed import card, expected, weight
+from tests.engine.kernels.triton.compiling import Case, empty, recorded
 
 _SPILLED = 152
 """By MXFP4 with many rows on Hopper, which is 1.2 times as fast so as with tiles that spill nothing."""
@@ -23,163 +24,98 @@ DEEPSEEK = Router(
     num_experts=256, top_k=8, scoring="sigmoid", num_groups=8, top_groups=4, group_best=2, renormalizes=True,
     choice_bias="bias",
 )  # fmt: skip
+HIDDEN, INNER, EXPERTS, CHOICES = 2048, 768, QWEN3.num_experts, QWEN3.top_k
 SILU = Activation()
 SWIGLU = Activation(limit=7.0, alpha=1.702, shift=1.0)
 RELU2 = Activation(kind="relu2", is_gated=False)
-SIZES = ("num_outputs", "num_rows", "out_features", "in_features", "row_bytes")
-POINTERS = {
-    "scale": "*fp16",
-    "zero": "*i8",
-    "offset": "*fp16",
-    "permutation": "*i32",
-    "pair_weights": "*fp32",
-    "order": "*i32",
-    "tile_experts": "*i32",
-}
+_BOTH = (None, Code.INT4, Code.FLOAT4)
+"""The codes that are tried in the second product, too; the first has an activation, and needs more registers."""
+FEW, SOME, MANY = 16, 512, 2048
+"""Rows of a step: those of each expert are in the three classes."""
 
 
-def product(
+def layer(
     architecture: int,
-    most_rows: int,
-    code: Code | None,
-    scales: str,
-    activation: Activation | None = SILU,
+    rows: int,
+    code: Code | None = None,
+    group_size: int | None = None,
+    activation: Activation = SILU,
     *,
-    having: tuple[str, ...] = (),
-    is_sorted: bool = True,
-    group_size: int = 128,
+    bias: bool = False,
+    permuted: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-) -> Case:
-    """The first product has an activation; the second one has none, and the weights of pairs."""
-    tiling = card(architecture).expert_tiling(code, dtype, most_rows)
-    step = min(tiling.block_k, group_size) if scales == "groups" else tiling.block_k
-    kind, shape = TYPES[dtype], activation or SILU
-    codes = f"*{kind}" if code is None else "*i8" if code is Code.INT8 else "*u8"
-    there = {*having} | ({"scale"} if code else set()) | (set() if activation else {"pair_weights"})
-    there |= {"order", "tile_experts"} if is_sorted else set()
-    pointers = POINTERS | {"bias": f"*{kind}"} | ({"scale": "*bf16"} if scales == "units" else {})
-    words = [code.value if code else kind, scales, *having, shape.kind if activation else "down"]
-    rows = f"{most_rows} rows" if is_sorted else "a single row"
-    options = tiling.options
-    warps, stages = options.pop("num_warps"), options.pop("num_stages")
-    return Case(
-        name=f"expert_linear, {', '.join(words)}, {rows}, {kind}, for sm_{architecture}",
-        kernel=expert_kernels.expert_linear_kernel,
-        arguments={
-            **{"out": f"*{kind}", "x": f"*{kind}", "codes": codes, "ids": "*i32"},
-            **dict.fromkeys(("num_tiles", "num_steps", *SIZES), "i32"),
-            **{name: pointers[name] for name in there},
-        },
-        constexprs={
-            **{name: None for name in pointers if name not in there},
-            **options,
-            "NUM_EXPERTS": 128,
-            "NUM_READERS": 8 if activation else 1,
-            "CODE": code.value if code else "float",
-            "SCALES": scales,
-            "GROUP_SIZE": ONE_GROUP if scales in ("rows", "none") else group_size,
-            "KIND": activation.kind if activation else "",
-            "IS_GATED": activation is not None and activation.is_gated,
-            "LIMIT": shape.limit,
-            "ALPHA": shape.alpha,
-            "SHIFT": shape.shift,
-            "BLOCK_K": step,
-        },
-        aligned=SIZES,
-        num_warps=warps,
-        num_stages=stages,
-        options=OPTIONS,
-        has_dot=dtype != torch.float32,
-        most_spilled=_SPILLED if (architecture, code, most_rows) == (90, Code.FLOAT4, ROW_CLASSES[-1]) else 0,
-        has_large_dot=dtype != torch.float32 and step >= 64,
-        shared_bound=shared_bytes(tiling, code, dtype, card(architecture).chip.tensor_cores),
-        architectures=(architecture,),
+    **factors: Any,
+) -> Iterator[Case]:
+    """All that the experts of a layer launch; a code of None is weights in the type of x."""
+
+    def experts(outputs: int, inputs: int, is_gated: bool) -> PackedExperts:
+        size = EXPERTS * outputs
+        return PackedExperts(
+            num_experts=EXPERTS,
+            out_features=outputs,
+            in_features=inputs,
+            weight=weight(code, group_size, outputs=size, inputs=inputs, **factors)
+            if code
+            else empty(size, inputs, dtype=dtype),
+            bias=empty(size, dtype=dtype) if bias else None,
+            permutation=empty(EXPERTS, inputs) if permuted else None,
+            is_gated=is_gated,
+        )
+
+    on = TritonExperts(card(architecture))
+    first = experts((1 + activation.is_gated) * INNER, HIDDEN, activation.is_gated)
+    second = experts(HIDDEN, INNER, is_gated=False)
+    x, ids = empty(rows, HIDDEN, dtype=dtype), empty(rows, CHOICES)
+    weights = empty(rows, CHOICES, dtype=torch.float32)
+    words = [code.value if code else "float", f"groups of {group_size}", str(dtype), activation.kind]
+    words += ["bias"] * bias + ["permuted"] * permuted + [f"{rows} rows", f"for sm_{architecture}"]
+    is_large = (architecture, code, expert_rows(rows * CHOICES, EXPERTS)) == (
+        90,
+        Code.FLOAT4,
+        ROW_CLASSES[-1],
     )
+    for case in recorded(", ".join(words), lambda: on(x, ids, weights, first, second, activation)):
+        if case.kernel is not expert_kernels.expert_linear_kernel:
+            yield case
+        elif case.constexprs["KIND"] or code in _BOTH:
+            tiling = on.tiling(first, dtype, rows * CHOICES)
+            yield replace(
+                expected(case, architecture, tiling, code, dtype), most_spilled=_SPILLED if is_large else 0
+            )
 
 
-def products() -> Iterator[Case]:
+def layers() -> Iterator[Case]:
     """Every format on every card, in the classes of rows that differ most; a few variants beside them."""
-    few, some, many = ROW_CLASSES
+    mxfp4: dict[str, Any] = {"bias": True, "factors": torch.bfloat16}
     for architecture in (80, 90, 100):
-        for rows in (few, many):
-            yield product(architecture, rows, None, "none")
-            yield product(architecture, rows, None, "none", None)
-            yield product(architecture, rows, Code.UINT4, "groups", having=("zero",))
-            yield product(architecture, rows, Code.FLOAT8, "groups")
-            yield product(architecture, rows, Code.INT8, "rows")
-            for activation in (SWIGLU, None):
-                yield product(
-                    architecture, rows, Code.FLOAT4, "units", activation, having=("bias",), group_size=32
-                )
-        yield product(architecture, few, None, "none", is_sorted=False)
-        yield product(architecture, some, Code.INT4, "groups", None)
-    yield product(90, some, None, "none", RELU2)
-    yield product(90, some, None, "none", Activation(kind="gelu_tanh"))
-    yield product(90, few, Code.INT4, "groups", having=("permutation",), is_sorted=False)
-    yield product(80, many, Code.UINT4, "groups", having=("permutation", "zero"))
-    yield product(80, some, Code.UINT4, "weights", having=("offset",), group_size=32)
-    yield product(80, many, None, "none", dtype=torch.float32)
-    yield product(90, many, Code.INT8, "groups", dtype=torch.float16)
-    yield product(120, many, Code.UINT4, "groups", having=("zero",))
-    yield product(120, many, None, "none")
+        for rows in (FEW, MANY):
+            yield from layer(architecture, rows)
+            yield from layer(architecture, rows, Code.UINT4, 128, zero=True)
+            yield from layer(architecture, rows, Code.FLOAT8, 128)
+            yield from layer(architecture, rows, Code.INT8)
+            yield from layer(architecture, rows, Code.FLOAT4, 32, SWIGLU, **mxfp4)
+        yield from layer(architecture, 1)
+        yield from layer(architecture, SOME, Code.INT4, 128)
+    yield from layer(90, SOME, activation=RELU2)
+    yield from layer(90, SOME, activation=Activation(kind="gelu_tanh"))
+    yield from layer(90, 1, Code.INT4, 128, permuted=True)
+    yield from layer(80, MANY, Code.UINT4, 128, permuted=True, zero=True)
+    yield from layer(80, SOME, Code.UINT4, 32, offset=True)
+    yield from layer(80, MANY, dtype=torch.float32)
+    yield from layer(90, MANY, Code.INT8, 128, dtype=torch.float16)
+    yield from layer(120, MANY, Code.UINT4, 128, zero=True)
+    yield from layer(120, MANY)
 
 
-def sort_pairs(num_experts: int, block_m: int) -> Case:
-    return Case(
-        name=f"sort_pairs, {num_experts} experts, tiles of {block_m}",
-        kernel=expert_kernels.sort_pairs_kernel,
-        arguments=dict.fromkeys(("ids", "order", "tile_experts"), "*i32")
-        | dict.fromkeys(("num_pairs", "num_tiles"), "i32"),
-        constexprs={"NUM_EXPERTS": num_experts, "BINS": num_experts, "BLOCK": SORT_BLOCK, "BLOCK_M": block_m},
-        options=OPTIONS,
-    )
-
-
-def sum_choices(num_choices: int) -> Case:
-    return Case(
-        name=f"sum_choices, {num_choices}",
-        kernel=expert_kernels.sum_choices_kernel,
-        arguments={"out": "*bf16", "made": "*bf16", "ids": "*i32"},
-        constexprs={"NUM_EXPERTS": 128, "NUM_CHOICES": num_choices, "SIZE": 2048, "BLOCK": SUM_BLOCK},
-        options=OPTIONS,
-    )
-
-
-def route(name: str, router: Router) -> Case:
-    arguments = {"ids": "*i32", "weights": "*fp32", "logits": "*bf16", "epsilon": "fp32", "factor": "fp32"}
-    constants: dict[str, Any] = {"expert_scale": None}
-    if router.choice_bias:
-        arguments["choice_bias"] = "*fp32"
-    else:
-        constants["choice_bias"] = None
-    group_size = router.num_experts // router.num_groups
-    return Case(
-        name=f"route, {name}",
-        kernel=routing.route_kernel,
-        arguments=arguments,
-        constexprs={
-            **constants,
-            "SCORING": router.scoring,
-            "RENORMALIZES": router.renormalizes,
-            "TOP_K": router.top_k,
-            "NUM_GROUPS": router.num_groups,
-            "TOP_GROUPS": router.top_groups,
-            "GROUP_BEST": router.group_best,
-            "GROUP_SIZE": group_size,
-            "BLOCK_K": router.top_k,
-            "BLOCK_G": router.num_groups,
-            "BLOCK_S": group_size,
-        },
-        num_warps=1,
-        options=OPTIONS,
-    )
+def route(name: str, router: Router) -> list[Case]:
+    logits = empty(5, router.num_experts, dtype=torch.bfloat16)
+    bias = empty(router.num_experts, dtype=torch.float32) if router.choice_bias else None
+    return recorded(name, lambda: routing.route(logits, router, bias))
 
 
 CASES = [
-    *products(),
-    sort_pairs(128, 16),
-    sort_pairs(256, 128),
-    sum_choices(8),
-    route("Qwen 3", QWEN3),
-    route("DeepSeek V3", DEEPSEEK),
+    *layers(),
+    *recorded("DeepSeek V3", lambda: SortedPairs.of(empty(MANY, CHOICES), DEEPSEEK.num_experts, 128)),
+    *route("Qwen 3", QWEN3),
+    *route("DeepSeek V3", DEEPSEEK),
 ]

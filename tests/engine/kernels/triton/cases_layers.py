@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+import torch
+
+from penstock.engine.kernels.batch import blank_batch
+from penstock.engine.kernels.kv_cache import KVShape
+from penstock.engine.kernels.reference import TokenPlaces
+from penstock.engine.kernels.sequence_table import SequenceTable, StepTokens
 from penstock.engine.kernels.triton import activation, inputs, norms, rotary
-from penstock.engine.quant.rotation import block_size
-from tests.engine.kernels.triton.compiling import Case
+from tests.engine.kernels.triton.compiling import META, Case, empty, recorded
 
-OPTIONS = {"enable_fp_fusion": False}
+ROWS, BLOCKS = 5, 1 << 22
+"""With so many blocks, places in the cache have more than 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,186 +28,100 @@ class Size:
     num_kv_heads: int
     head_dim: int
     qk_norm: bool = False
-    dtype: str = "bf16"
+    dtype: torch.dtype = torch.bfloat16
 
 
 SIZES = [
     Size(name="llama-8b", hidden=4096, inner=14336, num_heads=32, num_kv_heads=8, head_dim=128),
     Size(
-        name="qwen3-0.6b",
-        hidden=1024,
-        inner=3072,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        qk_norm=True,
+        name="qwen3-0.6b", hidden=1024, inner=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True
     ),
     Size(
-        name="qwen2-0.5b, fp16",
-        hidden=896,
-        inner=4864,
-        num_heads=14,
-        num_kv_heads=2,
-        head_dim=64,
-        dtype="fp16",
+        name="qwen2-0.5b, fp16", hidden=896, inner=4864, num_heads=14, num_kv_heads=2, head_dim=64,
+        dtype=torch.float16,
     ),
     Size(
-        name="odd, fp32",
-        hidden=2560,
-        inner=6911,
-        num_heads=20,
-        num_kv_heads=20,
-        head_dim=80,
-        qk_norm=True,
-        dtype="fp32",
+        name="odd, fp32", hidden=2560, inner=6911, num_heads=20, num_kv_heads=20, head_dim=80, qk_norm=True,
+        dtype=torch.float32,
     ),
     Size(
-        name="wide",
-        hidden=16384,
-        inner=53248,
-        num_heads=128,
-        num_kv_heads=8,
-        head_dim=256,
-        qk_norm=True,
+        name="wide", hidden=16384, inner=53248, num_heads=128, num_kv_heads=8, head_dim=256, qk_norm=True
     ),
-]
+]  # fmt: skip
 
 
-def power_of_2(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def norm(size: Size, adds: bool, *, centered: bool = False, weight: str = "") -> Case:
-    pointer, block = f"*{size.dtype}", power_of_2(size.hidden)
-    constants: dict[str, Any] = {"ADDS": adds, "CENTERED": centered, "SIZE": size.hidden, "BLOCK": block}
-    arguments = {"x": pointer, "weight": f"*{weight or size.dtype}", "normed": pointer, "eps": "fp32"}
-    if adds:
-        arguments |= {"delta": pointer, "total": pointer}
-    else:
-        constants |= {"delta": None, "total": None}
-    return Case(
-        name=f"{'add_' if adds else ''}{'layer' if centered else 'rms'}_norm, {size.name}, {weight or 'own'} weight",
-        kernel=norms.rms_norm_kernel,
-        arguments=arguments,
-        constexprs=constants,
-        num_warps=norms.num_warps(block),
-        options=OPTIONS,
+def norm(size: Size, dtype: torch.dtype | None = None) -> list[Case]:
+    """With a weight of its own type, or of another."""
+    x = empty(ROWS, size.hidden, dtype=size.dtype)
+    weight = empty(size.hidden, dtype=dtype or size.dtype)
+    return recorded(
+        f"{size.name}, {weight.dtype} weight",
+        lambda: (norms.rms_norm(x, weight, 1e-6), norms.add_rms_norm(x, x, weight, 1e-6)),
     )
+
+
+def layer_norm(size: Size) -> list[Case]:
+    x, weight = empty(ROWS, size.hidden, dtype=size.dtype), empty(size.hidden, dtype=size.dtype)
+    return recorded(f"layer norm, {size.name}", lambda: norms.layer_norm(x, weight, 1e-6))
 
 
 def rotate_and_write(
-    size: Size, kv_dtype: str | None = None, *, norms_last: bool = False, norms_values: bool = False
-) -> Case:
-    pointer = f"*{size.dtype}"
-    arguments = {"qkv": pointer, "queries": pointer, "cos": "*fp32", "sin": "*fp32"}
-    arguments["layer_kv"] = f"*{kv_dtype or size.dtype}"
-    arguments |= {"positions": "*i32", "in_cache": "*i64", "values_offset": "i64", "eps": "fp32"}
-    constants: dict[str, Any] = {
-        "NORMS": size.qk_norm,
-        "NORMS_LAST": norms_last,
-        "NORMS_VALUES": norms_values,
-        "NUM_HEADS": size.num_heads,
-        "NUM_KV_HEADS": size.num_kv_heads,
-        "HEAD_DIM": size.head_dim,
-        "BLOCK_SIZE": 16,
-        "BLOCK_STRIDE": size.num_kv_heads * 16 * (size.head_dim + (4 if kv_dtype else 0)),
-        "GROUP": rotary.HEADS_PER_PROGRAM,
-        "PAIRS": power_of_2(size.head_dim // 2),
-        "SPREAD": block_size(size.head_dim // 2) if kv_dtype else 0,
-    }
-    if kv_dtype is None:
-        constants["layer_scales"] = None
-    else:
-        arguments["layer_scales"] = "*fp32"
-    if norms_last:  # and queries that are scaled by their position
-        arguments["q_scales"] = "*fp32"
-    else:
-        constants["q_scales"] = None
-    if size.qk_norm:
-        arguments |= {"q_norm": pointer, "k_norm": pointer}
-    else:
-        constants |= {"q_norm": None, "k_norm": None}
+    size: Size, kv_dtype: torch.dtype | None = None, *, norms_last: bool = False, norms_values: bool = False
+) -> list[Case]:
+    """Where norms are last, queries are scaled by their position, too."""
+    shape = KVShape(num_kv_heads=size.num_kv_heads, head_dim=size.head_dim, block_size=16)
+    stored = kv_dtype or size.dtype
+    angles = empty(99, size.head_dim // 2, dtype=torch.float32)
+    places = TokenPlaces(
+        positions=empty(ROWS),
+        in_cache=empty(ROWS, dtype=torch.int64),
+        cos=angles,
+        sin=angles,
+        q_scales=empty(99, dtype=torch.float32) if norms_last else None,
+    )
+    weight = empty(size.head_dim, dtype=size.dtype) if size.qk_norm else None
     more = f"{f', to {kv_dtype}' if kv_dtype else ''}{', then norms' * norms_last}{', norms of values' * norms_values}"
-    return Case(
-        name=f"rotate_and_write, {size.name}{more}",
-        kernel=rotary.rotate_and_write_kernel,
-        arguments=arguments,
-        constexprs=constants,
-        aligned=("values_offset",),
-        options=rotary.OPTIONS,
+    return recorded(
+        f"{size.name}{more}",
+        lambda: rotary.rotate_and_write(
+            empty(ROWS, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim, dtype=size.dtype),
+            weight,
+            weight,
+            1e-6,
+            places,
+            empty(2, BLOCKS, shape.stored_elements(stored), dtype=stored, device=META),
+            shape,
+            norms_last=norms_last,
+            norms_values=norms_values,
+            spreads=kv_dtype is not None,
+        ),
     )
 
 
-def glu(size: Size, kind: str) -> Case:
-    pointer = f"*{size.dtype}"
-    return Case(
-        name=f"{kind}_mul, {size.name}",
-        kernel=activation.glu_kernel,
-        arguments={"gate_up": pointer, "out": pointer},
-        constexprs={"KIND": kind, "SIZE": size.inner, "BLOCK": activation.BLOCK},
-        options=OPTIONS,
-    )
+def activated(size: Size, kind: str) -> list[Case]:
+    run, num_parts = (activation.activated, 1) if kind == "relu2" else (activation.glu, 2)
+    x = empty(ROWS, num_parts * size.inner, dtype=size.dtype)
+    return recorded(f"{kind}, {size.name}", lambda: run(x, kind))
 
 
-def relu2(size: Size) -> Case:
-    pointer = f"*{size.dtype}"
-    return Case(
-        name=f"relu2, {size.name}",
-        kernel=activation.relu2_kernel,
-        arguments={"up": pointer, "out": pointer, "size": "i32"},
-        constexprs={"BLOCK": activation.BLOCK},
-    )
+def gather(entries: int) -> list[Case]:
+    table = SequenceTable(256, 2560, 16, torch.device("cpu"), num_tables=3)
+    step = StepTokens(empty(ROWS), empty(ROWS + 1), empty(9), num_blocks=30, max_query_len=entries)
+    return recorded(f"{entries} at a time", lambda: inputs.gather(table, step))
 
 
-SLOTS = Case(
-    name="kv_places",
-    kernel=rotary.kv_places_kernel,
-    arguments={
-        "positions": "*i32",
-        "query_starts": "*i32",
-        "block_tables": "*i32",
-        "in_cache": "*i64",
-        "num_tokens": "i32",
-        "num_sequences": "i32",
-        "num_halvings": "i32",
-        "table_width": "i32",
-    },
-    constexprs={"BLOCK_SIZE": 16, "ROWS": rotary.ROWS_PER_PROGRAM},
-    options=OPTIONS,
-)
-
-
-def gather(entries: int) -> Case:
-    tensors = ["slots", "query_starts", "tokens", "lengths", "prompt_lens", "last_tokens", "table_blocks"]
-    tensors += ["token_ids", "positions", "context_lens", "block_tables", "sample_rows", "numbers"]
-    numbers = dict.fromkeys(["num_sequences", "num_tokens", "num_blocks"], "i32")
-    return Case(
-        name=f"gather, {entries} at a time",
-        kernel=inputs.gather_kernel,
-        arguments=dict.fromkeys(tensors, "*i32") | numbers,
-        constexprs={
-            "LAST_ROW": 256,
-            "MAX_BLOCKS": 2560,
-            "BLOCK_SIZE": 16,
-            "NUM_TABLES": 3,
-            "ENTRIES": entries,
-        },
-        num_warps=1 if entries == inputs.FEW else 4,
-    )
-
-
+_BATCH = blank_batch([3, 2], [3, 2], empty(2, 9))
 CASES = [
-    SLOTS,
-    gather(inputs.FEW),
-    gather(inputs.MANY),
-    *(norm(size, adds) for size in SIZES for adds in (False, True)),
-    *(norm(size, adds, weight="fp32") for size in SIZES[:2] for adds in (False, True)),
-    *(norm(size, False, centered=True) for size in SIZES[:2]),
-    *(rotate_and_write(size) for size in SIZES),
-    *(rotate_and_write(size, norms_last=True) for size in SIZES if size.qk_norm),
-    *(rotate_and_write(size, norms_values=True) for size in SIZES if size.qk_norm),
-    *(rotate_and_write(size, kv_dtype) for size in SIZES[:2] for kv_dtype in ("i8", "u8")),
-    *(glu(size, "silu") for size in SIZES),
-    *(glu(size, kind) for size in SIZES[:2] for kind in ("gelu_tanh", "gelu")),
-    *(relu2(size) for size in SIZES[1:4]),
+    *recorded("blocks of 16", lambda: rotary.kv_places(_BATCH, 16)),
+    *gather(inputs.FEW),
+    *gather(inputs.MANY),
+    *(case for size in SIZES for case in norm(size)),
+    *(case for size in SIZES[:2] for case in (*norm(size, torch.float32), *layer_norm(size))),
+    *(case for size in SIZES for case in rotate_and_write(size)),
+    *(case for size in SIZES if size.qk_norm for case in rotate_and_write(size, norms_last=True)),
+    *(case for size in SIZES if size.qk_norm for case in rotate_and_write(size, norms_values=True)),
+    *(case for size in SIZES[:2] for case in rotate_and_write(size, torch.int8)),
+    *(case for size in SIZES for case in activated(size, "silu")),
+    *(case for size in SIZES[:2] for kind in ("gelu_tanh", "gelu") for case in activated(size, kind)),
+    *(case for size in SIZES[1:4] for case in activated(size, "relu2")),
 ]

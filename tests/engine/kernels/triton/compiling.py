@@ -1,8 +1,9 @@
 """Compiles the package's kernels ahead of time, without a GPU, and reads off what became of them.
 
-A module `cases_*.py` of this folder lists in `CASES` the variants of its kernels that are served. Kernels are compiled
-in a process of their own, since in that of the tests triton interprets. The compiler looks annotations up, too, and
-knows of nothing outside `tl`: an argument that is no constexpr is a `tl.tensor`, not `Any`.
+A module `cases_*.py` of this folder lists in `CASES` the variants of its kernels that are served: those that `recorded`
+sees a call launch, over tensors that nobody fills. Kernels are compiled in a process of their own, since in that of the
+tests triton interprets. The compiler looks annotations up, too, and knows of nothing outside `tl`: an argument that is
+no constexpr is a `tl.tensor`, not `Any`.
 
     python -m tests.engine.kernels.triton.compiling [parts of cases' names]
 """
@@ -10,6 +11,7 @@ knows of nothing outside `tl`: an argument that is no constexpr is a `tl.tensor`
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -18,14 +20,21 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
 from penstock.engine.cores import num_cores
 
+META = torch.device("meta")
+"""Tensors there have a shape and a type, and no memory."""
 ARCHITECTURES = (80, 90, 100, 120)
 """A100, H100, B200 and RTX 50."""
 LARGEST_DOT = {
@@ -46,6 +55,15 @@ SHARED_LIMIT = {
     120: 99 * 1024,
 }
 """Bytes of shared memory that one block may have (CUDA C++ programming guide, compute capabilities)."""
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 _LOCAL_ACCESS = re.compile(r"\b(STL|LDL)\b")
 _TENSOR_CORES = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
@@ -93,17 +111,78 @@ class Compiled:
     """Which of their instructions it has."""
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.int32, device: torch.device | None = None) -> Tensor:
+    """A tensor whose memory nobody touches; what no machine has memory for is on META."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def recorded(
+    name: str, call: Callable[[], object], architectures: tuple[int, ...] = ARCHITECTURES
+) -> list[Case]:
+    """What the call launches, in its order; nothing runs."""
+    launched: list[Case] = []
+
+    def launch(kernel: Any, _: object) -> Callable[..., None]:
+        def note(*arguments: Any, **named: Any) -> None:
+            values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+            whose = f"{kernel.__name__.removesuffix('_kernel')} {len(launched)}, {name}"
+            launched.append(_as_launched(whose, kernel, values, architectures))
+
+        return note
+
+    with patch.object(KernelInterface, "__getitem__", launch):
+        call()
+    return launched
+
+
+def _as_launched(name: str, kernel: Any, values: dict[str, Any], architectures: tuple[int, ...]) -> Case:
+    """The variant that Triton compiles for these values: integers are told apart by 1, by 16 and by 32 bits."""
+    parameters = inspect.signature(kernel.fn).parameters
+    settings = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)  # interpreted, or compiled
+    arguments, constexprs, aligned = dict[str, str](), dict[str, Any](), list[str]()
+    for argument, parameter in parameters.items():
+        value = values[argument]
+        is_special = isinstance(value, int) and argument not in (settings["do_not_specialize"] or ())
+        if isinstance(value, Tensor):
+            arguments[argument] = f"*{_TYPES[value.dtype]}"
+        elif "constexpr" in str(parameter.annotation) or value is None or (is_special and value == 1):
+            constexprs[argument] = value
+        elif isinstance(value, float):
+            arguments[argument] = "fp32"
+        else:
+            arguments[argument] = "i32" if abs(value) < 1 << 31 else "i64"
+            if is_special and value % 16 == 0:
+                aligned.append(argument)
+    options = {option: value for option, value in values.items() if option not in parameters}
+    return Case(
+        name=name,
+        kernel=kernel,
+        arguments=arguments,
+        constexprs=constexprs,
+        aligned=tuple(aligned),
+        num_warps=options.pop("num_warps", 4),
+        num_stages=options.pop("num_stages", 3),
+        options=options,
+        architectures=architectures,
+    )
+
+
 def cases() -> Iterator[Case]:
-    """All cases of the folder, by module.
+    """All cases of the folder, by module, each variant once.
 
     A kernel's first variant has all architectures, and so has each that uses tensor cores, which differ most between
     them. Of the others each has one, in turn.
     """
     package = importlib.import_module(__package__ or "")
     turns: Counter[str] = Counter()
+    seen = set[str]()
     for module in pkgutil.iter_modules(package.__path__):
         if module.name.startswith("cases_"):
             for case in importlib.import_module(f"{__package__}.{module.name}").CASES:
+                variant = repr(replace(case, name=""))
+                if variant in seen:
+                    continue
+                seen.add(variant)
                 if case.architectures == ARCHITECTURES and not case.has_dot:
                     turn = turns[case.kernel.__name__]
                     turns[case.kernel.__name__] += 1

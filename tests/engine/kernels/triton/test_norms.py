@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.kernels import reference
-from penstock.engine.kernels.triton.norms import add_rms_norm, num_warps, rms_norm
+from penstock.engine.kernels.triton.norms import add_rms_norm, rms_norm
 from tests.engine import ranges
 from tests.engine.kernels.random_inputs import check_norms
 from tests.engine.kernels.triton.dtypes import DTYPES
@@ -69,10 +69,3 @@ def test_no_rows_are_no_launch(device: torch.device) -> None:
     nothing, weight = torch.empty(0, 16, device=device), torch.ones(16, device=device)
     assert rms_norm(nothing, weight, 1e-6).shape == (0, 16)
     assert [part.shape for part in add_rms_norm(nothing, nothing, weight, 1e-6)] == [(0, 16)] * 2
-
-
-@pytest.mark.parametrize(
-    ("block", "warps"), [(16, 8), (2048, 8), (4096, 8), (8192, 16), (16384, 16), (32768, 16)]
-)
-def test_longer_rows_get_more_threads(block: int, warps: int) -> None:
-    assert num_warps(block) == warps
