@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import struct
@@ -87,6 +88,7 @@ def write_tensors(folder: Path, header: dict[str, object], content: bytes = b"")
             "rope_type ntk is not supported",
         ),
         (lambda folder: (folder / "tokenizer.json").write_text("nonsense"), "tokenizer.json cannot be read"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not"),
         (
             lambda folder: (folder / "generation_config.json").write_text('{"temperature": "hot"}'),
@@ -127,6 +129,13 @@ def test_the_command_tells_it_in_one_line(model: Path, name: str) -> None:
     ("break_", "named"),
     [
         (lambda folder: (folder / "model.safetensors").write_bytes(b""), "truncated"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 1000), "model.safetensors"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors at all" * 10),
+            "model.safetensors",
+        ),
+        (lambda folder: change_config(folder, hidden_size=96), "hidden_size"),
+        (lambda folder: change_config(folder, num_hidden_layers=3), "num_hidden_layers"),
         (
             lambda folder: write_tensors(
                 folder,

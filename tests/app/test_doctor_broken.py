@@ -98,18 +98,6 @@ def test_the_doctor_reads_settings_as_the_server_does(
     assert f"fail  model     --model {tmp_path}: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--port", "none"], ["--prot", "1"], ["--config", "/nowhere"], ["now"]]
-)
-def test_a_mistake_in_its_own_settings_is_one_line_and_no_examination(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    assert main(["doctor", *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert len(said.err.splitlines()) == 1
-
-
 def test_an_address_of_elsewhere_is_told() -> None:
     check = doctor.check_port(Settings(host="192.0.2.1", port=0))
     assert check.level is Level.FAIL

@@ -423,27 +423,6 @@ def test_what_an_earlier_start_has_fetched_is_looked_at_here(
     assert said.count("\n") == 1
 
 
-# Mistakes
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["demo", "--model", "other"], "give demo or --model, not both"),
-        (["/nowhere"], "there is no directory /nowhere"),
-        (["demo", "more"], "unknown argument more"),
-        (["demo", "--max-model-len", "0"], "--max-model-len: input should be greater than"),
-        (["demo", "--kv-dtypes", "int8"], "unknown argument --kv-dtypes; did you mean --kv-dtype?"),
-    ],
-)
-def test_a_mistake_is_a_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
-    assert main(["doctor", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert said in err
-    assert err.count("\n") == 1
-
-
 def test_flags_may_come_before_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     lines = tell(capsys, "--no-cuda-graphs", "--max-num-seqs", "7", "demo")
     assert "  penstock serve --no-cuda-graphs --max-num-seqs 7 --device cpu" in lines

@@ -1,4 +1,4 @@
-"""`penstock simulate`: what it writes, what it refuses, and that it is quick without changing what is simulated."""
+"""`penstock simulate`: what it writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ from penstock.app.simulate.inputs import (
     Traffic,
     check_can_run,
     read_lanes,
-    read_machine,
     read_traffic,
 )
 from penstock.app.simulate.plots import SIZE
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
-from penstock.priority.simulator import run as simulator
-from penstock.priority.simulator.result import Served
-from penstock.priority.simulator.run import POLICIES, Machine, simulate
-from penstock.priority.simulator.trace import SCENARIOS, Arrival, Demand, read_trace, write_trace
+from penstock.priority.simulator.run import POLICIES, Machine
+from penstock.priority.simulator.trace import SCENARIOS, Arrival, write_trace
 
 SMALL = ("--scenario", "noisy-burst", "--kind", "chat", "--rate", "20", "--duration", "8")
 GOOD_LINE = '{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n'
@@ -162,16 +159,6 @@ def test_flags_go_before_the_cost_file(penstock: Simulate, tmp_path: Path) -> No
     assert machine["max_num_seqs"] == 7
 
 
-def test_what_is_simulated_if_nothing_is_said() -> None:
-    options = parse()
-    traffic = read_traffic(options)
-    assert traffic.name == "mixed, conversation"
-    assert traffic.arrivals == SCENARIOS["mixed"](Demand(12, 120, 0, 1.0, "conversation"))
-    assert read_lanes(options) == dict(DEFAULT_POLICIES)
-    costs = {"alpha_s": 0.007, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9, "epsilon_s": 1e-9}
-    assert read_machine(options) == Machine(coefficients=costs)
-
-
 def test_a_promise_takes_its_waiting_time_with_it() -> None:
     policy = DEFAULT_POLICIES[Lane.INTERACTIVE]
     ttl_s = [read_lanes(parse("--ttft", ttft))[Lane.INTERACTIVE].ttl_s for ttft in ("0.5", "1000")]
@@ -203,27 +190,21 @@ def test_a_machine_that_just_holds_a_request() -> None:
         (["--kind", "poetry"], "--kind"),
         (["--policies", "fcfs,lottery"], "lottery"),
         (["--rate", "0"], "--rate: must be greater than 0, not 0"),
-        (["--rate", "-3"], "--rate"),
-        (["--rate", "fast"], "--rate: 'fast' is not a number"),
-        (["--rate", "inf"], "--rate"),
         (["--rate", "1e9"], "--rate and --duration"),
         (["--rate", "1", "--requests", "2000001"], "--rate and --duration make more than 2,000,000 requests"),
         (
             ["--rate", "1e-6", "--duration", "10000001"],
             "--rate and --duration make a trace of more than 10,000,000 s",
         ),
-        (["--rate", "1e-9", "--requests", "9"], "--rate and --duration"),
         (["--rate", "0.001"], "--duration is too short"),
         (["--duration", "0"], "--duration"),
         (["--requests", "0"], "--requests: must be at least 1"),
-        (["--requests", "1.5"], "--requests: '1.5' is not a whole number"),
         (["--requests", "5", "--duration", "5"], "not allowed with"),
         (["--scale", "0"], "--scale"),
         (["--scale", "1000"], "can never run"),
         (["--seed", "x"], "--seed"),
         (["--ttft", "0"], "--ttft: must be greater than 0"),
         (["--tpot", "-1"], "--tpot"),
-        (["--ttft", "nan"], "--ttft"),
         (["--beta-s", "-1"], "--beta-s: must be at least 0"),
         (
             ["--alpha-s", "0", "--beta-s", "0", "--gamma-s", "0", "--delta-s", "0", "--epsilon-s", "0"],
@@ -237,13 +218,11 @@ def test_a_machine_that_just_holds_a_request() -> None:
         (["--trace", "x", "--seed", "0"], "--seed does not go with --trace"),
         (["--json", "/nowhere/f.json"], "--json /nowhere/f.json"),
         (["--write-trace", "/nowhere/t"], "--write-trace /nowhere/t"),
-        (["--json", "/"], "--json /"),
         (["--plots", "/proc/plots"], "--plots /proc/plots"),
         (["--capacity", "--plots", "p"], "--plots does not go with --capacity"),
         (["--capacity", "--policies", "fcfs"], "--policies does not go with --capacity"),
         (["--capacity", "--target", "100.5"], "--target"),
         (["--capacity", "--machines", "0"], "--machines"),
-        (["--capacity", "--machines", "one"], "--machines"),
         (["--machines", "2"], "--machines only goes with --capacity"),
         (["--target", "90"], "--target only goes with --capacity"),
         (["--sceanrio", "mixed"], "did you mean --scenario?"),
@@ -260,17 +239,6 @@ def test_a_mistake_is_one_line(
     [
         ("", "the trace is empty"),
         (GOOD_LINE + "{", "line 2: not JSON"),
-        (GOOD_LINE + "[]", "line 2: not an object"),
-        (GOOD_LINE + '{"timestamp": 5, "input_length": 3}', "line 2: output_length is missing"),
-        (GOOD_LINE + '{"timestamp": 5, "output_length": 3}', "line 2: input_length is missing"),
-        ('{"input_length": 5, "output_length": 3}', "line 1: timestamp is missing"),
-        (GOOD_LINE.replace("9", "0"), "line 1: input_length must be a number of at least 1"),
-        (GOOD_LINE.replace("9", "-9"), "line 1: input_length"),
-        (GOOD_LINE.replace("9", '"9"'), "line 1: input_length"),
-        (GOOD_LINE.replace("9", "1e999"), "line 1: input_length"),
-        (GOOD_LINE.replace('p": 0', 'p": Infinity'), "line 1: timestamp"),
-        (GOOD_LINE.replace("[1]", '["a"]'), "line 1: hash_ids"),
-        (GOOD_LINE.replace(": 0", ": 7") + GOOD_LINE, "line 2: timestamp goes back"),
         (GOOD_LINE.replace("}", ', "lane": "express"}'), "line 1: there is no lane 'express'"),
         ("\n" + GOOD_LINE + "\n" + GOOD_LINE.replace("9", "99999"), "line 4 can never run: 99999 prompt"),
     ],
@@ -383,54 +351,3 @@ def test_capacity_of_traffic_that_is_not_interactive(
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(write_trace([Arrival(0.0, 9, 2, Lane.BATCH)])))
     assert "is interactive" in refusal(penstock, capsys, "--trace", path, "--capacity")
-
-
-# The simulator: several machines, and steps that are taken at once
-
-TIGHT = replace(GPU, num_kv_tokens=20_000, max_num_seqs=24)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("scenario", "kind", "machine"),
-    [
-        ("mixed", "chat", GPU),
-        ("noisy-burst", "conversation", GPU),
-        ("batch-flood", "conversation", TIGHT),
-        ("sessions", "chat", TIGHT),
-        ("mixed", "bursty", TIGHT),
-    ],
-)
-def test_steps_taken_at_once_are_those_taken_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, policy: str, scenario: str, kind: str, machine: Machine
-) -> None:
-    arrivals = SCENARIOS[scenario](Demand(8, 5, kind=kind))
-    at_once = simulate(arrivals, machine, policy)
-    monkeypatch.setattr(simulator.Server, "_repeat", lambda *_: None)
-    assert simulate(arrivals, machine, policy) == at_once
-
-
-def test_every_token_of_every_request_is_there() -> None:
-    arrivals = SCENARIOS["mixed"](Demand(20, 10, kind="chat"))
-    for served in simulate(arrivals, GPU, "fcfs").served:
-        assert served.num_tokens == served.arrival.num_output
-        assert served.finished_s == served.last_token_s
-
-
-def test_machines_share_the_work_and_sessions_stay_where_they_began() -> None:
-    arrivals = SCENARIOS["sessions"](Demand(6, 60, kind="chat"))
-    one, two = simulate(arrivals, GPU), simulate(arrivals, GPU, num_machines=2)
-    assert _cached(two.served) >= 0.8 * _cached(one.served)
-    burst = [Arrival(0.0, 1_000, 5) for _ in range(40)]
-    alone, shared = simulate(burst, GPU, "fcfs"), simulate(burst, GPU, "fcfs", num_machines=2)
-    assert shared.duration_s < 0.6 * alone.duration_s
-
-
-def test_a_trace_survives_being_written() -> None:
-    arrivals = SCENARIOS["sessions"](Demand(6, 10, kind="chat"))
-    again = read_trace(write_trace(arrivals))
-    assert [replace(arrival, at_s=0.0) for arrival in again] == [replace(a, at_s=0.0) for a in arrivals]
-
-
-def _cached(served: list[Served]) -> int:
-    return sum(one.num_cached for one in served)
