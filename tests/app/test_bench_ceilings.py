@@ -85,6 +85,3 @@ def test_sizes_are_those_of_the_options(options: Any, sizes: Sizes) -> None:
 
 def test_every_instruction_has_a_label() -> None:
     assert tuple(LABELS) == INSTRUCTIONS
-
-
-# The loops

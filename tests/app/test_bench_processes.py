@@ -1,4 +1,4 @@
-"""What the bench starts: modules and servers in processes of their own, and transformers' generate."""
+"""What the bench starts: modules and servers in processes of their own."""
 
 from __future__ import annotations
 
@@ -96,6 +96,3 @@ def test_a_server_that_ended_says_what_it_wrote() -> None:
     ):
         pass
     assert time.monotonic() - started_s < 60
-
-
-# transformers' generate

@@ -23,11 +23,6 @@ from penstock.engine.kernels.cpu import native, prebuilt
 from tests.engine.checkpoints import make_checkpoint
 
 
-def test_a_check_is_a_line() -> None:
-    assert str(Check(Level.OK, "port", "8000 is free")) == "ok    port      8000 is free"
-    assert str(Check(Level.FAIL, "torch", "missing", "install it")) == "fail  torch     missing; install it"
-
-
 def test_the_status_is_that_of_the_worst(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

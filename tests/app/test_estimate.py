@@ -40,18 +40,14 @@ def plan(total: int, free_share: float, max_num_seqs: int) -> MemoryPlan:
     return plan_memory(CONFIG, KERNELS, options, card_budget(card, 0.9), measured, draft=draft)
 
 
-def test_an_estimate_needs_no_kernels() -> None:
-    sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", quantize="int8", kv_dtype="int8"))
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_an_estimate_needs_no_kernels_and_a_cache_in_fp8_is_one_in_int8(kv_dtype: str) -> None:
+    options = LoadOptions(device="cpu", dtype="float16", quantize="int8", kv_dtype=kv_dtype)
+    sizes = estimate(CONFIG, options)
     assert (sizes.dtype, sizes.kv_dtype) == ("float16", "int8")
     assert sizes.weights == weight_bytes(
         CONFIG, stored_in(torch.float16), Recipe(quantization=Quantization("int8"))
     )
-    assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
-
-
-def test_a_cache_in_fp8_is_one_in_int8() -> None:
-    sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", kv_dtype="fp8"))
-    assert (sizes.dtype, sizes.kv_dtype) == ("float16", "int8")
     assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
 
 

@@ -23,12 +23,8 @@ from penstock.app.build import build
 from penstock.app.check import theirs
 from penstock.app.checkpoint import (
     DEMO_MODEL,
-    check_files,
-    created,
     find_checkpoint,
     fingerprint,
-    is_hub_id,
-    model_name,
 )
 from penstock.app.doctor import Level, check_model, check_types
 from penstock.app.errors import OperatorError
@@ -53,27 +49,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Where it lies, and what it is called
 
 
-def test_a_file_is_found_by_its_path(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_checkpoint(str(demo)) == demo
-    assert model_name(str(demo), None) == "demo-Q8_0"
-    assert created(demo) == int(demo.stat().st_mtime)
-    monkeypatch.chdir(demo.parent.parent)
-    relative = f"{demo.parent.name}/{demo.name}"
-    assert not is_hub_id(relative)
-    assert find_checkpoint(relative) == Path(relative)
-
-
 def test_a_file_that_is_not_there_is_not_asked_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OperatorError, match=r"^--model some/model\.gguf: there is no file some/model\.gguf$"):
         find_checkpoint("some/model.gguf")
-
-
-def test_a_directory_with_a_file_says_how_it_is_served(demo: Path) -> None:
-    with pytest.raises(OperatorError, match=rf"has no config\.json; --model {demo} serves the file$"):
-        check_files(demo.parent, "--model x")
 
 
 def test_the_parts_of_a_model_have_a_fingerprint(tmp_path: Path) -> None:

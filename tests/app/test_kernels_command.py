@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from penstock.app import cli, kernels
 from penstock.app.checkpoint import find_checkpoint
-from penstock.app.errors import OperatorError, describe_failure
+from penstock.app.errors import describe_failure
 from penstock.engine.config import LoadOptions
 from penstock.engine.errors import InstructionSetError
-from penstock.engine.kernels.cpu import build, prebuilt
+from penstock.engine.kernels.cpu import build
 from penstock.engine.kernels.cpu.build import NativeUnavailable
 from penstock.engine.kernels.cpu.levels import Machine, this_machine
 from penstock.engine.kernels.select import select
@@ -119,6 +118,12 @@ def test_the_list_says_what_is_prebuilt_and_what_is_used(place: Path, tmp_path: 
     assert own.split()[1:3] == [BEST, "prebuilt"]
     assert all("not prebuilt" in line for line in levels if line != own)
     assert "plan9" in other
+    path = tmp_path / path.name
+    path.write_bytes(path.read_bytes()[:-1])
+    listed = penstock("kernels", "list", "--out", str(tmp_path), PENSTOCK_CPU_ISA="portable").stdout
+    assert f" {BEST} " in listed
+    assert "ignored: it is broken" in listed
+    assert [line.split()[1] for line in listed.splitlines() if line.startswith("*")] == ["portable"]
 
 
 def fake_compiler(folder: Path, script: str) -> dict[str, str]:
@@ -153,117 +158,3 @@ def test_no_compiler_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert "kernels build: no C++ compiler" in line
-
-
-@pytest.mark.parametrize(("arguments", "named"), [([], "action"), (["bild"], "bild"), (["build", "x"], "x")])
-def test_mistakes_are_one_line(arguments: list[str], named: str) -> None:
-    done = penstock("kernels", *arguments)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert named in line
-
-
-class Named(NamedTuple):
-    name: str
-    text: str
-
-
-class Levels:
-    """One that has two levels, and uses the better one."""
-
-    def __init__(self) -> None:
-        self.levels = tuple(Named(name, f"for {name}") for name in ("wide", "w"))
-
-    def usable(self) -> Any:
-        return self.levels
-
-    def named(self, name: str) -> Any:
-        if name == "none":
-            raise InstructionSetError("no such level")
-        return Named(name, "named")
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Levels:
-    machine = Levels()
-    monkeypatch.delenv("PENSTOCK_CPU_ISA", raising=False)
-    monkeypatch.setattr(kernels, "this_machine", lambda: machine)
-    monkeypatch.setattr(kernels, "find_compiler", list)
-    monkeypatch.setattr(kernels, "stem", lambda level: level.name)
-    monkeypatch.setattr(prebuilt, "folder", lambda: tmp_path)
-    return machine
-
-
-@pytest.mark.usefixtures("machine")
-def test_levels_are_listed_with_what_is_there_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = {"wide": [Path("wide-old.so"), Path("wide.so")], "w": [Path("w.so")], "amx": []}
-    obstacles = {"wide-old.so": "is old", "wide.so": "", "w.so": "is broken"}
-
-    def libraries(_: Path, stem: str | None = None) -> list[Path]:
-        return found[stem] if stem else [*found["wide"], *found["w"], Path("vax.so")]
-
-    monkeypatch.setattr(prebuilt, "libraries", libraries)
-    monkeypatch.setattr(prebuilt, "obstacle", lambda path, _: obstacles[path.name])
-    head = f"prebuilt CPU kernels in {tmp_path}; this machine uses those marked with *"
-    last = "  vax.so is of another system, or of no level that there is"
-    assert cli.main(["kernels", "list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        head,
-        "* wide prebuilt      for wide",
-        "  w    ignored: it is broken for w",
-        last,
-    ]
-    monkeypatch.setenv("PENSTOCK_CPU_ISA", "amx")
-    assert cli.main(["kernels", "list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        head,
-        "  wide prebuilt      for wide",
-        "  w    ignored: it is broken for w",
-        "* amx  not prebuilt  named",
-        last,
-    ]
-
-
-@pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize(
-    ("arguments", "status", "said", "failed"),
-    [
-        ([], 0, ["1/1 compiling", "1/1 wide.so"], ""),
-        (["--all"], 1, ["1/2 compiling", "1/2 wide.so", "2/2 compiling"], "no CPU kernels for w: too narrow"),
-    ],
-)
-def test_levels_are_built_one_after_the_other(
-    arguments: list[str],
-    status: int,
-    said: list[str],
-    failed: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def make(level: Any, place: Path, say: Any, *, commands: Any) -> str:  # noqa: ARG001
-        assert place == tmp_path
-        say("compiling")
-        if level.name == "w":
-            raise NativeUnavailable("too narrow")
-        return f"{level.name}.so"
-
-    monkeypatch.setattr(prebuilt, "make", make)
-    assert cli.main(["kernels", "build", *arguments]) == status
-    out, err = capsys.readouterr()
-    assert out.splitlines() == said
-    assert err == (f"penstock: {failed}\n" if failed else "")
-
-
-@pytest.mark.usefixtures("machine")
-def test_what_cannot_be_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert cli.main(["kernels", "list", "--out", str(tmp_path / "file")]) == 2
-    assert capsys.readouterr().err == f"penstock: --out {tmp_path / 'file'}: is no directory\n"
-    monkeypatch.setenv("PENSTOCK_CPU_ISA", "none")
-    with pytest.raises(OperatorError, match=r"^no such level$"):
-        kernels.check_level()

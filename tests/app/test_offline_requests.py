@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from penstock.app.build import build_core
-from penstock.app.offline.answers import Answer, Choice, Piece, TokenLogprob, piece_of
 from penstock.app.offline.calls import Call, Deliveries
 from penstock.app.offline.requests import Requests, Sampling
 from penstock.app.offline.settings import offline_settings
@@ -20,7 +19,6 @@ from penstock.engine.planning.request import (
     Pooling,
     Request,
     SamplingParams,
-    TokenLogprobs,
 )
 from penstock.gateway.access.keys import OPEN_TENANT
 from penstock.gateway.endpoints.params import salt_of
@@ -196,22 +194,3 @@ def test_an_engine_that_ends_is_told_to_whoever_waits() -> None:
         call.put(Output("a", 0, finish_reason=reason, error=error))
         with pytest.raises(RuntimeError, match=f"^{said}$"):
             next(iter(call))
-
-
-def test_pieces_are_put_together(requests: Requests) -> None:
-    tokenizer = requests._core.model.tokenizer
-    texts = {token_id: tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in (40, 41, 42)}
-    output = Output("a", 1, [40], "x", [TokenLogprobs(-0.5, ((41, -1.0), (42, -2.0)))])
-    logprob = TokenLogprob(
-        40, texts[40], -0.5, (TokenLogprob(41, texts[41], -1.0), TokenLogprob(42, texts[42], -2.0))
-    )
-    piece = piece_of(3, output, tokenizer)
-    assert piece == Piece(3, 1, "x", [40], None, [logprob])
-    choice = Choice()
-    choice.add(piece)
-    last = piece_of(3, Output("a", 1, [41], "y", finish_reason=FinishReason.STOP), tokenizer)
-    assert last == Piece(3, 1, "y", [41], "stop", None)
-    choice.add(last)
-    choice.add(piece)
-    assert choice == Choice("xyx", [40, 41, 40], None, [logprob, logprob])
-    assert Answer((1,), [choice]).text == "xyx"

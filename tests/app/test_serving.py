@@ -208,16 +208,6 @@ def test_a_server_open_to_all_says_so(start: Start) -> None:
     assert server.stop() == 0
 
 
-def test_the_address_to_open_comes_last_and_serving_is_quiet(live_server: str) -> None:
-    """`live_server` is a process of its own kind: here only that it answers where it said it would."""
-    address = urlsplit(live_server)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
-    connection.request("GET", "/v1/models")
-    models = json.load(connection.getresponse())
-    connection.close()
-    assert [model["id"] for model in models["data"]] == ["penstock-demo"]
-
-
 def test_serving_writes_no_line_per_request(start: Start) -> None:
     server = start()
     server.wait_ready()

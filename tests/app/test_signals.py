@@ -99,15 +99,6 @@ def test_a_signal_before_the_model_was_looked_at_ends_it_well(start: Start, numb
     assert " ready in " not in server.log
 
 
-def test_ctrl_c_while_the_weights_are_loaded_ends_it_well(start: Start) -> None:
-    server = start()
-    server.wait_line(" loading torch")
-    press_ctrl_c(server)
-    assert server.wait() == 0, server.log
-    assert "Traceback" not in server.log
-    assert " ready in " not in server.log
-
-
 def test_ctrl_c_with_nothing_to_do_ends_it_well_and_frees_the_port(start: Start) -> None:
     server = start()
     server.wait_ready()
@@ -170,17 +161,3 @@ def wait_queued(server: ServerProcess) -> None:
         if any(name.startswith(WAITING) and float(value) > 0 for name, value in gauges):
             return
     raise AssertionError("no request ever waited")
-
-
-def test_ctrl_c_twice_ends_streams_at_once(start: Start) -> None:
-    server = start("--drain-timeout", "600")
-    server.wait_ready()
-    with stream(server, num_tokens=1900) as frames:
-        press_ctrl_c(server)
-        server.wait_line(" draining")
-        press_ctrl_c(server)
-        server.wait_line(" a second signal")
-        *_, error, done = frames
-    assert json.loads(error)["error"]["code"] == "server_shutting_down"
-    assert done == "[DONE]"
-    assert server.wait() == 0
