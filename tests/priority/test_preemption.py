@@ -61,10 +61,6 @@ def test_who_needs_a_block_never_takes_it_from_the_more_urgent(running: list[Seq
         assert victim.order == max(s.order for s in running if s.request.lane == beneficiary.request.lane)
 
 
-def test_nobody_gives_way_where_nobody_runs() -> None:
-    assert make_queue().giving_way(ask("r", 1), []) == []
-
-
 def full_of_batch(num_preemptible: int = 2, seats: int = 2) -> SimulatedEngine:
     engine = SimulatedEngine(make_queue(), max_num_seqs=seats, budget=64, num_blocks=60)
     for i in range(num_preemptible):

@@ -137,11 +137,6 @@ def test_one_disturbed_step_is_not_believed() -> None:
     assert model.seconds(512, 64, 50_000) < 1.5 * before
 
 
-def test_the_same_steps_give_the_same_model() -> None:
-    """Invariant 14."""
-    assert taught(200, seed=5, noise=0.3).coefficients == taught(200, seed=5, noise=0.3).coefficients
-
-
 def test_a_model_that_was_given_is_known_at_once_and_stays() -> None:
     model = known_model()
     assert model.is_known

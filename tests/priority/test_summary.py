@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from math import inf
 from statistics import quantiles
 
 import pytest
@@ -160,8 +159,3 @@ def test_the_work_is_what_was_charged() -> None:
     result = simulate(mixed(Demand(20, 10, kind="chat")), MACHINE, "penstock", lanes=LANES)
     tenants = summarise(result, LANES).tenants
     assert {tenant: one.work for tenant, one in tenants.items()} == result.charged
-
-
-def test_an_infinite_promise_is_none() -> None:
-    assert LANES[Lane.BATCH].ttft_s == inf
-    assert is_kept(served(1e9, lane=Lane.BATCH), LANES)  # but `figures` does not count it
