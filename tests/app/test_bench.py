@@ -65,7 +65,10 @@ def test_a_client_that_fails_leaves_no_server_behind(
     had_ended = server.process.poll() is not None
     server.kill()
     assert had_ended
-    assert (status, capsys.readouterr().err.splitlines()[-1]) == (2, "penstock: penstock.app.bench.client failed")
+    assert (status, capsys.readouterr().err.splitlines()[-1]) == (
+        2,
+        "penstock: penstock.app.bench.client failed",
+    )
 
 
 @pytest.fixture(scope="module")
