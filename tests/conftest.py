@@ -133,4 +133,4 @@ def live_server() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def chromium_path() -> str:
-    return tools.find("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    return tools.find(*tools.BROWSERS)

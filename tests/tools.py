@@ -9,12 +9,19 @@ from collections.abc import Iterable
 
 import pytest
 
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+"""Any of these shows the page; the shell alone works half as hard as a whole browser."""
 _NEEDED = re.compile(r"needs ([\w.+-]+)\W*$")
+
+
+def located(*names: str, path: str | None = None) -> str | None:
+    """The path of a program by the first of its names that there is."""
+    return next(filter(None, (shutil.which(name, path=path) for name in names)), None)
 
 
 def find(*names: str, path: str | None = None) -> str:
     """The path of a program by the first of its names that there is; without one, the test is skipped."""
-    found = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
+    found = located(*names, path=path)
     if found is None:
         pytest.skip(f"needs {names[0]}")
     return found

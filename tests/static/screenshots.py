@@ -1,7 +1,6 @@
 """Pictures of the page: `python -m tests.static.screenshots` makes docs/pictures/, with a FOLDER one of every state."""
 
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.static.conftest import FLAGS, PHONE
 from tests.static.scripted import TIMINGS, Gate, Pause, Refusal, ScriptedServer, stream
+from tests.tools import BROWSERS, located
 
 DOCS = Path(__file__).parents[2] / "docs" / "pictures"
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1180, "height": 760}, "device_scale_factor": 1}
@@ -176,7 +176,7 @@ def main(folder: Path, pictures: list[Picture]) -> None:
     server.start()
     try:
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+            browser = playwright.chromium.launch(executable_path=located(*BROWSERS), args=FLAGS)
             for name, state, options in pictures:
                 taken = picture(browser, server, state, **options)
                 (folder / f"{name}.png").write_bytes(taken)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -21,6 +20,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from penstock.app.bench.server_process import ServerProcess
 from tests.static.conftest import FLAGS, PHONE
+from tests.tools import BROWSERS, located
 
 DOCS = Path(__file__).parents[2] / "docs" / "pictures"
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1200, "height": 1110}}
@@ -92,7 +92,7 @@ def ask(page: Page) -> None:
 def main(folder: Path, look_ms: int, *, with_all: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright, loaded() as url:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=located(*BROWSERS), args=FLAGS)
         page = opened(browser, url, **DESKTOP)
         look(page, look_ms)
         page.screenshot(path=folder / "window.png")
