@@ -23,6 +23,8 @@ from tests.few import leave_combinations
 if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+TESTS = Path(__file__).parent
+
 # The parent is named, because hypothesis itself has other defaults where it believes to be in CI.
 settings.register_profile(
     "explore",
@@ -42,12 +44,25 @@ settings.load_profile("few")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves combinations to `make test-all` before tests are selected by their marks.
-
-    The page's tests come first: they wait for the browser, and at the end would have nothing to wait beside.
-    """
+    """Leaves combinations to `make test-all` before tests are selected by their marks."""
     leave_combinations(items)
+    mix(items)
+
+
+def mix(items: list[pytest.Item]) -> None:
+    """Puts files that wait for servers and browsers between those of the engine, which compute: no core is left idle.
+
+    Both kinds come to their ends together, the page first of its kind: a browser that is waited for at the very end has
+    nothing beside it.
+    """
     items.sort(key=lambda item: item.path.parent.name != "static")
+    num_items: Counter[bool] = Counter()
+    starts: dict[Path, tuple[bool, int]] = {}
+    for item in items:
+        computes = (TESTS / "engine") in item.path.parents
+        starts.setdefault(item.path, (computes, num_items[computes]))
+        num_items[computes] += 1
+    items.sort(key=lambda item: starts[item.path][1] / num_items[starts[item.path][0]])
 
 
 def pytest_collection_finish() -> None:

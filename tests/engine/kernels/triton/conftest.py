@@ -50,3 +50,7 @@ def _kernels_run_where_they_should() -> None:
 
     interpreted = type(standard.cdiv).__name__ == "InterpretedFunction"
     assert interpreted != _ON_GPU, "triton was imported too early, or with another TRITON_INTERPRET"
+    if interpreted:
+        from tests.engine.kernels.triton.interpreter import quicken
+
+        quicken()
