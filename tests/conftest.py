@@ -89,8 +89,9 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes the count from a worker of pytest-xdist; every worker collects the same tests."""
-    node.config.stash[_LEFT] = Counter(node.workeroutput.get("left", {}))
+    """Takes the count from a worker of pytest-xdist, unless it crashed; every worker collects the same tests."""
+    if left := getattr(node, "workeroutput", {}).get("left"):
+        node.config.stash[_LEFT] = Counter(left)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
