@@ -1,4 +1,4 @@
-"""Work on many tensors, done in threads ahead of whoever takes what it makes."""
+"""Work on many tensors, done in threads ahead of the caller that takes the results."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Fields:
         return Fields(self.source, {**self._values, **{k: v for k, v in others.items() if not self.has(k)}})
 
     def flattened(self, name: str) -> Fields:
-        """The entries, and over them those of the object under `name`."""
+        """Returns the entries, overridden by the entries of the object under `name`."""
         inner = self._typed(name, dict, "an object", {})
         return Fields(self.source, {**self._values, **inner})
 
@@ -251,7 +251,7 @@ class Fields:
         return value
 
     def error(self, text: str) -> CheckpointError:
-        """The error that says what is wrong with an entry, behind the name of the file."""
+        """Returns an error that says what is wrong with an entry, after the name of the file."""
         return CheckpointError(f"{self.source}: {text}")
 
     def _fault(self, name: str, wanted: str) -> CheckpointError:

@@ -18,7 +18,7 @@ from penstock.engine.spec import Experts, Router
 _EVERY = 8
 """Of passes over plain torch, one in so many is counted."""
 _READ_EVERY = 64
-"""What a native decoder counts is made up to a load in one of so many steps."""
+"""A native decoder's counts become a load in one step of so many."""
 _FADING = 0.98
 
 

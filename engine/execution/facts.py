@@ -10,7 +10,7 @@ _MOST_SCORED = 64
 """Tokens of prompts that a step on a CPU scores while other sequences run: their logits take longer than their layers
 where the vocabulary is large and the model small."""
 _LONGEST_AHEAD_S = 0.05
-"""What Python does between two steps takes a few milliseconds: a twentieth of longer ones."""
+"""The longest step that runs ahead. Python's work between two steps takes a few milliseconds, a twentieth of it."""
 
 
 def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bool = False) -> RunnerFacts:

@@ -44,7 +44,7 @@ class Device(Protocol):
         """Waits until everything asked so far is done."""
 
     def num_bytes_in_use(self) -> int:
-        """The device's memory that is in use, whoever uses it."""
+        """Returns the bytes of the device's memory that are in use, by any process."""
 
 
 class CudaDevice:
@@ -79,7 +79,7 @@ class Ladder:
 
     Args:
         work: does the work for a step of that shape, on memory that stays where it is, which it reads and writes.
-        shapes: those that graphs are captured for.
+        shapes: the shapes that graphs are captured for.
     """
 
     def __init__(self, work: Callable[[StepShape], None], shapes: Sequence[StepShape]) -> None:
@@ -136,7 +136,7 @@ class Ladder:
 
 
 class _Outcome(IntEnum):
-    """How an attempt to capture a graph ended; the least of all ranks' outcomes holds for all of them."""
+    """The outcome of an attempt to capture a graph; the least of all ranks' outcomes holds for all of them."""
 
     NO_MEMORY = 0
     FAILED = 1
@@ -151,11 +151,11 @@ def capture_all(
 ) -> tuple[int, int]:
     """Captures all shapes of all ladders, in each the largest first, so that the smaller ones fit into its memory.
 
-    Where memory runs out, the next that is tried is half as large. All ranks end with graphs of the same shapes: a
-    graph holds what the ranks do together, and padded sums on one of them would meet others on the next.
+    Where memory runs out, the next shape tried is half as large. All ranks end with graphs of the same shapes: a graph
+    holds what the ranks do together, and padded sums on one of them would meet others on the next.
 
     Args:
-        progress: is told graphs done and graphs in all.
+        progress: is called with the graphs done and the graphs in all.
         ranks: the ranks that capture the same ladders at the same time; None if this process is alone.
 
     Returns:
@@ -209,7 +209,7 @@ def verifying_shapes(max_rows: int, max_sequences: int, max_query_len: int) -> l
 
 
 def choice_shapes(passes: Iterable[StepShape]) -> list[StepShape]:
-    """The shapes in which the tokens of these passes are chosen: rows, whatever they are of."""
+    """Returns the shapes in which the tokens of these passes are chosen: their rows alone matter."""
     return [StepShape(rows, rows, 1, True, rows) for rows in {shape.num_rows for shape in passes}]
 
 

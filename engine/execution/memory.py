@@ -52,15 +52,15 @@ _UNPAID_BLOCKS = 1 << 16
 """The KV blocks of a model without keys and values, whose blocks take no memory on the device."""
 
 SMALLER: Mapping[str | None, tuple[str, ...]] = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}
-"""By quantization, those of which weights take less."""
+"""By quantization, the ones whose weights take less memory."""
 
 GRAPH_BYTES = 1 << 20
-"""An estimate of what one captured graph keeps on the device beside the memory that all of them share."""
+"""An estimate of what one captured graph keeps on the device besides the memory that all of them share."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """A GPU's memory as its driver tells it, in bytes."""
+    """A GPU's memory as its driver reports it, in bytes."""
 
     total: int
     free: int
@@ -69,7 +69,7 @@ class GpuMemory:
 
     @property
     def used(self) -> int:
-        """The bytes in use, by whoever it is: other processes, and this one's CUDA context."""
+        """Returns the bytes in use, by other processes and by this one's CUDA context, too."""
         return self.total - self.free
 
 
@@ -102,7 +102,8 @@ def read_card(device: torch.device) -> GpuMemory:
 
 
 def card_budget(card: GpuMemory, utilization: float) -> Budget:
-    """The budget of a GPU: what is left of the share `utilization`; what the model does not need becomes KV cache."""
+    """Returns the budget of a GPU, the unused part of the share `utilization`; memory that the model does not need
+    becomes KV cache."""
     return Budget(available=max(0, int(card.total * utilization) - card.used), share=1.0, card=card)
 
 
@@ -267,8 +268,8 @@ def plan_memory(
 
 
 def fitting_draft(plan: Callable[..., MemoryPlan], own: DraftSize) -> DraftSize:
-    """What a model's own layer that drafts gets: its size if there is room for it; else nothing, and the model is
-    served without it.
+    """Returns the size of a model's own layer that drafts if there is room for it; else 0, and the model is served
+    without it.
 
     Args:
         plan: plans the model's memory, and takes `draft` as `plan_memory` does.
@@ -277,7 +278,7 @@ def fitting_draft(plan: Callable[..., MemoryPlan], own: DraftSize) -> DraftSize:
 
 
 def what_would_fit(config: ModelConfig, options: LoadOptions, plan: Callable[[Recipe], MemoryPlan]) -> str:
-    """What is said of a model that does not fit: its memory if more is rounded at load, which fits or comes nearest.
+    """Returns advice on a model that does not fit: the quantization at load with which it fits, or comes nearest.
 
     Args:
         plan: the plan of a model that is loaded by a recipe.
@@ -320,8 +321,8 @@ def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_I
 
 
 def expert_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> tuple[int, int]:
-    """The bytes of all experts of a model, and those that a step of one token reads of its weights: its experts, and
-    all that is no expert but the embedding."""
+    """Returns the bytes of all experts of a model, and the bytes of weights that a step of one token reads: its
+    experts, and all other weights but the embedding."""
     others, experts = _sorted_out(config, kernels, recipe)
     chosen = sum(size * router.top_k / router.num_experts for router, size in experts)
     num_loose = _num_loose(config)
@@ -383,8 +384,8 @@ def _most_states(options: LoadOptions) -> int:
 
 
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
-    """What the widest layer's linear maps read and make in the largest step, with the rows that its state follows from,
-    and the logits, in float32."""
+    """Returns the bytes, in float32, of the inputs and outputs of the widest layer's linear maps in the largest step,
+    of the rows that its state follows from, and of the logits."""
     per_token = max(
         _map_sizes(layer.mixer)
         + (0 if layer.state is None else layer.state.row_floats)

@@ -21,7 +21,7 @@ Both names mean int8. With such scales, e4m3's 3 bits of significand cost severa
 for the same memory and the same speed: kernels make 16 bits of either.
 """
 LARGEST_NUMBER = 127.0
-"""What the largest magnitude of a head becomes in a quantized cache."""
+"""The number that stands for the largest magnitude of a head in a quantized cache."""
 SCALE_BYTES = 4
 """Bytes of a scale, which is float32."""
 MAX_TABLES = 16
@@ -34,7 +34,7 @@ def is_quantized(dtype: torch.dtype) -> bool:
 
 
 def numbers_and_scales(layer_kv: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What kernels are given of one layer's cache: its elements, and the same memory as float32 if it is quantized.
+    """Returns one layer's cache as kernels take it: its elements, and the same memory as float32 if it is quantized.
 
     Blocks have multiples of 4 bytes.
     """
@@ -76,7 +76,7 @@ class KVPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """How the cache of a model is cut.
+    """The layout of a model's cache.
 
     A block has a number of planes, each of which holds the keys and values of one layer, or of several narrow ones. If
     all layers see equally many tokens, a block has them all. Otherwise the layers of each window, and those without
@@ -87,13 +87,14 @@ class KVLayout:
     places: Mapping[int, KVPlace]
     """By layer, of those that have attention."""
     windows: tuple[int, ...]
-    """By block table, the tokens that its layers see; 0 if they see all. Those that see all come first."""
+    """By block table, the tokens that its layers see; 0 if they see all. Tables of layers that see all come first."""
     num_planes: int
     block_size: int
 
     @classmethod
     def of(cls, model: ModelConfig, block_size: int, *, beside: KVLayout | None = None) -> KVLayout:
-        """The layout of a model; `beside` that of another, all layers lie in the first of its tables."""
+        """Returns the layout of a model; with `beside`, another model's layout, all layers lie in the first of its
+        tables."""
         heads = model.spec.attentions
         shapes = {
             number: KVShape(num_kv_heads=h.num_kv_heads, head_dim=h.head_dim, block_size=block_size)
@@ -160,9 +161,9 @@ class KVLayout:
 class KVCache:
     """Keys and values of `num_blocks` blocks, all layers.
 
-    `data` is [num_planes, 2, num_blocks, elements of a plane]. What is inside a layer's part of a block is the business
-    of the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. Block 0 belongs to
-    nobody: unused entries of block tables point to it, and what is written there is never read.
+    `data` is [num_planes, 2, num_blocks, elements of a plane]. The layout inside a layer's part of a block is left to
+    the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. No sequence owns block
+    0: unused entries of block tables point to it, and data written there is never read.
 
     If the type is int8, the numbers of a layer are followed by the bytes of float32 scales
     [num_kv_heads, block_size]: an element is its number times the scale of its token and head.

@@ -30,7 +30,7 @@ from penstock.engine.sampling.reference import choose, most_likely
 from penstock.engine.sampling.tables import Choose, MostLikely
 
 Say = Callable[[str], None]
-"""Told lines for the operator."""
+"""Is called with lines for the operator."""
 
 
 class Attend(Protocol):
@@ -104,14 +104,14 @@ class Kernels:
     expert_linear: ExpertPacker | None = None
     """Packs the linear maps of experts as `run_experts` reads them; None stands for a list of what `linear` packs."""
     packs: tuple[type[Format], ...] = (Integers,)
-    """The formats, beside weights in floating point, that linear maps keep as they are; others are unpacked."""
+    """The formats, besides weights in floating point, that linear maps keep as they are; others are unpacked."""
     keeps_narrow: bool = False
     """Whether integers take no more memory than `Integers.num_bytes` says, and the embedding may be a linear map
     of them, whose rows are read as tokens need them."""
     is_static: bool = False
     """No operation looks at a batch on the host, so that a graph can hold a whole step."""
     ranks: Ranks | None = None
-    """With whom this process runs the model; None if it runs it alone."""
+    """The ranks that this process runs the model with; None if it runs it alone."""
     team: native.Team | None = None
     """If there is one, it runs whole passes of a decoder in place of the operations from `rms_norm` to `attention`."""
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ sources beside this file with the system's compiler, once per machine and level, into a cache
+"""Compiles the C++ sources next to this file with the system's compiler, once per machine and level, into a cache
 directory.
 
 It imports nothing but Python itself, so that `python -m penstock.engine.kernels.cpu.build` works before anything is
@@ -31,7 +31,7 @@ COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 1200
 """The slowest unit takes half a minute; on a crowded machine with a slow processor forty times that."""
 _CORE_S, _WIDE_CORE_S = 60, 120
-"""What the units of a level take together on a quiet core of 2023; of one with vectors of 64 bytes."""
+"""The seconds that the units of a level take together on a quiet core of 2023; the second, with vectors of 64 bytes."""
 _MOST_CORES = 5
 """The slowest unit takes as long as the others on the other cores."""
 HERE = architecture(platform.machine())
@@ -58,7 +58,7 @@ UNUSED_FLAGS = {
 """Flags of levels that change nothing in a unit, by its name: levels that differ in them alone share its object."""
 
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
-"""What a compiler, an assembler or a linker says when it cannot write as much as it needs."""
+"""The messages of a compiler, an assembler or a linker that cannot write as much as it needs."""
 _NO_ROOM_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FAULTS = ("error", "undefined", "cannot", "can't", "failed", "killed", "no such")
 _CONSEQUENCES = ("ld returned", "linker command failed", "compilation terminated", "warning:")
@@ -87,8 +87,8 @@ def build(
 
     Args:
         target: the architecture that the compiler compiles for.
-        compiler: the start of its command line; that of `find_compiler` if it is not given.
-        commands: those of `side_by_side` that compile other levels, too.
+        compiler: the start of its command line; the default is `find_compiler`'s.
+        commands: the commands of `side_by_side`, which compile other levels, too.
 
     Raises:
         NativeUnavailable: there is no compiler, it failed, or the cache directory cannot be written.
@@ -181,7 +181,7 @@ def _alone(path: Path, text: str, say: Callable[[str], None]) -> Iterator[None]:
             say(text)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
-            pass  # a file system without locks: what is built twice is put in place twice, each time whole
+            pass  # a file system without locks: a library built twice is put in place twice, each time whole
         try:
             yield
         finally:
@@ -202,7 +202,7 @@ def _build(
 
 
 def _expected_s(level: Level, cores: int) -> int:
-    """How long the units of a level take, to 5 s."""
+    """Returns the seconds that the units of a level take, to 5 s."""
     core_s = _WIDE_CORE_S if "-mavx512f" in level.flags else _CORE_S
     return round(core_s / min(cores, _MOST_CORES) / 5) * 5
 
@@ -270,7 +270,7 @@ def _digest(*texts: str) -> str:
 
 
 def _answer(command: list[str]) -> str:
-    """What a compiler says to a question."""
+    """Returns a compiler's answer to a question."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:

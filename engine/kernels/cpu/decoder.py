@@ -55,12 +55,12 @@ class NativeDecoder:
     Calls must come from one thread at a time. The working memory grows with the largest batch seen.
 
     Args:
-        kv: its blocks have BLOCK_SIZE tokens; what is inside a block is private.
+        kv: its blocks have BLOCK_SIZE tokens; the layout inside a block is private.
         ops: the program; the attention of each layer has heads of its cache's shape.
         embedding: [vocab, hidden], or a linear layer whose rows it is.
         max_position: no token will ever have this position or a higher one.
-        states: those of the layers that have one; what is inside a slot is private, too. Without, every sequence of a
-            batch is at its first token, and no state is kept.
+        states: the states of the layers that have one; the layout inside a slot is private, too. Without, every
+            sequence of a batch is at its first token, and no state is kept.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class NativeDecoder:
             ValueError: one does not.
         """
         hidden = self.hidden_size
-        widths = {"hidden": hidden, "added": hidden, "gates": 0}  # of what was written last
+        widths = {"hidden": hidden, "added": hidden, "gates": 0}  # of the rows written last
         largest = {"qkv": 0, "attended": 0, "inner": 0}
         for op in self.ops:
             linear = op.linear
@@ -248,8 +248,8 @@ class NativeDecoder:
         return batch.tables(len(self._kv.layout.windows))
 
     def take_experts_touched(self) -> tuple[int, int]:
-        """The experts that tokens had, summed over layers, and the number of these layers: of all steps since they were
-        taken last."""
+        """Returns the experts that tokens had, summed over layers, and the number of these layers, for all steps since
+        the last call."""
         self._library.call("penstock_decoder_take_touched", self.handle, self._taken)
         touched, layers = self._taken
         return touched, layers
@@ -317,7 +317,7 @@ class NativeDecoder:
 
 
 def _made_by(op: NativeOp, mixer: NativeMixer, widths: dict[str, int]) -> int:
-    """The width of what a mixer makes.
+    """Returns the width of a mixer's output.
 
     Raises:
         ValueError: rows or gates of these widths do not fit it.

@@ -31,7 +31,7 @@ _XFEATURE_XTILEDATA = 18
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What the compiler may use, and what a processor needs for it."""
+    """The instruction sets that the compiler may use, and the processor flags that they need."""
 
     name: str
     flags: tuple[str, ...]
@@ -39,9 +39,9 @@ class Level:
     needs: tuple[str, ...]
     """Flags of /proc/cpuinfo."""
     text: str
-    """What it is, in one line."""
+    """A description in one line."""
     slow_on: tuple[str, ...] = ()
-    """What processors have that are quicker at the level below."""
+    """The flags of processors that are quicker at the level below."""
 
 
 _AVX2_FLAGS = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
@@ -54,7 +54,7 @@ _AVX512BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16")
 _AVX512BF16_NEEDS = (*_AVX512_NEEDS, "avx512_bf16")
 _AMX_FLAGS = (*_AVX512BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 _AMX_NEEDS = (*_AVX512BF16_NEEDS, "amx_tile", "amx_bf16", "amx_int8")
-# Of ARMv8.2, without what is optional there.
+# Of ARMv8.2, without its optional parts.
 _DOTPROD_NEEDS = ("atomics", "asimdrdm", "asimddp")
 
 LEVELS = {
@@ -195,8 +195,8 @@ def multiplies_bfloat16() -> bool:
 def request_tiles() -> str:
     """Asks Linux to let this process use AMX tiles; returns why it refuses, or "".
 
-    A process that uses a tile without this permission is killed. It covers all threads, those that start later and
-    those of a forked process, too. (Source: Documentation/arch/x86/xstate.rst of Linux.)
+    A process that uses a tile without this permission is killed. It covers all threads, also later ones and the threads
+    of a forked process. (Source: Documentation/arch/x86/xstate.rst of Linux.)
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "there are none"

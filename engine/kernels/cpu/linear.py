@@ -109,7 +109,7 @@ class _BlockRows(ctypes.Structure):
 
     @classmethod
     def of(cls, part: BlockRows, format: Integers, kept: list[Tensor]) -> _BlockRows:
-        """The rows of a part of a weight in a format; what must stay where it is joins what is kept."""
+        """Returns the rows of a part of a weight in a format; memory that must stay in place joins `kept`."""
         rows = part.rows if part.rows.stride(1) == 1 else part.rows.contiguous()
         order = None if part.order is None else part.order.int().contiguous()
         kept += [rows] if order is None else [rows, order]
@@ -174,10 +174,10 @@ class PackedLinear:
     ) -> PackedLinear:
         """The layer of a weight in one of PACKED, given as the tensors of its format.
 
-        An output of a weight of integers is that of `IntegerLinear`. An output of e4m3, or of places in a table, is
+        An output of a weight of integers equals `IntegerLinear`'s. An output of e4m3, or of places in a table, equals
         that of a layer in bfloat16, where the kernels have products of bfloat16 and it need not be exact, or else in
-        float32, of the unpacked weight, bit for bit. If every row in e4m3 has one scale, it is that of a layer of the
-        numbers, times the scale.
+        float32, of the unpacked weight, bit for bit. If every row in e4m3 has one scale, the output is that of a layer
+        of the numbers, times the scale.
 
         Raises:
             CheckpointError: the kernels have no such groups of integers.
@@ -199,7 +199,7 @@ class PackedLinear:
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """What the activations are rounded to before they are multiplied: float32, bfloat16 or int8."""
+        """The type that activations are rounded to before they are multiplied: float32, bfloat16 or int8."""
         return ACTIVATIONS[self._team.library.call("penstock_linear_form", self.handle)]
 
     @property
@@ -296,7 +296,7 @@ class PackedLinear:
     def _describe(
         self, team: Team, num_rows: int, in_features: int, bias: Tensor | None, gated: bool
     ) -> Tensor | None:
-        """Sets what is known before packing, and returns the bias as the kernels read it."""
+        """Sets the fields that are known before packing, and returns the bias as the kernels read it."""
         self.num_rows, self.in_features = num_rows, in_features
         if gated and self.num_rows % 2:
             raise ValueError(f"gates and ups must be equally many, not {self.num_rows} together")
