@@ -266,7 +266,7 @@ class Intake:
         Raises:
             ApiError: 429, if the quota has no room for it.
         """
-        requests_only = Client(client.tenant, replace(client.quota, tokens_per_minute=None))
+        requests_only = replace(client, quota=client.quota.of_requests())
         lease_id = f"count-{secrets.token_hex(16)}"
         with self._noting_refusals(client.tenant.default_lane):
             reservation = await self._service.quotas.reserve(requests_only, 0, 0, lease_id)
