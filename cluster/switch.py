@@ -60,9 +60,11 @@ _NGINX_LOCATION = "@replica"
 """The location in which an nginx that has asked goes on with the request (deploy/nginx-switch.conf)."""
 MOST_CHOSEN = 32
 """The places of one tenant that are kept for other proxies, which do not say whether they send the requests."""
+_FORWARDED_FOR = b"x-forwarded-for"
+"""Where the client is, as far as the switch believes those before it."""
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER.encode(), SECRET_HEADER.encode())
-)
+) | {_FORWARDED_FOR}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,6 +375,8 @@ def _message(http: HttpRequest, body: bytes | AsyncIterator[bytes], way: _Way) -
         *(header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON),
         (b"x-request-id", b"" if asked is None else asked.request_id.encode()),
     ]
+    if asked is not None and asked.address:
+        headers.append((_FORWARDED_FOR, asked.address.encode()))
     if FORWARDED_HOST not in http.headers:
         headers.append((FORWARDED_HOST.encode(), http.headers.get("host", "").encode("latin-1")))
     return Message(http.method, http.scope["path"], target, headers, body, way.once, way.guide.id)

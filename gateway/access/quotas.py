@@ -167,6 +167,15 @@ class Quotas:
             if reservation.ended:
                 self._spawn(self._release(reservation))
 
+    async def standings(self, clients: Sequence[Client]) -> list[tuple[Sequence[Window], Grant]]:
+        """Returns where clients stand, and in which windows; without asking for anything."""
+        now_s = self._wall_clock()
+        windows = [windows_of(client.quota, now_s) for client in clients]
+        grants = await self._store.standings(
+            [(client.tenant.name, client.quota, of) for client, of in zip(clients, windows, strict=True)]
+        )
+        return list(zip(windows, grants, strict=True))
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Renews leases while it is entered, and writes pending changes to the store when it ends."""
@@ -257,7 +266,7 @@ def _refusal(grant: Grant, quota: Quota, num_tokens: int, windows: Sequence[Wind
     if window is None:
         message += f"Please try again in {duration(grant.retry_after_s)}."
         return _limited(message, grant.retry_after_s, headers)
-    message += f"The {window.name} ends at {_utc(window.ends_s)}, in {duration(math.ceil(window.left_s))}."
+    message += f"The {window.name} ends at {utc(window.ends_s)}, in {duration(math.ceil(window.left_s))}."
     # A client's own retries come within seconds: they are of no use here.
     return _limited(message, None, headers | _NO_RETRY | {"retry-after": str(math.ceil(window.left_s))})
 
@@ -274,7 +283,8 @@ def _figures(
     return allotment.limit, allotment.limit - allotment.remaining, requested
 
 
-def _utc(seconds: float) -> str:
+def utc(seconds: float) -> str:
+    """Writes a time in seconds since 1970 as RFC 3339 does."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
