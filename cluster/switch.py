@@ -210,7 +210,10 @@ class Switch:
             raise unavailable("The switch is shutting down.", "server_shutting_down", close=True)
 
     def _client(self, http: HttpRequest) -> Client:
-        return self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+        client = self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+        if (asked := CORRELATION.get()) is not None:
+            asked.tenant = client.tenant.name
+        return client
 
     async def _way(self, http: HttpRequest, path: str) -> _Way:
         """Raises 404 for what a replica says to its switches alone, 403 for a lane that the client may not use."""
