@@ -63,10 +63,13 @@
  * @property {number} num_cached
  * @property {number} num_saved
  *
+ * @typedef {{share: number, waiting: number, running: number, refused: number}} TenantLoad  of the last minute
+ * @typedef {{tenants: (TenantLoad & {tenant: string})[], others: TenantLoad & {tenants: number}}} TenantsStatus
+ *
  * @typedef {{position: number, first_token_in_ms: ?number}} Place  of a request that waits
  *
  * @typedef {{kind: "server", data: ServerStatus}|{kind: "steps", data: StepsStatus}|{kind: "kv", data: BlocksStatus}
- *   |{kind: "request", data: Place}} StatusEvent
+ *   |{kind: "tenants", data: TenantsStatus}|{kind: "request", data: Place}} StatusEvent
  */
 
 import { ApiError } from "./fault.js";
