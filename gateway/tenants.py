@@ -5,13 +5,14 @@ There is no metric of it, for a metric of each tenant would grow without bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from heapq import nlargest
+from typing import NamedTuple
 
 from penstock.gateway.access.keys import Client
 from penstock.priority.queue import LaneQueue
 from penstock.priority.recent import LastMinute
-from penstock.priority.tenants import Demand
 
 MOST_NAMED = 10
 """The tenants that are named; the others are one sum."""
@@ -37,62 +38,68 @@ class Tenants:
         self._queue = queue
         self._clock = clock
         self._refused = LastMinute()
-        self._loads: dict[str, TenantLoad] = {}
-        self._loads_s = float("-inf")
+        self._counts = _Counts({}, {}, {}, {})
+        self._total = _Load(0, 0, 0, 0)
+        self._counted_s = float("-inf")
 
     def note_refused(self, tenant: str) -> None:
         self._refused.add(tenant, 1, self._clock())
 
     def load(self, tenant: str) -> TenantLoad:
-        return self._all().get(tenant, TenantLoad(0.0, 0, 0, 0))
+        self._count()
+        return self._shown(self._counts.load(tenant))
 
     def told(self, client: Client) -> dict[str, object]:
         """Returns the event `tenants`: an operator's names those who take most, anybody else's the client alone."""
-        loads = self._all()
-        own = client.tenant.name
-        named = list(loads)[:MOST_NAMED] if client.is_operator else [own]
-        others = [load for tenant, load in loads.items() if tenant not in named]
+        self._count()
+        names = self._counts.names()
+        named = [client.tenant.name]
+        if client.is_operator:
+            named = nlargest(MOST_NAMED, names, key=lambda name: (self._counts.load(name), name))
+        loads = [self._counts.load(tenant) for tenant in named]
+        others = _Load(*(total - sum(some) for total, *some in zip(self._total, *loads, strict=True)))
         return {
-            "tenants": [{"tenant": tenant, **asdict(self.load(tenant))} for tenant in named],
-            "others": {"tenants": len(others), **asdict(_sum(others))},
+            "tenants": [
+                {"tenant": tenant, **asdict(self._shown(load))}
+                for tenant, load in zip(named, loads, strict=True)
+            ],
+            "others": {"tenants": len(names.difference(named)), **asdict(self._shown(others))},
         }
 
-    def _all(self) -> dict[str, TenantLoad]:
-        """Returns the loads of all tenants, who takes most first; they are counted once for all who ask."""
+    def _count(self) -> None:
+        """Counts all tenants, once for all who ask."""
         now = self._clock()
-        if now - self._loads_s >= _FRESH_S:
-            self._loads_s = now
-            self._loads = _loads(self._queue.demands(now), self._refused.sums(now))
-        return self._loads
+        if now - self._counted_s < _FRESH_S:
+            return
+        self._counted_s = now
+        work, waiting, running = self._queue.demands(now)
+        # What was charged before the minute may have been given back in it.
+        work = {tenant: cost for tenant, cost in work.items() if cost > 0}
+        self._counts = _Counts(work, waiting, running, self._refused.sums(now))
+        self._total = _Load(*(sum(amounts.values()) for amounts in self._counts))
+
+    def _shown(self, load: _Load) -> TenantLoad:
+        work, *others = load
+        return TenantLoad(round(work / max(1, self._total.work), 4), *others)
 
 
-def _loads(demands: dict[str, Demand], refused: dict[str, int]) -> dict[str, TenantLoad]:
-    # What was charged before the minute may have been given back in it.
-    total = sum(max(0, demand.work) for demand in demands.values()) or 1
-    loads = {
-        tenant: TenantLoad(
-            round(max(0, demand.work) / total, 4),
-            demand.num_waiting,
-            demand.num_running,
-            refused.get(tenant, 0),
-        )
-        for tenant in demands.keys() | refused.keys()
-        for demand in [demands.get(tenant, Demand(0, 0, 0))]
-    }
-    return dict(sorted(loads.items(), key=lambda item: (*_rank(item[1]), item[0])))
+class _Load(NamedTuple):
+    work: int
+    waiting: int
+    running: int
+    refused: int
 
 
-def _rank(load: TenantLoad) -> tuple[float, ...]:
-    return -load.share, -load.waiting - load.running, -load.refused
+class _Counts(NamedTuple):
+    """The amounts by tenant."""
 
+    work: dict[str, int]
+    waiting: dict[str, int]
+    running: dict[str, int]
+    refused: dict[str, int]
 
-def _sum(loads: Iterable[TenantLoad]) -> TenantLoad:
-    total = TenantLoad(0.0, 0, 0, 0)
-    for load in loads:
-        total = TenantLoad(
-            round(total.share + load.share, 4),
-            total.waiting + load.waiting,
-            total.running + load.running,
-            total.refused + load.refused,
-        )
-    return total
+    def load(self, tenant: str) -> _Load:
+        return _Load(*(amounts.get(tenant, 0) for amounts in self))
+
+    def names(self) -> set[str]:
+        return set().union(*self)

@@ -23,7 +23,7 @@ from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.routing.state import Load
 from penstock.priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
 from penstock.priority.steptime import NAMES, StepTimeModel
-from penstock.priority.tenants import Demand, charges, demands
+from penstock.priority.tenants import Demands, charges, demands
 from penstock.priority.verdict import RETRY_S, Forecast, Refusal
 from penstock.priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from penstock.priority.yielding import MAX_VICTIMS, yielding
@@ -162,7 +162,7 @@ class LaneQueue:
         with self._lock:
             return charges(self._lanes.values())
 
-    def demands(self, now: float) -> dict[str, Demand]:
+    def demands(self, now: float) -> Demands:
         """Returns what each tenant has of the machine, or wants of it."""
         with self._lock:
             return demands(self._lanes.values(), now)

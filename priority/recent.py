@@ -13,25 +13,27 @@ class LastMinute:
 
     def __init__(self) -> None:
         self._parts: deque[dict[str, int]] = deque([{}], maxlen=_NUM_PARTS + 1)
-        self._begun = 0
-        """The number of parts of time that had begun when the last one here did."""
+        self._present = self._parts[-1]
+        self._ends_s = 0.0
+        """The end of the present part."""
 
     def add(self, name: str, amount: int, now: float) -> None:
-        part = self._part(now)
-        part[name] = part.get(name, 0) + amount
+        if now >= self._ends_s:
+            self._turn(now)
+        self._present[name] = self._present.get(name, 0) + amount
 
     def sums(self, now: float) -> dict[str, int]:
-        self._part(now)
+        if now >= self._ends_s:
+            self._turn(now)
         sums: dict[str, int] = {}
         for part in self._parts:
             for name, amount in part.items():
                 sums[name] = sums.get(name, 0) + amount
         return sums
 
-    def _part(self, now: float) -> dict[str, int]:
-        """Returns the present part, after forgetting what is over."""
-        begun = int(now / _PART_S)
-        for _ in range(min(begun - self._begun, _NUM_PARTS + 1)):
-            self._parts.append({})
-        self._begun = max(self._begun, begun)
-        return self._parts[-1]
+    def _turn(self, now: float) -> None:
+        """Begins the part of `now`, and forgets what is over a minute before it."""
+        num_parts = int((now - self._ends_s) / _PART_S) + 1
+        self._parts.extend({} for _ in range(min(num_parts, _NUM_PARTS + 1)))
+        self._present = self._parts[-1]
+        self._ends_s += num_parts * _PART_S

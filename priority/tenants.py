@@ -8,13 +8,14 @@ from typing import NamedTuple
 from penstock.priority.waiting import LaneLine
 
 
-class Demand(NamedTuple):
-    """A Demand is what a tenant has of the machine, or wants of it."""
+class Demands(NamedTuple):
+    """What tenants have of the machine, and want of it, by name; those that have nothing are not named."""
 
-    work: int
-    """Its cost over the last minute, as fairness counts it; see `shares`."""
-    num_waiting: int
-    num_running: int
+    work: dict[str, int]
+    """The costs of the last minute, as fairness counts them; see `shares`."""
+    waiting: dict[str, int]
+    """The requests that wait."""
+    running: dict[str, int]
 
 
 def charges(lines: Iterable[LaneLine]) -> dict[str, int]:
@@ -26,17 +27,17 @@ def charges(lines: Iterable[LaneLine]) -> dict[str, int]:
     return charged
 
 
-def demands(lines: Iterable[LaneLine], now: float) -> dict[str, Demand]:
-    """Returns the demand of each tenant that has something open, or had work done in the last minute."""
-    found: dict[str, Demand] = {}
-
-    def add(tenant: str, *more: int) -> None:
-        found[tenant] = Demand(*map(sum, zip(found.get(tenant, (0, 0, 0)), more, strict=True)))
-
+def demands(lines: Iterable[LaneLine], now: float) -> Demands:
+    """Returns the sums over all lanes."""
+    found = Demands({}, {}, {})
     for line in lines:
-        for tenant, work in line.worked.sums(now).items():
-            add(tenant, work, 0, 0)
-        for tenant, account in line.accounts.items():
-            if account.num_open:
-                add(tenant, 0, account.num_requests, account.num_open - account.num_requests)
+        running = {
+            tenant: account.num_open - account.num_requests
+            for tenant, account in line.accounts.items()
+            if account.num_open > account.num_requests
+        }
+        waiting = {tenant: account.num_requests for tenant, account in line.active.items()}
+        for total, part in zip(found, (line.worked.sums(now), waiting, running), strict=True):
+            for tenant, amount in part.items():
+                total[tenant] = total.get(tenant, 0) + amount
     return found

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.priority.lanes import Lane
 from penstock.priority.recent import LastMinute
-from penstock.priority.tenants import Demand
+from penstock.priority.tenants import Demands
 from tests.priority.simulated_engine import ask, make_queue, serve, take
 
 
@@ -43,10 +43,9 @@ def test_a_tenant_has_its_work_and_what_it_has_open_in_all_lanes() -> None:
     request = take(queue)
     assert request is not None
     queue.charge([(request, 100, 1, 101)], 1.0)
-    demands = queue.demands(1.0)
-    assert demands["quiet"] == Demand(0, 1, 0)
-    assert demands["busy"] == Demand(queue.tenants()["busy"], 2, 1)
+    work = {"busy": queue.tenants()["busy"]}
+    assert queue.demands(1.0) == Demands(work, {"busy": 2, "quiet": 1}, {"busy": 1})
     serve(queue, request, 1, 2.0)
-    work = queue.tenants()["busy"]
-    assert queue.demands(2.0)["busy"] == Demand(work, 2, 0)
-    assert queue.demands(70.0)["busy"] == Demand(0, 2, 0)
+    work = {"busy": queue.tenants()["busy"]}
+    assert queue.demands(2.0) == Demands(work, {"busy": 2, "quiet": 1}, {})
+    assert queue.demands(70.0) == Demands({}, {"busy": 2, "quiet": 1}, {})
