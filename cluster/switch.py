@@ -64,7 +64,7 @@ _FORWARDED_FOR = b"x-forwarded-for"
 """Where the client is, as far as the switch believes those before it."""
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER.encode(), SECRET_HEADER.encode())
-) | {_FORWARDED_FOR}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,6 +157,7 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
             "request-id",
             "retry-after",
             "retry-after-ms",
+            "x-should-retry",
             IGNORED_HEADER,
             *quotas.HEADERS,
         ],

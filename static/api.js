@@ -80,9 +80,10 @@ import { RESPONSES, WIRES } from "./wires.js";
  * How long the server asks to be left alone.
  * @param {Headers} headers
  * @param {number} now  epoch, ms
- * @returns {?number} ms, null where it did not ask
+ * @returns {?number} ms, null where it did not ask, or says that an attempt of the page's own is of no use
  */
 export function retryDelayMs(headers, now) {
+  if (headers.get("x-should-retry") === "false") return null;
   const precise = headers.get("retry-after-ms");
   if (precise !== null && /^\d+(\.\d+)?$/.test(precise.trim())) return Number(precise);
   const value = headers.get("retry-after")?.trim();
