@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import uvicorn
@@ -44,7 +44,10 @@ class Server(uvicorn.Server):
         yield
 
 
-def uvicorn_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
+def uvicorn_config(
+    app: ASGIApp, lifespan: Literal["on", "off"] = "on", proxies: Sequence[object] = ()
+) -> uvicorn.Config:
+    """`proxies` are the addresses and networks whose X-Forwarded-For is believed."""
     return uvicorn.Config(
         app,
         http=GatewayProtocol,
@@ -53,6 +56,7 @@ def uvicorn_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvico
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=[str(network) for network in proxies],
         timeout_graceful_shutdown=5,
     )

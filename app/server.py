@@ -90,7 +90,7 @@ class _Process:
         self.metrics_listener = metrics_listener
         self.started_s = started_s
         self.was_ready = False
-        self.server = Server(uvicorn_config(parts.app))
+        self.server = Server(uvicorn_config(parts.app, proxies=settings.forwarded_allow_ips))
         # That a model cannot be loaded is told once, by `finish`.
         logging.getLogger("penstock.engine").addFilter(lambda _: self.was_ready)
         self._drain: asyncio.Task[bool] | None = None

@@ -6,6 +6,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -13,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     Field,
+    IPvAnyNetwork,
     SkipValidation,
     ValidationError,
     field_validator,
@@ -53,6 +55,8 @@ def _split_commas(value: object) -> object:
     )
 
 
+_Networks = Annotated[tuple[IPvAnyNetwork, ...], NoDecode, BeforeValidator(_split_commas)]
+_LOOPBACK = ip_network("127.0.0.1"), ip_network("::1")
 _Interactive = Annotated[LanePolicy, NoDecode, SkipValidation, read_policy(Lane.INTERACTIVE)]
 _Standard = Annotated[LanePolicy, NoDecode, SkipValidation, read_policy(Lane.STANDARD)]
 _Batch = Annotated[LanePolicy, NoDecode, SkipValidation, read_policy(Lane.BATCH)]
@@ -136,6 +140,9 @@ class FrontSettings(CommonSettings):
     """Comma-separated host names that requests may be addressed to, or * for any. By default any, except on a loopback
     address without --api-keys-file: there only localhost, so that a page of another site cannot call this server by
     pointing a name of its own at it. Probes of /health, /ready and /metrics may use any name."""
+
+    forwarded_allow_ips: _Networks = _LOOPBACK
+    """Comma-separated addresses or networks of proxies whose X-Forwarded-For the access log believes."""
 
     served_model_name: str | None = None
     """Model name that clients use; by default, the directory's name or the id."""
@@ -381,6 +388,8 @@ class Settings(EngineSettings, FrontSettings):
 
 def default_text(value: object) -> str:
     """Returns a default as an operator would write it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return policy_text(value) if isinstance(value, LanePolicy) else str(value)
 
 

@@ -92,7 +92,7 @@ def run(named: Sequence[str], replicas_file: Path | None, settings: FrontSetting
 
     async def serve(listener: socket.socket) -> None:
         switch = make_switch(settings, keys, is_open=not is_loopback(listener))
-        server = Server(uvicorn_config(switch.app(), lifespan="off"))
+        server = Server(uvicorn_config(switch.app(), "off", settings.forwarded_allow_ips))
         _drain_at_signals(switch, server, settings.drain_timeout)
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(switch.running(addresses))

@@ -60,6 +60,8 @@ _NGINX_LOCATION = "@replica"
 """The location in which an nginx that has asked goes on with the request (deploy/nginx-switch.conf)."""
 MOST_CHOSEN = 32
 """The places of one tenant that are kept for other proxies, which do not say whether they send the requests."""
+_FORWARDED_FOR = b"x-forwarded-for"
+"""Where the client is, as far as the switch believes those before it."""
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER.encode(), SECRET_HEADER.encode())
 )
@@ -208,7 +210,10 @@ class Switch:
             raise unavailable("The switch is shutting down.", "server_shutting_down", close=True)
 
     def _client(self, http: HttpRequest) -> Client:
-        return self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+        client = self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+        if (asked := CORRELATION.get()) is not None:
+            asked.tenant = client.tenant.name
+        return client
 
     async def _way(self, http: HttpRequest, path: str) -> _Way:
         """Raises 404 for what a replica says to its switches alone, 403 for a lane that the client may not use."""
@@ -373,6 +378,8 @@ def _message(http: HttpRequest, body: bytes | AsyncIterator[bytes], way: _Way) -
         *(header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON),
         (b"x-request-id", b"" if asked is None else asked.request_id.encode()),
     ]
+    if asked is not None and asked.address:
+        headers.append((_FORWARDED_FOR, asked.address.encode()))
     if FORWARDED_HOST not in http.headers:
         headers.append((FORWARDED_HOST.encode(), http.headers.get("host", "").encode("latin-1")))
     return Message(http.method, http.scope["path"], target, headers, body, way.once, way.guide.id)

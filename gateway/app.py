@@ -34,6 +34,7 @@ from penstock.gateway.endpoints.operator import OperatorApi
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.endpoints.stored_chats import StoredChatsApi
+from penstock.gateway.endpoints.usage import UsageApi
 from penstock.gateway.http.connections import ServerSendMiddleware
 from penstock.gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
 from penstock.gateway.http.errors import ApiError
@@ -100,6 +101,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         ModelsApi(service, intake),
         TokensApi(service, intake),
         EventsApi(service, intake),
+        UsageApi(service, intake),
     ]
     routes = [
         *(route for endpoints in described for route in endpoints.routes()),
@@ -129,7 +131,8 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         lifespan=_lifespan(service, batches),
     )
     app.router.redirect_slashes = False
-    return ServerSendMiddleware(_with_origins(RequestIdMiddleware(app), options.cors_origins))
+    named = RequestIdMiddleware(app, service.tenants.note_refused)
+    return ServerSendMiddleware(_with_origins(named, options.cors_origins))
 
 
 def create_metrics_app(service: Service) -> ASGIApp:
@@ -154,6 +157,7 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
             "request-id",
             "retry-after",
             "retry-after-ms",
+            "x-should-retry",
             IGNORED_HEADER,
             *quotas.HEADERS,
         ],

@@ -32,6 +32,7 @@ from penstock.gateway.sessions.prefixes.warming import Warming, WarmUp
 from penstock.gateway.sessions.recordings.journal import Replayer
 from penstock.gateway.sessions.recordings.registry import Recordings
 from penstock.gateway.store.interface import Store
+from penstock.gateway.tenants import Tenants
 from penstock.gateway.watch import StepWatch, Watches
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.prompts import Prompts
@@ -131,6 +132,7 @@ class Service:
         self.locator = PrefixLocator(store.durable, options.replica, options.block_size, engine.find_cached)
         self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces)
         self.quotas = Quotas(store)
+        self.tenants = Tenants(queue, clock)
         self.idempotency = Idempotency(store)
         self.tag = tag_of(options.replica)
         """The prefix of the ids of recorded replies and conversations."""

@@ -36,6 +36,10 @@ class EventsQuery(TypedDict, total=False):
     detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
 
 
+class UsageQuery(TypedDict, total=False):
+    tenant: str
+
+
 class StateQuery(TypedDict):
     switch: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
 

@@ -20,6 +20,7 @@ from penstock.gateway.endpoints.operation import (
     Operation,
     Passing,
     StateQuery,
+    UsageQuery,
 )
 from penstock.gateway.endpoints.stored_chats import ChatsQuery, ChatUpdateBody
 from penstock.gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
@@ -239,9 +240,17 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/events": {
         "GET": Operation(
             ANY,
-            "Tell of the server's state; of a request that waits; in detail, of steps and KV blocks",
+            "Tell of the server's state; of a request that waits; in detail, of steps, KV blocks and tenants",
             query=EventsQuery,
             answers=(EVENTS,),
+        )
+    },
+    "/v1/usage": {
+        "GET": Operation(
+            ANY,
+            "Say what tenants used of their limits, and what is left",
+            query=UsageQuery,
+            statuses=(404,),
         )
     },
     "/health": {"GET": Operation(OWN, "Red means: restart this process", is_open=True, is_probe=True)},

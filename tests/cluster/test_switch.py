@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -296,6 +297,17 @@ async def test_the_page_may_upload_through_the_switch_and_no_other() -> None:
         for origin, status in ((str(found.http.base_url), 200), ("http://evil.example", 403)):
             reply = await found.http.post("/v1/files", headers={"origin": origin}, **form)
             assert reply.status_code == status, reply.text
+
+
+async def test_a_replica_logs_where_the_client_is_and_not_where_the_switch_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "penstock.access")
+    async with cluster(make_gateway("a")) as found:
+        await found.http.get("/v1/models", headers={"x-forwarded-for": "198.51.100.1, 203.0.113.9"})
+    lines = [record.__dict__["fields"] for record in caplog.records if record.name == "penstock.access"]
+    models = [line for line in lines if line["path"] == "/v1/models"]
+    assert [line["address"] for line in models] == ["203.0.113.9"] * 2, "the switch's line and the replica's"
 
 
 async def test_the_rest_is_answered_by_any_replica_or_by_the_switch() -> None:
