@@ -243,7 +243,7 @@ class Relay:
         self._replica = place.replica
         if self._position is not None:
             self._position.restart()
-        self._metrics.requests.labels(place.replica).inc()
+        self._metrics.requests(place.replica).inc()
 
     async def _send(self, place: Place, message: Message) -> None:
         """Raises OSError if nothing could be sent."""

@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from math import inf
 
 from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.embedding import Embedding
@@ -24,7 +25,7 @@ from penstock.gateway.http.background import end, meanwhile
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.metrics import Metrics, StoreMetrics
+from penstock.gateway.metrics import Metrics
 from penstock.gateway.sessions.owners import tag_of
 from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
@@ -42,6 +43,11 @@ from penstock.priority.queue import LaneQueue
 from penstock.priority.routing.state import Load
 
 log = logging.getLogger("penstock.gateway")
+
+PROMISED_TOKENS = (512, 4096)
+"""The prompts for which `/metrics` says when a new request would have its first token."""
+_RENDERED_S = 0.02
+"""The age up to which rendered metrics are sent again: pickers scrape every 50 ms, and there may be several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +131,6 @@ class Service:
         self.vocab_size = min(options.vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
         """Token ids are smaller than this."""
         self.store = store
-        self.metrics.registry.register(StoreMetrics(store.stats))
         self._watches = Watches()
         self.prefixes = PrefixTracker()
         self.locator = PrefixLocator(store.durable, options.replica, options.block_size, engine.find_cached)
@@ -146,6 +151,8 @@ class Service:
         )
         self._descriptors = Descriptors()
         self._warm_up: asyncio.Task[None] | None = None
+        self._rendered = -inf, b""
+        """When the metrics were rendered last, and their text."""
 
     def deliver(self, *reports: StepReport) -> None:
         """Takes the report of a step, or of several if the event loop fell behind."""
@@ -300,7 +307,16 @@ class Service:
         }
 
     def render_metrics(self) -> bytes:
-        """The metrics; what changes without a step is read now."""
+        """Returns the metrics for Prometheus, at most 20 ms old."""
+        now = self.clock()
+        rendered_s, rendered = self._rendered
+        if not rendered_s <= now < rendered_s + _RENDERED_S:
+            rendered = self._render_metrics()
+            self._rendered = now, rendered
+        return rendered
+
+    def _render_metrics(self) -> bytes:
+        """Reads what changes without a step, and renders all."""
         self.metrics.streams.set(len(self.dispatch))
         self.metrics.recordings.set(len(self.recordings))
         self.metrics.recording_bytes.set(self.recordings.num_bytes)
@@ -311,10 +327,21 @@ class Service:
         self.metrics.pool_violations.set(stats.num_pool_violations)
         self.metrics.note_states(stats.states)
         for name, value in self._queue.step_model().items():
-            self.metrics.step_model.labels(name).set(value)
-        for lane, depth in self._queue.depths().items():
-            self.metrics.queued.labels(lane.label).set(depth)
+            self.metrics.step_model(name).set(value)
+        depths = self._queue.depths()
+        for lane, depth in depths.items():
+            self.metrics.queued(lane.label).set(depth)
+        self.metrics.waiting.set(sum(depths.values()) + self.metrics.preempted.value)
+        self._note_promised()
+        self.metrics.note_store(self.store.stats())
         return self.metrics.render()
+
+    def _note_promised(self) -> None:
+        now = self.clock()
+        for num_tokens in PROMISED_TOKENS:
+            promised_s = self._queue.predict(Lane.INTERACTIVE, num_tokens, now)
+            if promised_s is not None:
+                self.metrics.promised(num_tokens).set(promised_s)
 
     def _cache_config(self) -> dict[str, str]:
         stats = self._engine.stats()

@@ -148,6 +148,14 @@ class LaneQueue:
                     found[lane] = forecast.seconds
             return found
 
+    def predict(self, lane: Lane, num_tokens: int, now: float) -> float | None:
+        """Returns the forecast that is compared with the promise, in seconds, for a new tenant's prompt of so many
+        tokens; None while too little was measured."""
+        with self._lock:
+            account = Account("", 1, self._lanes[lane])
+            forecast = self.admission.forecast(account, Size.of(num_tokens), now)
+            return None if forecast is None else forecast.late_s
+
     def position(self, request_id: str) -> int | None:
         """Returns the number of requests of its lane with an earlier deadline; None if it does not wait here."""
         with self._lock:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from http import HTTPStatus
 from importlib.metadata import version
 
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.intake import route
+from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.service import Service
 from penstock.gateway.wire.frames import Json
 
@@ -50,4 +50,4 @@ class OperatorApi:
         return Json({"version": version("penstock")})
 
     async def metrics(self, _: HttpRequest) -> Response:
-        return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE})

@@ -176,14 +176,14 @@ def stored(hash_: bytes) -> Stored:
 
 async def test_a_replica_counts_the_switches_that_know_it_and_not_who_only_looks() -> None:
     gateway = make_gateway("a")
-    num_switches = gateway.service.metrics.switches._value.get
+    switches = gateway.service.metrics.switches
     async with cluster(gateway) as found:
-        await until(lambda: num_switches() == 1)
+        await until(lambda: switches.value == 1)
         url = f"{found.addresses['a']}{PATH}"
         reply = await found.http.get(url, headers={SECRET_HEADER: SECRET})
         assert parse_snapshot(reply.json()).model == IDENTITY
-        assert num_switches() == 1
-    await until(lambda: num_switches() == 0)
+        assert switches.value == 1
+    await until(lambda: switches.value == 0)
 
 
 async def test_a_prompt_goes_to_who_holds_its_beginning_and_others_in_turn() -> None:
