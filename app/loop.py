@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import uvicorn
@@ -44,9 +45,17 @@ class Server(uvicorn.Server):
         yield
 
 
-def uvicorn_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
+def uvicorn_config(
+    app: ASGIApp,
+    lifespan: Literal["on", "off"] = "on",
+    *,
+    ssl_certfile: Path | None = None,
+    ssl_keyfile: Path | None = None,
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
         http=GatewayProtocol,
         ws="none",
         lifespan=lifespan,

@@ -78,6 +78,8 @@ class SwitchOptions:
     clients: Mapping[bytes, Client] = field(default_factory=dict)
     """The clients that the replicas know, by the digest of their keys."""
     allowed_hosts: tuple[str, ...] = ()
+    overload_status: int = HTTPStatus.SERVICE_UNAVAILABLE
+    """The status of refusals by load."""
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -142,7 +144,7 @@ class Switch:
             await self._pass_on(http, connection, receive)
         except ApiError as error:
             if not connection.committed:
-                await refusal(error, scope["path"])(scope, receive, send)
+                await refusal(error, scope["path"], self.options.overload_status)(scope, receive, send)
         except Exception as error:
             if connection.committed:
                 connection.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -36,7 +37,7 @@ from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.endpoints.stored_chats import StoredChatsApi
 from penstock.gateway.http.connections import ServerSendMiddleware
 from penstock.gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.errors import DROPPED_HEADER, ApiError
 from penstock.gateway.http.limits import LimitsMiddleware
 from penstock.gateway.http.page import Page
 from penstock.gateway.http.refusals import (
@@ -121,7 +122,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
             Middleware(PatienceMiddleware),
         ],
         exception_handlers={
-            ApiError: answer_api_error,
+            ApiError: partial(answer_api_error, overload_status=options.overload_status),
             HTTPException: answer_http_error,
             ClientDisconnect: answer_disconnect,
             Exception: answer_fault,
@@ -154,6 +155,7 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
             "request-id",
             "retry-after",
             "retry-after-ms",
+            DROPPED_HEADER,
             IGNORED_HEADER,
             *quotas.HEADERS,
         ],

@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from math import inf
 
 from penstock.engine.engine import EngineState, EngineStats
@@ -46,6 +47,8 @@ log = logging.getLogger("penstock.gateway")
 
 PROMISED_TOKENS = (512, 4096)
 """The prompts for which `/metrics` says when a new request would have its first token."""
+_SHORT_PROMPT = 64
+"""The tokens of the prompt whose forecast stands for a lane in `/v1/events`."""
 _RENDERED_S = 0.02
 """The age up to which rendered metrics are sent again: pickers scrape every 50 ms, and there may be several."""
 
@@ -74,9 +77,13 @@ class ServiceOptions:
     """SHA-256 digest of each API key (see `gateway.access.keys.digest_of`) to whose it is."""
     promises: Mapping[Lane, float] = field(default_factory=dict)
     """Seconds to the first token that a lane promises, where it does."""
+    overload_status: int = HTTPStatus.SERVICE_UNAVAILABLE
+    """The status of refusals by load."""
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the server answers to; any if empty."""
+    health_is_ready: bool = False
+    """Whether /health says what /ready says."""
     metrics_compat: str | None = None
     metrics_elsewhere: bool = False
     """Whether /metrics has a port of its own."""
@@ -257,11 +264,11 @@ class Service:
 
     def status(self) -> dict[str, object]:
         """Returns the server's status for `/v1/events`: its state, its lanes, and the engine's work and memory."""
-        forecasts, stats = self._queue.forecasts(self.clock()), self._engine.stats()
+        stats = self._engine.stats()
         lanes = {
             lane.label: {
                 "waiting": depth,
-                "forecast_ttft_ms": _ms(forecasts.get(lane)),
+                "forecast_ttft_ms": self._forecast_ms(lane),
                 "promised_ttft_ms": _ms(self.options.promises.get(lane)),
                 "attainment": self.metrics.attainment(lane),
             }
@@ -279,6 +286,10 @@ class Service:
             "states": _states(stats.states),
         }
         return {"state": self.readiness, "streams": len(self.dispatch), "lanes": lanes, "engine": engine}
+
+    def _forecast_ms(self, lane: Lane) -> int | None:
+        forecast = self._queue.predict(lane, _SHORT_PROMPT, self.clock())
+        return None if forecast is None else _ms(forecast.seconds)
 
     def engine_stats(self) -> EngineStats:
         return self._engine.stats()
@@ -339,9 +350,9 @@ class Service:
     def _note_promised(self) -> None:
         now = self.clock()
         for num_tokens in PROMISED_TOKENS:
-            promised_s = self._queue.predict(Lane.INTERACTIVE, num_tokens, now)
-            if promised_s is not None:
-                self.metrics.promised(num_tokens).set(promised_s)
+            forecast = self._queue.predict(Lane.INTERACTIVE, num_tokens, now)
+            if forecast is not None:
+                self.metrics.promised(num_tokens).set(forecast.late_s)
 
     def _cache_config(self) -> dict[str, str]:
         stats = self._engine.stats()

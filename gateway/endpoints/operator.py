@@ -30,8 +30,10 @@ class OperatorApi:
             *([route("/metrics", GET=self.metrics)] if with_metrics else ()),
         ]
 
-    async def health(self, _: HttpRequest) -> Response:
-        """Answers 503 if this process has to be started again."""
+    async def health(self, http: HttpRequest) -> Response:
+        """Answers 503 if this process has to be started again or, where the operator wants it, like `ready`."""
+        if self._service.options.health_is_ready:
+            return await self.ready(http)
         health = self._service.health
         status = HTTPStatus.OK if health == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
         return Json({"status": health}, status)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -385,6 +386,10 @@ async def test_what_a_router_refuses_is_refused_for_its_reason(monkeypatch: pyte
             refused = await found.http.post(CHAT, json=chat_body())
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, reason)
             assert ("too late" in refused.text) == (reason == "promise_out_of_reach")
+        found.switch.options = replace(found.switch.options, overload_status=429)
+        for reason, status in (("promise_out_of_reach", 429), ("no_replica", 503)):
+            monkeypatch.setattr(Router, "choose", lambda *_, why=reason: Refusal(why, "too late", 2.5))
+            assert (await found.http.post(CHAT, json=chat_body())).status_code == status
 
 
 async def test_a_switch_is_drained_when_the_last_reply_is_over() -> None:

@@ -7,8 +7,11 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.engine.engine import EngineState
+from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.service import ServiceOptions
-from penstock.priority.lanes import Lane
+from penstock.gateway.store.interface import Quota
+from penstock.priority.lanes import Lane, LanePolicy, Tenant
 from tests.gateway.endpoints.test_promises import slow_gateway
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, step_report
 
@@ -111,13 +114,82 @@ async def test_the_promise_to_a_new_request_is_what_admission_would_compare() ->
         labels["prompt_tokens"]: value
         for labels, value in (await scraped(gateway))["penstock_promised_first_token_seconds"]
     }
-    now = gateway.clock.now
-    assert found == {str(num): gateway.queue.predict(Lane.INTERACTIVE, num, now) for num in (512, 4096)}
-    assert 0.0005 * 512 < found["512"] < found["4096"]
+    for num_tokens in (512, 4096):
+        forecast = gateway.queue.predict(Lane.INTERACTIVE, num_tokens, gateway.clock.now)
+        assert forecast is not None
+        assert found.pop(str(num_tokens)) == forecast.late_s > 0.0005 * num_tokens
+    assert not found
 
 
 async def test_nothing_is_promised_before_a_step_was_measured() -> None:
     assert "penstock_promised_first_token_seconds" not in await scraped(Gateway())
+
+
+# llm-d-inference-scheduler, pkg/common/error/error.go: the header and its reasons.
+DROPPED = "x-llm-d-request-dropped-reason"
+
+
+def full_gateway(overload_status: int = 503) -> Gateway:
+    bounds = {Lane.STANDARD: LanePolicy(max_requests=1, ttl_s=60)}
+    return Gateway(ServiceOptions(models=(MODEL,), overload_status=overload_status), bounds=bounds)
+
+
+@pytest.mark.parametrize(
+    ("path", "chosen", "status"),
+    [(CHAT, 503, 503), (CHAT, 429, 429), ("/v1/messages", 503, 529), ("/v1/messages", 429, 429)],
+)
+async def test_a_refusal_by_load_says_so_whatever_its_status(path: str, chosen: int, status: int) -> None:
+    body = {**chat_body(), "max_tokens": 4}
+    gateway = full_gateway(chosen)
+    async with client(gateway.app) as http:
+        waiting = asyncio.create_task(http.post(CHAT, json=chat_body()))
+        await gateway.queued()
+        refused = await http.post(path, json=body)
+        gateway.answer(await gateway.taken(), "x")
+        await waiting
+    assert refused.status_code == status
+    assert refused.headers[DROPPED] == "rejected-saturated"
+    assert refused.headers["retry-after"]
+
+
+async def test_a_request_that_waited_too_long_has_its_own_reason() -> None:
+    gateway = full_gateway()
+    async with client(gateway.app) as http:
+        waiting = asyncio.create_task(http.post(CHAT, json=chat_body(stream=True)))
+        await gateway.queued()
+        gateway.service.tick(gateway.clock.now + 61)
+        assert (await waiting).headers[DROPPED] == "rejected-ttl-expired"
+
+
+async def test_a_tenants_own_limit_and_a_server_that_loads_are_no_overload() -> None:
+    quota = {digest_of("key"): Client(Tenant(name="ann"), Quota(requests_per_minute=1))}
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=quota, overload_status=429))
+    headers = {"authorization": "Bearer key"}
+    async with client(gateway.app) as http:
+        assert (await http.post("/tokenize", json={"prompt": "x"}, headers=headers)).status_code == 200
+        limited = await http.post("/tokenize", json={"prompt": "x"}, headers=headers)
+        gateway.engine.state = EngineState.STARTING
+        loading = await http.post(CHAT, json=chat_body(), headers=headers)
+    assert (limited.status_code, loading.status_code) == (429, 503)
+    assert DROPPED not in limited.headers
+    assert DROPPED not in loading.headers
+
+
+@pytest.mark.parametrize(("is_ready", "statuses"), [(False, [200, 200, 200]), (True, [503, 200, 503])])
+async def test_health_is_what_kserves_template_takes_for_readiness_where_the_operator_wants_it(
+    is_ready: bool, statuses: list[int]
+) -> None:
+    """kserve, config/llmisvcconfig/config-llm-template.yaml: all three probes ask /health."""
+    gateway, found = Gateway(ServiceOptions(models=(MODEL,), health_is_ready=is_ready)), list[int]()
+    async with client(gateway.app) as http:
+        for state, draining in (
+            (EngineState.STARTING, False),
+            (EngineState.READY, False),
+            (EngineState.READY, True),
+        ):
+            gateway.engine.state, gateway.service.dispatch.draining = state, draining
+            found.append((await http.get("/health")).status_code)
+    assert found == statuses
 
 
 async def test_pickers_that_scrape_at_the_same_time_share_a_page() -> None:
