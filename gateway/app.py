@@ -32,6 +32,7 @@ from penstock.gateway.endpoints.models import ModelsApi, TokensApi
 from penstock.gateway.endpoints.ollama import OllamaApi
 from penstock.gateway.endpoints.openapi import OpenApi
 from penstock.gateway.endpoints.operator import OperatorApi
+from penstock.gateway.endpoints.rendering import RenderApi
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.endpoints.stored_chats import StoredChatsApi
@@ -86,6 +87,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     }
     batches = BatchesApi(service, intake, files, handlers)
     described: list[Endpoints] = [
+        RenderApi(service, intake),  # before those of a reply whose id it could be
         chats,
         completions,
         embeddings,

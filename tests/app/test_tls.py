@@ -112,7 +112,7 @@ def test_files_that_are_not_what_they_should_be_are_named_before_anything_starts
     folder: Path, certificate: str | None, key: str | None, message: str
 ) -> None:
     paths = {"ssl_certfile": certificate, "ssl_keyfile": key}
-    settings = FrontSettings(**{name: folder / path for name, path in paths.items() if path})
+    settings = FrontSettings.model_validate({name: folder / path for name, path in paths.items() if path})
     with pytest.raises(OperatorError) as told:
         switch.run([], None, settings)
     assert str(told.value) == message.format(folder)

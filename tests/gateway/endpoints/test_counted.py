@@ -28,6 +28,8 @@ COUNTED: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [9]},
     "/v1/messages/count_tokens": MESSAGES,
     "/v1/prefixes/locate": {"tokens": [9]},
+    "/v1/completions/render": {"model": MODEL, "prompt": "Hi"},
+    "/v1/chat/completions/render": MESSAGES,
 }
 
 
