@@ -312,7 +312,8 @@ def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 def _metrics() -> Iterator[str]:
     yield """\
 Prometheus scrapes `/metrics`. The samples of a counter have the suffix `_total`, those of a histogram
-`_bucket`, `_sum` and `_count`. `--metrics-compat vllm` adds many of them under vLLM's names."""
+`_bucket`, `_sum` and `_count`. `--metrics-compat vllm` adds many of them under vLLM's names, those of older releases
+included ([platforms](../guide/platforms.md#metrics))."""
     for title, metrics in (
         ("A server's", penstock.gateway.metrics.Metrics()),
         ("A switch's", penstock.cluster.metrics.Metrics()),

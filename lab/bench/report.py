@@ -153,7 +153,7 @@ def _store_row(row: Row) -> list[str]:
 
 
 def print_scraping(rows: list[Row]) -> None:
-    head = ["", "streams", "tok/s", f"{SCRAPES_PER_S} scrapes/s", "ratio", "a scrape, ms"]
+    head = ["", "streams", "tok/s", f"{SCRAPES_PER_S} scrapes/s", "ratio", "CPU of a scrape, ms"]
     print(
         "\n"
         + table(
@@ -165,7 +165,7 @@ def print_scraping(rows: list[Row]) -> None:
                     number(row["without"]),
                     number(row["scraped"]),
                     f"{row['ratio']:.3f}",
-                    number(row["scrape_ms"]),
+                    number(row["cpu_ms"]),
                 ]
                 for row in rows
             ],

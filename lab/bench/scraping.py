@@ -1,6 +1,7 @@
-"""Measures what a picker that scrapes /metrics 20 times a second costs a busy server.
+"""Measures what a picker that scrapes /metrics 20 times a second costs a server.
 
-Streams run all the time; a picker scrapes in every other window.
+First the server is idle, and its processor time tells. Then streams run all the time, and the picker scrapes in every
+other window.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -37,10 +39,10 @@ class ScrapeBench:
         self._run = run
         self._num_pairs = 1 if quick else NUM_PAIRS
         self._window_s = WINDOW_S / 3 if quick else WINDOW_S
-        self._scrape_s: list[float] = []
 
     def row(self) -> Row:
         """Returns tokens a second with and without a picker, and the median ratio of neighbouring windows."""
+        cpu_ms = self._cpu_ms()
         with self._streaming(), contextlib.closing(self._connect()) as connection:
             before = self._num_tokens(connection)
             while self._num_tokens(connection) == before:
@@ -52,8 +54,27 @@ class ScrapeBench:
             "without": median(without for without, _ in pairs),
             "scraped": median(scraped for _, scraped in pairs),
             "ratio": median(scraped / without for without, scraped in pairs),
-            "scrape_ms": 1000 * median(self._scrape_s),
+            "cpu_ms": cpu_ms,
         }
+
+    def _cpu_ms(self) -> float:
+        """Returns the processor time of a scrape, HTTP included, beyond what the idle server takes."""
+        with contextlib.closing(self._connect()) as connection:
+            self._scrape(connection)
+            (idle_s, _), (scraped_s, num_scrapes) = (
+                self._spent(connection, is_scraped=is_scraped) for is_scraped in (False, True)
+            )
+        return 1000 * (scraped_s - idle_s) / num_scrapes
+
+    def _spent(self, connection: HTTPConnection, *, is_scraped: bool) -> tuple[float, int]:
+        """Returns the server's processor time in a window, and how often it was scraped."""
+        before_s = self._cpu_s()
+        num_scrapes = self._pass_window(connection, is_scraped=is_scraped)
+        return self._cpu_s() - before_s, num_scrapes
+
+    def _cpu_s(self) -> float:
+        fields = Path(f"/proc/{self._server.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / 100
 
     def _pair(self, connection: HTTPConnection, number: int) -> tuple[float, float]:
         """Returns the tokens a second of a window without and of one with a picker, in either order."""
@@ -63,15 +84,18 @@ class ScrapeBench:
 
     def _window(self, connection: HTTPConnection, *, is_scraped: bool) -> float:
         before, began_s = self._num_tokens(connection), time.perf_counter()
-        ends_s = began_s + self._window_s
-        for number in range(1, round(self._window_s * SCRAPES_PER_S)):
-            if is_scraped:
-                time.sleep(max(0.0, began_s + number / SCRAPES_PER_S - time.perf_counter()))
-                asked_s = time.perf_counter()
-                self._scrape(connection)
-                self._scrape_s.append(time.perf_counter() - asked_s)
-        time.sleep(max(0.0, ends_s - time.perf_counter()))
+        self._pass_window(connection, is_scraped=is_scraped)
         return (self._num_tokens(connection) - before) / (time.perf_counter() - began_s)
+
+    def _pass_window(self, connection: HTTPConnection, *, is_scraped: bool) -> int:
+        """Waits for the end of a window, and returns how often it scraped meanwhile."""
+        began_s = time.perf_counter()
+        num_scrapes = round(self._window_s * SCRAPES_PER_S) if is_scraped else 0
+        for number in range(num_scrapes):
+            time.sleep(max(0.0, began_s + number / SCRAPES_PER_S - time.perf_counter()))
+            self._scrape(connection)
+        time.sleep(max(0.0, began_s + self._window_s - time.perf_counter()))
+        return num_scrapes
 
     def _num_tokens(self, connection: HTTPConnection) -> float:
         counted = _OUTPUT_TOKENS.search(self._scrape(connection).decode())

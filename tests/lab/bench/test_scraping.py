@@ -14,5 +14,5 @@ def test_scraping_is_measured_beside_the_same_streams_without(tmp_path: Path) ->
     [row], printed = measure("scraping", tmp_path)
     assert row["without"] > 0
     assert row["scraped"] > 0
-    assert row["scrape_ms"] > 0
+    assert row["cpu_ms"] >= 0
     assert "20 scrapes/s" in printed
