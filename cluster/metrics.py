@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.gateway.instruments import Page
+from penstock.gateway.instruments import Exposition
 
 _CHOICE_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 
@@ -11,7 +11,7 @@ class Metrics:
     """The metrics of one switch."""
 
     def __init__(self) -> None:
-        self.page = page = Page("penstock_switch_")
+        self.page = page = Exposition("penstock_switch_")
         count, counts, gauge = page.counter, page.counters, page.gauge
         self.requests = counts("requests", "Requests sent to a replica.", ["replica"])
         self.retries = count("retries", "Requests sent again, to another replica.")

@@ -129,7 +129,7 @@ class Metric(Generic[Made]):
         return instrument
 
 
-class Page:
+class Exposition:
     """The metrics of one process, as they are scraped."""
 
     def __init__(self, prefix: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.engine.planning.request import FinishReason, Timings
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import ExpertUse, StepReport
-from penstock.gateway.instruments import Counter, Gauge, Kind, Metric, Page
+from penstock.gateway.instruments import Counter, Exposition, Gauge, Kind, Metric
 from penstock.gateway.store.interface import StoreStats
 from penstock.gateway.wire.frames import seconds_per_output_token
 from penstock.priority.lanes import Lane
@@ -44,7 +44,7 @@ class Metrics:
     """The metrics of one app."""
 
     def __init__(self) -> None:
-        self.page = Page("penstock_")
+        self.page = Exposition("penstock_")
         self._vllm: _VllmNames | None = None
         self._store = StoreMetrics(self.page)
         self.num_output_tokens = 0
@@ -290,7 +290,7 @@ class Metrics:
 class StoreMetrics:
     """The metrics of a store, which counts for itself."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Exposition) -> None:
         counter, gauge, counters, gauges = page.counter, page.gauge, page.counters, page.gauges
         self._failures = counters("store_failures", "Calls to Redis that failed, by kind.", ["kind"])
         self._up = gauge("store_up", "0 while Redis is gone and memory stands in for it.")

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.planning.request import DraftCount, FinishReason, Request
 from penstock.gateway import instruments
-from penstock.gateway.instruments import Page
+from penstock.gateway.instruments import Exposition
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Lane, LanePolicy
@@ -210,7 +210,7 @@ VALUES = st.tuples(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0]), 
 
 @given(st.lists(VALUES, max_size=20))
 def test_a_value_taken_many_times_is_that_many_values(observed: list[tuple[float, int]]) -> None:
-    page = Page("x_")
+    page = Exposition("x_")
     histogram = page.histogram("seconds", "X.", BOUNDS)
     for value, times in observed:
         histogram.observe(value, times)
@@ -234,7 +234,7 @@ CHANGES = st.lists(st.tuples(st.sampled_from("cgh"), LABELS, st.floats(0, 1e9)),
 @settings(max_examples=examples(50))
 @given(st.lists(CHANGES, max_size=3))
 def test_a_page_is_that_of_prometheus_client_whatever_changed_since_the_last(changes: list[Changes]) -> None:
-    page, registry = Page("x_"), CollectorRegistry()
+    page, registry = Exposition("x_"), CollectorRegistry()
     documentation = "A \\ and\na line."
     ours: Any = {
         "c": page.counters("c", documentation, ["a"]),
