@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import uvicorn
@@ -45,11 +46,18 @@ class Server(uvicorn.Server):
 
 
 def uvicorn_config(
-    app: ASGIApp, lifespan: Literal["on", "off"] = "on", proxies: Sequence[object] = ()
+    app: ASGIApp,
+    lifespan: Literal["on", "off"] = "on",
+    *,
+    proxies: Sequence[object] = (),
+    ssl_certfile: Path | None = None,
+    ssl_keyfile: Path | None = None,
 ) -> uvicorn.Config:
     """`proxies` are the addresses and networks whose X-Forwarded-For is believed."""
     return uvicorn.Config(
         app,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
         http=GatewayProtocol,
         ws="none",
         lifespan=lifespan,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 import time
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
@@ -41,6 +42,10 @@ def checked(url: str) -> str:
 def checks(url: str) -> Iterator[Check]:
     try:
         status, text = _get(url, "/health")
+    except ssl.SSLCertVerificationError as error:
+        advice = "for a certificate of your own authority, name the authority's in SSL_CERT_FILE"
+        yield Check(Level.FAIL, "server", f"{url} is not trusted: {error.verify_message}", advice)
+        return
     except (OSError, http.client.HTTPException) as error:
         yield Check(
             Level.FAIL, "server", f"{url} does not answer: {error}", "is it running, and is the port right?"

@@ -13,7 +13,6 @@ from http import HTTPStatus
 from time import monotonic, perf_counter
 from typing import Any
 
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import compile_path
@@ -40,6 +39,7 @@ from penstock.gateway.http.hosts import FORWARDED_HOST
 from penstock.gateway.http.limits import Limits, LimitsMiddleware, parse_object
 from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.http.refusals import answer_fault, refusal
+from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.prompts import Prompts
@@ -80,6 +80,8 @@ class SwitchOptions:
     clients: Mapping[bytes, Client] = field(default_factory=dict)
     """The clients that the replicas know, by the digest of their keys."""
     allowed_hosts: tuple[str, ...] = ()
+    overload_status: int = HTTPStatus.SERVICE_UNAVAILABLE
+    """The status of refusals by load."""
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -144,7 +146,7 @@ class Switch:
             await self._pass_on(http, connection, receive)
         except ApiError as error:
             if not connection.committed:
-                await refusal(error, scope["path"])(scope, receive, send)
+                await refusal(error, scope["path"], self.options.overload_status)(scope, receive, send)
         except Exception as error:
             if connection.committed:
                 connection.abort()
@@ -163,7 +165,7 @@ class Switch:
         if path == "/metrics":
             self.metrics.streams.set(len(self._relays))
             self.metrics.replicas.set(len(self.members.known))
-            return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+            return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE})
         if path.startswith(_CHOOSE + "/"):
             return await self._choose(http, path.removeprefix(_CHOOSE))
         return None
@@ -325,7 +327,7 @@ class _Guide:
         return Place(found.replica, known[found.replica].address, [(TICKET_HEADER.encode(), ticket)], leave)
 
     def _refused(self, why: Refusal) -> ApiError:
-        self._switch.metrics.refused.labels(why.reason).inc()
+        self._switch.metrics.refused(why.reason).inc()
         if why.reason == "no_replica":
             return none_ready()
         return refused(str(why), why.reason, why.retry_after_s, tenant_limit=why.tenant_limit)

@@ -269,7 +269,9 @@ class Engine:
         if self._flights and self._facts.plain_ahead_s is not None and not plan.is_beside:
             self._land_but(scheduler, 0)  # or else their tokens would wait for this step, too
             if scheduler.withdraw_ended(plan):
-                self._report(scheduler, Plan(), started)  # or else the memory that it held would not be shown as free
+                self._report(
+                    scheduler, Plan(), started
+                )  # or else the memory that it held would not be shown as free
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
         self._land_but(scheduler, self._facts.num_ahead if is_launched and plan.is_beside else 0)
         if self._undelivered:

@@ -33,7 +33,6 @@ LOCALITY_TOKENS = 2_048
 AGED_PART = 4
 """One token in this many may go to requests that were passed over for too long."""
 _AGED_MOST_TOKENS = 2_048
-_SHORT_PROMPT = 64
 _FORGET_AFTER_US = 600_000_000
 
 
@@ -139,15 +138,10 @@ class LaneQueue:
         with self._lock:
             return {lane: line.num_requests for lane, line in self._lanes.items()}
 
-    def forecasts(self, now: float) -> dict[Lane, float]:
-        """Seconds to the first token of a new tenant's short request, by lane; none while too little was measured."""
+    def predict(self, lane: Lane, num_tokens: int, now: float) -> Forecast | None:
+        """Returns the forecast for a new tenant's prompt of so many tokens; None while too little was measured."""
         with self._lock:
-            found = {}
-            for lane, line in self._lanes.items():
-                forecast = self.admission.forecast(Account("", 1, line), Size.of(_SHORT_PROMPT), now)
-                if forecast is not None:
-                    found[lane] = forecast.seconds
-            return found
+            return self.admission.forecast(Account("", 1, self._lanes[lane]), Size.of(num_tokens), now)
 
     def position(self, request_id: str) -> int | None:
         """Returns the number of requests of its lane with an earlier deadline; None if it does not wait here."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -177,14 +178,14 @@ def stored(hash_: bytes) -> Stored:
 
 async def test_a_replica_counts_the_switches_that_know_it_and_not_who_only_looks() -> None:
     gateway = make_gateway("a")
-    num_switches = gateway.service.metrics.switches._value.get
+    switches = gateway.service.metrics.switches
     async with cluster(gateway) as found:
-        await until(lambda: num_switches() == 1)
+        await until(lambda: switches.value == 1)
         url = f"{found.addresses['a']}{PATH}"
         reply = await found.http.get(url, headers={SECRET_HEADER: SECRET})
         assert parse_snapshot(reply.json()).model == IDENTITY
-        assert num_switches() == 1
-    await until(lambda: num_switches() == 0)
+        assert switches.value == 1
+    await until(lambda: switches.value == 0)
 
 
 async def test_a_prompt_goes_to_who_holds_its_beginning_and_others_in_turn() -> None:
@@ -397,6 +398,10 @@ async def test_what_a_router_refuses_is_refused_for_its_reason(monkeypatch: pyte
             refused = await found.http.post(CHAT, json=chat_body())
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, reason)
             assert ("too late" in refused.text) == (reason == "promise_out_of_reach")
+        found.switch.options = replace(found.switch.options, overload_status=429)
+        for reason, status in (("promise_out_of_reach", 429), ("no_replica", 503)):
+            monkeypatch.setattr(Router, "choose", lambda *_, why=reason: Refusal(why, "too late", 2.5))
+            assert (await found.http.post(CHAT, json=chat_body())).status_code == status
 
 
 async def test_a_switch_is_drained_when_the_last_reply_is_over() -> None:
