@@ -99,7 +99,7 @@ async def test_a_proxy_that_is_believed_says_where_a_client_is(
 ) -> None:
     caplog.set_level(logging.DEBUG, "penstock.access")
     networks = (ip_network("127.0.0.1"), ip_network("10.0.0.0/8"))
-    config = uvicorn_config(Gateway().app, "off", networks)
+    config = uvicorn_config(Gateway().app, "off", proxies=networks)
     config.load()
     transport = httpx.ASGITransport(config.loaded_app, client=(peer, 1234))
     async with httpx.AsyncClient(transport=transport, base_url="http://penstock") as http:
