@@ -89,11 +89,10 @@ class Admission:
 
     def note_ended(self, ticket: Ticket, sequence: Sequence) -> None:
         """Learns from how long an answer has become."""
-        is_whole = sequence.finish_reason is FinishReason.STOP
+        is_whole, sampling = sequence.finish_reason is FinishReason.STOP, sequence.request.sampling
+        bounds = max(1, sampling.max_tokens), sampling.num_thinking
         for lengths in (ticket.account.lengths, ticket.account.lane.lengths):
-            lengths.add(
-                sequence.num_output_tokens, max(1, sequence.request.sampling.max_tokens), is_whole=is_whole
-            )
+            lengths.add(sequence.num_output_tokens, *bounds, is_whole=is_whole)
         self._length += _LEARNING * (sequence.num_output_tokens - self._length)
 
     def note_finished(self, now: float) -> None:
@@ -347,10 +346,10 @@ class Admission:
     def _steps_left(self, sequence: Sequence) -> float:
         """Returns the number of steps after which a running sequence is expected to have ended."""
         num_output, request = sequence.num_output_tokens, sequence.request
-        ticket, limit = self._tickets.get(request.request_id), request.sampling.max_tokens
-        if request.beams is None:  # the sequence of a beam ends with its next token
-            limit = sequence.max_len - sequence.num_prompt_tokens
-        num_left = limit - num_output if ticket is None else ticket.account.left(num_output, limit)
+        limit = sequence.max_len - sequence.num_prompt_tokens
+        num_left: float = limit - num_output
+        if (ticket := self._tickets.get(request.request_id)) is not None:
+            num_left = ticket.account.left(num_output, limit, request.sampling.num_thinking)
         return num_left / self._tokens_each + max(0, sequence.num_remaining - 1) / self._num_prefill
 
 
