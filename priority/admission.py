@@ -133,6 +133,17 @@ class Admission:
 
     # The forecast
 
+    def promised_s(self, lane: Lane, num_tokens: int) -> float | None:
+        """Returns the seconds to the first token that a lane promises to a prompt of so many tokens.
+
+        None if it promises none, or while too little was measured.
+        """
+        if not self.model.is_known or self._load is None:
+            return None
+        work = Size.of(num_tokens).work(self.model.attended_each)
+        promised_s = self.planner.allowed_s(lane, work, self._load.max_batch_tokens)
+        return promised_s if promised_s < inf else None
+
     def forecast(
         self, account: Account, size: Size, now: float, *, num_promised: int | None = None
     ) -> Forecast | None:
