@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.model.drafts import DraftSource
 from penstock.engine.planning.request import Request, SamplingParams, Sequence
 from penstock.engine.planning.thinking import Thinking, ThinkingBudget
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import FakeSink, drafting_always, next_token
 from tests.engine.families import STATES
-from tests.engine.test_drafts import AnswerProposer, prompt_of
+from tests.engine.test_drafts import AnswerProposer, count, num_accepted, prompt_of
 from tests.engine.test_overlap import assert_all_is_given_back, queued_run
 from tests.engine.workloads import Run, Workload, workloads
 from tests.few import examples
 
 FORCED = (9, 7, 8)
 LENGTH = 24
+NO_DRAFTS = "drafts are verified by the native kernels, and there is no compiler for them"
 
 
 class Numbers(FakeSink):
@@ -109,7 +111,10 @@ def test_drafts_change_nothing(
     accuracy: float,
 ) -> None:
     monkeypatch.setattr("tests.engine.driver.Drafting", drafting_always)
+    if not driver.facts.max_drafts:
+        pytest.skip(NO_DRAFTS)
     assert answers(driver, requests(), proposer=AnswerProposer(expected, accuracy)) == expected
+    assert num_accepted(driver) > 10
 
 
 def test_giving_way_changes_nothing(driver: Driver, expected: dict[tuple[str, int], list[int]]) -> None:
@@ -202,3 +207,16 @@ def test_steps_in_flight_change_nothing(
         for index in range(request.n)
     }
     assert_all_is_given_back(run)
+
+
+def test_a_draft_model_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model drafts for itself: all its drafts are right, for none is made where tokens are forced."""
+    monkeypatch.setattr("tests.engine.driver.Drafting", drafting_always)
+    folder = make_checkpoint("llama", tmp_path)
+    driver = Driver(folder, sink=Numbers(), num_blocks=256, draft=DraftSource(folder))
+    if not driver.facts.max_drafts:
+        pytest.skip(NO_DRAFTS)
+    expected = answers(driver, requests())
+    assert answers(driver, requests(), model=True) == expected
+    found = count(driver, "draft")
+    assert found.num_accepted == found.num_drafted > 20
