@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import platform
 import shlex
@@ -15,6 +16,7 @@ from penstock.app.checkpoint import find_checkpoint, is_hub_id
 from penstock.app.errors import OperatorError
 from penstock.app.kernels import own_level
 from penstock.app.listen import bind, certificate_of, check_exposure
+from penstock.app.promises import remembered
 from penstock.app.settings import EngineSettings, Settings
 from penstock.engine.cores import num_cores
 from penstock.engine.free_memory import available_bytes
@@ -67,6 +69,7 @@ def checks(settings: Settings) -> Iterator[Check]:
     yield check_kernels()
     yield check_model(settings)
     yield from check_types(settings)
+    yield from check_promises(settings)
     yield check_families()
     yield check_port(settings)
     yield check_bench()
@@ -215,6 +218,16 @@ def check_types(settings: EngineSettings) -> Iterator[Check]:
         f"KV cache {sizes.kv_dtype}, {sizes.kv_of_a_token / 1024:.2f} KiB a token"
     )
     yield Check(Level.OK, "types", text)
+
+
+def check_promises(settings: EngineSettings) -> Iterator[Check]:
+    """Says what the model's lanes promised when it was last served here."""
+    if settings.model is not None and is_hub_id(settings.model):
+        return
+    with contextlib.suppress(OperatorError):  # the check of the model says it
+        said = remembered(find_checkpoint(settings.model, settings.revision), settings)
+        for promise in said or ["measured when the model is first served here"]:
+            yield Check(Level.OK, "promises", promise)
 
 
 def check_families() -> Check:

@@ -24,6 +24,7 @@ from penstock.app.keys import weights_of
 from penstock.app.listen import Certificate, bind, certificate_of, check_exposure, is_loopback, port_of, url
 from penstock.app.log import configure_log, log
 from penstock.app.loop import Server, delay_garbage, loop_factory, settle_garbage, uvicorn_config
+from penstock.app.promises import promises, remember
 from penstock.app.settings import Settings
 from penstock.engine.engine import EngineState
 from penstock.gateway.access.keys import Client
@@ -176,6 +177,11 @@ class _Process:
     def _open(self) -> None:
         _settle_interpreter()
         self.parts.service.warm_up()
+        said = list(promises(self.parts.queue.admission, self.parts.engine.max_sequence_tokens))
+        for promise in said:
+            log.info("promised, %s", promise)
+        if said:
+            remember(self.parts.folder, self.settings, said)
         log.info(
             "ready in %.1f s: open %s", time.monotonic() - self.started_s, url(self.listener, self.settings)
         )

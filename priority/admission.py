@@ -89,11 +89,10 @@ class Admission:
 
     def note_ended(self, ticket: Ticket, sequence: Sequence) -> None:
         """Learns from how long an answer has become."""
-        is_whole = sequence.finish_reason is FinishReason.STOP
+        is_whole, sampling = sequence.finish_reason is FinishReason.STOP, sequence.request.sampling
+        bounds = max(1, sampling.max_tokens), sampling.num_thinking
         for lengths in (ticket.account.lengths, ticket.account.lane.lengths):
-            lengths.add(
-                sequence.num_output_tokens, max(1, sequence.request.sampling.max_tokens), is_whole=is_whole
-            )
+            lengths.add(sequence.num_output_tokens, *bounds, is_whole=is_whole)
         self._length += _LEARNING * (sequence.num_output_tokens - self._length)
 
     def note_finished(self, now: float) -> None:
@@ -133,6 +132,17 @@ class Admission:
         return {line.lane for line in self._lanes.values() if line.is_lively(now)}.union(more)
 
     # The forecast
+
+    def promised_s(self, lane: Lane, num_tokens: int) -> float | None:
+        """Returns the seconds to the first token that a lane promises to a prompt of so many tokens.
+
+        None if it promises none, or while too little was measured.
+        """
+        if not self.model.is_known or self._load is None:
+            return None
+        work = Size.of(num_tokens).work(self.model.attended_each)
+        promised_s = self.planner.allowed_s(lane, work, self._load.max_batch_tokens)
+        return promised_s if promised_s < inf else None
 
     def forecast(
         self, account: Account, size: Size, now: float, *, num_promised: int | None = None
@@ -347,10 +357,10 @@ class Admission:
     def _steps_left(self, sequence: Sequence) -> float:
         """Returns the number of steps after which a running sequence is expected to have ended."""
         num_output, request = sequence.num_output_tokens, sequence.request
-        ticket, limit = self._tickets.get(request.request_id), request.sampling.max_tokens
-        if request.beams is None:  # the sequence of a beam ends with its next token
-            limit = sequence.max_len - sequence.num_prompt_tokens
-        num_left = limit - num_output if ticket is None else ticket.account.left(num_output, limit)
+        limit = sequence.max_len - sequence.num_prompt_tokens
+        num_left: float = limit - num_output
+        if (ticket := self._tickets.get(request.request_id)) is not None:
+            num_left = ticket.account.left(num_output, limit, request.sampling.num_thinking)
         return num_left / self._tokens_each + max(0, sequence.num_remaining - 1) / self._num_prefill
 
 

@@ -14,22 +14,29 @@ _ENOUGH = 8
 
 
 class Lengths:
-    """The lengths of the last answers of a tenant or a lane, those with about the same limit together."""
+    """The lengths of the last answers of a tenant or a lane, those with about the same bounds together.
+
+    The bounds are the limit on the tokens of the answer, and the one on its reasoning, if there is one.
+    """
 
     __slots__ = ("_alike",)
 
     def __init__(self) -> None:
-        self._alike: dict[int, _Alike] = {}
-        """The lengths by bit length of the limit, because exact limits say nothing about answers without one."""
+        self._alike: dict[tuple[int, int], _Alike] = {}
+        """The lengths by bit lengths of the bounds, because exact bounds say nothing about answers with others."""
 
-    def add(self, num_tokens: int, limit: int, *, is_whole: bool) -> None:
+    def add(self, num_tokens: int, limit: int, num_thinking: int | None = None, *, is_whole: bool) -> None:
         """Takes the length of an answer, and whether it ended by itself."""
-        self._alike.setdefault(limit.bit_length(), _Alike()).add(num_tokens, is_whole=is_whole)
+        self._alike.setdefault(_class_of(limit, num_thinking), _Alike()).add(num_tokens, is_whole=is_whole)
 
-    def left(self, num_tokens: int, limit: int) -> float | None:
+    def left(self, num_tokens: int, limit: int, num_thinking: int | None = None) -> float | None:
         """Returns how many tokens more are expected of an answer that has so many; None if too little is known."""
-        alike = self._alike.get(limit.bit_length())
+        alike = self._alike.get(_class_of(limit, num_thinking))
         return None if alike is None else alike.left(num_tokens, limit - num_tokens)
+
+
+def _class_of(limit: int, num_thinking: int | None) -> tuple[int, int]:
+    return limit.bit_length(), -1 if num_thinking is None else num_thinking.bit_length()
 
 
 class _Alike:

@@ -103,8 +103,8 @@ class Ticket:
         self.size = Size.of(num_prompt, num_cached, num_in_use, request.n if request.beams is not None else 1)
         self.num_places = 1 if request.branches else request.n
         """The number of answers with streams of their own; branches have no output."""
-        most = 0 if request.branches else self.num_places
-        self.num_growth = int(most * account.left(0, max(1, request.sampling.max_tokens)))
+        most, sampling = 0 if request.branches else self.num_places, request.sampling
+        self.num_growth = int(most * account.left(0, max(1, sampling.max_tokens), sampling.num_thinking))
         """Tokens of KV that its answers are expected to take."""
         self.num_bytes = _BYTES_PER_TOKEN * num_prompt
         self.key = (deadline_us, order)
@@ -209,10 +209,14 @@ class Account(Backlog):
                 return
             yield ticket
 
-    def left(self, num_output: int, limit: int) -> float:
-        """Returns how many tokens more are expected of an answer that has so many."""
+    def left(self, num_output: int, limit: int, num_thinking: int | None = None) -> float:
+        """Returns how many tokens more are expected of an answer that has so many.
+
+        Args:
+            num_thinking: the bound on its reasoning, if there is one.
+        """
         for lengths in (self.lengths, self.lane.lengths):
-            if (left := lengths.left(num_output, limit)) is not None:
+            if (left := lengths.left(num_output, limit, num_thinking)) is not None:
                 return left
         return min(limit - num_output, max(_UNKNOWN_LENGTH - num_output, num_output / 2))
 

@@ -74,9 +74,6 @@ function offer(form, model) {
   for (const lane of options) lane.hidden = lane.disabled = model?.lanes?.includes(lane.value) === false;
   if (options[options.selectedIndex].disabled) options.selectedIndex = [...options].findIndex(({ disabled }) => !disabled);
   find(".effort", HTMLElement, form).hidden = !model?.reasoning;
-  const isSwitch = model?.reasoning === "switch";
-  for (const grade of form.querySelectorAll("option[data-grade]")) grade.toggleAttribute("hidden", isSwitch);
-  find("option[value=medium]", HTMLOptionElement, form).text = isSwitch ? "on" : "some";
 }
 
 /** @param {HTMLDialogElement} dialog */

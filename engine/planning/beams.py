@@ -178,7 +178,7 @@ class BeamSequence(Sequence):
         super().__init__(request, index, order)
         self.beams = beams
         self.token_ids += token_ids
-        self.max_len = len(self.token_ids) + 1
+        self.horizon = len(self.token_ids) + 1
 
     def heir(self, index: int, token_ids: ListLike[int]) -> BeamSequence:
         heir = BeamSequence(self.beams, self.request, index, self.order, token_ids)

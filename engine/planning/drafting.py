@@ -315,7 +315,7 @@ class Drafting:
         sequence = chunk.sequence
         if not chunk.samples or chunk.num_tokens != 1 or (is_known and sequence.num_pending != 1):
             return None
-        length = min(self.most, sequence.max_len - 1 - len(sequence.token_ids))
+        length = min(self.most, sequence.horizon - 1 - len(sequence.token_ids))
         if length <= 0:
             return None
         record = self._records.get(sequence)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from penstock.engine.planning.grammar import Grammar, Guide
 from penstock.engine.planning.states import SequenceState
+from penstock.engine.planning.thinking import Thinking, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +60,18 @@ class SamplingParams:
     """The only tokens that may be chosen; empty if all may."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that are kept out of the output: the last one of a run is banned where those before it stand."""
+    thinking: ThinkingBudget | None = None
+    """The bound on the reasoning; None if there is none."""
 
     @property
     def is_guided(self) -> bool:
         """Whether masks limit the tokens that may be chosen."""
         return self.grammar is not None or bool(self.allowed_token_ids or self.bad_words)
+
+    @property
+    def num_thinking(self) -> int | None:
+        """The output tokens after which reasoning is ended; None if there is no such bound."""
+        return None if self.thinking is None else self.thinking.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,6 +345,9 @@ class Sequence:
     and output tokens, whatever the request asks for."""
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    horizon: int = field(init=False)
+    """No step is planned that computes the token with this number, or drafts beyond it: there `max_len` ends the
+    sequence, or the chosen token may be replaced by others, which the host has to know first."""
     timings: Timings = field(init=False)
     num_pending: int = field(init=False, default=0)
     """Tokens that steps in flight bring. They follow `token_ids`; only the device knows them yet."""
@@ -360,6 +371,8 @@ class Sequence:
     """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
     guide: Guide | None = field(init=False, default=None)
     """The state of the masks of a guided sequence, from its first choice on; it has taken all output tokens."""
+    thinking: Thinking | None = field(init=False, default=None)
+    """The state of reasoning with a budget, from the first choice on; it has taken all output tokens."""
     stop: str | None = field(init=False, default=None)
     """The stop string that ended it, if one did."""
     followers: range = field(init=False, default=range(0))
@@ -371,7 +384,10 @@ class Sequence:
         self.token_ids = request.token_ids_of(self.index)
         self.num_prompt_tokens = num_prompt = len(self.token_ids) - len(request.output_token_ids)
         longest = min(num_prompt + request.sampling.max_tokens, self.max_len)
-        self.max_len = max(longest, len(self.token_ids) + 1)
+        self.horizon = self.max_len = max(longest, len(self.token_ids) + 1)
+        if request.sampling.thinking is not None:
+            num_free = max(request.sampling.thinking.num_tokens, len(request.output_token_ids))
+            self.horizon = min(self.max_len, num_prompt + num_free + 1)
         self.timings = Timings(arrival_s=request.arrival_s, num_prompt_tokens=num_prompt)
 
     def inherit(self, parent: Sequence) -> None:
@@ -438,7 +454,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens, pending ones included, whose KV is needed and that no step has computed or is computing."""
-        known, last = len(self.token_ids) + self.num_pending, self.max_len - 1
+        known, last = len(self.token_ids) + self.num_pending, self.horizon - 1
         return (known if known < last else last) - self.num_computed  # min() is slower, and this is hot
 
     def __repr__(self) -> str:

@@ -23,8 +23,12 @@ from penstock.engine.planning.request import (
 from penstock.engine.planning.sequence_store import SequenceStore
 from penstock.engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
 from penstock.engine.planning.step_limit import StepLimit
+from penstock.engine.planning.thinking import Thinking
 
 log = logging.getLogger("penstock.engine")
+
+_CERTAIN = TokenLogprobs(0.0)
+"""Reported for a token that was forced."""
 
 
 class TokenSink(Protocol):
@@ -39,6 +43,10 @@ class TokenSink(Protocol):
         Returns:
             Text that can be shown now, and why the sequence ends here, if it does.
         """
+
+    def thinking(self, sequence: Sequence) -> Thinking:
+        """Returns the reasoning of a sequence whose request bounds it, after its output tokens."""
+        raise TypeError(f"{type(self).__name__} cannot read the reasoning of {sequence}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +176,7 @@ class StepResults(SequenceStore):
             num = sequence.num_prompt_tokens if sequence.request.pooling is Pooling.MEAN else 1
             outputs[0].embedding = [value / num for value in sequence.pooled]
         if chunk.drafts:
-            self._keep_accepted(chunk, len(outputs), now)
+            self._keep_accepted(chunk, min(len(outputs), len(sampled.token_ids)), now)
         if reason is not None:
             self._finish(sequence, reason, None, now, outputs[-1])
         return outputs
@@ -176,12 +184,14 @@ class StepResults(SequenceStore):
     def _append(self, sequence: Sequence, sampled: Sampled, outputs: list[Output]) -> FinishReason | None:
         """Appends tokens up to the one with which the sequence ends, an output for each; returns why it ends."""
         known, max_len, request = sequence.token_ids, sequence.max_len, sequence.request
-        logprobs = sampled.logprobs
+        token_ids, logprobs = sampled.token_ids, sampled.logprobs
         guide, is_complete = sequence.guide, False
         if not request.sampling.max_tokens:
             outputs.append(Output(request.request_id, sequence.index))
             return FinishReason.LENGTH
-        for number, token_id in enumerate(sampled.token_ids):
+        if request.sampling.thinking is not None:
+            token_ids, logprobs = self._within_budget(sequence, sampled)
+        for number, token_id in enumerate(token_ids):
             known.append(token_id)
             if guide is not None:
                 guide.advance(token_id)
@@ -194,6 +204,23 @@ class StepResults(SequenceStore):
             if reason is not None:
                 return reason
         return None
+
+    def _within_budget(
+        self, sequence: Sequence, sampled: Sampled
+    ) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """Returns the tokens that follow: those that end the reasoning take the place of the last, if it is spent."""
+        thinking, chosen = self.sink.thinking(sequence), sampled.token_ids
+        followed = thinking.follow(chosen)
+        num_free, logprobs = thinking.num_free, sampled.logprobs
+        sequence.horizon = sequence.max_len
+        if num_free is not None:
+            sequence.horizon = min(sequence.max_len, sequence.num_prompt_tokens + num_free + 1)
+        if followed != chosen:
+            self._departed.append(sequence)  # what the device knows of it has the token that was replaced
+            if logprobs is not None:
+                num_own = len(chosen) - 1
+                logprobs = logprobs[:num_own] + [_CERTAIN] * (len(followed) - num_own)
+        return followed, logprobs
 
     def _keep_accepted(self, chunk: Chunk, num_brought: int, now: float) -> None:
         """Keeps the KV of the drafts that were right; that of the others is overwritten by the steps to come."""

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from penstock.engine.planning.detokenizer import Detokenizer, make_detokenizer
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.thinking import Thinking
 from penstock.engine.planning.tokenizer import Tokenizer
 
 
@@ -131,6 +132,15 @@ class TextSink:
         if reason is not None:
             sequence.stop = stream.stop
         return text, reason
+
+    def thinking(self, sequence: Sequence) -> Thinking:
+        """Returns the reasoning of a sequence whose request bounds it; see TokenSink."""
+        if sequence.thinking is None:
+            budget = sequence.request.sampling.thinking
+            assert budget is not None
+            known = sequence.token_ids[sequence.num_prompt_tokens :]
+            sequence.thinking = Thinking(budget, self._tokenizer.token_bytes, known)
+        return sequence.thinking
 
     def replay(
         self, request: Request, token_ids: Collection[int], max_len: int, *, is_whole: bool = False

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from penstock.engine.planning.grammar import CompiledGrammar
 from penstock.engine.planning.request import Request
+from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.endpoints.params import Arrival, GenerationParams, RequestMaker, Understood, is_compared
@@ -33,6 +34,8 @@ from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.store.interface import StoreUnavailable
 from penstock.gateway.store.patience import INSIST_S
 from penstock.gateway.wire.beams import check_beams
+from penstock.gateway.wire.efforts import Reasoned
+from penstock.gateway.wire.reading import Reading
 from penstock.gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, ServiceTier, check_chat
 from penstock.gateway.wire.shapes import Head
@@ -230,7 +233,7 @@ class Intake:
     async def with_tools(
         self, params: GenerationParams, prompt: list[int], use: ToolUse, *, shows_reasoning: bool = True
     ) -> GenerationParams:
-        """Returns the params with how answers to a prompt are read, and with the grammar of their reasoning and calls.
+        """Returns the params with how answers to a prompt are read, and with what bounds their reasoning and calls.
 
         What an answer has to match holds for what follows the reasoning, where no tool is called.
 
@@ -241,7 +244,21 @@ class Intake:
         answer = None if params.grammar is None else params.grammar.plain
         grammar = self._service.formats.grammar(prompt, reading, use, answer)
         form = None if grammar is None else Form("tools" if use.tools else "response_format", grammar)
-        return replace(params, reading=reading, grammar=await self.grammar(params.tenant, form))
+        return replace(
+            params,
+            reading=reading,
+            grammar=await self.grammar(params.tenant, form),
+            thinking=self._thinking(params.body, prompt, reading),
+        )
+
+    def _thinking(self, body: Sampled, prompt: list[int], reading: Reading) -> ThinkingBudget | None:
+        service = self._service
+        if not isinstance(body, Reasoned):
+            return None
+        number = body.budget(service.prompts.variables, service.dispatch.context_length)
+        if number is None:
+            return None
+        return service.formats.budget(prompt, reading, number, service.prompts.around_closing)
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
         """Reserves room for these requests in the client's quota; raises 429 if there is none."""

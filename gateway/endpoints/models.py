@@ -125,7 +125,7 @@ class TokensApi(Endpoints):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.messages is not None:
             use = tool_use([dict(tool) for tool in body.tools or ()])
-            variables = counting.variables(body.chat_template_kwargs, None)
+            variables = counting.variables(body.chat_template_kwargs)
             return await counting.encode_chat(
                 body.messages, use, variables, add_generation_prompt=body.add_generation_prompt
             )

@@ -10,6 +10,7 @@ from penstock.engine.planning.bans import Words
 from penstock.engine.planning.grammar import CompiledGrammar
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.access.keys import Client
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
@@ -65,6 +66,8 @@ class GenerationParams:
     """The grammar that each answer has to match."""
     reading: Reading = PLAIN
     """The formats in which each answer is read."""
+    thinking: ThinkingBudget | None = None
+    """The bound on the reasoning of each answer."""
 
     @property
     def tenant(self) -> Tenant:
@@ -130,6 +133,7 @@ class RequestMaker:
             else self._service.formats.shown(params.reading),
             vocab_size=self._service.vocab_size,
             grammar=params.grammar,
+            thinking=None if params.body.use_beam_search else params.thinking,
         )
 
     def _beam_tokens(self, params: GenerationParams, num_prompt_tokens: int) -> int:

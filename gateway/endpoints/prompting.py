@@ -24,6 +24,7 @@ from penstock.gateway.wire.conversation import (
     thinking_switches,
 )
 from penstock.gateway.wire.decisions import LEAD, Decisions
+from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.embeddings import Embedded, EmbeddingsBody
 from penstock.gateway.wire.prompts import Prompts, check_token_ids
 from penstock.gateway.wire.sampling import context_exceeded
@@ -116,7 +117,7 @@ class Prompting:
         if before:
             self.check_prompt_ids(before, "context")
         use, continues = chat_tools(body), bool(body.continue_final_message)
-        variables = self.variables(body.chat_template_kwargs, body.reasoning_effort)
+        variables = self.variables(body.chat_template_kwargs, body)
         if body.documents:
             if "documents" not in self._prompts.variables:
                 message = "This model's chat template takes no documents."
@@ -134,8 +135,7 @@ class Prompting:
 
     def turn(self, body: ResponseBody) -> Callable[[Thread, Sequence[ThreadMessage]], Awaitable[list[int]]]:
         """Returns a function that makes the tokens of a response's turn, which continues a thread with new messages."""
-        effort = None if body.reasoning is None else body.reasoning.effort
-        variables = self.variables(body.chat_template_kwargs, effort)
+        variables = self.variables(body.chat_template_kwargs, body)
         make = partial(extend, self._prompts, instructions=body.instructions, variables=variables)
         use = response_tools(body)
 
@@ -161,24 +161,34 @@ class Prompting:
         branched = partial(self._prompts.branched, messages, LEAD, texts, thinking_switches(False))
         return await self.run(num_shared + sum(map(len, texts)) + MESSAGE_CHARS * num_texts, branched)
 
-    def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+    def variables(self, given: Mapping[str, Any] | None, body: Reasoned | None = None) -> dict[str, Any]:
         """Returns the variables of the chat template other than messages and tools.
+
+        Args:
+            body: says how much the model may reason.
 
         Raises:
             ApiError: 400 for what is not the client's to tell.
         """
-        variables, known = dict(given or {}), self._prompts.variables
+        variables = dict(given or {})
         self._prompts.check_variables(variables, "chat_template_kwargs")
-        if reasoning_effort is not None:
-            switches = thinking_switches(reasoning_effort != "none")
-            switches = {name: on for name, on in switches.items() if name in known}
-            if "reasoning_effort" in known:
-                variables.setdefault("reasoning_effort", reasoning_effort)
-            elif switches:
-                variables = switches | variables
-            else:
-                self._ignore("reasoning_effort")
-        return variables
+        return variables if body is None else self._reasoning(body) | variables
+
+    def _reasoning(self, body: Reasoned) -> dict[str, Any]:
+        """Returns the variables that say how much the model may reason."""
+        known, effort, number = self._prompts.variables, body.effort, body.num_thinking
+        budget = body.budget(known, self._context_length) if self._prompts.reasons else None
+        variables: dict[str, Any] = {"thinking_budget": budget}
+        if number == 0:
+            variables |= thinking_switches(False)
+        elif effort is not None and "reasoning_effort" in known:
+            variables["reasoning_effort"] = effort
+        elif effort is not None:
+            variables |= thinking_switches(effort != "none")
+        found = {name: value for name, value in variables.items() if name in known and value is not None}
+        if budget is None and not found and (number, effort) != (None, None):
+            self._ignore("reasoning_effort" if number is None else "thinking_token_budget")
+        return found
 
     async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)

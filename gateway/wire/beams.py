@@ -35,6 +35,8 @@ _EXCLUDED: Mapping[str, tuple[object, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "bad_words": ([],),
+    "thinking_token_budget": (),
+    "thinking_budget_tokens": (),
     "allowed_token_ids": (),
     "tools": ([],),
 }

@@ -24,6 +24,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.histories import Message, Shape, shapes
 from penstock.gateway.wire.reading import Formats
 from penstock.gateway.wire.tokenizer import Tokenizer
@@ -66,7 +67,10 @@ class Prompts:
         marks = {text: i for text, i in added.items() if _is_mark(text, source or "")}
         self._mark_ids = frozenset(marks.values())
         self._marks = _any_of([*special, *marks])
-        said = Formats(tokenizer).markers
+        formats = Formats(tokenizer)
+        self.reasons = formats.reasoning is not None
+        """Whether the template's model may reason."""
+        said = formats.markers
         self._marks_never_said = _any_of([*special, *(text for text in marks if text not in said)])
         self._fim = next((found for names in _FIM if (found := _tokens_named(tokenizer, names))), None)
 
@@ -150,6 +154,20 @@ class Prompts:
         before_text, before_middle, before_suffix = self._fim
         encode = self.tokenizer.encode
         return [before_text, *encode(text), before_suffix, *encode(suffix), before_middle]
+
+    def around_closing(self, closing: str) -> tuple[str, str]:
+        """Returns the spaces that the template writes before and after the marker that ends reasoning."""
+        asked, thought, said = {"role": "user", "content": "Q"}, "THOUGHT", "SAID"
+        answer = {"role": "assistant", "content": said, "reasoning_content": thought, "thinking": thought}
+        try:
+            rendered = self._render([asked, answer], False, {"tools": None, **thinking_switches(True)})
+        except ApiError:
+            rendered = ""
+        between = rendered.rpartition(thought)[2].partition(said)[0]
+        before, found, after = between.partition(closing)
+        if not found or before.strip():
+            return "\n", "\n\n"
+        return before, after[: len(after) - len(after.lstrip())]
 
     def text(self, text: str, *, add_special: bool = True) -> list[int]:
         """Returns the tokens of a plain prompt, with those that the tokenizer itself puts around it."""

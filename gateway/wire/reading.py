@@ -10,6 +10,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.wire.parsing import (
     ArgumentsDelta,
@@ -239,6 +240,40 @@ class Formats:
         if not found:
             return json.dumps(marker)
         return " ".join(found + [json.dumps(text.decode())] * bool(text))
+
+    def budget(
+        self,
+        prompt: Sequence[int],
+        reading: Reading,
+        num_tokens: int,
+        spaces: Callable[[str], tuple[str, str]],
+    ) -> ThinkingBudget | None:
+        """Returns the bound on the reasoning of a reply, markers included; None if none may come.
+
+        Args:
+            spaces: returns what the model writes before and after the marker that ends reasoning.
+        """
+        markers = None if reading.reasoning is None else self._thinking(prompt, reading)
+        if markers is None:
+            return None
+        before, after = spaces(markers.closing)
+        answer = ""
+        if reading.reasoning == HARMONY:
+            answer = _ANSWERS[HARMONY][0]
+            # A call begins like a text beside calls: the model still chooses between the two.
+            before, after = "", _NEXT + ("<|channel|>commentary" if reading.tools else answer)
+        num_markers = len(self._encoded(before + markers.closing))
+        return ThinkingBudget(
+            num_tokens=max(0, num_tokens - num_markers),
+            opening=markers.opening,
+            closing=markers.closing,
+            answer=answer,
+            is_open=reading.is_open,
+            forced=tuple(self._encoded(before + markers.closing + after)),
+        )
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, parse_special=True)
 
     def thoughts(self, reading: Reading) -> Thoughts | None:
         """Returns a counter of one reply's reasoning tokens; None if its format has none."""

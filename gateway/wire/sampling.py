@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from penstock.engine.planning.bans import Words
 from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.request import SamplingParams
+from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.schemas import Sampled, as_strings
@@ -82,6 +83,7 @@ def sampling_params(
     shown_special: frozenset[int],
     vocab_size: int,
     grammar: Grammar | None = None,
+    thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
     """
     Args:
@@ -111,6 +113,7 @@ def sampling_params(
         shown_special=shown_special,
         num_logprobs=num_logprobs,
         grammar=grammar,
+        thinking=thinking,
         allowed_token_ids=tuple(allowed),
         bad_words=bad_words,
         num_prompt_logprobs=num_prompt_logprobs,

@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
@@ -286,7 +287,7 @@ class AnswerFormat(StrictBody):
     json_schema: JsonSchema | None = None
 
 
-class ChatBody(Chat, Sampled):
+class ChatBody(Chat, Reasoned, Sampled):
     """`POST /v1/chat/completions`."""
 
     IGNORED = Sampled.IGNORED - {"store", "metadata"}
@@ -330,6 +331,10 @@ class ChatBody(Chat, Sampled):
     @property
     def num_output(self) -> int:
         return self.max_tokens or self.max_completion_tokens or 1
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort
 
 
 class CompletionBody(Sampled):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.app.bench.statistics import percentile
 from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.step import Plan, Sampled, StepResult
 from penstock.priority.queue import LaneQueue
 
@@ -20,7 +20,7 @@ _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 32
 
 
-class NoText:
+class NoText(TokenSink):
     """Sequences that end when they have all their tokens."""
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002

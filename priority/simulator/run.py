@@ -11,7 +11,7 @@ from typing import Protocol
 from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
-from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
 from penstock.priority.baselines import FirstComeQueue
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
@@ -137,7 +137,7 @@ class Tally:
             self.add()
 
 
-class Server:
+class Server(TokenSink):
     """One machine with its own scheduler, queue and clock."""
 
     def __init__(

@@ -37,8 +37,8 @@ def test_the_status_is_that_of_the_worst(
 def test_this_machine_has_what_the_tests_need() -> None:
     found = {check.name: check for check in doctor.checks(Settings(port=0))}
     assert list(found) == [
-        "python", "processor", "memory", "torch", "gpu", "compiler", "kernels", "model", "types", "families", "port",
-        "bench",
+        "python", "processor", "memory", "torch", "gpu", "compiler", "kernels", "model", "types", "promises",
+        "families", "port", "bench",
     ]  # fmt: skip
     assert str(found["python"]) == f"ok    python    {platform.python_version()} at {sys.executable}"
     assert str(found["torch"]) == f"ok    torch     {torch.__version__}"

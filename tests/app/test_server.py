@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 from penstock.app import server
 from penstock.app.errors import OperatorError
 from penstock.app.listen import bind, certificate_of, url
+from penstock.app.promises import remembered
 from penstock.app.settings import Settings
 from penstock.engine.engine import EngineState
+from penstock.priority.lanes import Lane
 
 Told = list[object]
 
@@ -23,15 +26,20 @@ Told = list[object]
 class Parts:
     """Stands for a server's parts: what they are told is noted."""
 
-    folder = "folder"
+    folder = Path("folder")
 
     def __init__(self) -> None:
         self.told: Told = []
         self.failure: Exception | None = None
         self.app = self.engine = self.service = self.dispatch = self.access = self.queue = self
+        self.admission, self.max_sequence_tokens = self, 100
+        self.promised: float | None = None
 
     def warm_up(self) -> None:
         self.told.append("warm up")
+
+    def promised_s(self, lane: Lane, num_tokens: int) -> float | None:
+        return self.promised if lane is Lane.INTERACTIVE and num_tokens < 100 else None
 
     def begin_drain(self) -> None:
         self.told.append("drain")
@@ -99,6 +107,23 @@ def test_a_model_that_is_loaded_is_told_once_all_is_settled(
     assert not process.server.should_exit
     process._on_state(EngineState.FAILED)
     assert process.server.should_exit
+
+
+def test_what_is_promised_is_said_and_remembered(
+    process: server._Process,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(server, "_settle_interpreter", lambda: None)
+    parts: Any = process.parts
+    parts.promised = 1.0
+    process._on_state(EngineState.READY)
+    said = "interactive: first token within 1 s for prompts of up to 99 tokens"
+    assert caplog.messages[1:] == [f"promised, {said}"]
+    assert remembered(parts.folder, process.settings)[0].startswith(said)
 
 
 def signalled(process: server._Process, times: int) -> None:

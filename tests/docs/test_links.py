@@ -46,6 +46,7 @@ PACKAGES = sorted(name for name in FOLDERS if (ROOT / name / "__init__.py").exis
 ELSEWHERE = {
     *("ext_authz", "json_slices", "sm_86", "input_global_scale", "activation_scale", "tile_packed_to_4d"),
     *("--build-arg", "build"),
+    *("--max-num-queued-tokens", "--max-num-queued-reqs", "--max-queued-requests", "OLLAMA_MAX_QUEUE"),
 }
 """Names of other programs and of cards."""
 

@@ -33,7 +33,7 @@ def compiled(request: Request, grammars: Grammars) -> Request:
     )
 
 
-class NoText:
+class NoText(TokenSink):
     """Sequences that end by their length alone."""
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002

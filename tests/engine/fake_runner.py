@@ -19,6 +19,7 @@ from penstock.engine.planning.drafting import Drafting, Proposer
 from penstock.engine.planning.guesses import Guess
 from penstock.engine.planning.pace import Pace
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.scheduler import TokenSink
 from penstock.engine.planning.states import ChunkState
 from penstock.engine.planning.step import (
     Chunk,
@@ -339,7 +340,7 @@ def drafting_always(
     return drafting
 
 
-class FakeSink:
+class FakeSink(TokenSink):
     """Text is the token's number; a sequence ends by its length."""
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002

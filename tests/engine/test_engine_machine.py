@@ -18,7 +18,7 @@ import pytest
 
 from penstock.engine.engine import Engine
 from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
-from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.step import (
     Chunk,
     DeviceError,
@@ -99,7 +99,7 @@ class TroubledRunner(QueuedRunner):
         self.lost.update(chunk.sequence.key for chunk in chunks)
 
 
-class StoppingSink:
+class StoppingSink(TokenSink):
     """A sequence ends with its stop token, or by its length."""
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:

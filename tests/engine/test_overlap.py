@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.planning.request import FinishReason, Sequence
+from penstock.engine.planning.scheduler import TokenSink
 from penstock.engine.planning.step import Plan
 from penstock.engine.planning.stopping import TextStream
 from tests.engine.fake_runner import expected_output, make_request
@@ -33,7 +34,7 @@ class Spelled:
         return "."
 
 
-class StoppingSink:
+class StoppingSink(TokenSink):
     """Ends at tokens, at stop strings that go over several tokens, and at the length."""
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:
@@ -49,11 +50,13 @@ class StoppingSink:
         return text + stream.flush(), FinishReason.STOP if stream.stopped else FinishReason.LENGTH
 
 
-def queued_run(workload: Workload, seed: int, *, stops: bool = True) -> tuple[Run, QueuedRunner]:
+def queued_run(
+    workload: Workload, seed: int, *, stops: bool = True, sink: TokenSink | None = None
+) -> tuple[Run, QueuedRunner]:
     """The device is as fast or slow as chance will have it."""
     pace = random.Random(seed)
     runner = QueuedRunner(workload.num_blocks, BLOCK_SIZE, runs_early=lambda: pace.random() < 0.5)
-    run = Run(workload, runner=runner, sink=StoppingSink() if stops else None)
+    run = Run(workload, runner=runner, sink=sink or (StoppingSink() if stops else None))
     runner.watch(run.tables)
     return run, runner
 

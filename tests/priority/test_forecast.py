@@ -60,6 +60,15 @@ def test_who_asks_for_what_is_needed_says_nothing_of_who_sets_no_limit() -> None
     assert lengths.left(0, 1_000_000) is None, "nobody had a limit like that"
 
 
+def test_a_budget_for_reasoning_says_nothing_of_who_has_none() -> None:
+    lengths = lengths_of([(2_000, 8_000, True)] * 8)
+    for _ in range(8):
+        lengths.add(150, 8_000, 100, is_whole=True)
+    assert lengths.left(0, 8_000) == pytest.approx(2_000)
+    assert lengths.left(0, 8_000, 120) == pytest.approx(150)
+    assert lengths.left(0, 8_000, 1_000) is None, "nobody had a budget like that"
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 200), st.just(255), st.booleans()), min_size=8, max_size=100),
     st.integers(0, 250),

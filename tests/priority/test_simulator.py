@@ -118,7 +118,7 @@ def test_other_names_in_the_same_order_give_the_same_run(trace: list[Arrival]) -
 def test_an_answer_that_ends_below_its_limit_has_ended_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt = set[tuple[int, int, bool]]()
 
-    def add(_: Lengths, num_tokens: int, limit: int, *, is_whole: bool) -> None:
+    def add(_: Lengths, num_tokens: int, limit: int, __: int | None, *, is_whole: bool) -> None:
         learnt.add((num_tokens, limit, is_whole))
 
     monkeypatch.setattr(Lengths, "add", add)

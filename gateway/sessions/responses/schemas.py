@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.http.errors import ApiError, invalid, unsupported
 from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.schemas import (
     HINTS,
     OPEN,
@@ -214,7 +215,7 @@ def _its_id(conversation: object) -> object:
     return conversation
 
 
-class ResponseBody(Sampled):
+class ResponseBody(Reasoned, Sampled):
     """`POST /v1/responses`."""
 
     NOT_SUPPORTED = frozenset(
@@ -278,6 +279,10 @@ class ResponseBody(Sampled):
     def num_logprobs(self) -> int | None:
         """Returns the number of likely tokens to report at each position; None without log probabilities."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     @property
     def seals_reasoning(self) -> bool:

@@ -200,12 +200,14 @@ def _sampling(body: MessagesBody) -> dict[str, object]:
 
 
 def _thinking(thinking: Thinking | None) -> dict[str, object]:
-    """Returns the fields that switch reasoning on, off or out of sight; its length is left to the model."""
+    """Returns the fields that switch reasoning on, off or out of sight, and bound it."""
     if thinking is None:
         return {}
     asked: dict[str, object] = {"include_reasoning": False} if thinking.display == "omitted" else {}
     if thinking.type in ("enabled", "disabled"):
         asked["chat_template_kwargs"] = thinking_switches(thinking.type == "enabled")
+    if thinking.type != "disabled":
+        asked["thinking_token_budget"] = thinking.budget_tokens
     return asked
 
 

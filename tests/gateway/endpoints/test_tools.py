@@ -448,10 +448,75 @@ async def test_an_effort_is_named_as_ignored_where_the_template_has_no_switch() 
     assert reply.headers["x-penstock-ignored"] == "reasoning_effort"
 
 
+def opening_gateway() -> Gateway:
+    """Its template begins the reasoning."""
+    template = TEMPLATE.replace("'<|assistant|>' }}", "'<|assistant|><think>\n' }}")
+    return Gateway(tokenizer=make_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "number"),
+    [
+        (CHAT, chat_body(thinking_token_budget=40), 40),
+        (CHAT, chat_body(thinking_token_budget=40, n=2), 40),
+        (CHAT, chat_body(reasoning_effort="low"), 512 // 8),
+        (RESPONSES, {"input": "Hi", "thinking_token_budget": 40}, 40),
+        (RESPONSES, {"input": "Hi", "reasoning": {"effort": "high"}}, 512 // 2),
+        (
+            "/v1/messages",
+            chat_body(max_tokens=99, thinking={"type": "enabled", "budget_tokens": 40}),
+            40,
+        ),
+        ("/api/chat", chat_body(think="medium", stream=False), 512 // 4),
+    ],
+)
+async def test_reasoning_may_have_a_budget(path: str, body: dict[str, Any], number: int) -> None:
+    here = opening_gateway()
+    async with client(here.app) as http:
+        reply = asyncio.create_task(http.post(path, json={"model": MODEL, **body}))
+        request = await here.taken()
+        here.answer(request, "Yes.")
+        assert (await reply).status_code == 200
+    budget = request.sampling.thinking
+    assert budget is not None
+    assert budget.is_open
+    forced = here.service.tokenizer.decode(list(budget.forced), skip_special=False)
+    assert forced == "\n</think>\n\n"
+    assert budget.num_tokens == number - len("\n</think>"), "its tokens are bytes"
+
+
+@pytest.mark.parametrize("fields", [{}, {"reasoning_effort": "max"}, {"use_beam_search": True}])
+async def test_who_asks_for_none_has_no_budget(fields: dict[str, Any]) -> None:
+    _, request = await answered(opening_gateway(), chat_body(**fields), "Yes.")
+    assert request.sampling.thinking is None
+
+
+async def test_a_budget_of_0_switches_reasoning_off() -> None:
+    here = gateway()
+    _, request = await answered(here, chat_body(thinking_token_budget=0), "Yes.")
+    assert here.prompt_of(request).endswith("<think></think>")
+
+
+async def test_a_budget_is_named_as_ignored_where_the_model_does_not_reason() -> None:
+    reply, _ = await answered(Gateway(), chat_body(thinking_token_budget=9), "Yes.")
+    assert reply.headers["x-penstock-ignored"] == "thinking_token_budget"
+
+
+async def test_a_template_may_tell_the_model_of_its_budget() -> None:
+    """As Seed-OSS's does."""
+    told = "'<|assistant|>' ~ (thinking_budget | default(-1)) }}"
+    here = Gateway(tokenizer=make_tokenizer(TEMPLATE.replace("'<|assistant|>' }}", told)))
+    for fields, shown in (
+        ({}, "-1"),
+        ({"thinking_token_budget": 40}, "40"),
+        ({"reasoning_effort": "low"}, "64"),
+    ):
+        _, request = await answered(here, chat_body(**fields), "Yes.")
+        assert here.prompt_of(request).endswith(f"<|assistant|>{shown}")
+
+
 async def test_a_prompt_that_opens_reasoning() -> None:
-    here = Gateway(
-        tokenizer=make_tokenizer(TEMPLATE.replace("'<|assistant|>' }}", "'<|assistant|><think>\n' }}"))
-    )
+    here = opening_gateway()
     reply, _ = await answered(here, chat_body(), "Hm.", "</think>", "Yes.")
     message = reply.json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")

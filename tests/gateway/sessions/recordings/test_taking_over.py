@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from penstock.engine.engine import EngineState
 from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.sessions.recordings import registry
 from penstock.gateway.sessions.recordings.recording import Recording
@@ -113,6 +114,22 @@ async def test_what_an_answer_has_to_match_is_compiled_again() -> None:
         for request in (recording.request, *recording.requests):
             assert request.sampling.grammar == plain, "compiled, it is not"
         assert frames(recording) == await expected_frames()
+
+
+async def test_the_budget_for_reasoning_goes_on() -> None:
+    store, budget = (
+        OrphaningStore(Clock()),
+        ThinkingBudget(num_tokens=9, opening="<a>", closing="</a>", is_open=True, forced=(7, 8)),
+    )
+    async with serving(store) as gateway:
+        asked = make_request(ID, tenant="ann")
+        sampling = replace(asked.sampling, thinking=budget)
+        engine_brings(gateway, await begun(gateway, replace(asked, sampling=sampling)), 0, 3)
+    store.orphan()
+    async with serving(store) as gateway:
+        assert await gateway.service.recordings.find("ann", ID) is not None
+        taken = await gateway.taken()
+        assert (taken.sampling.thinking, taken.output_token_ids) == (budget, tuple(TOKENS[:3]))
 
 
 async def test_what_can_no_longer_be_compiled_is_an_error() -> None:
