@@ -37,7 +37,7 @@ class Batch:
     """[N, 4] sequence, rows, slot, kept: the state after so many of the sequence's certain rows of this step is written
     to this slot, too, and the `kept` rows that follow become its pending rows."""
     max_query_len: int | None = field(default=None, kw_only=True)
-    """No sequence has more tokens than this in the step; None if whoever made the batch did not count."""
+    """No sequence has more tokens than this in the step; None if the batch's maker did not count."""
 
     def tables(self, num: int) -> Tensor:
         """[num, S, max blocks / num]: the `num` tables of each sequence that lie in `block_tables`, entry by entry."""

@@ -1,4 +1,4 @@
-"""Work that a device does beside other work, where nothing but the order of launches keeps them apart."""
+"""Runs two pieces of work on a device at the same time, where only the order of launches keeps them apart."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _Second = TypeVar("_Second")
 def beside(
     device: torch.device, first: Callable[[], _First], second: Callable[[], _Second]
 ) -> tuple[_First, _Second]:
-    """Both results; in a CUDA graph that is being captured, the second runs on a stream of its own beside the first.
+    """Returns both results; in a CUDA graph being captured, the second runs on a stream of its own at the same time.
 
-    So run shared experts beside those that a router chooses. Their tiles could be in the same grouped launch only if
-    they had the width, the format and the ranks of the others, which they need not have; a second branch of the graph
-    asks nothing of them, and a replay launches it with the rest. Steps that are launched kernel by kernel have no use
-    for it: large ones fill the device with either, and to order streams takes the host as long as to launch a kernel.
+    Shared experts run so, at the same time as the experts that a router chooses. Their tiles could be in the same
+    grouped launch only if they had the width, the format and the ranks of the others, which they need not have; a
+    second branch of the graph asks nothing of them, and a replay launches it with the rest. Steps that are launched
+    kernel by kernel have no use for it: large ones fill the device with either, and to order streams takes the host as
+    long as to launch a kernel.
 
-    The side stream waits for all that was asked before, every time, and is waited for: so memory that either stream
+    The side stream waits for all work launched before, every time, and is waited for: so memory that either stream
     gives back is not taken again before the other has done with it.
     """
     if device.type != "cuda":

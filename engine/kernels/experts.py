@@ -14,7 +14,7 @@ from penstock.engine.quant.formats import Format, NamedTensors
 from penstock.engine.spec import Activation, Router
 
 ROWS_AT_A_TIME = 16
-"""Products of an expert have so many rows, some of zeros: what a row becomes does not depend on how many there are."""
+"""Products of an expert have so many rows, some of zeros, so that a row's output does not depend on their number."""
 
 
 class ExpertLinear(Protocol):
@@ -40,9 +40,8 @@ class ExpertLinear(Protocol):
 class ExpertPacker(Protocol):
     """Packs the linear maps of some experts, given as tensors of one format and a bias each.
 
-    They are made as the iterable is followed, so that no more than one exists twice if each is copied at once into what
-    becomes of all. With `gated`, the rows are those of gates, then those of ups, see `LinearPacker`; without a gate,
-    those of ups alone.
+    They are made as the iterable is followed, so that no more than one exists twice if each is copied into the whole at
+    once. With `gated`, the rows are gates, then ups, see `LinearPacker`; without a gate, ups alone.
     """
 
     def __call__(
@@ -116,12 +115,12 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 
 def _best(numbers: Tensor, count: int) -> Tensor:
-    """[n, count] int64: the places of the largest of each row, the first of those that are equal first."""
+    """Returns [n, count] int64, the places of the largest numbers of each row; equal ones have their order."""
     return numbers.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _of_best_groups(numbers: Tensor, router: Router) -> Tensor:
-    """The numbers [n, experts], with -inf for those outside of the best groups."""
+    """Returns the numbers [n, experts], with -inf for experts outside of the best groups."""
     if router.num_groups == 1:
         return numbers
     groups = torch.unflatten(numbers, -1, (router.num_groups, -1))
@@ -132,9 +131,9 @@ def _of_best_groups(numbers: Tensor, router: Router) -> Tensor:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """What lies between an expert's linear maps: gates, then ups [..., 2 n] -> [..., n]; without gates [..., n].
+    """Applies the activation of an expert: gates, then ups [..., 2 n] -> [..., n]; without gates [..., n].
 
-    In the type of x, but for what a function of torch does within itself.
+    It is computed in the type of x, except inside torch's own functions.
     """
     gate, up = x.chunk(2, dim=-1) if activation.is_gated else (x, None)
     if activation.limit:
@@ -165,17 +164,17 @@ def run_experts(
     *,
     weighs_inputs: bool = False,
 ) -> Tensor:
-    """The weighted sum of what each row's experts make: down(activate(gate_up(x))).
+    """Returns the weighted sum of the outputs of each row's experts: down(activate(gate_up(x))).
 
     The sum is taken in float32, in the order of choice, and rounded to the type of x once. A row's bits depend on
     nothing but the row, its experts and their weights.
 
     Args:
         x: [n, hidden]
-        ids: [n, k] int32, see `ExpertLinear`: what is no expert here adds nothing.
+        ids: [n, k] int32, see `ExpertLinear`: ids of no expert here add nothing.
         weights: [n, k] float32
-        weighs_inputs: whether weights multiply the rows that experts read (rounded to the type of x), and not what
-            they make.
+        weighs_inputs: whether weights multiply the rows that experts read (rounded to the type of x), and not their
+            outputs.
 
     Returns:
         [n, hidden]
@@ -208,7 +207,7 @@ class ListedExperts:
         return made.view(*ids.shape, self.out_features)
 
     def chosen(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields each expert that some rows have, with the places of those among all of ids [n, k], in order."""
+        """Yields each expert that some rows have, with the places of these rows in ids [n, k], in order."""
         flat, absent = ids.flatten().long(), self.num_experts
         flat = torch.where((flat >= 0) & (flat < absent), flat, absent)
         counts = torch.bincount(flat, minlength=absent + 1).tolist()
@@ -217,7 +216,7 @@ class ListedExperts:
                 yield expert, places
 
     def product(self, expert: int, rows: Tensor) -> Tensor:
-        """What an expert makes of its rows, [rows, in] -> [rows, out], so many at a time."""
+        """Returns an expert's product with its rows, [rows, in] -> [rows, out], computed so many rows at a time."""
         padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_AT_A_TIME))
         steps = [self.experts[expert](some) for some in torch.split(padded, ROWS_AT_A_TIME)]
         return torch.cat(steps)[: len(rows)]

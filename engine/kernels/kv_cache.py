@@ -17,11 +17,11 @@ _PAGE = 4096
 QUANTIZED = {"int8": torch.int8, "fp8": torch.int8}
 """The types of a quantized cache by name: a float32 scale belongs to each head of each token.
 
-Both names mean int8. With such scales, e4m3's 3 bits of significand cost several times what rounding to int8 does,
-for the same memory and the same speed: kernels make 16 bits of either.
+Both names mean int8. With such scales, e4m3's 3 bits of significand cost several times as much accuracy as rounding to
+int8, for the same memory and the same speed: kernels make 16 bits of either.
 """
 LARGEST_NUMBER = 127.0
-"""What the largest magnitude of a head becomes in a quantized cache."""
+"""The number that stands for the largest magnitude of a head in a quantized cache."""
 SCALE_BYTES = 4
 """Bytes of a scale, which is float32."""
 MAX_TABLES = 16
@@ -29,12 +29,12 @@ MAX_TABLES = 16
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether a cache of this type has scales."""
+    """Returns whether a cache of this type has scales."""
     return dtype == torch.int8
 
 
 def numbers_and_scales(layer_kv: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What kernels are given of one layer's cache: its elements, and the same memory as float32 if it is quantized.
+    """Returns one layer's cache as kernels take it: its elements, and the same memory as float32 if it is quantized.
 
     Blocks have multiples of 4 bytes.
     """
@@ -76,24 +76,24 @@ class KVPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """How the cache of a model is cut.
+    """The layout of a model's cache.
 
     A block has a number of planes, each of which holds the keys and values of one layer, or of several narrow ones. If
-    all layers see equally many tokens, a block has them all. Otherwise the layers of each window, and those without
-    one, fill the blocks of block tables of their own; the rarest kind fills one, and so few planes are left empty. The
-    blocks of a model without attention are empty.
+    all layers see equally many tokens, a block has them all. Otherwise the layers of each window, and the layers
+    without one, fill the blocks of block tables of their own; the rarest kind fills one, and so few planes are left
+    empty. The blocks of a model without attention are empty.
     """
 
     places: Mapping[int, KVPlace]
-    """By layer, of those that have attention."""
+    """By layer, of the layers that have attention."""
     windows: tuple[int, ...]
-    """By block table, the tokens that its layers see; 0 if they see all. Those that see all come first."""
+    """By block table, the tokens that its layers see; 0 if they see all. Tables of layers that see all come first."""
     num_planes: int
     block_size: int
 
     @classmethod
     def of(cls, model: ModelConfig, block_size: int, *, beside: KVLayout | None = None) -> KVLayout:
-        """The layout of a model; `beside` that of another, all layers lie in the first of its tables."""
+        """Returns the layout of a model; with another's, `beside`, all layers lie in the first of its tables."""
         heads = model.spec.attentions
         shapes = {
             number: KVShape(num_kv_heads=h.num_kv_heads, head_dim=h.head_dim, block_size=block_size)
@@ -160,9 +160,9 @@ class KVLayout:
 class KVCache:
     """Keys and values of `num_blocks` blocks, all layers.
 
-    `data` is [num_planes, 2, num_blocks, elements of a plane]. What is inside a layer's part of a block is the business
-    of the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. Block 0 belongs to
-    nobody: unused entries of block tables point to it, and what is written there is never read.
+    `data` is [num_planes, 2, num_blocks, elements of a plane]. The layout inside a layer's part of a block is left to
+    the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. No sequence owns block
+    0: unused entries of block tables point to it, and data written there is never read.
 
     If the type is int8, the numbers of a layer are followed by the bytes of float32 scales
     [num_kv_heads, block_size]: an element is its number times the scale of its token and head.

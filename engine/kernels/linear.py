@@ -14,7 +14,7 @@ from penstock.engine.quant.integers import Inputs, Integers
 from penstock.engine.quant.rotation import rotated
 
 _REST_STEPS = 254
-"""Of what the integers of a group lack, in their scale: half of it lies on either side."""
+"""The steps of the rest that a group's integers lack, in one step of their scale: half of them lie on either side."""
 
 _EXACT_INPUTS = 1024
 """So many products of 8-bit integers have a sum below 2^24, so that float32 adds them in any order without rounding."""
@@ -27,8 +27,8 @@ Linear = Callable[[Tensor], Tensor]
 class LinearPacker(Protocol):
     """Packs a weight, given as the named tensors of a format, and a bias [out] or None; it may keep these tensors.
 
-    With `gated`, the rows are those of gates, then those of ups. A packer whose kernels compute silu(gate) * up in one
-    may pack them as one map; the others give both, one after the other, for `glu`.
+    With `gated`, the rows are gates, then ups. A packer whose kernels compute silu(gate) * up in one may pack them as
+    one map; the others give both, one after the other, for `glu`.
     """
 
     def __call__(
@@ -60,10 +60,10 @@ def chained(linear: Linear, then: Callable[[Tensor], Tensor]) -> Linear:
 class IntegerLinear:
     """x [..., in] -> x @ weight.T + bias [..., out] for a weight of integers, by torch.
 
-    This is the specification of the product, which every kernel gives bit for bit. x is rounded as `round_inputs`
-    says. Group after group, two exact sums of integers, each rounded to float32 once and multiplied by the scale that
-    x has there, join an output by fused multiply-adds: those of x * weight times the scale of the group, then those of
-    x times its offset. A scale that a whole row of x has multiplies the output at the end instead.
+    This is the specification of the product, which every kernel gives bit for bit. x is rounded as `round_inputs` says.
+    Group after group, two exact sums of integers, each rounded to float32 once and multiplied by the scale that x has
+    there, join an output by fused multiply-adds: the sum of x * weight times the scale of the group, then the sum of x
+    times its offset. A scale that a whole row of x has multiplies the output at the end instead.
     """
 
     def __init__(self, tensors: NamedTensors, format: Integers, bias: Tensor | None) -> None:

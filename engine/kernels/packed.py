@@ -28,10 +28,10 @@ OUTPUTS_AT_A_TIME = 2048
 
 
 class Code(Enum):
-    """What the numbers of a weight are."""
+    """The encoding of a weight's numbers."""
 
     INT4 = "int4"
-    """Integers from -8 to 7. They are stored as those from 0 to 15 are, 8 more than they are."""
+    """Integers from -8 to 7. They are stored as UINT4, with 8 added."""
     UINT4 = "uint4"
     """Integers from 0 to 15. The 16 bytes of a unit have its first 16 numbers in their low halves, then the others."""
     INT8 = "int8"
@@ -50,8 +50,8 @@ class Code(Enum):
 class PackedWeight:
     """A weight [out, in] that stands for (number - zero) * scale + offset.
 
-    Scales, zeros and offsets lie with those of neighbouring rows side by side, as a kernel reads them. They have the
-    narrowest type that holds them all without rounding.
+    Scales, zeros and offsets of neighbouring rows lie side by side, as a kernel reads them. They have the narrowest
+    type that holds them all without rounding.
     """
 
     code: Code
@@ -62,7 +62,7 @@ class PackedWeight:
     zero: Tensor | None
     """[groups, out] int8; None stands for 0"""
     offset: Tensor | None
-    """[groups, out] float16, bfloat16 or float32; None stands for 0, and so it is beside a zero"""
+    """[groups, out] float16, bfloat16 or float32; None stands for 0, and it is None where there is a zero"""
     in_features: int
     group_size: int
     """Inputs that share a scale; the last group may have fewer."""
@@ -79,7 +79,7 @@ class PackedWeight:
 
     @property
     def padded_features(self) -> int:
-        """The inputs with those that pad them."""
+        """The number of inputs, padding included."""
         return self.codes.shape[1] * 8 // self.code.bits
 
     @property
@@ -168,7 +168,7 @@ PACKED = (Integers, Float8)
 
 
 def pack(tensors: NamedTensors, format: Integers | Float8, device: torch.device) -> PackedWeight:
-    """Packs the tensors of one of these formats on a device."""
+    """Packs the tensors of a format on a device."""
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     weight, zero, offset = tensors["weight"], None, None
     if isinstance(format, Integers):
@@ -236,6 +236,6 @@ def pack_nibbles(integers: Tensor) -> Tensor:
 
 
 def unpack_nibbles(codes: Tensor) -> Tensor:
-    """[out, bytes] -> [out, padded in]: what `pack_nibbles` packs."""
+    """[out, bytes] -> [out, padded in]: the inverse of `pack_nibbles`."""
     halves = torch.stack((codes & 15, codes >> 4), 1)
     return halves.view(len(halves), 2, -1, _HALF).transpose(1, 2).flatten(1)

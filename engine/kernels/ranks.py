@@ -1,8 +1,8 @@
-"""Tensor parallelism in the kernels' terms: what ranks do together, with parts of linear maps and of the embedding.
+"""Tensor parallelism in the kernels' terms: the collectives of ranks with parts of linear maps and of the embedding.
 
 A decoder is split as Megatron-LM splits it (Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
-Models Using Model Parallelism", 2019): of the maps into attention and into the feed-forward part each rank has some
-outputs, of those out of them some inputs, so that a layer needs two sums over the ranks. Embedding and output head are
+Models Using Model Parallelism", 2019): each rank has some outputs of the maps into attention and into the feed-forward
+part, and some inputs of the maps out, so that a layer needs two sums over the ranks. Embedding and output head are
 split by their vocabulary.
 """
 
@@ -19,7 +19,7 @@ class Ranks(Protocol):
     """The processes that run a model together, seen from one of them.
 
     All of them call the same methods in the same order, with tensors of the same shape and type. A CUDA graph can hold
-    those that take tensors on a GPU.
+    calls that take tensors on a GPU.
     """
 
     @property
@@ -28,25 +28,25 @@ class Ranks(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of what all ranks have, the same to the bit on each; `x` may be overwritten."""
+        """Returns the sum of all ranks' tensors, the same to the bit on each; `x` may be overwritten."""
 
     def gather(self, x: Tensor) -> Tensor:
         """[R, n] on each rank -> [R, size * n], rank 0's columns first."""
 
     def copy_first(self, x: Tensor) -> None:
-        """Overwrites `x` with what rank 0 has."""
+        """Overwrites `x` with rank 0's tensor."""
 
     def least(self, number: int) -> int:
         """The least number of any rank; the host waits for it."""
 
 
 def gathered(x: Tensor, ranks: Ranks, num_outputs: int) -> Tensor:
-    """Puts the outputs of a linear map together of which each rank has some, [R, n] -> [R, num_outputs].
+    """Joins the outputs of a linear map, of which each rank has some, [R, n] -> [R, num_outputs].
 
-    What the last ranks have beyond `num_outputs` is padding.
+    The last ranks' outputs beyond `num_outputs` are padding.
     """
     return ranks.gather(x)[:, :num_outputs].contiguous()
 

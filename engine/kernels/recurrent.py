@@ -1,7 +1,7 @@
 """Layers with a state in plain torch, on any device: the specification that faster kernels agree with.
 
-Each takes the rows of a step one by one, in float32, and the shapes of what it computes with depend on the layer alone:
-a state, and what is made of a row, are functions of the tokens up to that row, however they were cut into steps.
+Each takes the rows of a step one by one, in float32, and the shapes that it computes with depend on the layer alone: a
+state, and the output of a row, are functions of the tokens up to that row, however they were cut into steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNIT_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateVectors:
-    """What a layer with a state computes with beside linear maps, all in float32; what it does not have is None."""
+    """The vectors of a layer with a state, besides its linear maps, all in float32; missing ones are None."""
 
     conv: Tensor
     """[channels, kernel], the tap of the row itself last."""
@@ -150,7 +150,7 @@ def mamba2(
         S = S * exp(decay * step) + outer(step * k, x)
         made = S^T q + skip * x
 
-    What all heads made is multiplied by SiLU(z), and then goes through RMSNorm of each group.
+    The outputs of all heads are multiplied by SiLU(z), and then go through RMSNorm of each group.
 
     Args:
         rows: [T, 2 inner_size + 2 num_groups * state_size + num_heads] z, inputs, keys, queries, d.
@@ -214,7 +214,7 @@ def short_conv(
 
 @dataclass(slots=True)
 class _State:
-    """What a layer knows of the rows of a sequence up to some row."""
+    """A layer's state after the rows of a sequence up to some row."""
 
     matrix: Tensor
     """[heads, keys, values]"""
@@ -234,7 +234,7 @@ class _State:
             states.pending[slot, : len(pending)] = pending
 
     def convolved(self, channels: Tensor, own: StateVectors) -> Tensor:
-        """What the convolution makes of the next row [channels], which it then keeps; taps are added in their order."""
+        """Convolves the next row [channels], which joins the history; taps are added in their order."""
         rows = torch.cat((self.history, channels[None]))
         self.history = rows[1:]
         made = torch.zeros_like(channels) if own.conv_bias is None else own.conv_bias
@@ -244,7 +244,7 @@ class _State:
 
 
 _Advance = Callable[[_State, Tensor], Tensor]
-"""Takes a state by a row of inputs, and returns what it makes of the row."""
+"""Takes a state by a row of inputs, and returns the row's output."""
 
 
 def _run(
@@ -256,11 +256,11 @@ def _run(
     states: LayerStates | None,
     batch: Batch,
 ) -> Tensor:
-    """What all rows of a step become, [T, width] float32; see `Batch.state_slots` for what is read and written.
+    """Returns the outputs of all rows of a step, [T, width] float32; see `Batch.state_slots` for the slots.
 
     Args:
         inputs: [T, row_floats] float32
-        gated: the row of that number, given what `advance` made of it.
+        gated: returns the output of the row of that number, given the result of `advance`.
     """
     made = inputs.new_zeros(len(inputs), width)
     starts = batch.query_starts.tolist()
@@ -281,7 +281,7 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """What a step does with the state of a sequence."""
+    """The slots that a step reads and writes for a sequence's state."""
 
     source: int
     replayed: int

@@ -16,13 +16,13 @@ from penstock.engine.quant.rotation import block_size, rotated
 MAX_QUERIES = 128
 """Queries of one sequence that attention scores at a time."""
 MAX_TILE_ELEMENTS = 1 << 25
-"""Bounds what attention gathers and scores at a time; a single piece of a sequence may be larger."""
+"""The most elements that attention gathers and scores at a time; a single piece of a sequence may be larger."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 up to the multiplication.
 
-    A float32 weight multiplies in float32, too, whatever x is.
+    A float32 weight multiplies in float32, too, for any type of x.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -74,7 +74,7 @@ def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 
 def activated(up: Tensor, activation: str) -> Tensor:  # noqa: ARG001
-    """What lies between the linear maps of a feed-forward part without gates: relu(up)^2, all that is known so far."""
+    """Applies the activation of a feed-forward part without gates: relu(up)^2, the only one so far."""
     return F.relu(up).square()
 
 
@@ -96,7 +96,7 @@ class TokenPlaces:
 def kv_places(batch: Batch, block_size: int) -> Tensor:
     """[T] int64: where each token's key and value go: block * block_size + offset in the block.
 
-    -1 for the rows that pad a batch: those of no sequence, past query_starts[S], and those of a negative position.
+    -1 for the rows that pad a batch: rows of no sequence, past query_starts[S], and rows of a negative position.
     """
     rows = torch.arange(batch.positions.numel(), device=batch.positions.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.query_starts[1:], rows, right=True)
@@ -141,7 +141,7 @@ def quantize_kv(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather_kv(half: Tensor, blocks: Tensor, shape: KVShape, dtype: torch.dtype) -> Tensor:
-    """What the keys (or values) of some blocks stand for.
+    """Returns the keys (or values) of some blocks.
 
     Args:
         half: [num_blocks, stored elements of a block], one layer's keys or values.
@@ -185,14 +185,14 @@ def rotate_and_write(
     norms_values: bool = False,
     spreads: bool = False,
 ) -> Tensor:
-    """All that is done to queries, keys and values between their projection and attention.
+    """Does all the work on queries, keys and values between their projection and attention.
 
     Queries and keys go through `rms_norm` over each head, or over all heads as one row (if the model has these norms),
     then `rotary`, or the other way round; keys and values are stored in their places.
 
     Before keys are rounded to 8 bits they are spread: both halves of a head go through `quant.rotation.rotated`, or
-    else a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and
-    the products are what they were. Values have no such channels.
+    else a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and the
+    products stay the same. Values have no such channels.
 
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.
@@ -204,7 +204,7 @@ def rotate_and_write(
             of its own: `qkv` is [T, num_heads * head_dim], and there is no `k_norm`.
 
     Returns:
-        Queries [T, num_heads, head_dim], contiguous; those of rows without a place are of no use.
+        Queries [T, num_heads, head_dim], contiguous; queries of rows without a place are of no use.
     """
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // shape.head_dim, shape.head_dim)
     num_kv_heads = 0 if layer_kv is None else shape.num_kv_heads
@@ -279,12 +279,12 @@ class PagedAttention:
         Args:
             queries: [T, num_heads, head_dim]
             layer_kv: [2, num_blocks, stored elements of a block]; the step's own keys are in it already.
-            window: the tokens that each sees, itself included; 0 sees all, and -c those of its own chunk of c.
-            scale: what scores are multiplied by; None stands for head_dim^-1/2.
+            window: the tokens that each sees, itself included; 0 sees all, and -c sees its own chunk of c.
+            scale: multiplies the scores; None stands for head_dim^-1/2.
             softcap: c > 0 makes c tanh(s / c) of a scaled score s.
-            block_tables: [S, max blocks] those of the layer; None stands for the batch's.
-            sinks: [num_heads] float32, a score that the softmax of each head has beside those of keys, as it is: it
-                takes its part of the weights, and adds nothing.
+            block_tables: [S, max blocks], the layer's own; None stands for the batch's.
+            sinks: [num_heads] float32, one more score of the softmax of each head, as it is: it takes its part of the
+                weights, and adds nothing.
 
         Returns:
             [T, num_heads * head_dim]

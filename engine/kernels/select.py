@@ -46,7 +46,7 @@ def select(
     """The fastest table for a model on a device.
 
     Args:
-        say: is told, in one line each, why a table is slower than it could be.
+        say: is called with one line for each reason why a table is slower than it could be.
     """
     if device.type == "cuda":
         return _with_triton(model, device, dtype, limits, say)
@@ -60,8 +60,7 @@ def select(
 
 
 def _keeps_types(model: ModelConfig, limits: LoadOptions) -> bool:
-    """Whether what a checkpoint has in floating point stays in its type: in a GGUF file, beside integers, if no type is
-    asked for."""
+    """Returns whether floats keep their type: in a GGUF file, next to integers, if no type is asked for."""
     own = model.quantization
     return own is not None and own.text("quant_method") == "gguf" and limits.dtype == "auto"
 
@@ -115,11 +114,11 @@ def _unheard(_: str) -> None: ...
 def triton_kernels(
     model: ModelConfig, device: torch.device, dtype: torch.dtype, limits: LoadOptions, say: Say = _unheard
 ) -> Kernels:
-    """Triton between the linear maps, and for those that are quantized; cuBLAS has the others.
+    """Returns Triton's kernels between the linear maps, and for quantized maps; cuBLAS has the others.
 
-    Nothing waits for the device, so that graphs can hold it. Its workspace, and what the kernels return, is all that it
-    allocates, and unpacked weights for large steps; no batch may have more sequences than the limits say. A CPU device
-    is for tests, where Triton interprets.
+    Nothing waits for the device, so that graphs can hold it. It allocates nothing but its workspace, the kernels'
+    results, and unpacked weights for large steps; no batch may have more sequences than the limits say. A CPU device is
+    for tests, where Triton interprets.
 
     Raises:
         ImportError: there is no triton here.
@@ -232,7 +231,7 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
 
 
 def _triton_experts(device: torch.device, dtype: torch.dtype, say: Say) -> ExpertPacker:
-    """Packs experts for Triton; those whose product fails are unpacked to the type of activations.
+    """Packs experts for Triton; experts whose product fails are unpacked to the type of activations.
 
     The first experts of each kind are tried in every class of rows.
     """
@@ -267,7 +266,7 @@ def _with_triton(
     plain = reference_kernels(device, dtype)
     try:
         kernels = triton_kernels(model, device, dtype, limits, say)
-    except Exception as error:  # Triton has errors of its own, and asserts what it did not find
+    except Exception as error:  # Triton has errors of its own, and asserts that its parts are there
         say(
             f"no Triton kernels ({_reason(error)}); plain torch serves instead, without CUDA graphs and slower"
         )
@@ -276,7 +275,7 @@ def _with_triton(
 
 
 def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], say: Say) -> Kernels:
-    """The table with the operations of `plain` in the place of those that fail when they are tried.
+    """The table with the operations of `plain` in the place of operations that fail when they are tried.
 
     A kernel may fail where others run: for want of a C compiler, of registers, of shared memory.
     """
@@ -291,7 +290,7 @@ def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], sa
     if len(failed) == len(tried):
         return plain
     if "attention" in failed:
-        # Plain attention reads whole block tables, of which Triton's gather sets what is used.
+        # Plain attention reads whole block tables, of which Triton's gather sets only the used entries.
         failed["gather"] = plain.gather
     is_static = kernels.is_static and not failed.keys() & LOOKING
     if kernels.is_static and not is_static:
@@ -420,7 +419,7 @@ def _failure(trial: Trial) -> Exception | None:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch tells at length why it has no kernel for something
+            warnings.simplefilter("ignore")  # torch explains at length why it has no kernel for something
             trial()
     except torch.AcceleratorError:
         raise

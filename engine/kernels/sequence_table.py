@@ -19,7 +19,7 @@ FROM_TABLE = -1
 
 
 class SequenceTable:
-    """What the device knows of the running sequences; all int32.
+    """The running sequences on the device; all int32.
 
     Attributes:
         lengths: [rows] tokens whose KV is written by the steps launched so far.
@@ -33,7 +33,7 @@ class SequenceTable:
     def __init__(
         self, num_slots: int, max_blocks: int, block_size: int, device: torch.device, num_tables: int = 1
     ) -> None:
-        """`max_blocks` are those of all `num_tables` tables of a sequence together."""
+        """`max_blocks` counts the blocks of all `num_tables` tables of a sequence together."""
         self.num_rows = rows = num_slots + 1
         self.max_blocks, self.block_size, self.num_tables = max_blocks, block_size, num_tables
         sizes = [rows, rows, rows, rows * max_blocks]
@@ -78,7 +78,7 @@ class TableStep:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the decoder and the sampler read; `batch.sample_rows` is the last row of each sequence."""
+    """The inputs of the decoder and the sampler; `batch.sample_rows` is the last row of each sequence."""
 
     batch: Batch
     numbers: Tensor

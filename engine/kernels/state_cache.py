@@ -1,4 +1,4 @@
-"""The memory of layers with a state: slots, each of which has what all of them know of one sequence."""
+"""The memory of layers with a state: slots, each of which has the states of all these layers for one sequence."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class StatePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """How a slot is cut."""
+    """The layout of a slot."""
 
     places: Mapping[int, StatePlace]
-    """By layer, of those that have a state."""
+    """By layer, of the layers that have a state."""
     num_pending: int
-    """The rows that a slot keeps of each layer beside its state, see `LayerStates`."""
+    """The rows that a slot keeps of each layer besides its state, see `LayerStates`."""
     slot_floats: int
 
     @classmethod
@@ -65,20 +65,19 @@ class LayerStates:
     """One layer's part of all slots: views, with a stride from slot to slot."""
 
     state: Tensor
-    """[slots, heads, keys, values]; what lies where inside is the business of the kernels that write and read it."""
+    """[slots, heads, keys, values]; the layout inside is left to the kernels that write and read it."""
     history: Tensor
-    """[slots, kernel - 1, channels]: what the convolution reads of the rows before, the latest row last."""
+    """[slots, kernel - 1, channels]: the earlier rows that the convolution reads, the latest row last."""
     pending: Tensor
-    """[slots, pending rows, row]: the inputs of rows that follow those of the state, in their order. A step may apply
-    the first of them to the state: drafts that turned out right, or the tokens between a snapshot and where it is
-    found."""
+    """[slots, pending rows, row]: the inputs of the rows after the state's, in their order. A step may apply the first
+    of them to the state: drafts that turned out right, or the tokens between a snapshot and the end of the match."""
 
 
 class StateCache:
     """The states of `num_slots` sequences and snapshots, all layers: `data` is float32 [num_slots, slot_floats].
 
-    A slot with zeros is the state before the first token. Slot 0 belongs to nobody, and always has zeros: it is read as
-    such a state, and never written.
+    A slot with zeros is the state before the first token. No sequence owns slot 0, which always has zeros: it is read
+    as such a state, and never written.
     """
 
     def __init__(self, layout: StateLayout, num_slots: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Compiles the C++ sources beside this file with the system's compiler, once per machine and level, into a cache
+"""Compiles the C++ sources next to this file with the system's compiler, once per machine and level, into a cache
 directory.
 
 It imports nothing but Python itself, so that `python -m penstock.engine.kernels.cpu.build` works before anything is
@@ -31,14 +31,14 @@ COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 1200
 """The slowest unit takes half a minute; on a crowded machine with a slow processor forty times that."""
 _CORE_S, _WIDE_CORE_S = 60, 120
-"""What the units of a level take together on a quiet core of 2023; of one with vectors of 64 bytes."""
+"""The seconds that the units of a level take together on a quiet core of 2023; the second, with vectors of 64 bytes."""
 _MOST_CORES = 5
 """The slowest unit takes as long as the others on the other cores."""
 HERE = architecture(platform.machine())
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-ffp-contract=off",  # sums must not depend on what the compiler likes to fuse: see simd.h
+    "-ffp-contract=off",  # sums must not depend on the compiler's choice to fuse: see simd.h
     "-fno-math-errno",
     "-fno-trapping-math",
     "-pthread",
@@ -58,16 +58,16 @@ UNUSED_FLAGS = {
 """Flags of levels that change nothing in a unit, by its name: levels that differ in them alone share its object."""
 
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
-"""What a compiler, an assembler or a linker says when it cannot write as much as it needs."""
+"""The messages of a compiler, an assembler or a linker that cannot write as much as it needs."""
 _NO_ROOM_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FAULTS = ("error", "undefined", "cannot", "can't", "failed", "killed", "no such")
 _CONSEQUENCES = ("ld returned", "linker command failed", "compilation terminated", "warning:")
-"""Lines of a compiler that say that something went wrong, and not what."""
+"""Lines of a compiler that report a failure, and not its cause."""
 _MAX_LINE_CHARS = 300
 
 
 class NativeUnavailable(RuntimeError):
-    """The native kernels cannot be had here; the message is one line that says why, and what can be done about it."""
+    """The native kernels are not available; the message is one line with the reason, and with a remedy."""
 
 
 class LevelUnknown(NativeUnavailable):
@@ -87,8 +87,8 @@ def build(
 
     Args:
         target: the architecture that the compiler compiles for.
-        compiler: the start of its command line; that of `find_compiler` if it is not given.
-        commands: those of `side_by_side` that compile other levels, too.
+        compiler: the start of its command line; the default is `find_compiler`'s.
+        commands: the commands of `side_by_side`, which compile other levels, too.
 
     Raises:
         NativeUnavailable: there is no compiler, it failed, or the cache directory cannot be written.
@@ -108,7 +108,7 @@ def build(
 
 @contextmanager
 def side_by_side() -> Iterator[Commands]:
-    """Compilers that run side by side, and what they write, for one library or for several.
+    """Yields compilers that run side by side, with a folder for their output, for one library or for several.
 
     Raises:
         NativeUnavailable: the cache directory cannot be written.
@@ -151,7 +151,7 @@ def stem(level: Level, target: str = HERE) -> str:
 
 
 def fingerprint(level: Level) -> str:
-    """A digest of what the library of a level is made from: the sources, and how they are compiled."""
+    """Returns a digest of a level's library: its sources, and how they are compiled."""
     sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
     texts = [text for source in sources for text in (source.name, source.read_text(encoding="utf-8"))]
     return _digest(*texts, *FLAGS, level.name, *level.flags)
@@ -181,7 +181,7 @@ def _alone(path: Path, text: str, say: Callable[[str], None]) -> Iterator[None]:
             say(text)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
-            pass  # a file system without locks: what is built twice is put in place twice, each time whole
+            pass  # a file system without locks: a library built twice is put in place twice, each time whole
         try:
             yield
         finally:
@@ -202,13 +202,13 @@ def _build(
 
 
 def _expected_s(level: Level, cores: int) -> int:
-    """How long the units of a level take, to 5 s."""
+    """Returns the seconds that the units of a level take, to 5 s."""
     core_s = _WIDE_CORE_S if "-mavx512f" in level.flags else _CORE_S
     return round(core_s / min(cores, _MOST_CORES) / 5) * 5
 
 
 def _knows(compiler: list[str]) -> bool:
-    """Whether a compiler understands the flags that it is given."""
+    """Returns whether a compiler understands its flags."""
     command = [*compiler, "-E", "-x", "c++", os.devnull]
     try:
         return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False).returncode == 0
@@ -270,7 +270,7 @@ def _digest(*texts: str) -> str:
 
 
 def _answer(command: list[str]) -> str:
-    """What a compiler says to a question."""
+    """Returns a compiler's answer to a question."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:

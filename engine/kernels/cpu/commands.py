@@ -43,11 +43,12 @@ class Commands:
     def run(self, commands: Iterable[Iterable[str]]) -> None:
         """Runs commands that do not depend on each other, and waits for them.
 
-        Those that still run when one fails, or when the wait is interrupted, are stopped if nobody else wants them.
+        Commands that still run when one fails, or when the wait is interrupted, are stopped if no other caller wants
+        them.
 
         Raises:
             OSError: a command cannot be started.
-            subprocess.SubprocessError: it failed, and says so in `stderr`, or took too long.
+            subprocess.SubprocessError: a command failed, and says so in `stderr`, or took too long.
         """
         with self._lock:
             runs = [self._wanted(tuple(command)) for command in commands]
@@ -86,7 +87,7 @@ class Commands:
 
 
 class _Run:
-    """One command, which has a process group of its own: what a compiler starts is stopped with it."""
+    """One command, which has a process group of its own: a compiler's children are stopped with it."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self.command = command

@@ -1,8 +1,7 @@
 """The native decoder: a whole step of all sequences through all layers in one C call, without the GIL.
 
 Activations and sums are float32. Every linear layer, the embedding and the KV cache have types of their own. A row's
-result does not depend on the rows beside it, on the number of threads or on how a prompt was cut into chunks, bit for
-bit.
+result does not depend on the other rows, on the number of threads or on how a prompt was cut into chunks, bit for bit.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ class NativeDecoder:
     Calls must come from one thread at a time. The working memory grows with the largest batch seen.
 
     Args:
-        kv: its blocks have BLOCK_SIZE tokens; what is inside a block is private.
+        kv: its blocks have BLOCK_SIZE tokens; the layout inside a block is private.
         ops: the program; the attention of each layer has heads of its cache's shape.
         embedding: [vocab, hidden], or a linear layer whose rows it is.
         max_position: no token will ever have this position or a higher one.
-        states: those of the layers that have one; what is inside a slot is private, too. Without, every sequence of a
-            batch is at its first token, and no state is kept.
+        states: the states of the layers that have one; the layout inside a slot is private, too. Without, every
+            sequence of a batch is at its first token, and no state is kept.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class NativeDecoder:
             ValueError: one does not.
         """
         hidden = self.hidden_size
-        widths = {"hidden": hidden, "added": hidden, "gates": 0}  # of what was written last
+        widths = {"hidden": hidden, "added": hidden, "gates": 0}  # of the rows written last
         largest = {"qkv": 0, "attended": 0, "inner": 0}
         for op in self.ops:
             linear = op.linear
@@ -143,7 +142,7 @@ class NativeDecoder:
         return largest
 
     def _attended(self, op: NativeOp, heads: NativeHeads, qkv: int) -> int:
-        """The width of what a layer's queries become.
+        """Returns the width of the attention's output for a layer's queries.
 
         Raises:
             ValueError: queries, keys and values of this width do not fit the heads.
@@ -248,8 +247,7 @@ class NativeDecoder:
         return batch.tables(len(self._kv.layout.windows))
 
     def take_experts_touched(self) -> tuple[int, int]:
-        """The experts that tokens had, summed over layers, and the number of these layers: of all steps since they were
-        taken last."""
+        """Returns the experts that tokens had, summed over layers, and the number of layers, since the last call."""
         self._library.call("penstock_decoder_take_touched", self.handle, self._taken)
         touched, layers = self._taken
         return touched, layers
@@ -317,7 +315,7 @@ class NativeDecoder:
 
 
 def _made_by(op: NativeOp, mixer: NativeMixer, widths: dict[str, int]) -> int:
-    """The width of what a mixer makes.
+    """Returns the width of a mixer's output.
 
     Raises:
         ValueError: rows or gates of these widths do not fit it.

@@ -17,10 +17,9 @@ from penstock.engine.sampling.tables import Filters, SamplingTables
 
 
 class NativeDraft:
-    """Drafts for sequences of a table: a pass over tokens of theirs, then one over each token that was chosen, but for
-    the last of each.
+    """Drafts for sequences of a table: one pass over their tokens, then one over each chosen token but the last.
 
-    Calls must come from one thread at a time, while nobody else uses the tables.
+    Calls must come from one thread at a time, while nothing else uses the tables.
 
     Args:
         table: has the block tables of the decoder's KV cache.

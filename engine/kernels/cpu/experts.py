@@ -73,7 +73,7 @@ class NativeExperts:
     shared_out_norm: Tensor | None = None
 
     def made(self, kept: list[object]) -> ExpertsFields:
-        """What the kernels read; whatever it points to is put into `kept`.
+        """Returns the fields that the kernels read; objects that they point to join `kept`.
 
         Raises:
             ValueError: a part has another shape than the description says.

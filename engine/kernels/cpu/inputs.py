@@ -25,7 +25,7 @@ class _Gather(ctypes.Structure):
 class NativeGather:
     """Implements `engine.kernels.sequence_table.Gather` in one call.
 
-    Every step gets memory of its own, so that its inputs stay valid as long as somebody holds them. Calls must come
+    Every step gets memory of its own, so that its inputs stay valid as long as they are referenced. Calls must come
     from one thread at a time.
     """
 

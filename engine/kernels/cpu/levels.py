@@ -31,7 +31,7 @@ _XFEATURE_XTILEDATA = 18
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What the compiler may use, and what a processor needs for it."""
+    """The instruction sets that the compiler may use, and the processor flags that they need."""
 
     name: str
     flags: tuple[str, ...]
@@ -39,9 +39,9 @@ class Level:
     needs: tuple[str, ...]
     """Flags of /proc/cpuinfo."""
     text: str
-    """What it is, in one line."""
+    """A description in one line."""
     slow_on: tuple[str, ...] = ()
-    """What processors have that are quicker at the level below."""
+    """The flags of processors that are quicker at the level below."""
 
 
 _AVX2_FLAGS = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
@@ -54,7 +54,7 @@ _AVX512BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16")
 _AVX512BF16_NEEDS = (*_AVX512_NEEDS, "avx512_bf16")
 _AMX_FLAGS = (*_AVX512BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 _AMX_NEEDS = (*_AVX512BF16_NEEDS, "amx_tile", "amx_bf16", "amx_int8")
-# Of ARMv8.2, without what is optional there.
+# Of ARMv8.2, without its optional parts.
 _DOTPROD_NEEDS = ("atomics", "asimdrdm", "asimddp")
 
 LEVELS = {
@@ -90,7 +90,7 @@ _PORTABLE = (Level("portable", (), (), "any processor"),)
 
 @dataclass(frozen=True)
 class Machine:
-    """A processor and what its operating system permits this process."""
+    """A processor, and the features that its operating system permits this process."""
 
     architecture: str
     features: frozenset[str]
@@ -104,7 +104,7 @@ class Machine:
         return levels_of(self.architecture)
 
     def has(self, level: Level) -> bool:
-        """Whether the processor has the instructions of a level, permitted or not."""
+        """Returns whether the processor has the instructions of a level, permitted or not."""
         return self.features.issuperset(level.needs)
 
     def obstacle(self, level: Level) -> str:
@@ -118,7 +118,7 @@ class Machine:
         return ""
 
     def is_slow(self, level: Level) -> bool:
-        """Whether the level below is quicker on this processor."""
+        """Returns whether the level below is quicker on this processor."""
         return bool(level.slow_on) and self.features.issuperset(level.slow_on)
 
     def usable(self) -> tuple[Level, ...]:
@@ -127,8 +127,7 @@ class Machine:
         return tuple(sorted(usable, key=self._rank, reverse=True))
 
     def better(self) -> tuple[Level, str] | None:
-        """The next level above the best usable one that something stands in the way of, and what that is; None if there
-        is none."""
+        """Returns the next level above the best usable one that cannot be used, and the reason; None if none is."""
         above = self.levels[self.levels.index(self.usable()[0]) + 1 :]
         return next(((level, reason) for level in above if (reason := self.obstacle(level))), None)
 
@@ -167,7 +166,7 @@ def this_machine() -> Machine:
 
 
 def architecture(machine: str) -> str:
-    """The usual name of an architecture, from what `platform.machine` calls it."""
+    """Returns the usual name of an architecture, given `platform.machine`'s."""
     return {"arm64": "aarch64", "amd64": "x86_64"}.get(machine.lower(), machine)
 
 
@@ -185,7 +184,7 @@ def requested() -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the level that serves here multiplies bfloat16 by instructions of its own, quicker than other types."""
+    """Returns whether the level in use multiplies bfloat16 by instructions of its own, quicker than other types."""
     machine = this_machine()
     slow = {level.name for level in machine.levels if machine.is_slow(level)}
     return (requested() or machine.usable()[0].name) in {AVX512BF16, AMX} - slow
@@ -195,8 +194,8 @@ def multiplies_bfloat16() -> bool:
 def request_tiles() -> str:
     """Asks Linux to let this process use AMX tiles; returns why it refuses, or "".
 
-    A process that uses a tile without this permission is killed. It covers all threads, those that start later and
-    those of a forked process, too. (Source: Documentation/arch/x86/xstate.rst of Linux.)
+    A process that uses a tile without this permission is killed. It covers all threads, also later ones and the threads
+    of a forked process. (Source: Documentation/arch/x86/xstate.rst of Linux.)
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "there are none"

@@ -41,7 +41,7 @@ NO_MEMORY = 6
 _MAPPED_BYTES = 1 << 25
 """From so many bytes on, glibc maps memory anew each time, and its page faults take longer than most products."""
 _OWN_REFERENCES = 2
-"""Those of an attribute and of the argument of `sys.getrefcount`."""
+"""The references of an attribute and of the argument of `sys.getrefcount`."""
 
 KINDS = (
     "other",
@@ -62,7 +62,7 @@ KINDS = (
     "conv",
     "state",
 )
-"""What a phase of a team's work is a part of; threads.h has the same order."""
+"""The kinds of work that a team's phases are parts of; threads.h has the same order."""
 
 _POINTER = c_void_p
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -112,7 +112,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class NativeLibrary:
-    """The compiled kernels of one level of instruction sets; `level` is its name, `text` says what it is."""
+    """The compiled kernels of one level of instruction sets; `level` is its name, `text` describes it."""
 
     def __init__(self, path: str, level: Level) -> None:
         self.path, self.level, self.text = path, level.name, level.text
@@ -141,8 +141,8 @@ def load_library(say: Callable[[str], None], level: Level | None = None) -> Nati
     """Loads the library of the best level that this machine can use: a prebuilt one, or one that is compiled first.
 
     Args:
-        say: is told a line when that takes a while, and when something keeps a better level or a prebuilt library
-            from being used.
+        say: is called with a line when that takes a while, and when something keeps a better level or a prebuilt
+            library from being used.
         level: is taken instead; without it PENSTOCK_CPU_ISA may name one.
 
     Raises:
@@ -205,7 +205,7 @@ def _open_built(level: Level, reasons: list[NativeUnavailable], say: Callable[[s
     """
     for reason in reasons:
         if not isinstance(reason, LevelUnknown):
-            raise reason  # what failed once would fail again
+            raise reason  # a build that failed once would fail again
     return _loaded(str(build(level, say)), level)
 
 
@@ -216,10 +216,10 @@ def _loaded(path: str, level: Level) -> NativeLibrary:
 
 @dataclass(frozen=True, slots=True)
 class KindTime:
-    """What the phases of one kind took together."""
+    """The time that the phases of one kind took together."""
 
     open_ns: int
-    """From the opening of each phase to the opening of the next; all kinds together are what the programs took."""
+    """From the opening of each phase to the opening of the next; all kinds together give the time of the programs."""
     busy_ns: int
     """In their chunks, summed over the threads; the rest of threads * open_ns was waiting."""
     num_phases: int
@@ -228,7 +228,8 @@ class KindTime:
 class Team:
     """Threads that work on one call at a time, the caller as one of them, and sleep in between.
 
-    Whoever starts a team owns it. `close` joins the threads; the end of the program finds them asleep, or at work.
+    The caller that starts a team owns it. `close` joins the threads; the end of the program finds them asleep, or at
+    work.
     """
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
@@ -241,7 +242,7 @@ class Team:
         self._kept: npt.NDArray[np.float32] = np.empty(0, np.float32)
 
     def empty(self, num_rows: int, num_columns: int) -> Tensor:
-        """A float32 tensor of any numbers; a large one lies where the last one lay if nobody has that any more.
+        """A float32 tensor of any numbers; a large one lies where the last one lay if that is no longer referenced.
 
         Calls must come from one thread at a time.
         """
@@ -253,14 +254,14 @@ class Team:
         return torch.from_numpy(self._kept[:size]).view(num_rows, num_columns)
 
     def time(self, on: bool) -> None:
-        """Begins to time the phases of what the team runs, from 0, or stops.
+        """Begins to time the phases of the team's work, from 0, or stops.
 
         A team that is not timed, as at first, reads no clock.
         """
         self.library.call("penstock_team_time", self.handle, on)
 
     def times(self) -> dict[str, KindTime]:
-        """What the phases took since the timing began, by the kinds of KINDS."""
+        """Returns the time that the phases took since the timing began, by the kinds of KINDS."""
         numbers = (c_int64 * (3 * len(KINDS)))()
         self.library.call("penstock_team_times", self.handle, numbers)
         return {kind: KindTime(*numbers[3 * i : 3 * i + 3]) for i, kind in enumerate(KINDS)}
@@ -288,7 +289,7 @@ def freed_with(owner: object, library: NativeLibrary, free: str, handle: int) ->
 
 
 def check(status: int) -> None:
-    """Raises what a status of the library stands for: nothing, MemoryError or ValueError."""
+    """Raises the error that a status of the library stands for: none, MemoryError or ValueError."""
     if status == NO_MEMORY:
         raise MemoryError("the native kernels could not get their memory")
     if status:

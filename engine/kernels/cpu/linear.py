@@ -109,7 +109,7 @@ class _BlockRows(ctypes.Structure):
 
     @classmethod
     def of(cls, part: BlockRows, format: Integers, kept: list[Tensor]) -> _BlockRows:
-        """The rows of a part of a weight in a format; what must stay where it is joins what is kept."""
+        """Returns the rows of a part of a weight in a format; memory that must stay in place joins `kept`."""
         rows = part.rows if part.rows.stride(1) == 1 else part.rows.contiguous()
         order = None if part.order is None else part.order.int().contiguous()
         kept += [rows] if order is None else [rows, order]
@@ -147,7 +147,7 @@ class PackedLinear:
     """A linear layer in the layout of the kernels; the tensors it was made from can be freed.
 
     An output of a floating-point weight is one chain of fused multiply-adds in float32, so that it does not depend on
-    the other rows or on the number of threads, bit for bit. `of` says what the outputs of the other formats are.
+    the other rows or on the number of threads, bit for bit. `of` describes the outputs of the other formats.
 
     Args:
         weight: [rows, in]; it is rounded to `dtype`, float32, float16 or bfloat16.
@@ -174,10 +174,10 @@ class PackedLinear:
     ) -> PackedLinear:
         """The layer of a weight in one of PACKED, given as the tensors of its format.
 
-        An output of a weight of integers is that of `IntegerLinear`. An output of e4m3, or of places in a table, is
+        An output of a weight of integers equals `IntegerLinear`'s. An output of e4m3, or of places in a table, equals
         that of a layer in bfloat16, where the kernels have products of bfloat16 and it need not be exact, or else in
-        float32, of the unpacked weight, bit for bit. If every row in e4m3 has one scale, it is that of a layer of the
-        numbers, times the scale.
+        float32, of the unpacked weight, bit for bit. If every row in e4m3 has one scale, the output is that of a layer
+        of the numbers, times the scale.
 
         Raises:
             CheckpointError: the kernels have no such groups of integers.
@@ -199,7 +199,7 @@ class PackedLinear:
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """What the activations are rounded to before they are multiplied: float32, bfloat16 or int8."""
+        """The type that activations are rounded to before they are multiplied: float32, bfloat16 or int8."""
         return ACTIVATIONS[self._team.library.call("penstock_linear_form", self.handle)]
 
     @property
@@ -256,7 +256,7 @@ class PackedLinear:
     def _read(
         self, team: Team, parts: Sequence[BlockRows], format: Integers, bias: Tensor | None, gated: bool
     ) -> None:
-        """Packs the blocks of a file's rows as they lie there, to what `_pack` makes of their tensors.
+        """Packs the blocks of a file's rows as they lie there, with the same result as `_pack` of their tensors.
 
         Raises:
             CheckpointError: scales or offsets are not finite, or the kernels have no such groups.
@@ -296,7 +296,7 @@ class PackedLinear:
     def _describe(
         self, team: Team, num_rows: int, in_features: int, bias: Tensor | None, gated: bool
     ) -> Tensor | None:
-        """Sets what is known before packing, and returns the bias as the kernels read it."""
+        """Sets the fields that are known before packing, and returns the bias as the kernels read it."""
         self.num_rows, self.in_features = num_rows, in_features
         if gated and self.num_rows % 2:
             raise ValueError(f"gates and ups must be equally many, not {self.num_rows} together")

@@ -1,7 +1,7 @@
 """Libraries of the native kernels that were compiled ahead of time, for machines without a compiler.
 
-The name of such a file says what it is: the system, the architecture, the level, the fingerprint of what it was made
-from, and a checksum of its content.
+The name of such a file gives the system, the architecture, the level, the fingerprint of its sources, and a checksum of
+its content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE = "PENSTOCK_KERNELS"
 
 
 def folder() -> Path:
-    """The folder that libraries are looked for in: what PENSTOCK_KERNELS names, or one inside the package."""
+    """Returns the folder of prebuilt libraries: PENSTOCK_KERNELS, or one inside the package."""
     return Path(os.environ.get(VARIABLE) or Path(__file__).parent / "prebuilt")
 
 
@@ -30,7 +30,7 @@ def find(level: Level, say: Callable[[str], None]) -> Path | None:
     """Returns the prebuilt library of a level, if there is one from these sources and whole.
 
     Args:
-        say: is told a line if there are libraries and none of them fits.
+        say: is called with a line if there are libraries and none of them fits.
     """
     mine = libraries(folder(), stem(level))
     for path in mine:
@@ -48,7 +48,7 @@ def libraries(place: Path, start: str = "native") -> list[Path]:
 
 
 def obstacle(path: Path, level: Level) -> str:
-    """Says why a library cannot serve as that of a level; "" if it can."""
+    """Returns why a library cannot serve as a level's; "" if it can."""
     made_from, _, checksum = path.stem.removeprefix(f"{stem(level)}-").partition("-")
     if made_from != fingerprint(level):
         return "was made from other sources"
@@ -65,7 +65,7 @@ def make(
     target: str = HERE,
     commands: Commands | None = None,
 ) -> Path:
-    """Puts the library of a level into a folder; what was there of the same level is removed.
+    """Puts the library of a level into a folder; earlier libraries of the same level are removed.
 
     Args:
         target: the architecture that the compiler compiles for.

@@ -1,6 +1,6 @@
-"""What the native decoder is told: the program that a description of a model becomes, and the steps to run it on.
+"""The input of the native decoder: the program that a description of a model becomes, and the steps to run it on.
 
-The structures are those of program.h.
+The structures match program.h.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeHeads:
-    """The heads of one layer's attention, and what becomes of queries and keys before it; norms are read as float32."""
+    """The heads of one layer's attention, and the preparation of queries and keys; norms are read as float32."""
 
     num_heads: int
     q_norm: Tensor | None = None
@@ -121,12 +121,12 @@ class NativeHeads:
     window: int = 0
     """A token sees itself and at most window - 1 tokens before it; 0 is no bound, -c the token's own chunk of c."""
     first: int = 0
-    """No token sees those before it but itself."""
+    """No token sees positions before this one, except its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeOp:
-    """One operation of a decoder's program, over streams of rows; program.h says what each kind does."""
+    """One operation of a decoder's program, over streams of rows; program.h describes each kind."""
 
     kind: str
     time: str
@@ -135,7 +135,7 @@ class NativeOp:
     target: str = "hidden"
     linear: PackedLinear | None = None
     norm: Tensor | None = None
-    """[hidden]: what is read goes through it; it is read as float32. Of combine: [width of a part]."""
+    """[hidden]: rows that are read go through it; it is read as float32. Of combine: [width of a part]."""
     is_centered: bool = False
     """Whether the mean is subtracted before the norm."""
     adds: int = 0
@@ -144,9 +144,9 @@ class NativeOp:
     scale: float = 1.0
     """The result is multiplied by it, before it is added."""
     after: float = 1.0
-    """Of a norm: what it is added to is multiplied by it then."""
+    """Of a norm: the stream is multiplied by it after the addition."""
     gate: str = "silu"
-    """The activation of gates; that of all outputs where a linear map has none."""
+    """The activation of gates; of all outputs where a linear map has no gates."""
     part: int = -1
     """Of a linear map that reads gates: the layer whose part of the embeddings for layers they let through; -1 is none.
     Of combine: the width of a part."""
@@ -157,14 +157,14 @@ class NativeOp:
     rows_norm: Tensor | None = None
     """[hidden], of features."""
     follows_norm: bool = False
-    """Of join: whether a chain goes on from the hidden states behind the last norm, and not from those before it."""
+    """Of join: whether a chain goes on from the hidden states after the last norm, and not from the ones before it."""
     heads: NativeHeads | None = None
     gates: int = 0
-    """Of attention, and of the linear map that reads what it makes: so many numbers come before its queries, whose
-    sigmoids multiply that."""
+    """Of attention, and of the linear map that reads its outputs: so many gates come before its queries; their sigmoids
+    multiply the outputs."""
     experts: NativeExperts | None = None
     mixer: NativeMixer | None = None
-    """Of recur, and of the linear map that reads what it makes."""
+    """Of recur, and of the linear map that reads its outputs."""
     layer: int = 0
     """Of attention and mixers, the layer of the cache; of the others, after how many layers they run."""
     is_sampled: bool = False
@@ -172,7 +172,7 @@ class NativeOp:
 
 
 def step_of(batch: Batch, block_tables: Tensor) -> Step:
-    """What a step is told; it points into the batch and its block tables [tables, S, max blocks]."""
+    """Returns the arguments of a step, which point into the batch and its block tables [tables, S, max blocks]."""
     tokens, sequences = batch.token_ids.shape[0], batch.context_lens.shape[0]
     expect_ints("positions", batch.positions, (tokens,))
     expect_ints("token_ids", batch.token_ids, (tokens,))

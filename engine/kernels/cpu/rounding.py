@@ -9,12 +9,12 @@ from penstock.engine.quant.rounding import Floats, RoundGroups, round_groups
 
 
 def rounding_of(team: Team | None) -> RoundGroups:
-    """That of a team's library; without a team, numpy's."""
+    """Returns the rounding of a team's library; without a team, numpy's."""
     return round_groups if team is None else native_rounding(team.library)
 
 
 def native_rounding(library: NativeLibrary) -> RoundGroups:
-    """What `round_groups` does, several times as fast. It holds no GIL."""
+    """Returns a `round_groups` that is several times as fast. It holds no GIL."""
 
     def rounded(
         groups: Floats, bits: int, importance: Floats | None, rotation: int = 0

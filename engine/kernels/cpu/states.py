@@ -16,7 +16,7 @@ from penstock.engine.spec import GatedDelta, Mamba2, ShortConv, StateMixer
 KINDS: tuple[type[StateMixer], ...] = (GatedDelta, Mamba2, ShortConv)
 """program.h has the same order."""
 VECTORS = ("conv_bias", "decay", "step_bias", "skip", "gated_norm")
-"""Behind the taps of the convolution, in the order that they have in Mixer of program.h."""
+"""After the taps of the convolution, in the order that they have in Mixer of program.h."""
 
 
 class MixerFields(ctypes.Structure):
@@ -45,7 +45,7 @@ class NativeMixer:
 
     @property
     def gates_width(self) -> int:
-        """Those of a row of gates; 0 where they have no map of their own."""
+        """The numbers of a row of gates; 0 where they have no map of their own."""
         return self._outputs("gates") if "gates" in self.spec.maps() else 0
 
     @property
@@ -57,11 +57,11 @@ class NativeMixer:
         return sum(rows.count for rows in self.spec.maps()[name].rows)
 
     def made(self, eps: float, states: StateCache | None, layer: int, kept: list[object]) -> MixerFields:
-        """What the kernels read; whatever it points to is put into `kept`.
+        """Returns the fields that the kernels read; objects that they point to join `kept`.
 
         Args:
             eps: of its norm.
-            layer: whose part of the slots it has.
+            layer: the layer whose part of the slots it has.
 
         Raises:
             ValueError: a vector has another shape than the description says.

@@ -1,4 +1,4 @@
-"""Plain steps with the native kernels: one call each, run behind the host, one after another."""
+"""Plain steps with the native kernels: one call each, run concurrently with the host, one after another."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from penstock.engine.sampling.tables import Filters, SamplingTables
 class NativeSteps:
     """Runs steps in which every sequence computes the token that it sampled last and its drafts, and chooses the next.
 
-    Such a step is what `Gather`, the decoder, the output head and `Choose` make of the table, which then has the last
-    token of each sequence as its last one. A row's token is not counted for the penalties of the next row of its
-    sequence. A step runs on threads that need no GIL, after those launched before. Until `drain` has returned, nobody
-    else may use the table, the sampling tables, the decoder or its KV cache. Calls must come from one thread at a time.
+    Such a step runs `Gather`, the decoder, the output head and `Choose` over the table, which then has the last token
+    of each sequence as its last one. A row's token is not counted for the penalties of the next row of its sequence. A
+    step runs on threads that need no GIL, after those launched before. Until `drain` has returned, nothing else may use
+    the table, the sampling tables, the decoder or its KV cache. Calls must come from one thread at a time.
 
     Args:
         table: has the block tables of the decoder's KV cache.
-        choose: is used by nobody else.
+        choose: is used by nothing else.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class NativeSteps:
         self._drain = library.function("penstock_steps_drain")
 
     def launch(self, step: TableStep, filters: Filters) -> NativeStep:
-        """Launches a step; what it needs of the host is taken now."""
+        """Launches a step; the host's part of its input is copied now."""
         number = self._put(self._handle, ctypes.byref(sent(step, filters)))
         if not number:
             raise MemoryError("the native kernels could not get their memory")
@@ -82,6 +82,6 @@ class NativeStep:
 
         Raises:
             MemoryError: there was not enough for it.
-            ValueError: a slot does not exist, or what the table says of it cannot be.
+            ValueError: a slot does not exist, or its entries in the table are invalid.
         """
         return self._steps.wait(self._number, self._num)

@@ -1,4 +1,4 @@
-"""How the native kernels are told of steps that need hardly anything of the host but words."""
+"""The arguments of native steps that need almost nothing from the host but words."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def tables_of(
     tables: SamplingTables,
     choosable: Tensor | None = None,
 ) -> StepTables:
-    """What all steps of a model have in common; it points into the tables.
+    """Returns the arguments that all steps of a model have in common; they point into the tables.
 
     Args:
         choosable: int32, the tokens whose logits lm_head makes, each once; None for all.
 
     Raises:
-        ValueError: the head does not fit the decoder, or makes logits of what is no token.
+        ValueError: the head does not fit the decoder, or makes logits of ids that are no tokens.
     """
     num_logits, vocab = lm_head.out_features, tables.vocab_size
     if lm_head.in_features != decoder.hidden_size or (choosable is None and num_logits != vocab):
