@@ -10,7 +10,7 @@ from penstock.engine.spec import Attention, Layer, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A model: what its decoder computes, and what else a checkpoint says of it."""
+    """A model: the description of its decoder, and further facts of its checkpoint."""
 
     architecture: str
     vocab_size: int
@@ -21,9 +21,9 @@ class ModelConfig:
     dtype: str = "float32"
     """The type that the checkpoint says it was saved in."""
     quantization: Fields | None = None
-    """How its linear maps are quantized, as quantization_config says; None if they are not."""
+    """The model's quantization_config, which says how its linear maps are quantized; None if they are not."""
     num_ranks: int = 1
-    """The ranks that run the model together; with more than one, the spec is that of one rank's part."""
+    """The ranks that run the model together; with more than one, the spec describes one rank's part."""
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -39,7 +39,7 @@ class ModelConfig:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Those of the layers that have attention."""
+        """The attention of each layer that has one, in the order of the layers."""
         return tuple(self.spec.attentions.values())
 
     @property
@@ -87,7 +87,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What generation_config.json recommends for a request that does not say; None where it recommends nothing."""
+    """The sampling parameters that generation_config.json recommends; None where it recommends none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -104,10 +104,10 @@ MAX_RANKS = 64
 """The most processes that a model may be run by."""
 
 QUANT_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "torchao", "mxfp4", "modelopt")
-"""What `quant_method` of a quantization_config may be."""
+"""The values that `quant_method` of a quantization_config may have."""
 
 MAX_DRAFTS = 8
-"""The drafts of a sequence in a step: more are hardly ever all right."""
+"""The drafts of a sequence in a step: more of them are rarely all right."""
 
 _VERIFIED_ROWS = 128
 """The rows of logits that there is room for where drafts are verified: more of them cost more than they bring."""
@@ -118,18 +118,18 @@ GROUP_SIZES = (32, 64, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a checkpoint is loaded. Every option has a default that suits the machine."""
+    """Options for loading a checkpoint. Every option has a default that suits the machine."""
 
     device: str = "auto"
     """The device: "cpu", "cuda", or "auto", which is CUDA where torch sees a GPU."""
     dtype: str = "auto"
     """The type of the weights: "float32", "bfloat16", "float16", or "auto"; see `dtype.choose_dtype`."""
     quantize: str | None = None
-    """What linear maps are quantized to as they are loaded: "int8", "int4", "fp8", "nf4", or None for nothing."""
+    """The type that linear maps are quantized to at load: "int8", "int4", "fp8", "nf4", or None for none."""
     quantize_group_size: int | None = None
     """The inputs of a row that share a scale; None stands for a default, see `Quantization.layer_format`."""
     keep_quantized: bool = False
-    """Whether what `quantize` makes is kept in the cache folder for the next start."""
+    """Whether the weights that `quantize` makes are kept in the cache folder for the next start."""
     kv_dtype: str = "auto"
     """The type of the KV cache: "float32", "bfloat16", "float16", "int8", "fp8", which is int8, too, or "auto": that
     of the weights."""
@@ -145,8 +145,8 @@ class LoadOptions:
     num_blocks: int | None = None
     """The KV blocks of the pool, block 0 included; None stands for as many as `kv_bytes` holds."""
     kv_bytes: int | None = None
-    """The memory of the KV cache, and of states where layers have some. None stands for a share of what the weights
-    leave free, but no more than could ever be used."""
+    """The memory of the KV cache, and of states where layers have some. None stands for a share of the memory that the
+    weights leave free, but no more than could ever be used."""
     gpu_memory_utilization: float = 0.9
     """The share of a GPU's memory that may be in use once the KV cache is allocated, other processes included."""
     cuda_graphs: bool = True
@@ -158,8 +158,8 @@ class LoadOptions:
     num_ranks: int = 1
     """The processes that run the model together, each with a part of every layer."""
     expert_parallel: str = "auto"
-    """How ranks share experts: "on", each has some of them; "off", each has some rows of every expert; "auto", what is
-    better for their size, see `split.splits_whole`."""
+    """The way ranks share experts: "on", each has some of them; "off", each has some rows of every expert; "auto", the
+    better one for their size, see `split.splits_whole`."""
 
     def __post_init__(self) -> None:
         if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:
@@ -172,8 +172,8 @@ class LoadOptions:
 
     @property
     def num_pending(self) -> int:
-        """The rows behind a state that its slot has room for: drafts, or the last tokens of a prompt, so that one which
-        leaves it there finds it, as a conversation's next turn does."""
+        """The rows after a state that its slot has room for: drafts, or the last tokens of a prompt, so that a prompt
+        that leaves a state there finds it again, as a conversation's next turn does."""
         return max(self.max_drafts, MAX_DRAFTS)
 
     @property

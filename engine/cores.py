@@ -94,9 +94,9 @@ def node_cores(node: int, system: Path = _SYSTEM) -> set[int]:
 def stay_on_node(node: int, system: Path = _SYSTEM) -> None:
     """Keeps this thread, and those that it starts from now on, on the cores of a NUMA node.
 
-    Linux gives memory on the node of the thread that touches it first, so that what they load lies there, too.
+    Linux gives memory on the node of the thread that touches it first, so that the data that they load lies there, too.
 
     Raises:
-        OSError: no core of it may be used.
+        OSError: no core of the node may be used.
     """
     os.sched_setaffinity(0, node_cores(node, system))

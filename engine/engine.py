@@ -1,11 +1,11 @@
 """Engine: the step thread, its inbox and its outbox.
 
 One thread owns everything that computes: it loads the model, plans, launches and commits, one step after another. Other
-threads put requests into the queue, call `wake`, and call `cancel`; what a step brought leaves in one StepReport.
+threads put requests into the queue, call `wake`, and call `cancel`; a step's results leave in one StepReport.
 
-On a device that runs beside the host, a step is planned and launched before the one before it is waited for, unless
-drafts pay: these follow tokens that the host has to know. The loop is the same without that: then each step has ended
-before the next is planned.
+On a device that runs concurrently with the host, a step is planned and launched before the one before it is waited for,
+unless drafts pay: drafts follow tokens that the host has to know. Without such a device, the loop is the same, and each
+step has ended before the next is planned.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Flight:
 
     plan: Plan
     wait: Callable[[], StepResult]
-    """Waits for what the step brings; raises what its launch failed with, if it did."""
+    """Waits for the results of the step; raises the error of its launch, if that failed."""
     started_s: float
 
 
@@ -150,7 +150,7 @@ class Engine:
         self._thread.start()
 
     def wake(self) -> None:
-        """Tells the engine that there may be something to do: a request was queued."""
+        """Signals that there may be something to do: a request was queued."""
         self._awake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -159,7 +159,7 @@ class Engine:
         self._awake.set()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Ends the thread after the steps in flight; what is unfinished stays so. False if it did not end in time."""
+        """Ends the thread after the steps in flight; unfinished requests stay so. False if it did not end in time."""
         self._stopping.set()
         self._awake.set()
         if self._thread.is_alive():
@@ -196,10 +196,10 @@ class Engine:
         return block_map(tables.pool.ref_counts, tables.findable)
 
     def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int] = ()) -> tuple[int, int]:
-        """Guesses from outside the step thread how many tokens of a prompt are cached, and how many of these in use.
+        """Guesses from outside the step thread how many tokens of a prompt are cached, and how many of them in use.
 
         Args:
-            hashes: those of the prompt's blocks.
+            hashes: the hashes of the prompt's blocks.
             token_ids: the prompt; without it, nothing is found where layers have a state.
         """
         scheduler = self._scheduler
@@ -268,7 +268,7 @@ class Engine:
         if self._flights and self._facts.plain_ahead_s is not None and not plan.is_beside:
             self._land_but(scheduler, 0)  # or else their tokens would wait for this step, too
             if scheduler.withdraw_ended(plan):
-                self._report(scheduler, Plan(), started)  # or else what it held would not be shown as free
+                self._report(scheduler, Plan(), started)  # or else its memory would not be shown as free
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
         self._land_but(scheduler, self._facts.num_ahead if is_launched and plan.is_beside else 0)
         if self._undelivered:

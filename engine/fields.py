@@ -52,7 +52,7 @@ class Fields:
         return Fields(self.source, {**self._values, **{k: v for k, v in others.items() if not self.has(k)}})
 
     def flattened(self, name: str) -> Fields:
-        """The entries, and over them those of the object under `name`."""
+        """Returns the entries, overridden by the entries of the object under `name`."""
         inner = self._typed(name, dict, "an object", {})
         return Fields(self.source, {**self._values, **inner})
 
@@ -68,7 +68,7 @@ class Fields:
         return self._values.items()
 
     def has(self, name: str) -> bool:
-        """Whether the entry is there and not null."""
+        """Returns whether the entry is there and not null."""
         return self._values.get(name) is not None
 
     def first(self, *names: str) -> str:
@@ -141,11 +141,11 @@ class Fields:
         return self._typed(name, bool, "true or false", default)
 
     def is_text(self, name: str) -> bool:
-        """Whether the entry is a string."""
+        """Returns whether the entry is a string."""
         return isinstance(self._values.get(name), str)
 
     def is_flag(self, name: str) -> bool:
-        """Whether the entry is true or false."""
+        """Returns whether the entry is true or false."""
         return isinstance(self._values.get(name), bool)
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -251,7 +251,7 @@ class Fields:
         return value
 
     def error(self, text: str) -> CheckpointError:
-        """The error that says what is wrong with an entry, behind the name of the file."""
+        """Returns an error that says what is wrong with an entry, after the name of the file."""
         return CheckpointError(f"{self.source}: {text}")
 
     def _fault(self, name: str, wanted: str) -> CheckpointError:

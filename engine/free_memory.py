@@ -11,7 +11,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
-    """The memory of this machine and this container that can be taken now without taking it from somebody."""
+    """Returns the bytes of this machine and this container that are free, or that the system can free without harm."""
     return min([_free_in_machine(), *_free_in_cgroups()])
 
 
@@ -26,7 +26,7 @@ def _free_in_machine() -> int:
 
 
 def _free_in_cgroups() -> Iterator[int]:
-    """The limit of a container less what it uses, by cgroup v2 and v1, without the file cache that can be given up."""
+    """Yields a container's limit less its use, by cgroup v2 and v1, without file cache that can be given up."""
     for folder, limit, used, cache in (
         (_CGROUP, "memory.max", "memory.current", "inactive_file"),
         (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -19,7 +19,7 @@ class StepBuffers:
         sample_rows: [num_rows] int32: of a step that verifies drafts, see Verification.
         numbers: [num_rows] int32, see StepInputs.
         logits: [num_rows, vocab]
-        token_ids: [num_rows] int32: what was chosen.
+        token_ids: [num_rows] int32: the chosen tokens.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loads what drafts for a model beside it: a draft model, a head, or a layer of its own."""
+"""Loads the companion that drafts for a model: a draft model, a head, or a layer of the model's own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from penstock.engine.model.translation import Translation
 from penstock.engine.model.weights import load_weights
 
 _FEATURES = torch.bfloat16
-"""The type of what a head reads of its target."""
+"""The type of the features that a head reads of its target."""
 _MOST_CAPTURED = 64
 """Sequences of the largest pass of a draft model that is captured, of about two tokens each."""
 
@@ -60,7 +60,7 @@ class Companion:
     attach: Callable[[LoadedModel, Weights], LoadedModel]
     """Loads it: the target, of which the weights are given, with its draft."""
     is_own: bool = False
-    """Whether it is a layer of the target's own: nobody asked for it, and where it does not fit, it is left out."""
+    """Whether it is a layer of the target's own. No option asks for it, and where it does not fit, it is left out."""
 
 
 def _with_draft(
@@ -72,7 +72,7 @@ def _with_draft(
     lm_head: Linear,
     **more: Any,
 ) -> LoadedModel:
-    """The target with a draft model of these parts, and `more`, which are fields of LoadedModel."""
+    """Returns the target with a draft model of these parts, and `more`, which are fields of LoadedModel."""
     most = min(target.options.max_num_seqs, _MOST_CAPTURED)
     draft = replace(
         target,
@@ -105,7 +105,7 @@ def _native(
 
 
 def _longest(target: LoadedModel) -> int:
-    """The positions that a draft needs: what is drafted beyond the end is of no use, and no harm."""
+    """Returns the positions that a draft needs: drafts beyond the end are of no use, and do no harm."""
     return target.max_model_len + target.options.max_drafts
 
 
@@ -117,7 +117,7 @@ def open_companion(
     max_model_len: int,
     say: Callable[[str], None],
 ) -> Companion | None:
-    """What drafts, in the types of the target's kernels, on their device; None if nothing does, or can there.
+    """Returns the companion, in the types of the target's kernels, on their device; None if none drafts, or can.
 
     Args:
         draft: a draft model or head; without one, the target's own layer drafts if it has one.
@@ -294,7 +294,7 @@ def _open_own(
 def own_size(
     source: PredictionSource, target: ModelConfig, kernels: Kernels, options: LoadOptions
 ) -> tuple[KVLayout, DraftSize]:
-    """What a model's own layer for multi-token prediction takes beside it."""
+    """Returns the layout and the size that a model's own layer for multi-token prediction adds to the model."""
     beside = KVLayout.of(target, options.block_size)
     layout = KVLayout.of(source.config, options.block_size, beside=beside)
     return layout, _head_size(source.config, source.specs(), source.num_loose, kernels, layout)

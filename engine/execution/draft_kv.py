@@ -2,8 +2,8 @@
 
 The KV cache of a draft model has blocks of the same numbers as the cache of the model that it drafts for: a sequence's
 tokens lie in the same blocks of both, so that blocks are allocated, shared and freed once. A draft model may lag behind
-by any number of tokens; it reads them when it is asked to draft, and never before. So where nobody drafts it costs
-nothing but its memory.
+by any number of tokens; it reads them when it is asked to draft, and never before. So where no sequence drafts, it
+costs nothing but its memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DraftChunk(Chunk):
 
 @dataclass(slots=True)
 class _Progress:
-    """What the draft model has read of a sequence."""
+    """The part of a sequence that the draft model has read."""
 
     num_read: int = 0
     """The first tokens of the sequence whose KV is in `blocks`."""
@@ -47,15 +47,15 @@ class _Progress:
 
 
 class DraftKV:
-    """Says what a draft model is to read of sequences before it drafts for them.
+    """Plans the tokens of sequences that a draft model reads before it drafts for them.
 
-    A block that was read to its end is remembered by the hash of its tokens, so that whoever shares it, or finds it
-    again, need not read it again. If a block that is shared is missing, it is read for each of those who share it:
-    equal tokens have equal KV.
+    A block that was read to its end is remembered by the hash of its tokens, so that a sequence that shares it, or
+    finds it again, need not read it again. If a block that is shared is missing, it is read for each sequence that
+    shares it: equal tokens have equal KV.
 
     Args:
         max_tokens: tokens of the largest pass.
-        keeps_drafts: whether the KV of drafts that turned out right is as good as that of tokens that were read.
+        keeps_drafts: whether the KV of drafts that turned out right is as good as the KV of tokens that were read.
     """
 
     def __init__(self, block_size: int, max_tokens: int, *, keeps_drafts: bool, num_tables: int = 1) -> None:
@@ -69,8 +69,8 @@ class DraftKV:
     def begin(self, lengths: Mapping[Sequence, int]) -> list[DraftChunk]:
         """The chunks of a pass after which so many tokens are drafted for each sequence.
 
-        A chunk that reaches the last token of its sequence samples; after the others there are no drafts. Those that
-        sample come first, and of these, those with the most drafts.
+        A chunk that reaches the last token of its sequence samples; after the others there are no drafts. Chunks that
+        sample come first, the one with the most drafts foremost.
         """
         chunks, room = list[DraftChunk](), self._max_tokens
         for sequence, length in lengths.items():
@@ -107,7 +107,7 @@ class DraftKV:
         return progress
 
     def _found(self, sequence: Sequence) -> _Progress:
-        """The progress in a sequence that starts, or starts again: what was read of it for others."""
+        """Returns the progress in a sequence that starts, or starts again: the blocks that were read for others."""
         table, num = self._blocks(sequence), 0
         for block, block_hash in zip(table, sequence.block_hashes, strict=False):
             if self._contents.get(block) != block_hash:
@@ -125,7 +125,7 @@ class DraftKV:
         progress.drafts = []
 
     def _keep_unchanged(self, progress: _Progress, sequence: Sequence) -> None:
-        """Gives up what was read into a block that was replaced by a copy, which has no KV of the draft model."""
+        """Gives up tokens read into a block that was replaced by a copy, which has no KV of the draft model."""
         table, blocks = self._blocks(sequence), progress.blocks
         if table[: len(blocks)] != blocks:
             pairs = enumerate(zip(table, blocks, strict=False))
@@ -141,7 +141,7 @@ class DraftKV:
         progress.num_marked = num_full
 
     def _write(self, progress: _Progress, sequence: Sequence, end: int) -> None:
-        """Notes that tokens up to `end` are about to be read: what their blocks held before is gone."""
+        """Notes that tokens up to `end` are about to be read: the former content of their blocks is gone."""
         progress.blocks = self._blocks(sequence)[: -(-end // self._block_size)]
         for block in progress.blocks[progress.num_read // self._block_size :]:
             self._contents.pop(block, None)

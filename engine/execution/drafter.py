@@ -30,7 +30,7 @@ class Drafter:
     Tokens stay on the device from one pass to the next, and the host waits for all of them at the end.
 
     Args:
-        seats: those of the model that is drafted for.
+        seats: the seats of the model that is drafted for.
         launch: launches a step of the draft model.
         max_tokens: tokens of the largest pass.
     """

@@ -10,7 +10,7 @@ _MOST_SCORED = 64
 """Tokens of prompts that a step on a CPU scores while other sequences run: their logits take longer than their layers
 where the vocabulary is large and the model small."""
 _LONGEST_AHEAD_S = 0.05
-"""What Python does between two steps takes a few milliseconds: a twentieth of longer ones."""
+"""The longest step that runs ahead. Python's work between two steps takes a few milliseconds, a twentieth of it."""
 
 
 def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bool = False) -> RunnerFacts:
@@ -18,7 +18,7 @@ def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bo
 
     Args:
         num_ahead: overrides how many steps may be in flight while the next is planned.
-        runs_plain: whether plain steps run beside the host.
+        runs_plain: whether plain steps run concurrently with the host.
     """
     is_on_cpu, options, states = model.device.type == "cpu", model.options, model.states
     is_plain_beside = is_on_cpu and num_ahead is None and runs_plain

@@ -1,4 +1,4 @@
-"""What goes wrong on the device, in planning's terms."""
+"""Turns errors of the device into planning's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.engine.planning.step import DeviceError, OutOfMemory, Plan
 
 @contextmanager
 def told(plan: Plan, seats: Seats, device: torch.device) -> Iterator[None]:
-    """Tells what went wrong with a plan; what the device knows of its sequences is sent again.
+    """Raises the errors of a plan in planning's terms; the state of its sequences is sent to the device again.
 
     Raises:
         OutOfMemory: in place of the errors by which the device says so.
@@ -32,7 +32,7 @@ def told(plan: Plan, seats: Seats, device: torch.device) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether CUDA, a native kernel, or torch's allocator on a CPU (which has no error of its own) found no memory."""
+    """Returns whether CUDA, a native kernel or torch's CPU allocator (which has no error of its own) lacked memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 

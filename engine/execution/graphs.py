@@ -38,13 +38,13 @@ class Device(Protocol):
     """A device, as far as capturing needs it."""
 
     def record(self, work: Callable[[], None]) -> Graph:
-        """Captures what `work` asks of the device, which does not run it. All graphs share one pool of memory."""
+        """Captures the device's part of `work`, which the device does not run. All graphs share one pool of memory."""
 
     def synchronize(self) -> None:
         """Waits until everything asked so far is done."""
 
     def num_bytes_in_use(self) -> int:
-        """The device's memory that is in use, whoever uses it."""
+        """Returns the bytes of the device's memory that are in use, by any process."""
 
 
 class CudaDevice:
@@ -70,7 +70,7 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
 
     def num_bytes_in_use(self) -> int:
-        torch.cuda.empty_cache()  # what eager steps used and graphs do not
+        torch.cuda.empty_cache()  # the memory that eager steps used and graphs do not
         return read_card(self._device).used
 
 
@@ -79,7 +79,7 @@ class Ladder:
 
     Args:
         work: does the work for a step of that shape, on memory that stays where it is, which it reads and writes.
-        shapes: those that graphs are captured for.
+        shapes: the shapes that graphs are captured for.
     """
 
     def __init__(self, work: Callable[[StepShape], None], shapes: Sequence[StepShape]) -> None:
@@ -105,7 +105,7 @@ class Ladder:
     def capture(self, device: Device, shape: StepShape, ranks: Ranks | None = None) -> bool:
         """Captures the work for a shape if every rank can; else all of them run such steps without.
 
-        The work runs twice, the first time to compile and allocate what is made on first use.
+        The work runs twice, the first time for compilation and allocation on first use.
 
         Returns:
             False if a rank has no memory for the graph: larger ones will find none, either.
@@ -120,7 +120,7 @@ class Ladder:
             device.synchronize()
             has_run = True
             graph = device.record(lambda: self._work(shape))
-        except Exception as error:  # whatever is wrong with a graph, the step runs without
+        except Exception as error:  # without the graph, for any reason, the step still runs
             if ranks is not None and not has_run:
                 raise
             is_full = isinstance(error, torch.OutOfMemoryError)
@@ -136,7 +136,7 @@ class Ladder:
 
 
 class _Outcome(IntEnum):
-    """How an attempt to capture a graph ended; the least of all ranks' outcomes holds for all of them."""
+    """The outcome of an attempt to capture a graph; the least of all ranks' outcomes holds for all of them."""
 
     NO_MEMORY = 0
     FAILED = 1
@@ -151,22 +151,22 @@ def capture_all(
 ) -> tuple[int, int]:
     """Captures all shapes of all ladders, in each the largest first, so that the smaller ones fit into its memory.
 
-    Where memory runs out, the next that is tried is half as large. All ranks end with graphs of the same shapes: a
-    graph holds what the ranks do together, and padded sums on one of them would meet others on the next.
+    Where memory runs out, the next shape tried is half as large. All ranks end with graphs of the same shapes: a graph
+    holds the collectives of the ranks, and padded sums on one of them would meet others on the next.
 
     Args:
-        progress: is told graphs done and graphs in all.
+        progress: is called with the graphs done and the graphs in all.
         ranks: the ranks that capture the same ladders at the same time; None if this process is alone.
 
     Returns:
-        How many graphs there are, and the bytes of device memory that they took.
+        The number of graphs, and the bytes of device memory that they took.
     """
     work = [(ladder, shape) for ladder in ladders for shape in reversed(ladder.shapes)]
     before = device.num_bytes_in_use()
     most = largest = max(shape.num_tokens for _, shape in work)
     for number, (ladder, shape) in enumerate(work, 1):
         if shape.num_tokens <= most and not ladder.capture(device, shape, ranks):
-            device.num_bytes_in_use()  # gives back what the attempt had taken
+            device.num_bytes_in_use()  # gives back the attempt's memory
             most = shape.num_tokens // 2
         progress(number, len(work))
     if most < largest:
@@ -209,7 +209,7 @@ def verifying_shapes(max_rows: int, max_sequences: int, max_query_len: int) -> l
 
 
 def choice_shapes(passes: Iterable[StepShape]) -> list[StepShape]:
-    """The shapes in which the tokens of these passes are chosen: rows, whatever they are of."""
+    """Returns the shapes in which the tokens of these passes are chosen: their rows alone matter."""
     return [StepShape(rows, rows, 1, True, rows) for rows in {shape.num_rows for shape in passes}]
 
 

@@ -49,7 +49,7 @@ class Chosen:
 
 
 class Landing:
-    """The tokens that a step chose, on their way to the host behind the step."""
+    """The tokens that a step chose, on their way to the host after the step."""
 
     def __init__(
         self, device: torch.device, wanted: list[Wanted], chosen: Chosen, found: PromptFindings | None = None
@@ -103,7 +103,7 @@ def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any], places: Mapp
     Args:
         token_ids: by row.
         told: see Chosen.told.
-        places: by row, its place among the T that are told of.
+        places: by row, its place among the T rows with log probabilities.
     """
     rows = wanted.rows
     first = token_ids[rows[0]]
@@ -122,7 +122,7 @@ def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any], places: Mapp
 
 
 def num_right(token_ids: ListLike[int], drafts: ListLike[int]) -> int:
-    """How many of a chunk's rows count: those after right drafts alone, up to one that has no token.
+    """Returns how many of a chunk's rows count: rows after right drafts alone, up to the first one without a token.
 
     Args:
         token_ids: by row, one more than there are drafts.
@@ -136,12 +136,12 @@ def num_right(token_ids: ListLike[int], drafts: ListLike[int]) -> int:
 
 
 def _logprobs(num: int, logprob: float, token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:
-    """Tells of one token, and of the `num` most likely ones in its place."""
+    """Returns the log probabilities of one token, and of the `num` most likely ones in its place."""
     return TokenLogprobs(logprob, tuple(zip(token_ids[:num], logprobs[:num], strict=True)))
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that is complete when what is on the device's queue now is done."""
+    """Returns a copy that is complete when all work now in the device's queue is done."""
     if tensor.device.type != "cuda":
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""A model on its device, and what its steps keep there."""
+"""A model on its device, and the data of its steps there."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class LoadedModel:
     """None if no layer has a state."""
     expert_counts: ExpertCounts | None = None
     features: Tensor | None = None
-    """[blocks, block size, width], what it keeps of its tokens for a head: see `NativeOp.rows`."""
+    """[blocks, block size, width], the features of its tokens that it keeps for a head: see `NativeOp.rows`."""
     draft: LoadedModel | None = None
     """Its draft model. The two have blocks of the same numbers, and one table of the running sequences, sampler and
     buffers."""
     reads_target: bool = False
-    """Whether it is a head: what its target computed of a token, which it reads, is better than what it makes of it."""
+    """Whether it is a head. Its target's features of a token, which it reads, are better than its own."""
     native: NativeDraft | None = None
     """Of a draft model: all its passes in one call, which needs the target's numbers of tokens."""
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies all that belongs to the tokens of these blocks; what a draft model has of a copy counts as lost."""
+        """Copies all that belongs to the tokens of these blocks; a draft model's KV of a copy counts as lost."""
         self.kv.copy_blocks(sources, targets)
         if self.features is not None:
             self.features[targets.long()] = self.features[sources.long()]

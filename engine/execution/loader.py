@@ -1,4 +1,4 @@
-"""Brings a checkpoint onto a device: says whether it fits, loads it, and gives what memory is left to the KV cache."""
+"""Brings a checkpoint onto a device: says whether it fits, loads it, and gives the remaining memory to the KV cache."""
 
 from __future__ import annotations
 
@@ -62,10 +62,11 @@ def load_model(
 
     Args:
         folder: a directory with config.json and safetensors files, or a GGUF file.
-        say: is told lines for the operator: what memory the model takes, before it is taken; what could be faster.
-        progress: is told bytes read and bytes in all.
+        say: is called with lines for the operator: the memory that the model takes, before it is taken; what could be
+            faster.
+        progress: is called with the bytes read and the bytes in all.
         draft: a draft model; it is loaded as the model is. Without one, a model's own layer drafts if it has one.
-        ranks: those that run the model together, each of which loads its part of it; nothing drafts for them.
+        ranks: the ranks that run the model together, each of which loads its part of it; nothing drafts for them.
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or not supported, has fewer positions than asked for, or
@@ -141,7 +142,7 @@ class _Opened:
     """This rank's part."""
     device: torch.device
     options: LoadOptions
-    """Those for the device."""
+    """The options for the device."""
     max_model_len: int
 
 
@@ -152,7 +153,7 @@ def _open(folder: Path, options: LoadOptions, ranks: Ranks | None) -> _Opened:
     check_tensors(config, files, recipe)
     max_model_len, device = _max_model_len(config, options), choose_device(options.device)
     options = options.for_device(device.type)
-    # torch counts the cores that it sees, also those that a container's quota denies it.
+    # torch counts the cores that it sees, even cores that a container's quota denies it.
     torch.set_num_threads(min(torch.get_num_threads(), options.num_threads or num_cores()))
     if ranks is not None:
         device = own_device(device, ranks)
@@ -169,7 +170,7 @@ def _kernels(
     say: Callable[[str], None],
     ranks: Ranks | None,
 ) -> tuple[Kernels, ExpertCounts | None]:
-    """The kernels that run a model, and what counts its experts."""
+    """Returns the kernels that run a model, and the counts of its experts."""
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     if ranks is not None:
         kernels = ranked(kernels, ranks)
@@ -190,7 +191,7 @@ def _caches(
 
 
 def _kernels_text(kernels: Kernels) -> str:
-    """One line for the operator: what computes the model, and in which type."""
+    """Returns one line for the operator: the code that computes the model, and its type."""
     dtype = str(kernels.embedding_dtype).removeprefix("torch.")
     if (team := kernels.team) is None:
         return f"model on {kernels.device.type}, {kernels.name} kernels, {dtype}"
@@ -215,7 +216,7 @@ def _most_tokens(memory: MemoryPlan) -> int:
 def _tables(
     config: ModelConfig, kernels: Kernels, options: LoadOptions, max_model_len: int
 ) -> tuple[SequenceTable, Sampler, StepBuffers | None]:
-    """What steps keep on the device of the running sequences."""
+    """Returns the tables and buffers of the running sequences that steps keep on the device."""
     num_slots, device = options.max_num_seqs, kernels.device
     num_tables = len(KVLayout.of(config, options.block_size).windows)
     max_blocks = -(-max_model_len // options.block_size) * num_tables

@@ -22,7 +22,7 @@ from penstock.engine.sizes import size_text
 def run_largest(
     config: ModelConfig, weights: Weights, kernels: Kernels, options: LoadOptions, max_model_len: int
 ) -> None:
-    """Runs the steps that need the most memory beside the KV cache."""
+    """Runs the steps that need the most memory besides the KV cache."""
     layout, device = KVLayout.of(config, options.block_size), kernels.device
     decoder = make_decoder(
         config, weights, kernels, KVCache(layout, 1, kernels.kv_dtype, device), max_model_len
@@ -34,7 +34,7 @@ def run_largest(
 
 
 def largest_batches(options: LoadOptions, max_model_len: int, num_tables: int) -> Iterator[Batch]:
-    """The steps that need the most memory beside the KV cache, all of it in block 0, which belongs to nobody.
+    """Yields the steps that need the most memory besides the KV cache, all of it in block 0, which no sequence owns.
 
     As many tokens as a step may have: of as many sequences as there may be, with as many rows of logits; and at the end
     of one sequence as long as there may be.
@@ -56,11 +56,11 @@ def measure_steps(device: torch.device, before: GpuMemory, steps: Callable[[], N
     """Runs steps on a GPU that has the weights and nothing else yet.
 
     Args:
-        before: the card before the weights. What it lost since counts, whoever took it: torch, its libraries, the
-            driver for the code of kernels.
+        before: the card before the weights. The memory that it has lost since counts, whoever took it: torch, its
+            libraries, the driver for the code of kernels.
 
     Raises:
-        NotEnoughMemory: the steps do not fit beside the weights.
+        NotEnoughMemory: the steps do not fit next to the weights.
     """
     torch.cuda.empty_cache()
     resident = torch.cuda.memory_allocated(device) - before.allocated

@@ -1,9 +1,9 @@
-"""Plain steps on a CPU: one native call each, beside which the host goes on.
+"""Plain steps on a CPU: one native call each, while the host goes on.
 
-A step whose sequences all compute the token that they sampled last, and perhaps drafts, needs hardly anything of the
-host. What Python does between two such steps, the text of the tokens and their way out included, takes a tenth of a
-small model's step and more, for the weights have driven it out of the caches; so it is done while the next step runs,
-unless that one has drafts, which follow tokens that the host knows.
+A step whose sequences all compute the token that they sampled last, and perhaps drafts, needs almost nothing from the
+host. Python's work between two such steps, the text of the tokens and their way out included, takes a tenth of a small
+model's step and more, for the weights have driven it out of the caches; so it is done while the next step runs, unless
+that one has drafts, which follow tokens that the host knows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PlainSteps:
         return cls(model.sampler, native, seats)
 
     def launch(self, plan: Plan) -> PlainStepInFlight | None:
-        """Launches a plain step, or runs it if the host is not to go on beside it.
+        """Launches a plain step, or runs it if the host is not to go on meanwhile.
 
         Returns:
             None if the step needs more of the host; then nothing is in flight any more.
@@ -72,7 +72,7 @@ class PlainSteps:
             return PlainStepInFlight(plan, launched, drafts, self._seats)
 
     def drain(self) -> None:
-        """Waits until no step is in flight, so that the host may change what steps read."""
+        """Waits until no step is in flight, so that the host may change the inputs of steps."""
         self._native.drain()
 
 
@@ -106,7 +106,7 @@ class PlainStepInFlight:
 
 
 def _is_whole(plan: Plan) -> bool:
-    """Penalties of a sequence with drafts look at those of its rows that were right, one after another."""
+    """Penalties of a sequence with drafts look at its right rows, one after another."""
     return is_plain(plan) and not any(
         chunk.drafts and has_penalties(chunk.sequence.request.sampling) for chunk in plan.chunks
     )

@@ -28,9 +28,9 @@ class PromptFindings:
 
 
 class PromptRows:
-    """The rows of one step that tell something of prompts: they score the tokens that follow them, or are pooled.
+    """The rows of one step that bring results of prompts: they score the tokens that follow them, or are pooled.
 
-    Logits are made of as many rows at a time as there is memory for, and what is wanted of them is taken at once.
+    Logits are made of as many rows at a time as there is memory for, and the wanted results are taken at once.
     """
 
     def __init__(self, plan: Plan, num_logits: int) -> None:
@@ -59,7 +59,7 @@ class PromptRows:
         return cls(plan, num_logits) if any(chunk.scored or chunk.pooled for chunk in in_prompts) else None
 
     def run(self, model: LoadedModel, batch: Batch) -> tuple[Tensor, PromptFindings]:
-        """Launches the pass: the hidden states of the batch's own sample rows, and what was found of prompts."""
+        """Launches the pass: the hidden states of the batch's own sample rows, and the findings of prompts."""
         words, num_own = self._words, batch.sample_rows.numel()
         if batch.token_ids.device.type == "cuda":
             words = words.pin_memory().to(batch.token_ids.device, non_blocking=True)

@@ -64,8 +64,8 @@ class ModelRunner:
     """Executes plans on the model that `load_model` brings; see `planning.step.Runner`.
 
     Args:
-        progress: shows how far capturing is, while graphs are captured; is told graphs done and graphs in all.
-        make_device: what captures graphs; None for a model that is to run without.
+        progress: shows how far capturing is; it is called with the graphs done and the graphs in all.
+        make_device: makes the device that captures graphs; None for a model that is to run without.
         num_ahead: overrides how many steps may be in flight while the next is planned.
     """
 
@@ -96,7 +96,7 @@ class ModelRunner:
     def load(self) -> RunnerFacts:
         model = self._load_model()
         if model.kernels.team is not None:
-            # What is left for torch is small, and a second team of threads would take the first one's cores.
+            # Little work is left for torch, and a second team of threads would take the first one's cores.
             torch.set_num_threads(1)
         self._steps = Steps(model)
         self._steps.prepare(self._make_device(model), self._progress)
@@ -156,7 +156,7 @@ class Steps:
     def prepare(
         self, device: Device | None, progress: Callable[[], AbstractContextManager[Progress]]
     ) -> None:
-        """Compiles and allocates what is made on first use, and captures graphs if there is a device that can."""
+        """Compiles kernels and allocates memory for first use, and captures graphs if there is a device that can."""
         self._warm_up()
         if device is not None and self.buffers is not None:
             ladders = [self.passes, *self.choices.values()]
@@ -219,7 +219,7 @@ class Steps:
     ) -> tuple[Tensor, Tensor, PromptFindings | None]:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
 
-        With drafts, the logits are those of all rows that may be sampled.
+        With drafts, there are logits of all rows that may be sampled.
         """
         model = self.model
         inputs = model.kernels.gather(model.table, placed.tokens)
@@ -302,7 +302,7 @@ class Steps:
         return token_ids
 
     def _warm_up(self) -> None:
-        """Compiles and allocates now what is made on first use: steps in block 0, whose content is never read."""
+        """Compiles kernels and allocates memory for first use: steps in block 0, whose content is never read."""
         model = self.model
         longest = min(model.options.max_batch_tokens, model.max_model_len - 1, _LARGEST_WARM_UP)
         lengths = (
@@ -346,7 +346,7 @@ class LaunchedStep:
     """The shape of the graph that was replayed, if one was."""
     verification: Verification | None
     logits: Tensor
-    """[S, vocab], or more rows as padding; with drafts, those of the verification."""
+    """[S, vocab], or more rows as padding; with drafts, the logits of the verification."""
     numbers: Tensor
     found: PromptFindings | None
     landing: Landing = field(init=False)
@@ -371,7 +371,7 @@ class LaunchedStep:
     def _look_through(
         self, asking: list[int], wanted: list[Wanted]
     ) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """Finds the most likely tokens of the rows that ask; only of those, as it goes over all their logits.
+        """Finds the most likely tokens, only of the rows that ask for them, as it goes over all their logits.
 
         Returns:
             A function that makes `Chosen.told` of the token ids [R].
@@ -403,10 +403,10 @@ class LaunchedStep:
         )
 
     def _choose(self, wanted: list[Wanted]) -> Chosen:
-        """Chooses the tokens of the step's rows, those that follow wrong drafts included."""
+        """Chooses the tokens of the step's rows, rows after wrong drafts included."""
         verification = self.verification
         order = [(i, 0) for i in range(len(self.plan.chunks))] if verification is None else verification.order
-        # The most likely tokens first: that may find no memory, and what is chosen is counted once.
+        # The most likely tokens first: that may find no memory, and a chosen token is counted once.
         asking = [row for one in wanted if one.num_logprobs is not None for row in one.rows]
         tell = self._look_through(asking, wanted) if asking else lambda _: ()
         scores = self._scores(wanted)

@@ -1,9 +1,9 @@
-"""Seats: which slot of the device's table each running sequence has, and what the host has to send for a step.
+"""Seats: the slot of the device's table that each running sequence has, and the data that the host sends for a step.
 
 A decode step, in which every sequence computes the token that it sampled last, needs nothing from the host but its
-slots, and not even those if they are the slots of the step before: tokens, lengths and block tables are in the table,
-and each step leaves them there as the next one needs them. The host remembers what it sent and what the steps that it
-launched will have written, and sends only the difference.
+slots, and not even the slots if they are the same as in the step before: tokens, lengths and block tables are in the
+table, and each step leaves them there as the next one needs them. The host remembers the words that it sent and that
+the launched steps will have written, and sends only the difference.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepShape:
 
 @dataclass(slots=True)
 class Seat:
-    """A sequence's slot, and what the slot holds once the steps launched so far are done, as far as the host knows."""
+    """A sequence's slot, and the slot's content after the steps launched so far, as far as the host knows."""
 
     slot: int
     length: int = -1
@@ -88,8 +88,8 @@ class Seats:
 
     Args:
         table: is on its device.
-        on_seat: is told of a slot and the sequence that has it from the next step on.
-        on_leave: is told of a slot that nobody has any more.
+        on_seat: is called with a slot and the sequence that has it from the next step on.
+        on_leave: is called with a slot that no sequence has any more.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Seats:
         return None if seat is None else seat.slot
 
     def place(self, plan: Plan, shape: StepShape) -> Placed:
-        """Gives every sequence of a plan its slot, and sends what the device does not know.
+        """Gives every sequence of a plan its slot, and sends the data that the device lacks.
 
         Args:
             shape: the step's own, or a larger one that it is padded to.
@@ -147,7 +147,7 @@ class Seats:
         return TableStep(slots, starts, token_ids, _most_blocks(plan), changes.places, changes.values)
 
     def note_launched(self, plan: Plan, seats: ListLike[Seat]) -> None:
-        """The step is on its way: from now on the device is supposed to know what it brings."""
+        """Notes that the step is on its way: from now on the device is supposed to know its changes."""
         for seat, chunk in zip(seats, plan.chunks, strict=True):
             seat.length = chunk.start + chunk.num_tokens
             if chunk.samples:
@@ -156,14 +156,14 @@ class Seats:
     def note_verified(self, seats: Iterable[Seat]) -> None:
         """Drafts of these sequences were verified: the table has the token after the last one, whichever came last.
 
-        Its lengths count wrong drafts, too; the next step of a sequence begins where these are to be written over, and
+        Its lengths count wrong drafts, too; the next step of a sequence begins where they are to be written over, and
         `place` sends that.
         """
         for seat in seats:
             seat.sampled_at = -1
 
     def distrust(self, plan: Plan) -> None:
-        """The step's launch failed before it sampled: nobody knows how far it came."""
+        """The step's launch failed before it sampled: it is unknown how far it came."""
         self._last_slots = []
         for chunk in plan.chunks:
             seat = self._seat_of.get(chunk.sequence)
@@ -237,7 +237,7 @@ class _Changes:
         self._table = table
 
     def note(self, seat: Seat, chunk: Chunk, *, is_decode: bool) -> None:
-        """Notes what the table does not have of a sequence's next step."""
+        """Notes the words of a sequence's next step that the table lacks."""
         sequence, slot, table = chunk.sequence, seat.slot, self._table
         if seat.length < 0:
             self._set(table.prompt_lens_at + slot, [sequence.num_prompt_tokens])

@@ -31,7 +31,7 @@ def own_device(device: torch.device, ranks: Ranks) -> torch.device:
 
 
 def own_options(options: LoadOptions, device: torch.device, ranks: Ranks) -> LoadOptions:
-    """The options of one rank: its share of a CPU's threads. What it quantizes is its part, which is not kept."""
+    """Returns the options of one rank: its share of a CPU's threads. The part that it quantizes is not kept."""
     options = replace(options, keep_quantized=False)
     if device.type != "cpu":
         return options

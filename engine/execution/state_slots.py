@@ -1,4 +1,4 @@
-"""What a step is told of the slots of states: tensors on its device, made of what its plan says."""
+"""The slots of states that a step reads and writes: tensors on its device, made from its plan."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class StateBuffers:
         self._slots = torch.zeros(num_sequences, 4, dtype=torch.int32, device=device)
         self._saves = torch.tensor([_NO_SAVE] * MOST_SAVES, dtype=torch.int32, device=device)
         self._shown: list[list[int]] = [[], []]
-        """What is there, padding aside."""
+        """The words on the device, padding aside."""
 
     def hold(self, shape: StepShape, chunks: Iterable[Chunk]) -> bool:
-        """Whether there is room for what a step of that shape saves."""
+        """Returns whether there is room for the snapshots that a step of that shape saves."""
         num_saves = sum(len(chunk.state.saves) for chunk in chunks if chunk.state is not None)
         return num_saves <= (0 if shape.is_decode else MOST_SAVES)
 

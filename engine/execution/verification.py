@@ -24,12 +24,12 @@ ChooseRows = Callable[[Tensor], Tensor]
 
 
 class Verification:
-    """The rows of a step with drafts, and how they are sampled. R is at least the rows there are; the others pad.
+    """The rows of a step with drafts, and how they are sampled. R is at least the number of rows; further ones pad.
 
     Attributes:
-        order: [R] the chunk of each row, and how many of its drafts come before.
+        order: [R] the chunk of each row, and the number of its drafts that come before.
         rows_of: by chunk, its rows among the R.
-        rows: [R] int32, of the step's tokens: those whose logits are wanted.
+        rows: [R] int32, the step's tokens whose logits are wanted.
         slots: [R] int32; -1 for padding, and for a chunk that does not sample.
         numbers: [R] int32, the output tokens that there are before what a row chooses.
     """
