@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.app.checkpoint import find_checkpoint, is_hub_id
 from penstock.app.errors import OperatorError
 from penstock.app.kernels import own_level
-from penstock.app.listen import bind, check_exposure
+from penstock.app.listen import bind, certificate_of, check_exposure
 from penstock.app.settings import EngineSettings, Settings
 from penstock.engine.cores import num_cores
 from penstock.engine.free_memory import available_bytes
@@ -224,6 +224,7 @@ def check_families() -> Check:
 
 def check_port(settings: Settings) -> Check:
     try:
+        certificate_of(settings)
         with bind(settings.host, settings.port) as listener:
             check_exposure(listener, settings)
     except OperatorError as error:

@@ -6,7 +6,9 @@ A line has the name of a tenant and the SHA-256 of its key, and after it may sta
 
 `weight` is its share among tenants, `lane` where its requests go that do not say, `top` the most urgent lane they may
 name: the standard one, or a more urgent `lane`, where it is missing. `rpm` bounds its requests per minute, `tpm` its
-prompt and output tokens per minute, `streams` its requests at work at a time; each is unbounded where it is missing.
+prompt and output tokens per minute, `rpd` and `tpd` the same per day, `rpmonth` and `tpmonth` per month (days and
+months of UTC), `streams` its requests at work at a time; each is unbounded where it is missing. `role=operator` lets it
+see what other tenants use.
 Several lines may have the same name, so that a key can be replaced without a pause: they must say the same of their
 tenant. `penstock key` makes such lines.
 
@@ -36,11 +38,22 @@ log = logging.getLogger("penstock.keys")
 KEY_PREFIX = "sk-penstock-"
 _SHORTEST_KEY = 16
 _LARGEST_BOUND = 1_000_000_000
+_LARGEST_LONG_BOUND = 1_000_000_000_000
+_LONG_BOUNDS = ("tpd", "tpmonth")
 _NAME = re.compile(r"[^\s:#][^\s:]*")
 _ENTRY = re.compile(rf"({_NAME.pattern}):sha256:([0-9a-fA-F]{{64}})")
-_BOUNDS = {"rpm": "requests_per_minute", "tpm": "tokens_per_minute", "streams": "max_streams"}
+_BOUNDS = {
+    "rpm": "requests_per_minute",
+    "tpm": "tokens_per_minute",
+    "rpd": "requests_per_day",
+    "tpd": "tokens_per_day",
+    "rpmonth": "requests_per_month",
+    "tpmonth": "tokens_per_month",
+    "streams": "max_streams",
+}
+_ROLES = ("tenant", "operator")
 _WANTED = "`NAME:sha256:DIGEST`; `penstock key NAME --hash` makes that line from a key, `penstock key NAME` a new key"
-_ATTRIBUTES = "weight=, lane=, top=, rpm=, tpm= and streams="
+_ATTRIBUTES = f"weight=, lane=, top=, {', '.join(f'{bound}=' for bound in _BOUNDS)} and role="
 
 _Signature = tuple[int, int, int]
 
@@ -138,23 +151,26 @@ def _parse(text: str) -> tuple[bytes, Client]:
 def _client(name: str, attributes: Iterable[str]) -> Client:
     entitlements: dict[str, Any] = {}
     bounds: dict[str, int] = {}
+    role = "tenant"
     for attribute, value in _pairs(attributes).items():
         if attribute == "weight":
             entitlements["weight"] = _whole(attribute, value)
         elif attribute in ("lane", "top"):
             entitlements["default_lane" if attribute == "lane" else "top_lane"] = _lane(attribute, value)
+        elif attribute == "role":
+            role = _role(value)
         else:
             bounds[_BOUNDS[attribute]] = _bound(attribute, value)
     entitlements.setdefault("top_lane", min(Lane.STANDARD, entitlements.get("default_lane", Lane.STANDARD)))
     entitlements.setdefault("default_lane", max(Lane.STANDARD, entitlements["top_lane"]))
-    return Client(Tenant(name=name, **entitlements), Quota(**bounds))
+    return Client(Tenant(name=name, **entitlements), Quota(**bounds), is_operator=role == "operator")
 
 
 def _pairs(attributes: Iterable[str]) -> Mapping[str, str]:
     pairs: dict[str, str] = {}
     for attribute in attributes:
         name, _, value = attribute.partition("=")
-        if name not in ("weight", "lane", "top", *_BOUNDS):
+        if name not in ("weight", "lane", "top", "role", *_BOUNDS):
             raise ValueError(f"after the key may stand {_ATTRIBUTES}, without spaces around the =")
         if name in pairs:
             raise ValueError(f"{name} stands there twice")
@@ -169,6 +185,12 @@ def _lane(name: str, value: str) -> Lane:
         raise ValueError(f"{name}: {error}") from None
 
 
+def _role(value: str) -> str:
+    if value not in _ROLES:
+        raise ValueError(f"role must be {' or '.join(_ROLES)}, not {value!r}")
+    return value
+
+
 def _whole(name: str, value: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,18}", value):
         raise ValueError(f"{name} must be a whole number, not {value!r}")
@@ -176,9 +198,9 @@ def _whole(name: str, value: str) -> int:
 
 
 def _bound(name: str, value: str) -> int:
-    bound = _whole(name, value)
-    if not 0 < bound <= _LARGEST_BOUND:
-        raise ValueError(f"{name} must be 1 to {_LARGEST_BOUND}, not {bound}")
+    bound, most = _whole(name, value), _LARGEST_LONG_BOUND if name in _LONG_BOUNDS else _LARGEST_BOUND
+    if not 0 < bound <= most:
+        raise ValueError(f"{name} must be 1 to {most}, not {bound}")
     return bound
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+import ssl
+from pathlib import Path
+from typing import TypedDict
 
 from penstock.app.errors import MayPass, OperatorError
 from penstock.app.log import log
@@ -45,12 +48,61 @@ def _reason(host: str, port: int, flag: str, error: OSError) -> str:
     return f"--host {host}: not an address of this machine ({error.strerror})"
 
 
-def url(listener: socket.socket) -> str:
+class Certificate(TypedDict):
+    """The files of a certificate and its key, as uvicorn names them."""
+
+    ssl_certfile: Path | None
+    ssl_keyfile: Path | None
+
+
+def certificate_of(settings: FrontSettings) -> Certificate:
+    """Returns the checked files of the certificate and its key, if the server is to have some.
+
+    Raises:
+        OperatorError: a file cannot be read, or is not what its setting says.
+    """
+    certificate, key = settings.ssl_certfile, settings.ssl_keyfile
+    if certificate is None:
+        if key is not None:
+            raise OperatorError(f"--ssl-keyfile {key}: give --ssl-certfile, too")
+        return Certificate(ssl_certfile=None, ssl_keyfile=None)
+    for name, path in (("certfile", certificate), ("keyfile", key)):
+        try:
+            _ = path and path.read_bytes()
+        except OSError as error:
+            raise OperatorError(f"--ssl-{name} {path}: {error.strerror}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(certificate)
+    except ssl.SSLError:
+        raise OperatorError(f"--ssl-certfile {certificate}: no certificate in PEM format") from None
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        named = f"--ssl-certfile {certificate}" if key is None else f"--ssl-keyfile {key}"
+        raise OperatorError(f"{named}: {_reason_of(error)}") from None
+    return Certificate(ssl_certfile=certificate, ssl_keyfile=key)
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password; give one without")
+
+
+def _reason_of(error: ssl.SSLError | ValueError) -> str:
+    if not isinstance(error, ssl.SSLError):
+        return str(error)
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return "not the key of the certificate"
+    return "no private key in PEM format"
+
+
+def url(listener: socket.socket, settings: FrontSettings) -> str:
     """Returns the address for a browser."""
+    scheme = "http" if settings.ssl_certfile is None else "https"
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def port_of(listener: socket.socket) -> int:

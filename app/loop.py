@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import uvicorn
@@ -44,15 +45,26 @@ class Server(uvicorn.Server):
         yield
 
 
-def uvicorn_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
+def uvicorn_config(
+    app: ASGIApp,
+    lifespan: Literal["on", "off"] = "on",
+    *,
+    proxies: Sequence[object] = (),
+    ssl_certfile: Path | None = None,
+    ssl_keyfile: Path | None = None,
+) -> uvicorn.Config:
+    """`proxies` are the addresses and networks whose X-Forwarded-For is believed."""
     return uvicorn.Config(
         app,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
         http=GatewayProtocol,
         ws="none",
         lifespan=lifespan,
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=[str(network) for network in proxies],
         timeout_graceful_shutdown=5,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 import time
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
@@ -23,18 +24,28 @@ _Sums = Mapping[str, float]
 
 def run(url: str) -> int:
     """Prints every check as it is made; 1 if one failed."""
-    if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
-        raise OperatorError(f"--url {url}: not a URL like http://127.0.0.1:8000")
+    url = checked(url)
     failed = False
-    for check in checks(url.rstrip("/")):
+    for check in checks(url):
         print(check, flush=True)
         failed |= check.level is Level.FAIL
     return int(failed)
 
 
+def checked(url: str) -> str:
+    """Returns the URL of a server without a slash at its end; raises OperatorError if it is none."""
+    if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
+        raise OperatorError(f"--url {url}: not a URL like http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
 def checks(url: str) -> Iterator[Check]:
     try:
         status, text = _get(url, "/health")
+    except ssl.SSLCertVerificationError as error:
+        advice = "for a certificate of your own authority, name the authority's in SSL_CERT_FILE"
+        yield Check(Level.FAIL, "server", f"{url} is not trusted: {error.verify_message}", advice)
+        return
     except (OSError, http.client.HTTPException) as error:
         yield Check(
             Level.FAIL, "server", f"{url} does not answer: {error}", "is it running, and is the port right?"
@@ -142,21 +153,21 @@ def sums_of(text: str) -> dict[str, float]:
     return sums
 
 
-def _connection(url: str) -> http.client.HTTPConnection:
+def connect(url: str) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(parts.hostname or "", parts.port, timeout=_PATIENCE_S)
 
 
-def _headers() -> dict[str, str]:
+def key_headers() -> dict[str, str]:
     key = os.environ.get(KEY_VARIABLE)
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _get(url: str, path: str) -> tuple[int, str]:
-    connection = _connection(url)
+    connection = connect(url)
     try:
-        connection.request("GET", urlsplit(url).path + path, headers=_headers())
+        connection.request("GET", urlsplit(url).path + path, headers=key_headers())
         reply = connection.getresponse()
         return reply.status, reply.read().decode(errors="replace")
     finally:
@@ -164,10 +175,10 @@ def _get(url: str, path: str) -> tuple[int, str]:
 
 
 def _stream(url: str, body: object) -> Answer:
-    connection, recording = _connection(url), Recording(time.perf_counter())
+    connection, recording = connect(url), Recording(time.perf_counter())
     try:
         payload = json.dumps(body)
-        headers = {**_headers(), "content-type": "application/json"}
+        headers = {**key_headers(), "content-type": "application/json"}
         connection.request("POST", urlsplit(url).path + "/v1/completions", payload, headers)
         reply = connection.getresponse()
         # http.client has taken the chunks apart: the head that goes before says nothing of them.

@@ -21,7 +21,7 @@ from typing import NoReturn
 from penstock.app.build import Parts, build
 from penstock.app.errors import load_error
 from penstock.app.keys import weights_of
-from penstock.app.listen import bind, check_exposure, is_loopback, port_of, url
+from penstock.app.listen import Certificate, bind, certificate_of, check_exposure, is_loopback, port_of, url
 from penstock.app.log import configure_log, log
 from penstock.app.loop import Server, delay_garbage, loop_factory, settle_garbage, uvicorn_config
 from penstock.app.settings import Settings
@@ -41,21 +41,22 @@ def serve(settings: Settings) -> int:
     configure_log(settings.log_level, settings.log_format, access=settings.access_log)
     started_s = time.monotonic()
     delay_garbage()
+    certificate = certificate_of(settings)
     with contextlib.ExitStack() as sockets:
         listener = sockets.enter_context(bind(settings.host, settings.port))
         check_exposure(listener, settings)
-        log.info("starting on %s", url(listener))
+        log.info("starting on %s", url(listener, settings))
         metrics_listener = None
         if settings.metrics_port is not None:
             metrics_listener = sockets.enter_context(
                 bind(settings.host, settings.metrics_port, "--metrics-port")
             )
-            log.info("metrics on %s", url(metrics_listener))
+            log.info("metrics on %s", url(metrics_listener, settings))
         replica = settings.replica or f"{socket.gethostname()}:{port_of(listener)}"
         parts = build(settings, replica, is_open=not is_loopback(listener))
         if settings.redis_url is not None:
             log.info("conversations, streams and quotas are kept in Redis")
-        process = _Process(settings, parts, listener, metrics_listener, started_s)
+        process = _Process(settings, certificate, parts, listener, metrics_listener, started_s)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ended = runner.run(process.run())
         return process.finish(ended)
@@ -79,18 +80,20 @@ class _Process:
     def __init__(
         self,
         settings: Settings,
+        certificate: Certificate,
         parts: Parts,
         listener: socket.socket,
         metrics_listener: socket.socket | None,
         started_s: float,
     ) -> None:
         self.settings = settings
+        self.certificate = certificate
         self.parts = parts
         self.listener = listener
         self.metrics_listener = metrics_listener
         self.started_s = started_s
         self.was_ready = False
-        self.server = Server(uvicorn_config(parts.app))
+        self.server = Server(uvicorn_config(parts.app, proxies=settings.forwarded_allow_ips, **certificate))
         # That a model cannot be loaded is told once, by `finish`.
         logging.getLogger("penstock.engine").addFilter(lambda _: self.was_ready)
         self._drain: asyncio.Task[bool] | None = None
@@ -125,7 +128,8 @@ class _Process:
         if self.metrics_listener is None:
             yield
             return
-        server = Server(uvicorn_config(create_metrics_app(self.parts.service), lifespan="off"))
+        app = create_metrics_app(self.parts.service)
+        server = Server(uvicorn_config(app, lifespan="off", **self.certificate))
         task = asyncio.create_task(server.serve(sockets=[self.metrics_listener]))
         try:
             yield
@@ -172,7 +176,9 @@ class _Process:
     def _open(self) -> None:
         _settle_interpreter()
         self.parts.service.warm_up()
-        log.info("ready in %.1f s: open %s", time.monotonic() - self.started_s, url(self.listener))
+        log.info(
+            "ready in %.1f s: open %s", time.monotonic() - self.started_s, url(self.listener, self.settings)
+        )
 
     def _on_signal(self) -> None:
         if self._drain is not None:

@@ -6,6 +6,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -13,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     Field,
+    IPvAnyNetwork,
     SkipValidation,
     ValidationError,
     field_validator,
@@ -29,6 +31,7 @@ from pydantic_settings import (
 
 from penstock.app.checkpoint import asked_for
 from penstock.app.errors import OperatorError, suggestion
+from penstock.app.parsers import ReasoningParser, ToolParser
 from penstock.app.policies import policy_text, read_policy
 from penstock.engine.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from penstock.engine.cores import node_cores, num_cores
@@ -53,6 +56,8 @@ def _split_commas(value: object) -> object:
     )
 
 
+_Networks = Annotated[tuple[IPvAnyNetwork, ...], NoDecode, BeforeValidator(_split_commas)]
+_LOOPBACK = ip_network("127.0.0.1"), ip_network("::1")
 _Interactive = Annotated[LanePolicy, NoDecode, SkipValidation, read_policy(Lane.INTERACTIVE)]
 _Standard = Annotated[LanePolicy, NoDecode, SkipValidation, read_policy(Lane.STANDARD)]
 _Batch = Annotated[LanePolicy, NoDecode, SkipValidation, read_policy(Lane.BATCH)]
@@ -126,6 +131,12 @@ class FrontSettings(CommonSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
 
+    ssl_certfile: Path | None = None
+    """PEM file with a certificate, followed by those that lead to its authority: the server then speaks HTTPS alone."""
+
+    ssl_keyfile: Path | None = None
+    """PEM file with the private key of --ssl-certfile, without a password; by default, it is in that file."""
+
     insecure: bool = False
     """Listen on an address that others can reach without requiring a key: anyone who reaches it may use the server."""
 
@@ -136,6 +147,13 @@ class FrontSettings(CommonSettings):
     """Comma-separated host names that requests may be addressed to, or * for any. By default any, except on a loopback
     address without --api-keys-file: there only localhost, so that a page of another site cannot call this server by
     pointing a name of its own at it. Probes of /health, /ready and /metrics may use any name."""
+
+    forwarded_allow_ips: _Networks = _LOOPBACK
+    """Comma-separated addresses or networks of proxies whose X-Forwarded-For the access log believes."""
+
+    overload_status: Literal["503", "429"] = "503"
+    """HTTP status of requests that are refused because the server has no room for them. With 503, a proxy that ejects
+    servers which answer 5xx ejects a healthy one under load; 429 is then the better answer."""
 
     served_model_name: str | None = None
     """Model name that clients use; by default, the directory's name or the id."""
@@ -296,51 +314,10 @@ class EngineSettings(CommonSettings):
 class Settings(EngineSettings, FrontSettings):
     """All settings of a server."""
 
-    tool_parser: Literal[
-        "auto",
-        "none",
-        "cohere2",
-        "functionary",
-        "functools",
-        "gemma4",
-        "glm4",
-        "glm45",
-        "granite",
-        "harmony",
-        "hermes",
-        "hunyuan",
-        "hunyuan_dense",
-        "lfm2",
-        "llama3_json",
-        "llama4_json",
-        "llama_pythonic",
-        "minicpm5",
-        "minimax_m2",
-        "mistral",
-        "mistral_args",
-        "nemotron",
-        "olmo3",
-        "phi4_mini",
-        "qwen3_coder",
-        "seed_oss",
-    ] = "auto"
+    tool_parser: ToolParser = "auto"
     """Format in which the model writes tool calls; auto follows its chat template, none turns tools off."""
 
-    reasoning_parser: Literal[
-        "auto",
-        "none",
-        "cohere2",
-        "cohere2_text",
-        "gemma4",
-        "granite_words",
-        "harmony",
-        "minimax_m2",
-        "mistral",
-        "seed_oss",
-        "think",
-        "think_answer",
-        "think_response",
-    ] = "auto"
+    reasoning_parser: ReasoningParser = "auto"
     """Format in which the model marks its reasoning; auto follows its chat template, none leaves it in the answer."""
 
     strict: bool = False
@@ -363,6 +340,10 @@ class Settings(EngineSettings, FrontSettings):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Separate port for /metrics, /health and /ready, on the same address; /metrics is then not served on --port."""
 
+    health: Literal["live", "ready"] = "live"
+    """What /health says: whether this process need not be started again, or what /ready says, for platforms that send
+    requests wherever /health is 200."""
+
     metrics_compat: Literal["vllm"] | None = None
     """Add the metric names of another server to /metrics, so that its dashboards work."""
 
@@ -381,6 +362,8 @@ class Settings(EngineSettings, FrontSettings):
 
 def default_text(value: object) -> str:
     """Returns a default as an operator would write it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return policy_text(value) if isinstance(value, LanePolicy) else str(value)
 
 

@@ -14,7 +14,7 @@ from penstock.app.build import allowed_hosts, identity
 from penstock.app.checkpoint import find_checkpoint, fingerprint, model_name
 from penstock.app.errors import OperatorError
 from penstock.app.keys import KeyFile
-from penstock.app.listen import bind, check_exposure, is_loopback, url
+from penstock.app.listen import bind, certificate_of, check_exposure, is_loopback, url
 from penstock.app.log import configure_log, log
 from penstock.app.loop import Server, loop_factory, settle_garbage, uvicorn_config
 from penstock.app.model import make_prompts
@@ -87,12 +87,15 @@ def run(named: Sequence[str], replicas_file: Path | None, settings: FrontSetting
     replicas = ReplicasFile(named, replicas_file)
     addresses = replicas.read()
     configure_log(settings.log_level, settings.log_format, access=settings.access_log)
-    started_s = time.monotonic()
+    started_s, certificate = time.monotonic(), certificate_of(settings)
     keys = KeyFile(settings.api_keys_file) if settings.api_keys_file else None
 
     async def serve(listener: socket.socket) -> None:
         switch = make_switch(settings, keys, is_open=not is_loopback(listener))
-        server = Server(uvicorn_config(switch.app(), lifespan="off"))
+        config = uvicorn_config(
+            switch.app(), lifespan="off", proxies=settings.forwarded_allow_ips, **certificate
+        )
+        server = Server(config)
         _drain_at_signals(switch, server, settings.drain_timeout)
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(switch.running(addresses))
@@ -100,12 +103,12 @@ def run(named: Sequence[str], replicas_file: Path | None, settings: FrontSetting
             if keys is not None:
                 await stack.enter_async_context(meanwhile(keys.watch(switch.access.replace)))
             settle_garbage()
-            log.info("ready in %.1f s: open %s", time.monotonic() - started_s, url(listener))
+            log.info("ready in %.1f s: open %s", time.monotonic() - started_s, url(listener, settings))
             await server.serve(sockets=[listener])
 
     with bind(settings.host, settings.port) as listener:
         check_exposure(listener, settings)
-        log.info("starting on %s", url(listener))
+        log.info("starting on %s", url(listener, settings))
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(serve(listener))
     return 0
@@ -135,6 +138,7 @@ def make_switch(
         pooling=pooling,
         clients=keys.read() if keys else {},
         allowed_hosts=allowed_hosts(settings, is_open),
+        overload_status=int(settings.overload_status),
     )
     return Switch(options, prompts, router)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from penstock.gateway.instruments import Exposition
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-_NAMESPACE = "penstock_switch"
 _CHOICE_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 
 
@@ -14,12 +11,11 @@ class Metrics:
     """The metrics of one switch."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        count = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
-        gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
-        self.requests = count("requests", "Requests sent to a replica.", ["replica"])
+        self.page = page = Exposition("penstock_switch_")
+        count, counts, gauge = page.counter, page.counters, page.gauge
+        self.requests = counts("requests", "Requests sent to a replica.", ["replica"])
         self.retries = count("retries", "Requests sent again, to another replica.")
-        self.refused = count("refused", "Requests refused by the switch, by reason.", ["reason"])
+        self.refused = counts("refused", "Requests refused by the switch, by reason.", ["reason"])
         self.mended = count("mended", "Streams that another replica continued.")
         self.broken = count("broken", "Replies that ended with an error because a replica died.")
         self.slow_readers = count("slow_readers", "Clients cut off because they did not read.")
@@ -27,13 +23,9 @@ class Metrics:
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens read.")
         self.streams = gauge("streams", "Requests in progress.")
         self.replicas = gauge("replicas", "Replicas whose state is known.")
-        self.choice_seconds = Histogram(
-            "choice_seconds",
-            "Time to read a request and choose its replica.",
-            namespace=_NAMESPACE,
-            buckets=_CHOICE_BUCKETS_S,
-            registry=self.registry,
+        self.choice_seconds = page.histogram(
+            "choice_seconds", "Time to read a request and choose its replica.", _CHOICE_BUCKETS_S
         )
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return self.page.render()

@@ -21,6 +21,7 @@ OF_SWITCH = frozenset(
         "insecure",
         "served_model_name",
         "api_keys_file",
+        "overload_status",
         "allowed_hosts",
         "drain_timeout",
         "log_level",
@@ -29,6 +30,8 @@ OF_SWITCH = frozenset(
     )
 )
 """Settings that a switch has a use for, beside where it listens."""
+UNENCRYPTED = frozenset(("ssl_certfile", "ssl_keyfile"))
+"""Settings that the processes of a cluster cannot have, since they ask each other by plain HTTP."""
 DRAIN_S = 30.0
 """The default of Settings.drain_timeout."""
 _MARGIN_S = 15.0
@@ -124,6 +127,10 @@ class Plan(BaseModel):
     def _check_settings(self) -> None:
         for name in sorted(OWN_SETTINGS & self.settings.keys()):
             raise PlanError(f"settings.{name}: replicas cannot have it in common")
+        for name in sorted(UNENCRYPTED & self.settings.keys()):
+            raise PlanError(
+                f"settings.{name}: a cluster speaks plain HTTP; put a proxy with the certificate in front"
+            )
         for name in sorted({"host", "port"} & self.settings.keys()):
             raise PlanError(
                 f"settings.{name}: {name} stands outside the settings; it is that of the switches"

@@ -18,7 +18,7 @@ from penstock.cluster.position import Position
 from penstock.cluster.upstream import Address, Headers, Upstream, connect, request_bytes
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.correlation import ANTHROPIC_PATH
-from penstock.gateway.http.errors import ApiError, unavailable
+from penstock.gateway.http.errors import DROPPED_HEADER, ApiError, unavailable
 from penstock.gateway.http.refusals import OLLAMA_PATH, OVERLOADED
 from penstock.gateway.sessions.responses.events import error_event
 from penstock.gateway.wire.frames import KEEPALIVE, last_frames
@@ -28,7 +28,7 @@ MEND_S = 60.0
 _ASK_AGAIN_S = 0.25
 REPLICA_HEADER = b"x-penstock-replica"
 """The header that names the replica that answered or, of a stream, began the answer."""
-_REFUSALS = (int(HTTPStatus.SERVICE_UNAVAILABLE), OVERLOADED)
+_REFUSED = int(HTTPStatus.SERVICE_UNAVAILABLE)
 _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
@@ -98,6 +98,8 @@ class Relay:
         self._replica = ""
         self._was_sent = False
         self._status = 0
+        self._kind = 0
+        """The status; the same one for all refusals of a replica that has no room or is not ready."""
         self._headers: Headers = ()
         self._waiting = b""
         """The bytes that came from the replica and were not passed on yet."""
@@ -131,7 +133,7 @@ class Relay:
                     return
             finally:
                 place.leave()
-            was_refused = was_refused or self._status in _REFUSALS
+            was_refused = was_refused or self._kind == _REFUSED
         await self._rescue()
 
     def end(self) -> None:
@@ -160,6 +162,7 @@ class Relay:
 
     def on_head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
+        self._kind = _kind(status, headers)
         self._is_stream = any(
             name == b"content-type" and value.startswith(_STREAMS) for name, value in headers
         )
@@ -192,7 +195,7 @@ class Relay:
     @property
     def _may_ask(self) -> bool:
         """Whether a replica may be asked: the first one, or another one after the last."""
-        was_refused = self._status in (HTTPStatus.NOT_FOUND, *_REFUSALS)
+        was_refused = self._kind in (HTTPStatus.NOT_FOUND, _REFUSED)
         may_be_done = self._message.once and self._was_sent and not was_refused
         return not (may_be_done or self._has_begun or self.connection.gone)
 
@@ -208,23 +211,23 @@ class Relay:
             raise _lost() from None
 
     def _passed_over(self, excluded: frozenset[str], *, was_refused: bool) -> tuple[int, ...]:
-        """Returns the statuses of replies in whose place another replica is asked: once, or until one has the id."""
+        """Returns the kinds of replies in whose place another replica is asked: once, or until one has the id."""
         if not self._guide.has_others(excluded) or not isinstance(self._message.body, bytes):
             return ()
         if self._message.id:
-            return (HTTPStatus.NOT_FOUND, *_REFUSALS)
-        return () if was_refused else _REFUSALS
+            return (HTTPStatus.NOT_FOUND, _REFUSED)
+        return () if was_refused else (_REFUSED,)
 
     async def _ask(self, place: Place, message: Message, passed_over: tuple[int, ...] = ()) -> bool:
         """Passes one replica's reply on; False if the reply did not come to its end.
 
         Args:
-            passed_over: the statuses of replies that are not passed on.
+            passed_over: the kinds of replies that are not passed on.
         """
         self._turn_to(place)
         try:
             await self._send(place, message)
-            if not await self._head() or self._status in passed_over:
+            if not await self._head() or self._kind in passed_over:
                 return False
             if not self.connection.committed:
                 await self._start()
@@ -238,12 +241,12 @@ class Relay:
 
     def _turn_to(self, place: Place) -> None:
         """Forgets the reply of the replica before."""
-        self._status, self._waiting, self._was_sent = 0, b"", False
+        self._status, self._kind, self._waiting, self._was_sent = 0, 0, b"", False
         self._is_over = self._is_whole = self._is_stream = False
         self._replica = place.replica
         if self._position is not None:
             self._position.restart()
-        self._metrics.requests.labels(place.replica).inc()
+        self._metrics.requests(place.replica).inc()
 
     async def _send(self, place: Place, message: Message) -> None:
         """Raises OSError if nothing could be sent."""
@@ -343,6 +346,12 @@ def last_words(path: str) -> bytes:
         return error_event(error, 0)
     has_words = "/completions" in path or path.startswith((OLLAMA_PATH, ANTHROPIC_PATH))
     return last_frames(error, path) if has_words else b""
+
+
+def _kind(status: int, headers: Headers) -> int:
+    """Returns the kind of a reply. A 429 that is no tenant's own limit names the reason of a refusal by load."""
+    is_overload = any(name == DROPPED_HEADER.encode() for name, _ in headers)
+    return _REFUSED if status == OVERLOADED or is_overload else status
 
 
 def none_ready() -> ApiError:

@@ -13,7 +13,6 @@ from http import HTTPStatus
 from time import monotonic, perf_counter
 from typing import Any
 
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import compile_path
@@ -40,6 +39,7 @@ from penstock.gateway.http.hosts import FORWARDED_HOST
 from penstock.gateway.http.limits import Limits, LimitsMiddleware, parse_object
 from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.http.refusals import answer_fault, refusal
+from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.prompts import Prompts
@@ -60,6 +60,8 @@ _NGINX_LOCATION = "@replica"
 """The location in which an nginx that has asked goes on with the request (deploy/nginx-switch.conf)."""
 MOST_CHOSEN = 32
 """The places of one tenant that are kept for other proxies, which do not say whether they send the requests."""
+_FORWARDED_FOR = b"x-forwarded-for"
+"""Where the client is, as far as the switch believes those before it."""
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER.encode(), SECRET_HEADER.encode())
 )
@@ -78,6 +80,8 @@ class SwitchOptions:
     clients: Mapping[bytes, Client] = field(default_factory=dict)
     """The clients that the replicas know, by the digest of their keys."""
     allowed_hosts: tuple[str, ...] = ()
+    overload_status: int = HTTPStatus.SERVICE_UNAVAILABLE
+    """The status of refusals by load."""
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -142,7 +146,7 @@ class Switch:
             await self._pass_on(http, connection, receive)
         except ApiError as error:
             if not connection.committed:
-                await refusal(error, scope["path"])(scope, receive, send)
+                await refusal(error, scope["path"], self.options.overload_status)(scope, receive, send)
         except Exception as error:
             if connection.committed:
                 connection.abort()
@@ -161,7 +165,7 @@ class Switch:
         if path == "/metrics":
             self.metrics.streams.set(len(self._relays))
             self.metrics.replicas.set(len(self.members.known))
-            return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+            return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE})
         if path.startswith(_CHOOSE + "/"):
             return await self._choose(http, path.removeprefix(_CHOOSE))
         return None
@@ -208,7 +212,10 @@ class Switch:
             raise unavailable("The switch is shutting down.", "server_shutting_down", close=True)
 
     def _client(self, http: HttpRequest) -> Client:
-        return self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+        client = self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+        if (asked := CORRELATION.get()) is not None:
+            asked.tenant = client.tenant.name
+        return client
 
     async def _way(self, http: HttpRequest, path: str) -> _Way:
         """Raises 404 for what a replica says to its switches alone, 403 for a lane that the client may not use."""
@@ -320,7 +327,7 @@ class _Guide:
         return Place(found.replica, known[found.replica].address, [(TICKET_HEADER.encode(), ticket)], leave)
 
     def _refused(self, why: Refusal) -> ApiError:
-        self._switch.metrics.refused.labels(why.reason).inc()
+        self._switch.metrics.refused(why.reason).inc()
         if why.reason == "no_replica":
             return none_ready()
         return refused(str(why), why.reason, why.retry_after_s, tenant_limit=why.tenant_limit)
@@ -373,6 +380,8 @@ def _message(http: HttpRequest, body: bytes | AsyncIterator[bytes], way: _Way) -
         *(header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON),
         (b"x-request-id", b"" if asked is None else asked.request_id.encode()),
     ]
+    if asked is not None and asked.address:
+        headers.append((_FORWARDED_FOR, asked.address.encode()))
     if FORWARDED_HOST not in http.headers:
         headers.append((FORWARDED_HOST.encode(), http.headers.get("host", "").encode("latin-1")))
     return Message(http.method, http.scope["path"], target, headers, body, way.once, way.guide.id)

@@ -12,7 +12,6 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 from unittest import mock
 
-from prometheus_client import CollectorRegistry, Metric
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from starlette.routing import Route
@@ -28,7 +27,6 @@ from penstock.gateway.endpoints.openapi import OpenApi
 from penstock.gateway.endpoints.operation import ALWAYS
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.store.interface import StoreStats
 from penstock.priority.lanes import LanePolicy
 
 FOLDER = Path(__file__).parent / "reference"
@@ -314,27 +312,18 @@ def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 def _metrics() -> Iterator[str]:
     yield """\
 Prometheus scrapes `/metrics`. The samples of a counter have the suffix `_total`, those of a histogram
-`_bucket`, `_sum` and `_count`. `--metrics-compat vllm` adds many of them under vLLM's names."""
-    store = CollectorRegistry()
-    store.register(penstock.gateway.metrics.StoreMetrics(lambda: StoreStats(failures={"timeout": 0})))
-    of_server, of_switch = (
-        penstock.gateway.metrics.Metrics().registry,
-        penstock.cluster.metrics.Metrics().registry,
-    )
-    for title, registries in (("A server's", [of_server, store]), ("A switch's", [of_switch])):
+`_bucket`, `_sum` and `_count`. `--metrics-compat vllm` adds many of them under vLLM's names, those of older releases
+included ([platforms](../guide/platforms.md#metrics))."""
+    for title, metrics in (
+        ("A server's", penstock.gateway.metrics.Metrics()),
+        ("A switch's", penstock.cluster.metrics.Metrics()),
+    ):
         yield f"## {title}"
         rows = [
-            (f"`{metric.name}`", metric.type, _codes(_labels(registry, metric)), metric.documentation)
-            for registry in registries
-            for metric in registry.collect()
+            (f"`{name}`", metric.kind, _codes(metric.label_names), metric.documentation)
+            for name, metric in metrics.page.named()
         ]
         yield _table("name | type | labels | what it measures", sorted(rows))
-
-
-def _labels(registry: CollectorRegistry, metric: Metric) -> Iterable[str]:
-    """Returns the names of a metric's labels; a labelled metric has no samples before something was counted."""
-    known = getattr(registry._names_to_collectors.get(metric.name), "_labelnames", ())
-    return known or {label: None for sample in metric.samples for label in sample.labels if label != "le"}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -31,12 +32,14 @@ from penstock.gateway.endpoints.models import ModelsApi, TokensApi
 from penstock.gateway.endpoints.ollama import OllamaApi
 from penstock.gateway.endpoints.openapi import OpenApi
 from penstock.gateway.endpoints.operator import OperatorApi
+from penstock.gateway.endpoints.rendering import RenderApi
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.endpoints.stored_chats import StoredChatsApi
+from penstock.gateway.endpoints.usage import UsageApi
 from penstock.gateway.http.connections import ServerSendMiddleware
 from penstock.gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.errors import DROPPED_HEADER, ApiError
 from penstock.gateway.http.limits import LimitsMiddleware
 from penstock.gateway.http.page import Page
 from penstock.gateway.http.refusals import (
@@ -85,6 +88,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     }
     batches = BatchesApi(service, intake, files, handlers)
     described: list[Endpoints] = [
+        RenderApi(service, intake),  # before those of a reply whose id it could be
         chats,
         completions,
         embeddings,
@@ -100,6 +104,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         ModelsApi(service, intake),
         TokensApi(service, intake),
         EventsApi(service, intake),
+        UsageApi(service, intake),
     ]
     routes = [
         *(route for endpoints in described for route in endpoints.routes()),
@@ -121,7 +126,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
             Middleware(PatienceMiddleware),
         ],
         exception_handlers={
-            ApiError: answer_api_error,
+            ApiError: partial(answer_api_error, overload_status=options.overload_status),
             HTTPException: answer_http_error,
             ClientDisconnect: answer_disconnect,
             Exception: answer_fault,
@@ -129,7 +134,8 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         lifespan=_lifespan(service, batches),
     )
     app.router.redirect_slashes = False
-    return ServerSendMiddleware(_with_origins(RequestIdMiddleware(app), options.cors_origins))
+    named = RequestIdMiddleware(app, service.tenants.note_refused)
+    return ServerSendMiddleware(_with_origins(named, options.cors_origins))
 
 
 def create_metrics_app(service: Service) -> ASGIApp:
@@ -154,6 +160,8 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
             "request-id",
             "retry-after",
             "retry-after-ms",
+            "x-should-retry",
+            DROPPED_HEADER,
             IGNORED_HEADER,
             *quotas.HEADERS,
         ],

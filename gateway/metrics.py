@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+from typing import Any
 
 from penstock.engine.planning.request import FinishReason, Timings
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import ExpertUse, StepReport
+from penstock.gateway.instruments import Counter, Exposition, Gauge, Kind, Metric
 from penstock.gateway.store.interface import StoreStats
 from penstock.gateway.wire.frames import seconds_per_output_token
 from penstock.priority.lanes import Lane
@@ -47,44 +41,23 @@ _SPANS = {
 
 
 class Metrics:
-    """The metrics of one app, in a registry of its own."""
+    """The metrics of one app."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self._registries = [self.registry]
-        """The registries to render; another server's names for the same values have a registry of their own."""
+        self.page = Exposition("penstock_")
+        self._vllm: _VllmNames | None = None
+        self._store = StoreMetrics(self.page)
         self.num_output_tokens = 0
         self._promises_of: dict[Lane, tuple[int, int]] = {}
-        """The numbers of promises kept and broken, by lane, for callers that do not read the registry."""
+        """The numbers of promises kept and broken, by lane, for callers that do not read the page."""
         self._name_requests()
         self._name_steps()
         self._name_the_rest()
 
-    def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
-        return Counter(f"penstock_{name}", documentation, labels, registry=self.registry)
-
-    def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
-        return Gauge(f"penstock_{name}", documentation, labels, registry=self.registry)
-
-    def _histogram(
-        self, name: str, documentation: str, buckets: Sequence[float], labels: Sequence[str] = ()
-    ) -> Histogram:
-        return Histogram(f"penstock_{name}", documentation, labels, registry=self.registry, buckets=buckets)
-
-    # Metrics with labels are looked up once: prometheus_client takes a microsecond for it.
-
-    def _counters(self, name: str, documentation: str, labels: Sequence[str]) -> Callable[..., Counter]:
-        """Returns a function from labels to their counter."""
-        return cache(self._counter(name, documentation, labels).labels)
-
-    def _histograms(
-        self, name: str, documentation: str, buckets: Sequence[float]
-    ) -> Callable[[str], Histogram]:
-        """Returns a function from a lane's label to its histogram."""
-        return cache(self._histogram(name, documentation, buckets, ["lane"]).labels)
-
     def _name_requests(self) -> None:
-        histogram, counters, histograms = self._histogram, self._counters, self._histograms
+        page = self.page
+        histogram, counters = page.histogram, page.counters
+        histograms = partial(page.histograms, labels=["lane"])
         self.spans = [
             (histograms(name, documentation, _LONG), attrgetter(start, end))
             for name, (documentation, start, end) in _SPANS.items()
@@ -113,9 +86,10 @@ class Metrics:
         )
 
     def _name_steps(self) -> None:
-        histogram, gauge = self._histogram, self._gauge
-        counter, counters = self._counter, self._counters
-        self.step_model = gauge(
+        page = self.page
+        histogram, gauge, gauges = page.histogram, page.gauge, page.gauges
+        counter, counters = page.counter, page.counters
+        self.step_model = gauges(
             "step_model_seconds",
             "The fitted step time: alpha, plus beta per prefill token, gamma per decode, delta per context token, "
             "epsilon per pair of a prefill token and a token that it attends to, and zeta for all experts of a model.",
@@ -138,7 +112,7 @@ class Metrics:
         self.state_slots = gauge("state_slots", "Slots for the states of sequences and snapshots; 0 without.")
         self.held_states = gauge("state_held_slots", "State slots held by sequences.")
         self.snapshots = gauge("state_snapshots", "Snapshots of states that prompts can reuse.")
-        self.expert_imbalance = gauge(
+        self.expert_imbalance = gauges(
             "expert_imbalance_ratio",
             "Tokens of a layer's most chosen expert, or of the busiest rank, divided by the mean; CPU only.",
             ["among"],
@@ -170,22 +144,30 @@ class Metrics:
             "Failures of draft proposers; each failure suspends the proposer for some steps.",
             ["proposer"],
         )
-        self.inter_token = WeightedHistogram(
-            "penstock_inter_token_seconds",
+        self.inter_token = histogram(
+            "inter_token_seconds",
             "From the end of one step to the end of the next, counted for every sequence that continues.",
             _SECONDS,
         )
-        self.registry.register(self.inter_token)
         self._last_step_end_s: float | None = None
 
     def _name_the_rest(self) -> None:
-        counter, gauge = self._counter, self._gauge
-        self.loop_lag = self._histogram(
+        counter, gauge, gauges = self.page.counter, self.page.gauge, self.page.gauges
+        self.loop_lag = self.page.histogram(
             "event_loop_lag_seconds", "How late the event loop ran a timer.", _SECONDS
         )
         self.slow_readers = counter("slow_reader_disconnects", "Streams cut off because nobody read them.")
         self.streams = gauge("streams", "Replies in progress.")
-        self.queued = gauge("queued_requests", "Requests in the queue.", ["lane"])
+        self.queued = gauges("queued_requests", "Requests in the queue.", ["lane"])
+        self.waiting = gauge(
+            "waiting_requests", "Requests that wait, in the queue or in the engine to go on."
+        )
+        self.promised = gauges(
+            "promised_first_token_seconds",
+            "Forecast for a new streamed request of a new tenant, with a prompt of so many tokens: the time that is "
+            "compared with the promise of the interactive lane.",
+            ["prompt_tokens"],
+        )
         self.up = gauge("engine_up", "1 while the step loop makes progress.")
         self.pool_violations = gauge("pool_violations", "Times the KV pool failed its check and was reset.")
         self.recordings = gauge("recordings", "Replies that clients can follow again.")
@@ -237,8 +219,8 @@ class Metrics:
         self.experts_touched.inc(experts.num_touched)
         self.expert_layers.inc(experts.num_layers)
         if (load := experts.load) is not None:
-            self.expert_imbalance.labels("experts").set(load.experts)
-            self.expert_imbalance.labels("ranks").set(load.ranks)
+            self.expert_imbalance("experts").set(load.experts)
+            self.expert_imbalance("ranks").set(load.ranks)
 
     def _note_pace(self, report: StepReport) -> None:
         ended_s = report.started_s + report.duration_s
@@ -292,153 +274,130 @@ class Metrics:
         kept, broken = self._promises_of.get(lane, (0, 0))
         return kept / (kept + broken) if kept + broken else None
 
+    def note_store(self, stats: StoreStats) -> None:
+        self._store.set(stats)
+
     def render(self) -> bytes:
-        return b"".join(map(generate_latest, self._registries))
+        if self._vllm is not None:
+            self._vllm.set()
+        return self.page.render()
 
     def add_compat(self, model: str, cache_config: Callable[[], Mapping[str, str]]) -> None:
-        """Shows the same values under vLLM's documented names, too."""
-        compat = CollectorRegistry(auto_describe=False)
-        compat.register(_VllmNames(self.registry, model, cache_config))
-        self._registries.append(compat)
+        """Shows the same values under vLLM's names, too."""
+        self._vllm = _VllmNames(self, model, cache_config)
 
 
-class StoreMetrics(Collector):
-    """The metrics of a store, read at each scrape."""
+class StoreMetrics:
+    """The metrics of a store, which counts for itself."""
 
-    def __init__(self, stats: Callable[[], StoreStats]) -> None:
-        self._stats = stats
+    def __init__(self, page: Exposition) -> None:
+        counter, gauge, counters, gauges = page.counter, page.gauge, page.counters, page.gauges
+        self._failures = counters("store_failures", "Calls to Redis that failed, by kind.", ["kind"])
+        self._up = gauge("store_up", "0 while Redis is gone and memory stands in for it.")
+        self._singles = {
+            "num_calls": counter("store_calls", "Calls to Redis."),
+            "num_rejected": counter("store_rejected", "Calls not tried because Redis was gone."),
+            "num_dirty": gauge("store_unwritten", "Changes not yet written to Redis."),
+            "num_dropped": counter("store_dropped", "Changes dropped without being written to Redis."),
+            "num_corrupt": counter("store_corrupt", "Values in Redis that could not be read."),
+            "num_records": gauge("store_records", "Records in memory."),
+            "num_bytes": gauge("store_bytes", "Memory of these records."),
+        }
+        places = ["place"]
+        self._shares = (
+            gauges("store_share_bytes", "Most memory that the records of one tenant may take.", places),
+            gauges(
+                "store_largest_share_bytes",
+                "Memory of the records of the tenant that has the most.",
+                places,
+            ),
+            counters("store_evicted", "Records evicted because their tenant exceeded its share.", places),
+        )
 
-    def collect(self) -> Iterator[Metric]:
-        stats, gauge, counter = self._stats(), GaugeMetricFamily, CounterMetricFamily
-        failures = counter("penstock_store_failures", "Calls to Redis that failed, by kind.", labels=["kind"])
+    def set(self, stats: StoreStats) -> None:
+        self._up.set(stats.state == "ok")
+        for name, metric in self._singles.items():
+            metric.set(getattr(stats, name))
         for kind, number in stats.failures.items():
-            failures.add_metric([kind], number)
-        yield failures
-        for family, name, documentation, value in (
-            (gauge, "up", "0 while Redis is gone and memory stands in for it.", stats.state == "ok"),
-            (counter, "calls", "Calls to Redis.", stats.num_calls),
-            (counter, "rejected", "Calls not tried because Redis was gone.", stats.num_rejected),
-            (gauge, "unwritten", "Changes not yet written to Redis.", stats.num_dirty),
-            (counter, "dropped", "Changes dropped without being written to Redis.", stats.num_dropped),
-            (counter, "corrupt", "Values in Redis that could not be read.", stats.num_corrupt),
-            (gauge, "records", "Records in memory.", stats.num_records),
-            (gauge, "bytes", "Memory of these records.", stats.num_bytes),
-        ):
-            yield family(f"penstock_store_{name}", documentation, value)
-        for index, (labelled, name, documentation) in enumerate(
-            (
-                (gauge, "share_bytes", "Most memory that the records of one tenant may take."),
-                (gauge, "largest_share_bytes", "Memory of the records of the tenant that has the most."),
-                (counter, "evicted", "Records evicted because their tenant exceeded its share."),
-            )
-        ):
-            metric = labelled(f"penstock_store_{name}", documentation, labels=["place"])
-            for place, share in stats.shares.items():
-                metric.add_metric([place], share[index])
-            yield metric
-
-
-class WeightedHistogram(Collector):
-    """A histogram that takes one value many times at the cost of once, since a step is the same for its whole batch."""
-
-    def __init__(self, name: str, documentation: str, buckets: Iterable[float]) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._bounds = [*buckets, math.inf]
-        self._counts = [0] * len(self._bounds)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def collect(self) -> Iterator[Metric]:
-        names = map(floatToGoString, self._bounds)
-        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
-        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
+            self._failures(kind).set(number)
+        for place, share in stats.shares.items():
+            for metric_of, value in zip(self._shares, share, strict=True):
+                metric_of(place).set(value)
 
 
 _VLLM = {
-    "penstock_running_sequences": "num_requests_running",
-    "penstock_kv_usage_ratio": "kv_cache_usage_perc",
-    "penstock_prompt_tokens": "prompt_tokens",
-    "penstock_output_tokens": "generation_tokens",
-    "penstock_preemptions": "num_preemptions",
-    "penstock_prefix_cache_query_tokens": "prefix_cache_queries",
-    "penstock_prefix_cache_hit_tokens": "prefix_cache_hits",
-    "penstock_choices": "request_success",
-    "penstock_time_to_first_token_seconds": "time_to_first_token_seconds",
-    "penstock_inter_token_seconds": "inter_token_latency_seconds",
-    "penstock_time_per_output_token_seconds": "request_time_per_output_token_seconds",
-    "penstock_request_seconds": "e2e_request_latency_seconds",
-    "penstock_queue_wait_seconds": "request_queue_time_seconds",
-    "penstock_prefill_seconds": "request_prefill_time_seconds",
-    "penstock_decode_seconds": "request_decode_time_seconds",
-    "penstock_inference_seconds": "request_inference_time_seconds",
-    "penstock_request_prompt_tokens": "request_prompt_tokens",
-    "penstock_request_output_tokens": "request_generation_tokens",
-    "penstock_step_tokens": "iteration_tokens_total",
+    "waiting_requests": ("num_requests_waiting",),
+    "running_sequences": ("num_requests_running",),
+    "kv_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "prompt_tokens": ("prompt_tokens",),
+    "output_tokens": ("generation_tokens",),
+    "preemptions": ("num_preemptions",),
+    "prefix_cache_query_tokens": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+    "prefix_cache_hit_tokens": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+    "choices": ("request_success",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "inter_token_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
+    "request_seconds": ("e2e_request_latency_seconds",),
+    "queue_wait_seconds": ("request_queue_time_seconds",),
+    "prefill_seconds": ("request_prefill_time_seconds",),
+    "decode_seconds": ("request_decode_time_seconds",),
+    "inference_seconds": ("request_inference_time_seconds",),
+    "request_prompt_tokens": ("request_prompt_tokens",),
+    "request_output_tokens": ("request_generation_tokens",),
+    "step_tokens": ("iteration_tokens_total",),
 }
-_VLLM_LABELS = {"finish_reason": "finished_reason"}
+"""vLLM's names for a metric. Routers and dashboards written for older releases read those with `gpu_`, and call the
+time between two tokens the time per output token."""
 
 
-class _VllmNames(Collector):
-    """Reads the metrics of a registry and says them again under other names."""
+class _VllmNames:
+    """vLLM's names for what is measured, and the few of its metrics that have to be derived."""
 
-    def __init__(
-        self, source: CollectorRegistry, model: str, cache_config: Callable[[], Mapping[str, str]]
-    ) -> None:
-        self._source = source
-        self._labels = {"model_name": model, "engine": "0"}
+    def __init__(self, metrics: Metrics, model: str, cache_config: Callable[[], Mapping[str, str]]) -> None:
+        self._metrics = metrics
         self._cache_config = cache_config
+        page, own = metrics.page, {"model_name": model, "engine": "0"}
+        for name, others in _VLLM.items():
+            for other in others:
+                page.show(page.metrics[name], f"vllm:{other}", own, {"finish_reason": "finished_reason"})
 
-    def collect(self) -> Iterator[Metric]:
-        waiting = 0.0
-        for metric in self._source.collect():
-            if metric.name in ("penstock_queued_requests", "penstock_waiting_sequences"):
-                waiting += sum(sample.value for sample in metric.samples)
-            if metric.name in _VLLM:
-                yield self._renamed(metric, f"vllm:{_VLLM[metric.name]}")
-            if metric.name == "penstock_draft_tokens":
-                places = _by_place(metric)
-                yield self._count("num_drafts", "Drafts that were verified.", places.get(0, 0.0))
-                yield self._count("num_draft_tokens", metric.documentation, sum(places.values()))
-            if metric.name == "penstock_accepted_tokens":
-                places = _by_place(metric)
-                yield self._count("num_accepted_tokens", metric.documentation, sum(places.values()))
-                yield self._count("num_accepted_tokens_per_pos", metric.documentation, places)
-        yield self._single("vllm:num_requests_waiting", "Requests that wait.", waiting, {})
-        config = dict(self._cache_config())
-        yield self._single("vllm:cache_config_info", "The KV cache.", 1.0, config)
+        def derived(kind: Kind, name: str, documentation: str, labels: Sequence[str] = ()) -> Metric[Gauge]:
+            metric = Metric(name, kind, documentation, labels, Counter if kind == "counter" else Gauge)
+            page.show(metric, f"vllm:{name}", own)
+            return metric
 
-    def _renamed(self, metric: Metric, name: str) -> Metric:
-        renamed = Metric(name, metric.documentation, metric.type)
-        for sample in metric.samples:
-            labels = {_VLLM_LABELS.get(label, label): value for label, value in sample.labels.items()}
-            renamed.add_sample(
-                name + sample.name.removeprefix(metric.name), labels | self._labels, sample.value
-            )
-        return renamed
+        drafts, accepted = (page.metrics[f"{kind}_tokens"].documentation for kind in ("draft", "accepted"))
+        drafted = partial(derived, "counter")
+        self._num_drafts = drafted("spec_decode_num_drafts", "Drafts that were verified.")
+        self._num_draft_tokens = drafted("spec_decode_num_draft_tokens", drafts)
+        self._num_accepted = drafted("spec_decode_num_accepted_tokens", accepted)
+        self._by_place = drafted("spec_decode_num_accepted_tokens_per_pos", accepted, ["position"])
+        self._cache = derived("gauge", "cache_config_info", "The KV cache.", list(cache_config()))
+        self._why = derived("gauge", "num_requests_waiting_by_reason", "Requests that wait.", ["reason"])
+        self._hits = derived("gauge", "gpu_prefix_cache_hit_rate", "Share of prompt tokens in the cache.")
 
-    def _count(self, name: str, documentation: str, value: float | Mapping[int, float]) -> Metric:
-        """Returns a count that has to do with drafts, or one for each of their places."""
-        metric = Metric(f"vllm:spec_decode_{name}", documentation, "counter")
-        values = value if isinstance(value, Mapping) else {None: value}
-        for place, count in values.items():
-            labels = self._labels if place is None else {**self._labels, "position": str(place)}
-            metric.add_sample(f"{metric.name}_total", labels, count)
-        return metric
-
-    def _single(self, name: str, documentation: str, value: float, labels: dict[str, str]) -> Metric:
-        metric = Metric(name, documentation, "gauge")
-        metric.add_sample(name, {**labels, **self._labels}, value)
-        return metric
+    def set(self) -> None:
+        """Derives what is not measured under its own name."""
+        metrics = self._metrics
+        drafted, accepted = (
+            _by_place(metrics.page.metrics[f"{kind}_tokens"]) for kind in ("draft", "accepted")
+        )
+        self._num_drafts.labels().set(drafted.get(0, 0.0))
+        self._num_draft_tokens.labels().set(sum(drafted.values()))
+        self._num_accepted.labels().set(sum(accepted.values()))
+        for place, count in accepted.items():
+            self._by_place.labels(place).set(count)
+        self._cache.instruments.clear()
+        self._cache.labels(*self._cache_config().values()).set(1)
+        self._why.labels("capacity").set(metrics.waiting.value)
+        self._why.labels("deferred").set(0)
+        self._hits.labels().set(metrics.prefix_hits.value / max(1.0, metrics.prefix_queries.value))
 
 
-def _by_place(metric: Metric) -> dict[int, float]:
+def _by_place(metric: Metric[Any]) -> dict[int, float]:
     """Returns the drafts of all proposers by their place, which vLLM counts from 0."""
     places: defaultdict[int, float] = defaultdict(float)
-    for sample in metric.samples:
-        if sample.name.endswith("_total"):
-            places[int(sample.labels["position"]) - 1] += sample.value
+    for (_, position), counter in metric.instruments.items():
+        places[int(position) - 1] += counter.value
     return places

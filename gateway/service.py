@@ -10,6 +10,8 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from math import inf
 
 from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.embedding import Embedding
@@ -24,7 +26,7 @@ from penstock.gateway.http.background import end, meanwhile
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.metrics import Metrics, StoreMetrics
+from penstock.gateway.metrics import Metrics
 from penstock.gateway.sessions.owners import tag_of
 from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
@@ -32,6 +34,7 @@ from penstock.gateway.sessions.prefixes.warming import Warming, WarmUp
 from penstock.gateway.sessions.recordings.journal import Replayer
 from penstock.gateway.sessions.recordings.registry import Recordings
 from penstock.gateway.store.interface import Store
+from penstock.gateway.tenants import Tenants
 from penstock.gateway.watch import StepWatch, Watches
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.prompts import Prompts
@@ -42,6 +45,13 @@ from penstock.priority.queue import LaneQueue
 from penstock.priority.routing.state import Load
 
 log = logging.getLogger("penstock.gateway")
+
+PROMISED_TOKENS = (512, 4096)
+"""The prompts for which `/metrics` says when a new request would have its first token."""
+_SHORT_PROMPT = 64
+"""The tokens of the prompt whose forecast stands for a lane in `/v1/events`."""
+_RENDERED_S = 0.02
+"""The age up to which rendered metrics are sent again: pickers scrape every 50 ms, and there may be several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +78,13 @@ class ServiceOptions:
     """SHA-256 digest of each API key (see `gateway.access.keys.digest_of`) to whose it is."""
     promises: Mapping[Lane, float] = field(default_factory=dict)
     """Seconds to the first token that a lane promises, where it does."""
+    overload_status: int = HTTPStatus.SERVICE_UNAVAILABLE
+    """The status of refusals by load."""
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     """Host names that the server answers to; any if empty."""
+    health_is_ready: bool = False
+    """Whether /health says what /ready says."""
     metrics_compat: str | None = None
     metrics_elsewhere: bool = False
     """Whether /metrics has a port of its own."""
@@ -125,12 +139,12 @@ class Service:
         self.vocab_size = min(options.vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
         """Token ids are smaller than this."""
         self.store = store
-        self.metrics.registry.register(StoreMetrics(store.stats))
         self._watches = Watches()
         self.prefixes = PrefixTracker()
         self.locator = PrefixLocator(store.durable, options.replica, options.block_size, engine.find_cached)
         self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces)
         self.quotas = Quotas(store)
+        self.tenants = Tenants(queue, clock)
         self.idempotency = Idempotency(store)
         self.tag = tag_of(options.replica)
         """The prefix of the ids of recorded replies and conversations."""
@@ -146,6 +160,8 @@ class Service:
         )
         self._descriptors = Descriptors()
         self._warm_up: asyncio.Task[None] | None = None
+        self._rendered = -inf, b""
+        """When the metrics were rendered last, and their text."""
 
     def deliver(self, *reports: StepReport) -> None:
         """Takes the report of a step, or of several if the event loop fell behind."""
@@ -250,11 +266,11 @@ class Service:
 
     def status(self) -> dict[str, object]:
         """Returns the server's status for `/v1/events`: its state, its lanes, and the engine's work and memory."""
-        forecasts, stats = self._queue.forecasts(self.clock()), self._engine.stats()
+        stats = self._engine.stats()
         lanes = {
             lane.label: {
                 "waiting": depth,
-                "forecast_ttft_ms": _ms(forecasts.get(lane)),
+                "forecast_ttft_ms": self._forecast_ms(lane),
                 "promised_ttft_ms": _ms(self.options.promises.get(lane)),
                 "attainment": self.metrics.attainment(lane),
             }
@@ -272,6 +288,10 @@ class Service:
             "states": _states(stats.states),
         }
         return {"state": self.readiness, "streams": len(self.dispatch), "lanes": lanes, "engine": engine}
+
+    def _forecast_ms(self, lane: Lane) -> int | None:
+        forecast = self._queue.predict(lane, _SHORT_PROMPT, self.clock())
+        return None if forecast is None else _ms(forecast.seconds)
 
     def engine_stats(self) -> EngineStats:
         return self._engine.stats()
@@ -300,7 +320,16 @@ class Service:
         }
 
     def render_metrics(self) -> bytes:
-        """The metrics; what changes without a step is read now."""
+        """Returns the metrics for Prometheus, at most 20 ms old."""
+        now = self.clock()
+        rendered_s, rendered = self._rendered
+        if not rendered_s <= now < rendered_s + _RENDERED_S:
+            rendered = self._render_metrics()
+            self._rendered = now, rendered
+        return rendered
+
+    def _render_metrics(self) -> bytes:
+        """Reads what changes without a step, and renders all."""
         self.metrics.streams.set(len(self.dispatch))
         self.metrics.recordings.set(len(self.recordings))
         self.metrics.recording_bytes.set(self.recordings.num_bytes)
@@ -311,10 +340,21 @@ class Service:
         self.metrics.pool_violations.set(stats.num_pool_violations)
         self.metrics.note_states(stats.states)
         for name, value in self._queue.step_model().items():
-            self.metrics.step_model.labels(name).set(value)
-        for lane, depth in self._queue.depths().items():
-            self.metrics.queued.labels(lane.label).set(depth)
+            self.metrics.step_model(name).set(value)
+        depths = self._queue.depths()
+        for lane, depth in depths.items():
+            self.metrics.queued(lane.label).set(depth)
+        self.metrics.waiting.set(sum(depths.values()) + self.metrics.preempted.value)
+        self._note_promised()
+        self.metrics.note_store(self.store.stats())
         return self.metrics.render()
+
+    def _note_promised(self) -> None:
+        now = self.clock()
+        for num_tokens in PROMISED_TOKENS:
+            forecast = self._queue.predict(Lane.INTERACTIVE, num_tokens, now)
+            if forecast is not None:
+                self.metrics.promised(num_tokens).set(forecast.late_s)
 
     def _cache_config(self) -> dict[str, str]:
         stats = self._engine.stats()

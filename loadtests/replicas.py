@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from penstock.app.bench.client import exchange
 from penstock.app.bench.server_process import ServerProcess
 from penstock.app.bench.statistics import summarise
-from penstock.app.listen import bind, url
+from penstock.app.listen import bind, port_of
 from penstock.app.loop import Server, uvicorn_config
 from penstock.app.reader import Answer, read_answer
 from penstock.app.settings import Settings
@@ -97,7 +97,7 @@ async def behind(switch: Switch, urls: Sequence[str], load: Load) -> str:
                 while len(switch.members.known) < len(urls):
                     await asyncio.sleep(0.05)
             try:
-                return await run(url(listener), load)
+                return await run(f"http://127.0.0.1:{port_of(listener)}", load)
             finally:
                 server.should_exit = True
                 await task

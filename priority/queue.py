@@ -23,6 +23,7 @@ from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.routing.state import Load
 from penstock.priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
 from penstock.priority.steptime import NAMES, StepTimeModel
+from penstock.priority.tenants import Demands, charges, demands
 from penstock.priority.verdict import RETRY_S, Forecast, Refusal
 from penstock.priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from penstock.priority.yielding import MAX_VICTIMS, yielding
@@ -32,7 +33,6 @@ LOCALITY_TOKENS = 2_048
 AGED_PART = 4
 """One token in this many may go to requests that were passed over for too long."""
 _AGED_MOST_TOKENS = 2_048
-_SHORT_PROMPT = 64
 _FORGET_AFTER_US = 600_000_000
 
 
@@ -138,15 +138,10 @@ class LaneQueue:
         with self._lock:
             return {lane: line.num_requests for lane, line in self._lanes.items()}
 
-    def forecasts(self, now: float) -> dict[Lane, float]:
-        """Seconds to the first token of a new tenant's short request, by lane; none while too little was measured."""
+    def predict(self, lane: Lane, num_tokens: int, now: float) -> Forecast | None:
+        """Returns the forecast for a new tenant's prompt of so many tokens; None while too little was measured."""
         with self._lock:
-            found = {}
-            for lane, line in self._lanes.items():
-                forecast = self.admission.forecast(Account("", 1, line), Size.of(_SHORT_PROMPT), now)
-                if forecast is not None:
-                    found[lane] = forecast.seconds
-            return found
+            return self.admission.forecast(Account("", 1, self._lanes[lane]), Size.of(num_tokens), now)
 
     def position(self, request_id: str) -> int | None:
         """Returns the number of requests of its lane with an earlier deadline; None if it does not wait here."""
@@ -159,11 +154,12 @@ class LaneQueue:
     def tenants(self) -> dict[str, int]:
         """Returns each tenant's charges over all lanes, in 2048ths of a prompt token."""
         with self._lock:
-            charged: dict[str, int] = {}
-            for line in self._lanes.values():
-                for tenant, account in line.accounts.items():
-                    charged[tenant] = charged.get(tenant, 0) + account.share.charged
-            return charged
+            return charges(self._lanes.values())
+
+    def demands(self, now: float) -> Demands:
+        """Returns what each tenant has of the machine, or wants of it."""
+        with self._lock:
+            return demands(self._lanes.values(), now)
 
     def set_weights(self, weights: Mapping[str, int]) -> None:
         """Sets the weights of tenants, 1 where missing; earlier charges stay."""
@@ -241,7 +237,7 @@ class LaneQueue:
                     cost = output_cost(num_known - num_output, num_known)
                     outputs[ticket.account] = outputs.get(ticket.account, 0) + cost
             for account, cost in outputs.items():
-                account.charge(cost)
+                account.charge(cost, self._now_us)
 
     def observe(self, load: StepLoad) -> None:
         with self._lock:
@@ -368,7 +364,8 @@ class LaneQueue:
             self._note_prefill(ticket, 0, 1, now)
         line.note_left(ticket, -1)
         if ticket.stage is Stage.PREFILLING:  # what was not computed is given back
-            account.charge(-prompt_cost(min(ticket.num_computed, ticket.num_charged), ticket.num_charged))
+            rest = prompt_cost(min(ticket.num_computed, ticket.num_charged), ticket.num_charged)
+            account.charge(-rest, self._now_us)
         line.num_running -= 1
         self._close(account)
         self.admission.note_finished(now)
@@ -432,7 +429,7 @@ class LaneQueue:
         ticket.num_charged = ticket.num_prompt
         line.note_left(ticket, 1)
         self._aged_tokens = min(_AGED_MOST_TOKENS, self._aged_tokens + ticket.size.num_uncached // AGED_PART)
-        ticket.account.charge(prompt_cost(0, ticket.num_charged))
+        ticket.account.charge(prompt_cost(0, ticket.num_charged), self._now_us)
         return ticket.request
 
     def _note_prefill(self, ticket: Ticket, num_prompt: int, num_output: int, now: float) -> None:
@@ -442,6 +439,6 @@ class LaneQueue:
         if num_output:
             ticket.stage = Stage.DECODING
             num_hits = max(0, ticket.num_charged - ticket.num_computed)
-            ticket.account.charge(COST_HIT * num_hits - prompt_cost(0, num_hits))
+            ticket.account.charge(COST_HIT * num_hits - prompt_cost(0, num_hits), self._now_us)
             self.admission.note_first_token(ticket, now)
         line.note_left(ticket, 1)

@@ -14,6 +14,7 @@ from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.lengths import Lengths
 from penstock.priority.rates import Rate
 from penstock.priority.ratios import LATE, Ratios
+from penstock.priority.recent import LastMinute
 from penstock.priority.room import Need
 from penstock.priority.routing.state import LaneWork, with_largest
 from penstock.priority.shares import COST_PREFILL, Share, virtual
@@ -195,9 +196,10 @@ class Account(Backlog):
         head = self.head
         return -head.num_cached / head.num_prompt, self.share.clock, head.key
 
-    def charge(self, cost: int) -> None:
+    def charge(self, cost: int, now_us: int) -> None:
         self.share.charge(cost)
         self.lane.share.charge(cost)
+        self.lane.worked.add(self.tenant, cost, now_us / 1e6)
 
     def first(self, due: float, attended_each: float) -> Iterator[Ticket]:
         """The waiting requests that are no more work than is due, in order."""
@@ -235,6 +237,8 @@ class LaneLine(Backlog):
         """The time at which a request last arrived."""
         self.is_late = False
         """Whether the request that was looked at last was refused because it would have come too late."""
+        self.worked = LastMinute()
+        """The costs of its tenants."""
         self.ratios = Ratios()
         self.lengths = Lengths()
         self.last_clock = 0

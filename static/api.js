@@ -63,10 +63,13 @@
  * @property {number} num_cached
  * @property {number} num_saved
  *
+ * @typedef {{share: number, waiting: number, running: number, refused: number}} TenantLoad  of the last minute
+ * @typedef {{tenants: (TenantLoad & {tenant: string})[], others: TenantLoad & {tenants: number}}} TenantsStatus
+ *
  * @typedef {{position: number, first_token_in_ms: ?number}} Place  of a request that waits
  *
  * @typedef {{kind: "server", data: ServerStatus}|{kind: "steps", data: StepsStatus}|{kind: "kv", data: BlocksStatus}
- *   |{kind: "request", data: Place}} StatusEvent
+ *   |{kind: "tenants", data: TenantsStatus}|{kind: "request", data: Place}} StatusEvent
  */
 
 import { ApiError } from "./fault.js";
@@ -77,9 +80,10 @@ import { RESPONSES, WIRES } from "./wires.js";
  * How long the server asks to be left alone.
  * @param {Headers} headers
  * @param {number} now  epoch, ms
- * @returns {?number} ms, null where it did not ask
+ * @returns {?number} ms, null where it did not ask, or says that an attempt of the page's own is of no use
  */
 export function retryDelayMs(headers, now) {
+  if (headers.get("x-should-retry") === "false") return null;
   const precise = headers.get("retry-after-ms");
   if (precise !== null && /^\d+(\.\d+)?$/.test(precise.trim())) return Number(precise);
   const value = headers.get("retry-after")?.trim();

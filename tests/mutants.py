@@ -233,9 +233,8 @@ def main() -> int:
     num_survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "*.egg-info", "__pycache__")
-        )
+        ignore = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "__pycache__")
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=ignore)  # penstock's links lead to what is changed
         for tests_folder in sorted(by_tests, key=lambda name: -name.count("/")):  # the largest last
             tests = Tests(copy, options.tests or [tests_folder])
             survivors = [mutant for mutant in by_tests[tests_folder] if not tests.notice(mutant)]

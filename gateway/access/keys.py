@@ -22,9 +22,11 @@ class Client:
 
     tenant: Tenant
     quota: Quota = UNBOUNDED
+    is_operator: bool = False
+    """Whether it may see what other tenants use."""
 
 
-_OPEN_CLIENT = Client(OPEN_TENANT)
+_OPEN_CLIENT = Client(OPEN_TENANT, is_operator=True)
 
 
 def digest_of(key: str) -> bytes:
@@ -82,6 +84,10 @@ class Access:
         if found is None:
             raise unauthorized("The API key of this tenant is no longer known.")
         return found
+
+    def clients(self) -> list[Client]:
+        """Returns a client of every tenant, by name."""
+        return [_OPEN_CLIENT] if self._open else [self._by_tenant[name] for name in sorted(self._by_tenant)]
 
     def _place(self, digest: bytes) -> bytes:
         """Hashes a digest with a secret, so that nobody learns of other keys from the time of a lookup."""

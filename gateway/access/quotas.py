@@ -12,15 +12,17 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
+from datetime import UTC, datetime
 from http import HTTPStatus
 from weakref import WeakSet
 
 from penstock.gateway.access.keys import UNBOUNDED, Client
+from penstock.gateway.access.windows import allotments, windows_of
 from penstock.gateway.http.background import every, meanwhile
 from penstock.gateway.http.errors import ApiError
-from penstock.gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Store, StoreUnavailable
+from penstock.gateway.store.interface import LEASE_S, Grant, Quota, Store, StoreUnavailable, Window
 
 log = logging.getLogger("penstock.gateway")
 
@@ -31,16 +33,23 @@ _FEW_OUTPUTS = 8
 _RECENT_S = 3_600.0
 _QUANTILE = 0.75
 _LAST_WORDS_S = 1.0
-HEADERS = [
-    f"x-ratelimit-{what}-{unit}"
-    for what in ("limit", "remaining", "reset")
-    for unit in ("requests", "tokens")
-]
+_NO_RETRY = {"x-should-retry": "false"}
 _BOUNDS = {
     "requests": "requests per min (RPM)",
     "tokens": "tokens per min (TPM)",
     "streams": "requests at a time",
+    "requests-day": "requests per day (RPD)",
+    "tokens-day": "tokens per day (TPD)",
+    "requests-month": "requests per month",
+    "tokens-month": "tokens per month",
 }
+HEADERS = [
+    f"x-ratelimit-{what}-{bound}"
+    for what in ("limit", "remaining", "reset")
+    for bound in _BOUNDS
+    if bound != "streams"
+]
+"""OpenAI's names for bounds per minute; the others have the window at the end, as Cerebras has it."""
 
 
 class Reservation:
@@ -58,13 +67,22 @@ class Reservation:
         "lease_id",
         "num_prompt",
         "num_reserved",
+        "windows",
     )
 
     def __init__(
-        self, quotas: Quotas, client: Client, lease_id: str, num_prompt: int, num_reserved: int | None
+        self,
+        quotas: Quotas,
+        client: Client,
+        lease_id: str,
+        num_prompt: int,
+        num_reserved: int | None,
+        windows: Sequence[Window],
     ) -> None:
         """`num_reserved` is None if nothing was: there is no quota, or the store did not answer."""
         self.client = client
+        self.windows = windows
+        """The days and months in which it counts: those in which it began."""
         self.lease_id = lease_id
         self.num_prompt = num_prompt
         self.num_reserved = num_reserved
@@ -83,9 +101,15 @@ class Reservation:
 class Quotas:
     """Quotas stand between the endpoints and the store, on the event loop's thread."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._store = store
         self._clock = clock
+        self._wall_clock = wall_clock
         self._open: WeakSet[Reservation] = WeakSet()
         self._outputs: dict[str, deque[tuple[float, int]]] = {}
         """The end times and token counts of each tenant's last answers."""
@@ -99,21 +123,22 @@ class Quotas:
         Raises:
             ApiError: 429 if a bound is reached; without Retry-After if the prompt alone is more than ever fits.
         """
-        reservation = Reservation(self, client, lease_id, num_prompt_tokens, None)
+        windows = windows_of(client.quota, self._wall_clock())
+        reservation = Reservation(self, client, lease_id, num_prompt_tokens, None, windows)
         if client.quota == UNBOUNDED:
             return reservation
         num_tokens = self._cost(client, num_prompt_tokens, max_output_tokens)
         try:
-            grant = await self._store.reserve(client.tenant.name, client.quota, num_tokens, lease_id)
+            grant = await self._store.reserve(client.tenant.name, client.quota, num_tokens, lease_id, windows)
         except StoreUnavailable:
             return reservation
         except asyncio.CancelledError:
             self._spawn(self._release(reservation))
             raise
         if grant.refused is not None:
-            raise _refusal(grant, client.quota, num_tokens)
+            raise _refusal(grant, client.quota, num_tokens, windows)
         reservation.num_reserved = num_tokens
-        reservation.headers = _headers(grant)
+        reservation.headers = _headers(grant, windows)
         self._open.add(reservation)
         return reservation
 
@@ -125,7 +150,8 @@ class Quotas:
         if num_tokens_used > reservation.num_prompt:
             outputs = self._outputs.setdefault(reservation.client.tenant.name, deque(maxlen=_NUM_OUTPUTS))
             outputs.append((self._clock(), num_tokens_used - reservation.num_prompt))
-        if reservation.num_reserved is not None and reservation.client.quota.tokens_per_minute is not None:
+        counts_tokens = reservation.client.quota.tokens_per_minute is not None or reservation.windows
+        if reservation.num_reserved is not None and counts_tokens:
             self._spawn(self._charge(reservation, num_tokens_used - reservation.num_reserved))
         self._spawn(self._release(reservation))
 
@@ -141,6 +167,15 @@ class Quotas:
             if reservation.ended:
                 self._spawn(self._release(reservation))
 
+    async def standings(self, clients: Sequence[Client]) -> list[tuple[Sequence[Window], Grant]]:
+        """Returns where clients stand, and in which windows; without asking for anything."""
+        now_s = self._wall_clock()
+        windows = [windows_of(client.quota, now_s) for client in clients]
+        grants = await self._store.standings(
+            [(client.tenant.name, client.quota, of) for client, of in zip(clients, windows, strict=True)]
+        )
+        return list(zip(windows, grants, strict=True))
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Renews leases while it is entered, and writes pending changes to the store when it ends."""
@@ -153,9 +188,11 @@ class Quotas:
 
     def _cost(self, client: Client, num_prompt: int, max_output: int) -> int:
         """The tokens to reserve: a guess that always fits, but at least the prompt and one token."""
-        limit = client.quota.tokens_per_minute
+        quota = client.quota
+        limits = (quota.tokens_per_minute, quota.tokens_per_day, quota.tokens_per_month)
         guess = num_prompt + min(max_output, self._typical_output(client.tenant.name))
-        return guess if limit is None else max(num_prompt + 1, min(guess, limit))
+        limit = min((limit for limit in limits if limit is not None), default=guess)
+        return max(num_prompt + 1, min(guess, limit))
 
     def _typical_output(self, tenant: str) -> int:
         """The length that three quarters of the tenant's recent answers do not exceed."""
@@ -167,7 +204,9 @@ class Quotas:
 
     async def _charge(self, reservation: Reservation, num_tokens: int) -> None:
         client = reservation.client
-        await self._store.settle(client.tenant.name, client.quota, num_tokens, reservation.lease_id)
+        await self._store.settle(
+            client.tenant.name, client.quota, num_tokens, reservation.lease_id, reservation.windows
+        )
 
     async def _release(self, reservation: Reservation) -> None:
         await self._store.release(reservation.client.tenant.name, reservation.lease_id)
@@ -202,48 +241,51 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{text}" if minutes else text
 
 
-def _headers(grant: Grant) -> dict[str, str]:
-    return _allotment_headers("requests", grant.requests) | _allotment_headers("tokens", grant.tokens)
+def _headers(grant: Grant, windows: Sequence[Window]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for bound, allotment in allotments(grant, windows).items():
+        headers[f"x-ratelimit-limit-{bound}"] = str(allotment.limit)
+        headers[f"x-ratelimit-remaining-{bound}"] = str(max(0, allotment.remaining))
+        headers[f"x-ratelimit-reset-{bound}"] = duration(allotment.reset_s)
+    return headers
 
 
-def _allotment_headers(what: str, allotment: Allotment | None) -> dict[str, str]:
-    if allotment is None:
-        return {}
-    return {
-        f"x-ratelimit-limit-{what}": str(allotment.limit),
-        f"x-ratelimit-remaining-{what}": str(max(0, allotment.remaining)),
-        f"x-ratelimit-reset-{what}": duration(allotment.reset_s),
-    }
-
-
-def _refusal(grant: Grant, quota: Quota, num_tokens: int) -> ApiError:
-    assert grant.refused is not None
-    headers = _headers(grant)
+def _refusal(grant: Grant, quota: Quota, num_tokens: int, windows: Sequence[Window]) -> ApiError:
+    bound = grant.refused
+    assert bound is not None
+    limit, used, requested = _figures(grant, quota, num_tokens, windows)
+    headers = _headers(grant, windows)
     if math.isinf(grant.retry_after_s):
         message = (
-            f"Request too large for {_BOUNDS[grant.refused]}: Limit {quota.tokens_per_minute}, "
-            f"Requested {num_tokens}. It can never fit; make it smaller."
+            f"Request too large for {_BOUNDS[bound]}: Limit {limit}, "
+            f"Requested {requested}. It can never fit; make it smaller."
         )
-        return _limited(message, None, headers | {"x-should-retry": "false"})
-    limit, used, requested = _figures(grant, quota, num_tokens)
-    message = (
-        f"Rate limit reached on {_BOUNDS[grant.refused]}: Limit {limit}, Used {used}, Requested {requested}. "
-        f"Please try again in {duration(grant.retry_after_s)}."
-    )
-    return _limited(message, grant.retry_after_s, headers)
+        return _limited(message, None, headers | _NO_RETRY)
+    message = f"Rate limit reached on {_BOUNDS[bound]}: Limit {limit}, Used {used}, Requested {requested}. "
+    window = next((window for window in windows if bound.endswith(f"-{window.name}")), None)
+    if window is None:
+        message += f"Please try again in {duration(grant.retry_after_s)}."
+        return _limited(message, grant.retry_after_s, headers)
+    message += f"The {window.name} ends at {utc(window.ends_s)}, in {duration(math.ceil(window.left_s))}."
+    # A client's own retries come within seconds: they are of no use here.
+    return _limited(message, None, headers | _NO_RETRY | {"retry-after": str(math.ceil(window.left_s))})
 
 
-def _figures(grant: Grant, quota: Quota, num_tokens: int) -> tuple[int | None, int | None, int]:
-    """The limit that is reached, its used part, and the requested amount."""
+def _figures(
+    grant: Grant, quota: Quota, num_tokens: int, windows: Sequence[Window]
+) -> tuple[int | None, int | None, int]:
+    """Returns the limit that is reached, its used part, and the requested amount."""
+    assert grant.refused is not None
     if grant.refused == "streams":
         return quota.max_streams, quota.max_streams, 1
-    allotment = grant.tokens if grant.refused == "tokens" else grant.requests
-    assert allotment is not None
-    return (
-        allotment.limit,
-        allotment.limit - allotment.remaining,
-        num_tokens if grant.refused == "tokens" else 1,
-    )
+    allotment = allotments(grant, windows)[grant.refused]
+    requested = num_tokens if grant.refused.startswith("tokens") else 1
+    return allotment.limit, allotment.limit - allotment.remaining, requested
+
+
+def utc(seconds: float) -> str:
+    """Writes a time in seconds since 1970 as RFC 3339 does."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _limited(message: str, retry_after_s: float | None, headers: Mapping[str, str]) -> ApiError:

@@ -18,6 +18,7 @@ from sse_starlette.sse import AppStatus
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
+from penstock.gateway.access.keys import Client
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
 from penstock.gateway.endpoints.params import salts_of
 from penstock.gateway.http.errors import invalid
@@ -27,7 +28,7 @@ EVERY_S = 0.5
 MAP_EVERY_S = 1.0
 MAP_PART = 0.002
 """The part of the time, at most, that is spent on drawing the KV blocks."""
-DETAILS = ("steps", "kv")
+DETAILS = ("steps", "kv", "tenants")
 MAX_HASHES = 1000
 """The most hashes of blocks in one event."""
 
@@ -52,23 +53,24 @@ class EventsApi(Endpoints):
         """Streams the state of the server.
 
         With `request_id`, also the place in the queue of the caller's request of that name; with `detail`, also the
-        engine's steps and its KV blocks.
+        engine's steps, its KV blocks, and the tenants that take most.
         """
         request_id = http.query_params.get("request_id")
         details = _details(http.query_params.get("detail"))
-        tenant = self._intake.tenant(http)
-        return _response(self._server_events(tenant, request_id, details))
+        return _response(self._server_events(self._intake.client(http), request_id, details))
 
     async def _server_events(
-        self, tenant: str, request_id: str | None, details: frozenset[str]
+        self, client: Client, request_id: str | None, details: frozenset[str]
     ) -> AsyncIterator[ServerSentEvent]:
         service, told_map = self._service, b""
         with contextlib.ExitStack() as stack:
             watch = stack.enter_context(service.watching()) if "steps" in details else None
             async for _ in self._ticks():
                 yield _event("server", self._status_now())
-                if request_id and (found := service.dispatch.waiting(tenant, request_id)) is not None:
+                if request_id and (found := service.dispatch.waiting(client.tenant.name, request_id)):
                     yield _event("request", orjson.dumps({"request_id": request_id, **found}))
+                if "tenants" in details:
+                    yield _event("tenants", orjson.dumps(service.tenants.told(client)))
                 if watch is not None:
                     yield _event("steps", orjson.dumps(service.watched(watch)))
                 if "kv" in details and (drawn := self._map_now()) not in (b"", told_map):
@@ -117,9 +119,7 @@ def _details(asked: str | None) -> frozenset[str]:
     """Raises 400 if one of them is unknown."""
     details = frozenset(asked.split(",")) if asked else frozenset[str]()
     if not details <= set(DETAILS):
-        raise invalid(
-            f"detail must be a list of {' and '.join(DETAILS)}, with commas between them.", "detail"
-        )
+        raise invalid(f"detail must be a list of {', '.join(DETAILS)}, with commas between them.", "detail")
     return details
 
 

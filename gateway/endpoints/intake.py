@@ -85,7 +85,11 @@ class Intake:
         """Raises 401 if keys are configured and the request has none of them."""
         if CLIENT in http.scope:
             return cast(Client, http.scope[CLIENT])
-        return self._service.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+        headers = http.headers
+        client = self._service.access.client(headers.get("authorization"), headers.get("x-api-key"))
+        if (asked := CORRELATION.get()) is not None:
+            asked.tenant = client.tenant.name
+        return client
 
     def tenant(self, http: HttpRequest) -> str:
         """Returns the name of the client's tenant, and raises like `client`."""
@@ -266,7 +270,7 @@ class Intake:
         Raises:
             ApiError: 429, if the quota has no room for it.
         """
-        requests_only = Client(client.tenant, replace(client.quota, tokens_per_minute=None))
+        requests_only = replace(client, quota=client.quota.of_requests())
         lease_id = f"count-{secrets.token_hex(16)}"
         with self._noting_refusals(client.tenant.default_lane):
             reservation = await self._service.quotas.reserve(requests_only, 0, 0, lease_id)

@@ -164,7 +164,8 @@ def _parameters(place: str, kind: Any, schemas: _Schemas) -> Iterator[JsonSchema
 
 
 def _responses(path: str, operation: Operation) -> JsonSchema:
-    whole = {media_type: _ANY_OBJECT if media_type == JSON else {} for media_type in operation.answers}
+    in_json: JsonSchema = {"schema": {"type": "array" if operation.is_list else "object"}}
+    whole = {media_type: in_json if media_type == JSON else {} for media_type in operation.answers}
     found = {200: {"description": "OK", "content": whole}}
     for status in operation.refusals:
         if status == HTTPStatus.SERVICE_UNAVAILABLE and path.startswith(ANTHROPIC_PATH):
@@ -192,7 +193,6 @@ def _object(**properties: JsonSchema) -> JsonSchema:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-_ANY_OBJECT: JsonSchema = {"schema": {"type": "object"}}
 _TEXT: JsonSchema = {"type": "string"}
 _TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
 _ERRORS = {

@@ -36,6 +36,10 @@ class EventsQuery(TypedDict, total=False):
     detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
 
 
+class UsageQuery(TypedDict, total=False):
+    tenant: str
+
+
 class StateQuery(TypedDict):
     switch: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
 
@@ -89,6 +93,8 @@ class Operation:
     """It asks for no key."""
     is_probe: bool = False
     """A supervisor asks it: a 503 has the JSON of a 200."""
+    is_list: bool = False
+    """The JSON of a 200 is a list, and no object."""
     is_cached: bool = False
     """A client that already has the answer gets 304."""
 

@@ -20,6 +20,7 @@ from penstock.gateway.endpoints.operation import (
     Operation,
     Passing,
     StateQuery,
+    UsageQuery,
 )
 from penstock.gateway.endpoints.stored_chats import ChatsQuery, ChatUpdateBody
 from penstock.gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
@@ -69,6 +70,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "GET": Operation(ANY, "List stored answers", query=ChatsQuery, statuses=(503,)),
         "POST": _recorded("Answer a conversation, streamed or whole", ChatBody),
     },
+    "/v1/chat/completions/render": {
+        "POST": Operation(
+            ANY,
+            "Give a conversation's tokens and sampling parameters, for routers",
+            ChatBody,
+            statuses=(404, 429),
+        )
+    },
     "/v1/chat/completions/{id}": {
         "GET": _followed(
             "Show a stored answer, or follow a resumable one, after the event that was seen last"
@@ -80,6 +89,15 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "GET": Operation(BY_ID, "List the messages that a stored answer is for", query=PageQuery)
     },
     "/v1/completions": {"POST": _recorded("Continue texts, streamed or whole", CompletionBody)},
+    "/v1/completions/render": {
+        "POST": Operation(
+            ANY,
+            "Give each prompt's tokens and sampling parameters, for routers",
+            CompletionBody,
+            statuses=(404, 429),
+            is_list=True,
+        )
+    },
     "/v1/completions/{id}": {
         "GET": _followed("Follow a resumable continuation, after the event that was seen last"),
         "DELETE": Operation(BY_ID, "Stop and forget a resumable continuation"),
@@ -239,12 +257,27 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/events": {
         "GET": Operation(
             ANY,
-            "Tell of the server's state; of a request that waits; in detail, of steps and KV blocks",
+            "Tell of the server's state; of a request that waits; in detail, of steps, KV blocks and tenants",
             query=EventsQuery,
             answers=(EVENTS,),
         )
     },
-    "/health": {"GET": Operation(OWN, "Red means: restart this process", is_open=True, is_probe=True)},
+    "/v1/usage": {
+        "GET": Operation(
+            ANY,
+            "Say what tenants used of their limits, and what is left",
+            query=UsageQuery,
+            statuses=(404,),
+        )
+    },
+    "/health": {
+        "GET": Operation(
+            OWN,
+            "Red means: restart this process; with --health ready, what /ready says",
+            is_open=True,
+            is_probe=True,
+        )
+    },
     "/ready": {"GET": Operation(OWN, "Red means: send requests elsewhere", is_open=True, is_probe=True)},
     "/load": {"GET": _open(ANY, "Say how many requests wait or run")},
     "/version": {"GET": _open(ANY, "Say the version of Penstock")},

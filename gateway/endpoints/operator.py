@@ -5,12 +5,12 @@ from __future__ import annotations
 from http import HTTPStatus
 from importlib.metadata import version
 
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.intake import route
+from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.service import Service
 from penstock.gateway.wire.frames import Json
 
@@ -30,8 +30,10 @@ class OperatorApi:
             *([route("/metrics", GET=self.metrics)] if with_metrics else ()),
         ]
 
-    async def health(self, _: HttpRequest) -> Response:
-        """Answers 503 if this process has to be started again."""
+    async def health(self, http: HttpRequest) -> Response:
+        """Answers 503 if this process has to be started again or, where the operator wants it, like `ready`."""
+        if self._service.options.health_is_ready:
+            return await self.ready(http)
         health = self._service.health
         status = HTTPStatus.OK if health == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
         return Json({"status": health}, status)
@@ -50,4 +52,4 @@ class OperatorApi:
         return Json({"version": version("penstock")})
 
     async def metrics(self, _: HttpRequest) -> Response:
-        return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE})

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,6 +25,8 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 TICKET_HEADER = "x-penstock-ticket"
 _VALID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_PATH_CHARS = 200
+_MAX_ADDRESS_CHARS = 64
+_REFUSED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 @dataclass(slots=True)
@@ -39,8 +42,12 @@ class Correlation:
     """The ticket of the switch that sent it, see `gateway.tickets`; empty if none did."""
     trace_id: str = ""
     """The id of its trace; empty if it is not traced."""
+    address: str = ""
+    """The address that it came from; empty if that is not known."""
+    tenant: str = ""
+    """The tenant whose key it has; empty while that is not known."""
     account: Callable[[], Mapping[str, object]] = dict
-    """Returns the tenant, lane and tokens of its generation, for the access log; nothing if it has none."""
+    """Returns the lane and tokens of its generation, for the access log; nothing if it has none."""
     ignored: list[str] = field(default_factory=list)
     """The fields of its body that were taken and not honoured; the reply names them."""
 
@@ -58,8 +65,10 @@ CORRELATION: ContextVar[Correlation | None] = ContextVar("CORRELATION", default=
 class RequestIdMiddleware:
     """Answers every request with its `x-request-id`, tells CORRELATION of it, and logs how it ended."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, note_refused: Callable[[str], None] = lambda _: None) -> None:
+        """`note_refused` is called with the tenant of each request that was answered with 429 or 503."""
         self.app = app
+        self._note_refused = note_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,7 +79,12 @@ class RequestIdMiddleware:
         request_id = next(usable, "") or f"req_{secrets.token_hex(12)}"
         traced = {name: given[name] for name in _TRACE_HEADERS if name in given}
         request = Correlation(
-            request_id, scope["method"], scope["path"], traced, given.get(TICKET_HEADER, "")
+            request_id,
+            scope["method"],
+            scope["path"],
+            traced,
+            given.get(TICKET_HEADER, ""),
+            address=_address(scope),
         )
         CORRELATION.set(request)
         began_s = time.perf_counter()
@@ -96,7 +110,15 @@ class RequestIdMiddleware:
             if not answered:
                 raise
         finally:
+            if request.tenant and status in _REFUSED:
+                self._note_refused(request.tenant)
             _note(request, status, is_whole=answered, seconds=time.perf_counter() - began_s)
+
+
+def _address(scope: Scope) -> str:
+    """Returns a request's address in one word: a proxy's header may have said anything."""
+    host, *_ = scope.get("client") or ("",)
+    return quote(host[:_MAX_ADDRESS_CHARS], safe=":.%")
 
 
 def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) -> None:
@@ -112,7 +134,7 @@ def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) 
         "status": status,
         "seconds": round(seconds, 4),
         "whole": is_whole,
-        **(account := request.account()),
+        **(known := _known(request)),
     }
     if request.trace_id:
         fields["trace_id"] = request.trace_id
@@ -124,7 +146,13 @@ def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) 
         ending,
         1000 * seconds,
         request.request_id,
-        "".join(f", {name} {value}" for name, value in account.items()),
+        "".join(f", {name} {value}" for name, value in known.items()),
         request.trace_id and f", trace {request.trace_id}",
         extra={"fields": fields},
     )
+
+
+def _known(request: Correlation) -> dict[str, object]:
+    """Returns what is known of who asked, and of what was generated."""
+    who = {"address": request.address, "tenant": request.tenant}
+    return {**{name: value for name, value in who.items() if value}, **request.account()}

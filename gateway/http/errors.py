@@ -15,6 +15,10 @@ from penstock.gateway.http.correlation import CORRELATION
 log = logging.getLogger("penstock.gateway")
 
 _MAX_REASON_CHARS = 500
+DROPPED_HEADER = "x-llm-d-request-dropped-reason"
+"""The header by which llm-d's clients tell that a request was refused for load, and did not fail."""
+_DROPPED = {"queue_timeout": "rejected-ttl-expired"}
+"""llm-d's reasons, where the queue was not just full."""
 Found = TypeVar("Found")
 
 
@@ -55,6 +59,11 @@ class ApiError(Exception):
     def is_fault(self) -> bool:
         """Whether the server failed over the request; False if it refused the request or was told to end."""
         return self.status == HTTPStatus.INTERNAL_SERVER_ERROR or self.code == "engine_failed"
+
+    @property
+    def is_overload(self) -> bool:
+        """Whether the server refused the request for its load alone."""
+        return DROPPED_HEADER in self.extra_headers
 
     def body(self) -> bytes:
         """OpenAI's error object as JSON; the same in a reply and in a frame of a stream."""
@@ -115,12 +124,15 @@ def model_not_found(name: str) -> ApiError:
 
 
 def refused(message: str, reason: str, retry_after_s: float, *, tenant_limit: bool) -> ApiError:
-    """Makes the error of a request that may come again: 429 for the tenant's own limit, 503 for the server's."""
+    """Makes the error of a request that may come again: 429 for the tenant's own limit, 503 for the server's load."""
     if tenant_limit:
-        status, kind = HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"
+        status, kind, headers = HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", {}
     else:
         status, kind = HTTPStatus.SERVICE_UNAVAILABLE, "server_error"
-    return ApiError(status, message, type=kind, code=reason, retry_after_s=retry_after_s)
+        headers = {DROPPED_HEADER: _DROPPED.get(reason, "rejected-saturated")}
+    return ApiError(
+        status, message, type=kind, code=reason, retry_after_s=retry_after_s, extra_headers=headers
+    )
 
 
 def unavailable(message: str, code: str, *, close: bool = False) -> ApiError:

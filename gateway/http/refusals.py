@@ -37,9 +37,9 @@ def speaks_anthropic(http: Request) -> bool:
     )
 
 
-def refusal(error: ApiError, path: str) -> Response:
-    """Returns the reply to a request for `path`."""
-    status, body = error.status, error.body()
+def refusal(error: ApiError, path: str, overload_status: int = HTTPStatus.SERVICE_UNAVAILABLE) -> Response:
+    """Returns the reply to a request for `path`; refusals by load have the status that the operator chose."""
+    status, body = overload_status if error.is_overload else error.status, error.body()
     if path.startswith(ANTHROPIC_PATH):
         status = OVERLOADED if status == HTTPStatus.SERVICE_UNAVAILABLE else status
         body = anthropic_body(error)
@@ -68,10 +68,13 @@ def ollama_body(error: ApiError) -> bytes:
     return json.dumps({"error": error.message}).encode()
 
 
-async def answer_api_error(request: Request, error: Exception) -> Response:
+async def answer_api_error(
+    request: Request, error: Exception, overload_status: int = HTTPStatus.SERVICE_UNAVAILABLE
+) -> Response:
     assert isinstance(error, ApiError)
     log_fault(error)
-    return refusal(error, ANTHROPIC_PATH if speaks_anthropic(request) else request.url.path)
+    path = ANTHROPIC_PATH if speaks_anthropic(request) else request.url.path
+    return refusal(error, path, overload_status)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:

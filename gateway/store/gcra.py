@@ -1,7 +1,8 @@
-"""Quotas by GCRA: each bound is one number, the time at which it would be as if it had never been used.
+"""Quotas per minute by GCRA, and counters for days and months.
 
-All arithmetic is in whole microseconds, and the same as that of the script in Redis, so that the two agree exactly.
-A minute's worth may be used at once; what is used comes back evenly over a minute.
+A bound per minute is one number, the time at which it would be as if it had never been used: a minute's worth may be
+used at once, and what is used comes back evenly over a minute. What is used of a day or month comes back at its end.
+All arithmetic is in whole numbers, and the same as that of the script in Redis, so that the two agree exactly.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.gateway.store.interface import LEASE_S, Allotment, Grant, Quota
+from penstock.gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Use, Window
 
 MINUTE_US = 60_000_000
 STREAMS_RETRY_S = 1.0
@@ -35,23 +36,42 @@ def allotment(limit: int | None, ahead_us: int) -> Allotment | None:
     return Allotment(limit, remaining, ahead_us / SECOND_US)
 
 
-def judge(quota: Quota, num_tokens: int, num_streams: int, requests_us: int, tokens_us: int) -> Grant:
-    """The answer, by how far ahead of now the two times are before anything is reserved.
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A Standing is what a tenant has used: how far ahead of now its two times are, and its counts."""
+
+    num_streams: int
+    requests_us: int
+    tokens_us: int
+    uses: tuple[Use, ...] = ()
+
+    def grant(self, quota: Quota, refused: str | None = None, retry_after_s: float = 0.0) -> Grant:
+        return Grant(
+            refused,
+            retry_after_s,
+            allotment(quota.requests_per_minute, self.requests_us),
+            allotment(quota.tokens_per_minute, self.tokens_us),
+            self.num_streams,
+            self.uses,
+        )
+
+
+def judge(quota: Quota, num_tokens: int, before: Standing, windows: Sequence[Window] = ()) -> Grant:
+    """Returns the answer to a request, by where the tenant stands before anything is reserved.
 
     A request that never fits waits for infinity.
     """
     waits = {
-        "tokens": _wait_s(quota.tokens_per_minute, num_tokens, tokens_us),
-        "requests": _wait_s(quota.requests_per_minute, 1, requests_us),
-        "streams": STREAMS_RETRY_S if _is_full(quota, num_streams) else 0.0,
+        "tokens": _wait_s(quota.tokens_per_minute, num_tokens, before.tokens_us),
+        "requests": _wait_s(quota.requests_per_minute, 1, before.requests_us),
+        "streams": STREAMS_RETRY_S if _is_full(quota, before.num_streams) else 0.0,
     }
+    for window, use in zip(windows, before.uses, strict=True):
+        waits[f"tokens-{window.name}"] = _window_wait_s(window.max_tokens, use.tokens, num_tokens, window)
+        waits[f"requests-{window.name}"] = _window_wait_s(window.max_requests, use.requests, 1, window)
     reached = [bound for bound, wait_s in waits.items() if wait_s > 0]
-    return Grant(
-        max(reached, key=waits.__getitem__) if reached else None,
-        max(waits.values()),
-        allotment(quota.requests_per_minute, requests_us),
-        allotment(quota.tokens_per_minute, tokens_us),
-    )
+    refused = max(reached, key=waits.__getitem__) if reached else None
+    return before.grant(quota, refused, max(waits.values()))
 
 
 def _wait_s(limit: int | None, amount: int, ahead_us: int) -> float:
@@ -62,18 +82,14 @@ def _wait_s(limit: int | None, amount: int, ahead_us: int) -> float:
     return max(0, ahead_us + cost_us(amount, limit) - MINUTE_US) / SECOND_US
 
 
+def _window_wait_s(limit: int | None, used: int, amount: int, window: Window) -> float:
+    if limit is None or used + amount <= limit:
+        return 0.0
+    return math.inf if amount > limit else window.left_s
+
+
 def _is_full(quota: Quota, num_streams: int) -> bool:
     return quota.max_streams is not None and num_streams >= quota.max_streams
-
-
-def granted(quota: Quota, requests_us: int, tokens_us: int) -> Grant:
-    """The answer to a request that was let in, by how far ahead the times are now that it is reserved."""
-    return Grant(
-        None,
-        0.0,
-        allotment(quota.requests_per_minute, requests_us),
-        allotment(quota.tokens_per_minute, tokens_us),
-    )
 
 
 @dataclass(slots=True)
@@ -82,6 +98,18 @@ class _Account:
     tokens_us: int = 0
     leases: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """The leases by their end, the earliest first."""
+    counts: dict[str, tuple[Use, int]] = field(default_factory=dict)
+    """What is used of a window, by the window's id, and the window's end."""
+
+    def uses(self, windows: Sequence[Window]) -> tuple[Use, ...]:
+        return tuple(self.counts.get(window.id, (Use(0, 0), 0))[0] for window in windows)
+
+    def count(self, windows: Sequence[Window], num_requests: int, num_tokens: int, now_us: int) -> None:
+        for window in windows:
+            end_us = now_us + int(window.left_s * SECOND_US)
+            used, end_us = self.counts.get(window.id, (Use(0, 0), end_us))
+            use = Use(used.requests + num_requests, max(0, used.tokens + num_tokens))
+            self.counts[window.id] = use, end_us
 
     def lend(self, lease_id: str, now_us: int) -> None:
         """The lease begins, or begins again."""
@@ -91,6 +119,8 @@ class _Account:
     def forget_ended(self, now_us: int) -> None:
         while self.leases and next(iter(self.leases.values())) <= now_us:
             self.leases.popitem(last=False)
+        for window_id in [id_ for id_, (_, end_us) in self.counts.items() if end_us <= now_us]:
+            del self.counts[window_id]
 
 
 class LocalQuotas:
@@ -103,37 +133,50 @@ class LocalQuotas:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
-        account, now_us = self._account(tenant)
-        grant = judge(
-            quota,
-            num_tokens,
-            len(account.leases) - (lease_id in account.leases),
-            account.requests_us - now_us,
-            account.tokens_us - now_us,
-        )
+    def reserve(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> Grant:
+        before, now_us = self._standing(tenant, windows, lease_id)
+        grant = judge(quota, num_tokens, before, windows)
         if grant.refused:
             self._forget_idle(tenant, now_us)
             return grant
-        self.charge(tenant, quota, num_tokens, lease_id)
-        _, now_us = self._account(tenant)
-        return granted(quota, account.requests_us - now_us, account.tokens_us - now_us)
+        self.charge(tenant, quota, num_tokens, lease_id, windows)
+        return self._standing(tenant, windows, lease_id)[0].grant(quota)
 
-    def charge(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:
+    def standing(self, tenant: str, quota: Quota, windows: Sequence[Window]) -> Grant:
+        """Returns where a tenant stands."""
+        standing, now_us = self._standing(tenant, windows)
+        self._forget_idle(tenant, now_us)
+        return standing.grant(quota)
+
+    def _standing(
+        self, tenant: str, windows: Sequence[Window], lease_id: str | None = None
+    ) -> tuple[Standing, int]:
+        """Returns where a tenant stands, without the lease of that id, and the time."""
+        account, now_us = self._account(tenant)
+        num_streams = len(account.leases) - (lease_id in account.leases)
+        ahead_us = account.requests_us - now_us, account.tokens_us - now_us
+        return Standing(num_streams, *ahead_us, account.uses(windows)), now_us
+
+    def charge(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> None:
         """Counts a request that was let in elsewhere."""
         account, now_us = self._account(tenant)
         if quota.requests_per_minute is not None:
             account.requests_us += cost_us(1, quota.requests_per_minute)
         if quota.tokens_per_minute is not None:
             account.tokens_us += cost_us(num_tokens, quota.tokens_per_minute)
+        account.count(windows, 1, num_tokens, now_us)
         account.lend(lease_id, now_us)
 
-    def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
-        if quota.tokens_per_minute is None:
-            return
+    def settle(self, tenant: str, quota: Quota, num_tokens: int, windows: Sequence[Window] = ()) -> None:
         account, now_us = self._account(tenant)
-        ahead_us = account.tokens_us - now_us + cost_us(num_tokens, quota.tokens_per_minute)
-        account.tokens_us = now_us + min(max(0, ahead_us), MAX_AHEAD_US)
+        if quota.tokens_per_minute is not None:
+            ahead_us = account.tokens_us - now_us + cost_us(num_tokens, quota.tokens_per_minute)
+            account.tokens_us = now_us + min(max(0, ahead_us), MAX_AHEAD_US)
+        account.count([window for window in windows if window.id in account.counts], 0, num_tokens, now_us)
         self._forget_idle(tenant, now_us)
 
     def renew(self, leases: Sequence[tuple[str, str]]) -> None:
@@ -160,5 +203,6 @@ class LocalQuotas:
 
     def _forget_idle(self, tenant: str, now_us: int) -> None:
         account = self._accounts[tenant]
-        if not account.leases and account.requests_us <= now_us and account.tokens_us <= now_us:
+        is_busy = account.leases or account.counts
+        if not is_busy and account.requests_us <= now_us and account.tokens_us <= now_us:
             del self._accounts[tenant]

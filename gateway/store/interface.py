@@ -10,7 +10,7 @@ import builtins
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict
@@ -76,13 +76,48 @@ class Quota:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     """The bound of prompt and output tokens together."""
+    requests_per_day: int | None = None
+    tokens_per_day: int | None = None
+    requests_per_month: int | None = None
+    tokens_per_month: int | None = None
     max_streams: int | None = None
     """The bound of requests that are at work at a time."""
+
+    def of_requests(self) -> Quota:
+        """Returns the quota without bounds of tokens."""
+        return replace(self, tokens_per_minute=None, tokens_per_day=None, tokens_per_month=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A Window is one day or month of the calendar, with a tenant's bounds in it. A store only counts in it."""
+
+    name: str
+    """"day" or "month"."""
+    date: str
+    """The window's date in UTC, which tells it from those before and after it: "2026-11-28", "2026-11"."""
+    max_requests: int | None
+    max_tokens: int | None
+    left_s: float
+    """The time until its end, from when the request came."""
+    ends_s: float
+    """Its end, in seconds since 1970."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}:{self.date}"
+
+
+class Use(NamedTuple):
+    """A Use is what a tenant used in a window."""
+
+    requests: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Allotment:
-    """An Allotment says where a tenant stands against one of its bounds per minute."""
+    """An Allotment says where a tenant stands against one of its bounds in time."""
 
     limit: int
     remaining: int
@@ -95,11 +130,16 @@ class Grant:
     """A Grant is the answer to a reservation within a quota."""
 
     refused: str | None
-    """"requests", "tokens" or "streams": the bound that is reached; then nothing was reserved."""
+    """The bound that is reached: "requests", "tokens", "streams", or "requests-day" and its like; then nothing was
+    reserved."""
     retry_after_s: float
     """The time after which it is worth asking again; 0 unless refused, infinite if it never fits."""
     requests: Allotment | None
     tokens: Allotment | None
+    num_streams: int = 0
+    """The tenant's other requests at work."""
+    uses: tuple[Use, ...] = ()
+    """What is used of the windows, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +290,24 @@ class Store(Protocol):
 
     # Quotas
 
-    async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
-        """Asks for one request of so many tokens, and a lease for as long as it is at work."""
+    async def reserve(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> Grant:
+        """Asks for one request of so many tokens, and a lease for as long as it is at work.
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:
-        """Charges so many tokens more than were reserved for this lease; fewer, if it is negative."""
+        Of the quota only the bounds per minute and of streams count here: `windows` have the others.
+        """
+
+    async def settle(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> None:
+        """Charges so many tokens more than were reserved for this lease; fewer, if it is negative.
+
+        The windows are those of the reservation, for what began in one is charged to it even after its end.
+        """
+
+    async def standings(self, tenants: Sequence[tuple[str, Quota, Sequence[Window]]]) -> builtins.list[Grant]:
+        """Returns where tenants stand, without asking for anything."""
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         """Renews leases, as (tenant, lease id); to be called for all requests at work at least every `LEASE_S / 3`."""

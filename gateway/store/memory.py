@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from penstock.gateway.store.gcra import LocalQuotas
-from penstock.gateway.store.interface import Grant, Key, Quota, Share, StoreStats
+from penstock.gateway.store.interface import Grant, Key, Quota, Share, StoreStats, Window
 
 MAX_BYTES = 64 * 1024 * 1024
 _OVERHEAD_BYTES = 256
@@ -219,11 +219,23 @@ class MemoryStore:
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
         return [self._read(key, ttl_s) for key in keys]
 
-    async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
-        return self.quotas.reserve(tenant, quota, num_tokens, lease_id)
+    async def reserve(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> Grant:
+        return self.quotas.reserve(tenant, quota, num_tokens, lease_id, windows)
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:  # noqa: ARG002
-        self.quotas.settle(tenant, quota, num_tokens)
+    async def settle(
+        self,
+        tenant: str,
+        quota: Quota,
+        num_tokens: int,
+        lease_id: str,  # noqa: ARG002
+        windows: Sequence[Window] = (),
+    ) -> None:
+        self.quotas.settle(tenant, quota, num_tokens, windows)
+
+    async def standings(self, tenants: Sequence[tuple[str, Quota, Sequence[Window]]]) -> builtins.list[Grant]:
+        return [self.quotas.standing(*tenant) for tenant in tenants]
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         self.quotas.renew(leases)

@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 
 from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.store import scripts
-from penstock.gateway.store.gcra import SECOND_US, cost_us, granted, judge
+from penstock.gateway.store.gcra import SECOND_US, Standing, cost_us, judge
 from penstock.gateway.store.interface import (
     ALIVE_S,
     LEASE_S,
@@ -24,6 +24,8 @@ from penstock.gateway.store.interface import (
     Quota,
     StoreStats,
     StoreUnavailable,
+    Use,
+    Window,
 )
 from penstock.gateway.store.link import MAX_COMMANDS, Argument, Command, Link, log
 from penstock.gateway.store.packing import (
@@ -42,6 +44,8 @@ MAX_PREFIXES = 100_000
 PREFIX_TTL_S = 24 * 3600.0
 RESIDENT_TTL_S = 60.0
 """The blocks of a replica are remembered for so long after it was heard of last."""
+_SETTLED_LATE_S = 3600.0
+"""What began in a window may be charged to it so long after its end."""
 
 
 class RedisStore(RedisRecords):
@@ -169,26 +173,54 @@ class RedisStore(RedisRecords):
 
     # Quotas
 
-    async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
+    async def reserve(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> Grant:
         command = self._call(
             scripts.RESERVE,
-            self._quota_keys(tenant),
+            self._quota_keys(tenant, windows),
             _cost(1, quota.requests_per_minute),
             _cost(num_tokens, quota.tokens_per_minute),
-            "" if quota.max_streams is None else quota.max_streams,
+            _most(quota.max_streams),
             lease_id,
             int(LEASE_S * SECOND_US),
+            num_tokens,
+            *(argument for window in windows for argument in _bounds(window)),
         )
-        fits, num_streams, requests_us, tokens_us = await self.link.one(command)
-        if fits:
-            return granted(quota, requests_us, tokens_us)
-        return judge(quota, num_tokens, num_streams, requests_us, tokens_us)
+        fits, *counts = await self.link.one(command)
+        standing = _standing(counts)
+        return standing.grant(quota) if fits else judge(quota, num_tokens, standing, windows)
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:  # noqa: ARG002
-        if quota.tokens_per_minute is None or num_tokens == 0:
+    async def settle(
+        self,
+        tenant: str,
+        quota: Quota,
+        num_tokens: int,
+        lease_id: str,  # noqa: ARG002
+        windows: Sequence[Window] = (),
+        *,
+        num_requests: int = 0,
+    ) -> None:
+        """Charges also requests that were let in while Redis was gone."""
+        limit = quota.tokens_per_minute
+        if (limit is None and not windows) or num_tokens == num_requests == 0:
             return
-        cost = cost_us(num_tokens, quota.tokens_per_minute)
-        await self.link.one(self._call(scripts.SETTLE, [self._quota_keys(tenant)[1]], cost))
+        _, tokens, _, *counts = self._quota_keys(tenant, windows)
+        cost = "" if limit is None else cost_us(num_tokens, limit)
+        lives_ms = [_life_ms(window) for window in windows]
+        await self.link.one(
+            self._call(scripts.SETTLE, [tokens, *counts], cost, num_requests, num_tokens, *lives_ms)
+        )
+
+    async def standings(self, tenants: Sequence[tuple[str, Quota, Sequence[Window]]]) -> builtins.list[Grant]:
+        calls = [
+            self._call(scripts.STANDING, self._quota_keys(tenant, windows)) for tenant, _, windows in tenants
+        ]
+        answers = await self.link.all(calls)
+        return [
+            _standing(counts).grant(quota)
+            for (_, quota, _), (_, *counts) in zip(tenants, answers, strict=True)
+        ]
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         ids: dict[str, list[str]] = {}
@@ -203,9 +235,10 @@ class RedisStore(RedisRecords):
     async def release_all(self, leases: Sequence[tuple[str, str]]) -> None:
         await self.link.all([("ZREM", self._quota_keys(tenant)[2], lease_id) for tenant, lease_id in leases])
 
-    def _quota_keys(self, tenant: str) -> tuple[str, str, str]:
+    def _quota_keys(self, tenant: str, windows: Sequence[Window] = ()) -> builtins.list[str]:
         used = self._key("used", hashed(tenant))
-        return f"{used}:requests", f"{used}:tokens", self._key("leases", hashed(tenant))
+        counts = (f"{used}:{window.id}" for window in windows)
+        return [f"{used}:requests", f"{used}:tokens", self._key("leases", hashed(tenant)), *counts]
 
     # Prefixes
 
@@ -319,3 +352,20 @@ def _cost(amount: int, limit: int | None) -> Argument:
     if limit is None:
         return ""
     return "never" if amount > limit else cost_us(amount, limit)
+
+
+def _bounds(window: Window) -> tuple[Argument, Argument, Argument]:
+    return _most(window.max_requests), _most(window.max_tokens), _life_ms(window)
+
+
+def _most(limit: int | None) -> Argument:
+    return "" if limit is None else limit
+
+
+def _life_ms(window: Window) -> int:
+    return ms(window.left_s + _SETTLED_LATE_S)
+
+
+def _standing(counts: Sequence[int]) -> Standing:
+    num_streams, requests_us, tokens_us, *used = counts
+    return Standing(num_streams, requests_us, tokens_us, tuple(map(Use, used[::2], used[1::2])))

@@ -239,23 +239,64 @@ local function save(key, ahead)
 end
 """
 
-RESERVE = _script(
+_USED = """
+local function used_of(key)
+    local counts = redis.call('HMGET', key, 'requests', 'tokens')
+    return {tonumber(counts[1] or '') or 0, tonumber(counts[2] or '') or 0}
+end
+local function use(key, used, requests, tokens, ttl_ms)
+    used[1], used[2] = used[1] + requests, math.max(0, used[2] + tokens)
+    redis.call('HSET', key, 'requests', string.format('%.0f', used[1]), 'tokens', string.format('%.0f', used[2]))
+    keep(key, ttl_ms)
+end
+"""
+
+_STANDING = (
     _NOW
     + _AHEAD
+    + _USED
     + """
--- KEYS requests, tokens, leases  ARGV now, cost of the request, of its tokens, most streams, lease, lease_us
--- A cost is in microseconds, or empty if there is no bound, or 'never'. The answer has both times as they were
--- before, if it is refused, and as they are now, if it is not.
+-- KEYS requests, tokens, leases, windows...
 local ahead = {ahead_of(KEYS[1]), ahead_of(KEYS[2])}
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 local streams = redis.call('ZCARD', KEYS[3])
+local used = {}
+for i = 4, #KEYS do used[i] = used_of(KEYS[i]) end
+local function standing(fits)
+    local answer = {fits, streams, ahead[1], ahead[2]}
+    for i = 4, #KEYS do
+        answer[#answer + 1] = used[i][1]
+        answer[#answer + 1] = used[i][2]
+    end
+    return answer
+end
+"""
+)
+
+STANDING = _script(_STANDING + "return standing(1)")
+
+RESERVE = _script(
+    _STANDING
+    + """
+-- ARGV now, cost of the request, of its tokens, most streams, lease, lease_us, tokens,
+--      then each window's most requests, most tokens (empty if there is no bound) and ttl_ms
+-- A cost is in microseconds, or empty if there is no bound, or 'never'. The answer has times and counts as they were
+-- before, if it is refused, and as they are now, if it is not.
 if redis.call('ZSCORE', KEYS[3], ARGV[5]) then streams = streams - 1 end
 local fits = ARGV[4] == '' or streams < tonumber(ARGV[4])
 for i = 1, 2 do
     local cost = ARGV[1 + i]
     if cost == 'never' or (cost ~= '' and ahead[i] + cost > 60000000) then fits = false end
 end
+for i = 4, #KEYS do
+    local most = 3 * i - 4
+    for j, amount in ipairs({1, ARGV[7]}) do
+        local limit = ARGV[most + j - 1]
+        if limit ~= '' and used[i][j] + amount > tonumber(limit) then fits = false end
+    end
+end
 if fits then
+    for i = 4, #KEYS do use(KEYS[i], used[i], 1, ARGV[7], ARGV[3 * i - 2]) end
     for i = 1, 2 do
         if ARGV[1 + i] ~= '' then
             ahead[i] = ahead[i] + ARGV[1 + i]
@@ -265,16 +306,18 @@ if fits then
     redis.call('ZADD', KEYS[3], now + ARGV[6], ARGV[5])
     redis.call('PEXPIRE', KEYS[3], ARGV[6] / 1000)
 end
-return {fits and 1 or 0, streams, ahead[1], ahead[2]}
+return standing(fits and 1 or 0)
 """
 )
 
 SETTLE = _script(
     _NOW
     + _AHEAD
+    + _USED
     + """
--- KEYS tokens  ARGV now, cost
-save(KEYS[1], math.min(ahead_of(KEYS[1]) + ARGV[2], 24 * 3600 * 1000000))
+-- KEYS tokens, windows...  ARGV now, cost (empty if there is no bound), requests, tokens, then each window's ttl_ms
+if ARGV[2] ~= '' then save(KEYS[1], math.min(ahead_of(KEYS[1]) + ARGV[2], 24 * 3600 * 1000000)) end
+for i = 2, #KEYS do use(KEYS[i], used_of(KEYS[i]), ARGV[3], ARGV[4], ARGV[3 + i]) end
 """
 )
 

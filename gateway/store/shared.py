@@ -17,6 +17,8 @@ from penstock.gateway.store.interface import (
     Quota,
     StoreStats,
     StoreUnavailable,
+    Use,
+    Window,
 )
 from penstock.gateway.store.link import MAX_COMMANDS, log
 from penstock.gateway.store.memory import MAX_BYTES, MemoryStore
@@ -125,6 +127,8 @@ class SharedStore:
         self._releases: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._unshared: dict[str, int] = {}
         """The tokens reserved by lease while Redis was gone, still to be written to it."""
+        self._owed: dict[tuple[str, str], tuple[Window, Use]] = {}
+        """What tenants used of windows while Redis was gone, by tenant and window, still to be written to it."""
         self._num_losses_seen = remote.num_losses
         self._work = asyncio.Event()
         self._is_closing = False
@@ -137,7 +141,7 @@ class SharedStore:
         local, remote = self.local.stats(), self.remote.stats()
         return replace(
             remote,
-            num_dirty=len(self._backlog) + len(self._releases),
+            num_dirty=len(self._backlog) + len(self._releases) + len(self._owed),
             num_dropped=self._backlog.num_dropped,
             num_records=local.num_records,
             num_bytes=local.num_bytes,
@@ -284,25 +288,47 @@ class SharedStore:
 
     # Quotas
 
-    async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
+    async def reserve(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> Grant:
         try:
-            grant = await self.remote.reserve(tenant, quota, num_tokens, lease_id)
+            grant = await self.remote.reserve(tenant, quota, num_tokens, lease_id, windows)
         except StoreUnavailable:
-            grant = await self.local.reserve(tenant, quota, num_tokens, lease_id)
+            grant = await self.local.reserve(tenant, quota, num_tokens, lease_id, windows)
             if grant.refused is None:
                 self._unshared[lease_id] = num_tokens
                 if len(self._unshared) > MAX_DIRTY:
                     del self._unshared[next(iter(self._unshared))]
             return grant
         if grant.refused is None:
-            self.local.quotas.charge(tenant, quota, num_tokens, lease_id)
+            self.local.quotas.charge(tenant, quota, num_tokens, lease_id, windows)
         return grant
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:
+    async def settle(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> None:
+        num_requests = int(lease_id in self._unshared)
         num_unshared = self._unshared.pop(lease_id, 0)
-        await self.local.settle(tenant, quota, num_tokens, lease_id)
-        with suppress(StoreUnavailable):
-            await self.remote.settle(tenant, quota, num_tokens + num_unshared, lease_id)
+        await self.local.settle(tenant, quota, num_tokens, lease_id, windows)
+        num_tokens += num_unshared
+        try:
+            await self.remote.settle(tenant, quota, num_tokens, lease_id, windows, num_requests=num_requests)
+        except StoreUnavailable:
+            self._owe(tenant, windows, Use(num_requests, num_tokens))
+
+    def _owe(self, tenant: str, windows: Sequence[Window], use: Use) -> None:
+        """Remembers what is to be charged to windows once Redis is back; by then a minute is over."""
+        for window in windows:
+            _, owed = self._owed.get((tenant, window.id), (window, Use(0, 0)))
+            total = Use(owed.requests + use.requests, owed.tokens + use.tokens)
+            self._owed[tenant, window.id] = window, total
+            self._work.set()
+
+    async def standings(self, tenants: Sequence[tuple[str, Quota, Sequence[Window]]]) -> builtins.list[Grant]:
+        try:
+            return await self.remote.standings(tenants)
+        except StoreUnavailable:
+            return await self.local.standings(tenants)
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         await self.local.renew(leases)
@@ -370,6 +396,13 @@ class SharedStore:
             await self.remote.release_all(leases)
             for lease in leases:
                 self._releases.pop(lease, None)
+        while self._owed:
+            (tenant, _), (window, use) = self._owed.popitem()
+            try:
+                await self.remote.settle(tenant, Quota(), use.tokens, "", [window], num_requests=use.requests)
+            except StoreUnavailable:
+                self._owe(tenant, [window], use)
+                raise
 
     async def _write(self, batch: dict[Key, Pending]) -> None:
         now_s = self._clock()

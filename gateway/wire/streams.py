@@ -114,7 +114,6 @@ class Generation:
         """Returns what the access log says of a request that led to this generation."""
         request = self.requests[0]
         return {
-            "tenant": request.tenant,
             "lane": Lane(request.lane).label,
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,

@@ -49,6 +49,11 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Figures], Callable[[F
         runs.measure_store,
         report.print_store,
     ),
+    "scraping": (
+        "a picker that scrapes /metrics 20 times a second",
+        runs.measure_scraping,
+        report.print_scraping,
+    ),
     "decisions": (
         "decisions beside chat completions with log probabilities",
         runs.measure_decisions,

@@ -7,6 +7,7 @@ from typing import Any
 
 from lab.bench.decisions import WAYS
 from lab.bench.depth import gains
+from lab.bench.scraping import SCRAPES_PER_S
 from lab.bench.store import RATE, STREAMS
 from penstock.app.bench.ceilings import Ceilings
 from penstock.app.bench.report import print_ceilings, print_failures
@@ -149,6 +150,27 @@ def _store_row(row: Row) -> list[str]:
     for kind in ("plain", "resumable"):
         cells += [number(rates[kind]), f"{ratios[kind]:.3f}"]
     return cells
+
+
+def print_scraping(rows: list[Row]) -> None:
+    head = ["", "streams", "tok/s", f"{SCRAPES_PER_S} scrapes/s", "ratio", "CPU of a scrape, ms"]
+    print(
+        "\n"
+        + table(
+            head,
+            [
+                [
+                    row["model"],
+                    str(row["streams"]),
+                    number(row["without"]),
+                    number(row["scraped"]),
+                    f"{row['ratio']:.3f}",
+                    number(row["cpu_ms"]),
+                ]
+                for row in rows
+            ],
+        )
+    )
 
 
 def print_parts(results: Row) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from lab.bench.decisions import DecisionsBench
 from lab.bench.drafts import DraftsBench
 from lab.bench.redis_process import RedisProcess, find_redis
+from lab.bench.scraping import ScrapeBench
 from lab.bench.store import StoreBench
 from penstock.app.bench.checkpoint import HALF_B, LLAMA_135M, Shape, ensure_checkpoint
 from penstock.app.bench.job import run_module
@@ -64,6 +65,17 @@ def measure_decisions(options: argparse.Namespace) -> list[Row]:
         with start_server(subject, "auto") as server:
             bench = DecisionsBench(server, quick=options.quick)
             rows += ({"model": subject.name, **row} for row in bench.rows())
+    return rows
+
+
+def measure_scraping(options: argparse.Namespace) -> list[Row]:
+    """The tokens a second of each model with and without a picker that scrapes."""
+    rows: list[Row] = []
+    for subject in _subjects(options):
+        with start_server(subject, "auto", ["--metrics-compat", "vllm"]) as server:
+            say(f"{subject.name}: streams, scraped in every other window")
+            bench = ScrapeBench(server, subject.served_as, run_module, quick=options.quick)
+            rows.append({"model": subject.name, **bench.row()})
     return rows
 
 

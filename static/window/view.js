@@ -9,6 +9,7 @@ import { History, heldPart, perSecond, perStep, queued, trailingRatio } from "./
 import { Lanes } from "./lanes.js";
 import { BlockField } from "./map.js";
 import { StepStrip } from "./steps.js";
+import { Tenants } from "./tenants.js";
 
 /**
  * @import { ServerStatus, StatusEvent, StepsStatus } from "../api.js"
@@ -150,6 +151,7 @@ export class WindowView {
   #lanes = new Lanes();
   #steps = new StepStrip();
   #blocks = new BlockField();
+  #tenants = new Tenants();
   #frame = 0;
 
   /** @param {() => ?string} key  of the server */
@@ -168,10 +170,11 @@ export class WindowView {
       { id: "window", "aria-labelledby": "window-title", hidden: true },
       el("div", { class: "window-head" }, el("h2", { id: "window-title", tabindex: -1 }, "The engine, live"), this.#tables, this.#line),
       part("window-lanes", "Promises: the time to the first token, lane by lane", this.#lanes.element),
+      this.#tenants.element,
       part("window-now", "At this moment", el("div", { class: "pair" }, this.#steps.element, this.#blocks.element)),
       part("window-minute", "The last minute", el("div", { class: "charts" }, ...this.#charts.map(({ chart }) => chart.element))),
     );
-    this.#live = new Live("?detail=steps,kv", key, {
+    this.#live = new Live("?detail=steps,kv,tenants", key, {
       begin: () => {
         this.#lastMs = null;
       },
@@ -196,6 +199,7 @@ export class WindowView {
   #take({ kind, data }) {
     if (kind === "server") this.#server = data;
     else if (kind === "kv") this.#blocks.set(decodeBlocks(data));
+    else if (kind === "tenants") this.#tenants.set(data);
     else if (kind === "steps" && this.#server) this.#takeSteps(this.#server, data);
     this.#drawSoon();
   }

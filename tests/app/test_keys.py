@@ -89,7 +89,9 @@ def test_a_tenant_can_have_several_keys(tmp_path: Path) -> None:
     assert weights_of(clients.values()) == {"a": 2}
 
 
-@pytest.mark.parametrize("attributes", ["weight=2", "lane=batch", "top=batch", "rpm=1", "tpm=1", "streams=1"])
+@pytest.mark.parametrize(
+    "attributes", ["weight=2", "lane=batch", "top=batch", "rpm=1", "tpm=1", "streams=1", "role=operator"]
+)
 def test_the_keys_of_a_tenant_say_the_same_of_it(tmp_path: Path, attributes: str) -> None:
     with pytest.raises(OperatorError, match="line 3: says otherwise of a than line 1"):
         read(tmp_path, f"{line('a', ALICE)}\n{line('a', BOB, attributes)}")
@@ -143,6 +145,13 @@ def test_a_key_says_what_its_tenant_is_entitled_to(tmp_path: Path) -> None:
     [client] = read(tmp_path, line("day", ALICE, "rpm=60 tpm=100000 streams=8")).values()
     quota = Quota(requests_per_minute=60, tokens_per_minute=100_000, max_streams=8)
     assert client == Client(standard("day"), quota)
+    [client] = read(tmp_path, line("day", ALICE, "rpd=1 tpd=2 rpmonth=3 tpmonth=1000000000000")).values()
+    quota = Quota(requests_per_day=1, tokens_per_day=2, requests_per_month=3, tokens_per_month=10**12)
+    assert client == Client(standard("day"), quota)
+    [client] = read(tmp_path, line("day", ALICE, "role=operator")).values()
+    assert client == Client(standard("day"), is_operator=True)
+    [client] = read(tmp_path, line("day", ALICE, "role=tenant")).values()
+    assert client == Client(standard("day"))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +163,9 @@ def test_a_key_says_what_its_tenant_is_entitled_to(tmp_path: Path) -> None:
         ("weight=²", "weight must be a whole number"),
         ("lane=fast", "there is no lane 'fast'"),
         ("lane=interactive top=batch", "default_lane interactive is above top_lane batch"),
-        ("colour=red", "weight=, lane=, top=, rpm=, tpm= and streams="),
+        ("colour=red", "rpm=, tpm=, rpd=, tpd=, rpmonth=, tpmonth=, streams= and role="),
+        ("role=root", "role must be tenant or operator, not 'root'"),
+        ("tpd=1000000000001", "tpd must be 1 to 1000000000000"),
         ("rpm", "rpm must be a whole number, not ''"),
         ("rpm=1.5", "rpm must be a whole number"),
         ("rpm=0", "rpm must be 1 to 1000000000, not 0"),

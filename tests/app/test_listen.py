@@ -33,7 +33,7 @@ needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this ma
 )
 def test_the_url_can_be_opened_from_here(host: str, opened: str, private: bool) -> None:
     with bind(host, 0) as listener:
-        parts = urlsplit(url(listener))
+        parts = urlsplit(url(listener, FrontSettings()))
         assert (parts.scheme, parts.hostname, parts.path) == ("http", opened, "")
         assert parts.port == port_of(listener) == listener.getsockname()[1] != 0
         assert is_loopback(listener) is private

@@ -280,6 +280,6 @@ def test_a_url_of_nothing(url: str) -> None:
 
 def test_a_connection_is_made_as_the_url_says() -> None:
     for url, kind in (("https://x:1/y", HTTPSConnection), ("http://x:1/y", HTTPConnection)):
-        connection = remote._connection(url)
+        connection = remote.connect(url)
         assert type(connection) is kind
         assert (connection.host, connection.port, connection.timeout) == ("x", 1, 60)

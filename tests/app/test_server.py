@@ -13,7 +13,7 @@ import pytest
 
 from penstock.app import server
 from penstock.app.errors import OperatorError
-from penstock.app.listen import bind, url
+from penstock.app.listen import bind, certificate_of, url
 from penstock.app.settings import Settings
 from penstock.engine.engine import EngineState
 
@@ -55,7 +55,9 @@ class Parts:
 def process() -> Iterator[server._Process]:
     parts: Any = Parts()
     with bind("127.0.0.1", 0) as listener:
-        yield server._Process(Settings(drain_timeout=0), parts, listener, None, started_s=100.0)
+        settings = Settings(drain_timeout=0)
+        certificate = certificate_of(settings)
+        yield server._Process(settings, certificate, parts, listener, None, started_s=100.0)
 
 
 def told(process: server._Process) -> Told:
@@ -93,7 +95,7 @@ def test_a_model_that_is_loaded_is_told_once_all_is_settled(
     assert (process.was_ready, told(process), settled) == (False, [], [])
     process._on_state(EngineState.READY)
     assert (process.was_ready, told(process), settled) == (True, ["warm up"], ["garbage", 0.0001])
-    assert caplog.messages == [f"ready in 2.5 s: open {url(process.listener)}"]
+    assert caplog.messages == [f"ready in 2.5 s: open {url(process.listener, process.settings)}"]
     assert not process.server.should_exit
     process._on_state(EngineState.FAILED)
     assert process.server.should_exit

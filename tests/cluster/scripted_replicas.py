@@ -157,7 +157,7 @@ class RelayApp:
 async def serving(app: ASGIApp) -> AsyncIterator[Address]:
     """The app on a real port, in this event loop."""
     with bind("127.0.0.1", 0) as listener:
-        server = Server(uvicorn_config(ServerSendMiddleware(app), lifespan="off"))
+        server = Server(uvicorn_config(ServerSendMiddleware(app), "off", proxies=["127.0.0.1"]))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0)

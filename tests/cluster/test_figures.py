@@ -53,6 +53,6 @@ def test_of_a_switch(clock: Clock) -> None:
     read.of_switch(metrics.render().decode())
     metrics.streams.set(2)
     for reason in ("promise_out_of_reach", "promise_out_of_reach", "no_replica"):
-        metrics.refused.labels(reason).inc()
+        metrics.refused(reason).inc()
     clock.now += 4
     assert read.of_switch(metrics.render().decode()) == {"replicas": 3, "streams": 2, "refused": 0.5}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.app.settings import FrontSettings, Settings
-from penstock.cluster.plan import DRAIN_S, OF_SWITCH, OWN_SETTINGS, Plan, PlanError
+from penstock.cluster.plan import DRAIN_S, OF_SWITCH, OWN_SETTINGS, UNENCRYPTED, Plan, PlanError
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ from penstock.cluster.plan import DRAIN_S, OF_SWITCH, OWN_SETTINGS, Plan, PlanEr
         ({"settings": {"port": 80}}, r"settings\.port: port stands outside the settings"),
         ({"settings": {"log_level": "error"}}, r"settings\.log_level: must be info or debug"),
         ({"settings": {"drain_timeout": "soon"}}, r"settings\.drain_timeout: must be a number of seconds"),
+        ({"settings": {"ssl_certfile": "a.pem"}}, r"settings\.ssl_certfile: a cluster speaks plain HTTP"),
         ("penstock", "plan: Input should be a valid dictionary"),
     ],
 )
@@ -32,7 +33,7 @@ def test_a_mistake_is_told_by_its_field(values: Any, message: str) -> None:
 
 
 def test_names_are_those_of_settings() -> None:
-    assert OF_SWITCH | {"host", "port", "cluster_secret"} == FrontSettings.model_fields.keys()
+    assert OF_SWITCH | UNENCRYPTED | {"host", "port", "cluster_secret"} == FrontSettings.model_fields.keys()
     assert Settings.model_fields.keys() >= OWN_SETTINGS
     assert Settings.model_fields["drain_timeout"].default == DRAIN_S
 

@@ -35,6 +35,15 @@ async def busy(call: Call) -> None:
     call.refuse(503)
 
 
+async def busy_with_429(call: Call) -> None:
+    call.reply(429, "application/json", "x-llm-d-request-dropped-reason: rejected-saturated")
+    call.end(b'{"error":{"code":"mine"}}')
+
+
+async def limiting(call: Call) -> None:
+    call.refuse(429)
+
+
 async def dead(call: Call) -> None:
     await call.cut()
 
@@ -72,7 +81,7 @@ async def test_a_stream_comes_through_as_it_is_and_headers_of_one_connection_do_
     assert not {"keep-alive", "connection"} & reply.headers.keys()
 
 
-@pytest.mark.parametrize("first", [busy, dead])
+@pytest.mark.parametrize("first", [busy, busy_with_429, dead])
 async def test_who_refuses_or_dies_before_the_first_byte_is_passed_over(first: Script) -> None:
     reply, _ = await relayed(first, whole)
     assert (reply.status_code, reply.headers["x-penstock-replica"]) == (200, "r1")
@@ -87,6 +96,11 @@ async def test_after_two_refusals_the_second_is_the_answer() -> None:
 async def test_the_only_replica_is_heard_when_it_refuses() -> None:
     reply, _ = await relayed(busy)
     assert reply.json() == {"error": {"code": "mine"}}
+
+
+async def test_a_tenants_own_limit_is_the_answer_and_no_other_replica_is_asked() -> None:
+    reply, _ = await relayed(limiting, whole)
+    assert (reply.status_code, reply.headers["x-penstock-replica"]) == (429, "r0")
 
 
 async def test_all_dead_is_told_as_an_error() -> None:
@@ -121,7 +135,7 @@ async def test_a_stream_that_nobody_can_go_on_with_ends_in_words(path: str) -> N
     reply, app = await relayed(half, whole, path=path)
     assert reply.content == chat_event(0) + chat_event(1) + chat_event(2)[:9] + last_words(path)
     assert b"was lost" in reply.content
-    assert app.metrics.broken._value.get() == 1
+    assert app.metrics.broken.value == 1
 
 
 async def test_half_a_reply_in_one_piece_is_cut() -> None:
@@ -149,7 +163,7 @@ async def test_a_recorded_stream_goes_on_after_its_last_whole_event_at_whoever_t
     reply, app = await relayed(dies, successor, position=True)
     assert reply.content == b"".join(map(chat_event, range(4))) + DONE
     assert asked_for == 3 * [f"{CHAT}/{CHAT_ID}?stream=true&starting_after=1"]
-    assert app.metrics.mended._value.get() == 1
+    assert app.metrics.mended.value == 1
 
 
 async def test_a_stream_that_is_mended_may_break_again_and_a_drain_is_no_end() -> None:

@@ -256,6 +256,8 @@ def test_whatever_makes_something_says_that_it_does() -> None:
             "/detokenize",
             "/v1/messages/count_tokens",
             "/v1/responses/input_tokens",
+            "/v1/completions/render",
+            "/v1/chat/completions/render",
             "/v1/prefixes/locate",
             "/api/show",
         ),

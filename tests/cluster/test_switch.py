@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -176,14 +178,14 @@ def stored(hash_: bytes) -> Stored:
 
 async def test_a_replica_counts_the_switches_that_know_it_and_not_who_only_looks() -> None:
     gateway = make_gateway("a")
-    num_switches = gateway.service.metrics.switches._value.get
+    switches = gateway.service.metrics.switches
     async with cluster(gateway) as found:
-        await until(lambda: num_switches() == 1)
+        await until(lambda: switches.value == 1)
         url = f"{found.addresses['a']}{PATH}"
         reply = await found.http.get(url, headers={SECRET_HEADER: SECRET})
         assert parse_snapshot(reply.json()).model == IDENTITY
-        assert num_switches() == 1
-    await until(lambda: num_switches() == 0)
+        assert switches.value == 1
+    await until(lambda: switches.value == 0)
 
 
 async def test_a_prompt_goes_to_who_holds_its_beginning_and_others_in_turn() -> None:
@@ -298,6 +300,17 @@ async def test_the_page_may_upload_through_the_switch_and_no_other() -> None:
             assert reply.status_code == status, reply.text
 
 
+async def test_a_replica_logs_where_the_client_is_and_not_where_the_switch_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "penstock.access")
+    async with cluster(make_gateway("a")) as found:
+        await found.http.get("/v1/models", headers={"x-forwarded-for": "198.51.100.1, 203.0.113.9"})
+    lines = [record.__dict__["fields"] for record in caplog.records if record.name == "penstock.access"]
+    models = [line for line in lines if line["path"] == "/v1/models"]
+    assert [line["address"] for line in models] == ["203.0.113.9"] * 2, "the switch's line and the replica's"
+
+
 async def test_the_rest_is_answered_by_any_replica_or_by_the_switch() -> None:
     async with cluster(make_gateway("a"), make_gateway("b")) as found:
         models = [await found.http.get("/v1/models") for _ in range(4)]
@@ -385,6 +398,10 @@ async def test_what_a_router_refuses_is_refused_for_its_reason(monkeypatch: pyte
             refused = await found.http.post(CHAT, json=chat_body())
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, reason)
             assert ("too late" in refused.text) == (reason == "promise_out_of_reach")
+        found.switch.options = replace(found.switch.options, overload_status=429)
+        for reason, status in (("promise_out_of_reach", 429), ("no_replica", 503)):
+            monkeypatch.setattr(Router, "choose", lambda *_, why=reason: Refusal(why, "too late", 2.5))
+            assert (await found.http.post(CHAT, json=chat_body())).status_code == status
 
 
 async def test_a_switch_is_drained_when_the_last_reply_is_over() -> None:

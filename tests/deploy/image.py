@@ -7,6 +7,7 @@ Kubernetes give it: user, capabilities, a read-only root, volumes.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -65,6 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Removed at once: it takes some gigabytes."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
+    faulthandler.cancel_dump_traceback_later()  # building takes longer than any other test may
     path = tmp_path_factory.mktemp("image")
     yield path
     shutil.rmtree(path)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.planning.request import FinishReason, Request
-from penstock.gateway.metrics import Metrics, WeightedHistogram
+from penstock.engine.planning.request import DraftCount, FinishReason, Request
+from penstock.gateway import instruments
+from penstock.gateway.instruments import Exposition
+from penstock.gateway.metrics import Metrics
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Lane, LanePolicy
 from tests.few import examples
@@ -23,11 +26,13 @@ from tests.gateway.harness import (
     chat_body,
     client,
     completion_body,
+    make_timings,
     make_tokenizer,
     serving,
     step_report,
 )
 from tests.gateway.raw_http import connect, get
+from tests.gateway.sessions.recordings.fakes import make_request
 
 pytestmark = pytest.mark.anyio
 
@@ -56,6 +61,7 @@ def of(found: Counts, name: str) -> Counts:
 
 
 async def counted(gateway: Gateway) -> Counts:
+    gateway.clock.now += 0.02  # until then the page is the one before
     async with client(gateway.app) as http:
         return counts((await http.get("/metrics")).text)
 
@@ -204,10 +210,11 @@ VALUES = st.tuples(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0]), 
 
 @given(st.lists(VALUES, max_size=20))
 def test_a_value_taken_many_times_is_that_many_values(observed: list[tuple[float, int]]) -> None:
-    histogram = WeightedHistogram("x_seconds", "X.", BOUNDS)
+    page = Exposition("x_")
+    histogram = page.histogram("seconds", "X.", BOUNDS)
     for value, times in observed:
         histogram.observe(value, times)
-    (family,) = histogram.collect()
+    (family,) = text_string_to_metric_families(page.render().decode())
     every = [value for value, times in observed for _ in range(times)]
     for sample in family.samples:
         if sample.name == "x_seconds_bucket":
@@ -219,20 +226,72 @@ def test_a_value_taken_many_times_is_that_many_values(observed: list[tuple[float
     assert len(family.samples) == len(BOUNDS) + 3
 
 
-async def test_a_metric_with_labels_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request with a thousand texts is a thousand times let in."""
-    looked_up: list[tuple[str, ...]] = []
-    labels = Counter.labels
+LABELS = st.text(st.characters(blacklist_categories=["Cs", "Cc"], whitelist_characters="\n"), max_size=5)
+Changes = list[tuple[str, str, float]]
+CHANGES = st.lists(st.tuples(st.sampled_from("cgh"), LABELS, st.floats(0, 1e9)), max_size=20)
 
-    def counted_labels(metric: Counter, *values: str) -> Counter:
-        looked_up.append(values)
-        return labels(metric, *values)
 
-    monkeypatch.setattr(Counter, "labels", counted_labels)
+@settings(max_examples=examples(50))
+@given(st.lists(CHANGES, max_size=3))
+def test_a_page_is_that_of_prometheus_client_whatever_changed_since_the_last(changes: list[Changes]) -> None:
+    page, registry = Exposition("x_"), CollectorRegistry()
+    documentation = "A \\ and\na line."
+    ours: Any = {
+        "c": page.counters("c", documentation, ["a"]),
+        "g": page.gauges("g", documentation, ["a"]),
+        "h": page.histograms("h", documentation, BOUNDS, ["a"]),
+    }
+    theirs: Any = {
+        "c": Counter("x_c", documentation, ["a"], registry=registry),
+        "g": Gauge("x_g", documentation, ["a"], registry=registry),
+        "h": Histogram("x_h", documentation, ["a"], registry=registry, buckets=BOUNDS),
+    }
+    change = {"c": "inc", "g": "set", "h": "observe"}
+    for some in changes:
+        for kind, label, value in some:
+            getattr(ours[kind](label), change[kind])(value)
+            getattr(theirs[kind].labels(label), change[kind])(value)
+        assert families(page.render()) == families(generate_latest(registry))
+
+
+def families(page: bytes) -> dict[str, Any]:
+    """Returns the metrics by name, without the times at which they were made."""
+    return {
+        family.name: (
+            family.type,
+            family.documentation,
+            sorted((s.name, sorted(s.labels.items()), s.value) for s in family.samples),
+        )
+        for family in text_string_to_metric_families(page.decode())
+        if not family.name.endswith("_created")
+    }
+
+
+def full_metrics() -> Metrics:
+    """Returns the metrics of a server that has used every lane, under vLLM's names, too."""
     metrics = Metrics()
-    for _ in range(3):
-        metrics.note_admitted(Lane.STANDARD, [1])
-        metrics.note_refused(Lane.STANDARD, "queue_full")
-    assert looked_up == [("standard", "admitted", ""), ("standard", "refused", "queue_full")]
-    found = of(counts(metrics.render().decode()), "penstock_admissions_total")
-    assert found == {"admitted standard": 3, "refused standard queue_full": 3}
+    metrics.add_compat(MODEL, lambda: {"block_size": "16", "num_gpu_blocks": "1000"})
+    for lane in Lane:
+        metrics.note_admitted(lane, [100])
+        metrics.note_forecast(lane, 0.1, 1.0)
+        metrics.note_finished(lane, FinishReason.STOP, make_timings(make_request()))
+        metrics.note_promise(lane, 0.1, 1.0, 0.1)
+    metrics.note_step(step_report(drafts={"draft": DraftCount([5, 4, 3], [3, 1, 0])}), 1)
+    return metrics
+
+
+def test_a_page_that_is_scraped_often_costs_what_has_changed() -> None:
+    """A picker scrapes every 50 ms. What a step changes is rendered anew, and nothing else."""
+    metrics, rendered, number = full_metrics(), list[float](), instruments._number
+    metrics.render()
+
+    def counted(value: float) -> str:
+        rendered.append(value)
+        return number(value)
+
+    with mock.patch.object(instruments, "_number", counted):
+        metrics.render()
+        assert not rendered
+        metrics.note_step(step_report(), 1)
+        page = metrics.render()
+    assert 0 < 8 * len(rendered) < page.count(b"\n")

@@ -133,6 +133,22 @@ def test_the_window_shows_what_the_engine_does(page: Page, server: ScriptedServe
     assert window.locator(".blocks canvas").evaluate(colors) >= 3
 
 
+def test_tenants_are_shown_where_there_are_several(page: Page, server: ScriptedServer) -> None:
+    window = open_window(page, server)
+    part = window.get_by_role("region", name="Who takes the machine")
+    named = {"tenant": "noisy", "share": 0.62, "waiting": 12, "running": 5, "refused": 1040}
+    others = {"tenants": 0, "share": 0.0, "waiting": 0, "running": 0, "refused": 0}
+    server.told += [("tenants", {"tenants": [named], "others": dict(others)}), server_event(waiting=7)]
+    server.told += [steps_event(1000.0)]
+    expect(window.get_by_role("region", name="interactive lane").locator("dd").last).to_have_text("7")
+    expect(part).to_be_hidden()
+    others |= {"tenants": 3, "share": 0.38, "running": 4}
+    server.told += [("tenants", {"tenants": [named], "others": others})]
+    expect(part.locator("tbody tr")).to_have_count(2)
+    rows = [row.inner_text().split("\t") for row in part.locator("tbody tr").all()]
+    assert rows == [["noisy", "62 %", "12", "5", "1,040"], ["3 others", "38 %", "0", "4", "0"]]
+
+
 def test_experts_are_shown_of_a_model_that_has_some(page: Page, server: ScriptedServer) -> None:
     window = open_window(page, server)
     expect(chart(window, "Experts read by a layer")).to_be_hidden()

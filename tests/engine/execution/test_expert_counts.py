@@ -148,7 +148,6 @@ def test_the_metrics_show_it() -> None:
     for use in (ExpertUse(30, 4, ExpertLoad(experts=2.5, ranks=1.25)), ExpertUse(12, 4), None):
         metrics.note_step(StepReport(outputs=[], started_s=0.0, experts=use), 0)
         for among, value in (("experts", 2.5), ("ranks", 1.25)):
-            found = metrics.registry.get_sample_value("penstock_expert_imbalance_ratio", {"among": among})
-            assert found == value
-    assert metrics.registry.get_sample_value("penstock_experts_touched_total") == 42
-    assert metrics.registry.get_sample_value("penstock_expert_layers_total") == 8
+            assert metrics.expert_imbalance(among).value == value
+    assert metrics.experts_touched.value == 42
+    assert metrics.expert_layers.value == 8

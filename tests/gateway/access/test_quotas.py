@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
@@ -14,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.access.keys import Client, digest_of
-from penstock.gateway.access.quotas import FIRST_GUESS_TOKENS, Quotas, Reservation, duration
+from penstock.gateway.access.quotas import FIRST_GUESS_TOKENS, HEADERS, Quotas, Reservation, duration
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.service import ServiceOptions
-from penstock.gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable
+from penstock.gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable, Window
 from penstock.gateway.store.memory import MemoryStore
 from penstock.gateway.store.patience import PATIENCE, Patience
 from penstock.priority.lanes import Tenant
@@ -27,6 +28,7 @@ from tests.gateway.harness import MODEL, Gateway, chat_body, serving, settled
 pytestmark = pytest.mark.anyio
 
 MINUTE_S = 60.0
+WALL_S = datetime(2026, 11, 28, 19, tzinfo=UTC).timestamp() - Clock().now
 
 
 class RecordingStore(MemoryStore):
@@ -39,13 +41,17 @@ class RecordingStore(MemoryStore):
         self.answer = asyncio.Event()
         self.answer.set()
 
-    async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
+    async def reserve(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> Grant:
         await self._note("reserve", tenant, num_tokens, lease_id)
-        return await super().reserve(tenant, quota, num_tokens, lease_id)
+        return await super().reserve(tenant, quota, num_tokens, lease_id, windows)
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:
+    async def settle(
+        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
+    ) -> None:
         await self._note("settle", tenant, num_tokens)
-        await super().settle(tenant, quota, num_tokens, lease_id)
+        await super().settle(tenant, quota, num_tokens, lease_id, windows)
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         await self._note("renew", *leases)
@@ -68,7 +74,7 @@ class QuotaHarness:
     def __init__(self) -> None:
         self.clock = Clock()
         self.store = RecordingStore(self.clock)
-        self.quotas = Quotas(self.store, self.clock)
+        self.quotas = Quotas(self.store, self.clock, wall_clock=lambda: WALL_S + self.clock.now)
 
     async def ask(
         self, client: Client, num_prompt: int = 10, max_output: int = 90, lease_id: str = "a"
@@ -86,9 +92,13 @@ def ann(
     requests_per_minute: int | None = None,
     tokens_per_minute: int | None = None,
     max_streams: int | None = None,
+    **others: int,
 ) -> Client:
     quota = Quota(
-        requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute, max_streams=max_streams
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_streams=max_streams,
+        **others,
     )
     return Client(Tenant(name="ann"), quota)
 
@@ -212,6 +222,75 @@ async def test_where_the_tenant_stands_is_in_the_headers() -> None:
         "x-ratelimit-reset-tokens": "10s",
     }
     assert (await quotas.ask(ann(max_streams=9), lease_id="b")).headers == {}
+
+
+async def test_days_and_months_have_headers_of_their_own() -> None:
+    quotas = QuotaHarness()
+    reservation = await quotas.ask(ann(requests_per_day=5, tokens_per_month=1_000))
+    assert reservation.headers == {
+        "x-ratelimit-limit-requests-day": "5",
+        "x-ratelimit-remaining-requests-day": "4",
+        "x-ratelimit-reset-requests-day": "5h0m0s",
+        "x-ratelimit-limit-tokens-month": "1000",
+        "x-ratelimit-remaining-tokens-month": "900",
+        "x-ratelimit-reset-tokens-month": "53h0m0s",
+    }
+    assert set(reservation.headers) < set(HEADERS)
+
+
+@pytest.mark.parametrize(
+    ("client", "message", "retry_after_s"),
+    [
+        (
+            ann(requests_per_day=1),
+            "requests per day (RPD): Limit 1, Used 1, Requested 1. "
+            "The day ends at 2026-11-29T00:00:00Z, in 5h0m0s.",
+            5 * 3_600,
+        ),
+        (
+            ann(tokens_per_month=150),
+            "tokens per month: Limit 150, Used 100, Requested 100. "
+            "The month ends at 2026-12-01T00:00:00Z, in 53h0m0s.",
+            53 * 3_600,
+        ),
+    ],
+)
+async def test_a_refusal_of_a_window_says_when_it_ends_and_that_retries_are_of_no_use(
+    client: Client, message: str, retry_after_s: int
+) -> None:
+    quotas = QuotaHarness()
+    await quotas.ask(client)
+    error = await quotas.refusal(client)
+    assert (error.status, error.code) == (429, "rate_limit_exceeded")
+    assert error.message == f"Rate limit reached on {message}"
+    assert error.headers()["retry-after"] == str(retry_after_s)
+    assert error.headers()["x-should-retry"] == "false"
+    quotas.clock.now += retry_after_s
+    await quotas.ask(client, lease_id="later")
+
+
+async def test_what_a_request_did_not_use_is_given_back_to_the_day_in_which_it_began() -> None:
+    quotas, client = QuotaHarness(), ann(tokens_per_day=150)
+    late = await quotas.ask(client)
+    late.end(40)
+    await settled()
+    night = await quotas.ask(client, lease_id="b")
+    assert night.headers["x-ratelimit-remaining-tokens-day"] == "10"
+    quotas.clock.now += 5 * 3_600
+    night.end(10)
+    await settled()
+    morning = await quotas.ask(client, lease_id="c")
+    assert morning.headers["x-ratelimit-remaining-tokens-day"] == "50"
+
+
+async def test_a_guess_is_no_more_than_a_day_has() -> None:
+    quotas = QuotaHarness()
+    await quotas.ask(ann(tokens_per_day=100, tokens_per_minute=200), num_prompt=20, max_output=4_000)
+    assert quotas.store.calls == [("reserve", "ann", 100, "a")]
+    error = await quotas.refusal(ann(tokens_per_day=100), num_prompt=100)
+    assert error.message == "Request too large for tokens per day (TPD): Limit 100, Requested 101. " + (
+        "It can never fit; make it smaller."
+    )
 
 
 async def test_a_clock_that_goes_on_meanwhile_takes_nothing_away() -> None:

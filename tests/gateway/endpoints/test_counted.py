@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -27,6 +28,8 @@ COUNTED: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [9]},
     "/v1/messages/count_tokens": MESSAGES,
     "/v1/prefixes/locate": {"tokens": [9]},
+    "/v1/completions/render": {"model": MODEL, "prompt": "Hi"},
+    "/v1/chat/completions/render": MESSAGES,
 }
 
 
@@ -131,10 +134,6 @@ async def test_what_may_not_wait_to_be_tokenized_is_counted_as_refused(
         await post(http, "/tokenize", {"prompt": "Hi"})
         limited = await post(http, "/tokenize", {"prompt": "Hi"})
     assert (refused.status_code, limited.status_code) == (429, 429)
-    found = {
-        reason: gateway.service.metrics.registry.get_sample_value(
-            "penstock_admissions_total", {"lane": "standard", "decision": "refused", "reason": reason}
-        )
-        for reason in ("too_much_to_tokenize", "rate_limit_exceeded")
-    }
+    refused_for = partial(gateway.service.metrics.admissions, "standard", "refused")
+    found = {reason: refused_for(reason).value for reason in ("too_much_to_tokenize", "rate_limit_exceeded")}
     assert found == {"too_much_to_tokenize": 1, "rate_limit_exceeded": 1}

@@ -252,6 +252,20 @@ async def test_details_are_for_clients_with_a_key_and_known_by_name() -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "detail")
 
 
+async def test_the_tenants_are_told_to_those_who_ask() -> None:
+    gateway = Gateway()
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url) as http:
+        asked = asyncio.create_task(http.post(CHAT, json=chat_body()))
+        request = await gateway.taken()
+        async with listening(url, "/v1/events?detail=tenants") as found:
+            told = await first(found, "tenants")
+        [row] = told["tenants"]
+        assert row == {"tenant": "default", "share": 1.0, "waiting": 0, "running": 1, "refused": 0}
+        assert told["others"]["tenants"] == 0
+        gateway.answer(request, "a")
+        await asked
+
+
 async def test_no_step_is_noted_and_no_block_drawn_while_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway, drawn, noted = Gateway(), 0, 0
     draw, note = gateway.engine.block_map, StepWatch.note

@@ -221,6 +221,7 @@ async def test_vllms_names_tell_of_speculation() -> None:
     async with client(gateway.app) as http:
         assert samples((await http.get("/metrics")).text)[f"vllm:spec_decode_num_drafts_total {label}"] == 0
         gateway.service.deliver(step_report(drafts=drafts))
+        gateway.clock.now += 0.02
         found = samples((await http.get("/metrics")).text)
     for name, count in (("drafts", 7), ("draft_tokens", 11), ("accepted_tokens", 5)):
         assert found[f"vllm:spec_decode_num_{name}_total {label}"] == count

@@ -304,6 +304,6 @@ async def test_log_probabilities_that_nobody_reads_count_as_what_they_take(
         top = logprobs(*((number, -1.0) for number in range(20)))
         for _ in range(100):  # no turn of the loop in between: the reader takes nothing
             gateway.bring(request, "x", logprobs=[top])
-            cut += bool(gateway.service.metrics.slow_readers._value.get())
+            cut += bool(gateway.service.metrics.slow_readers.value)
         await gateway.left()
     assert cut == 100 - 100_000 // (21 * 100 + 1)

@@ -79,6 +79,7 @@ test("retry-after", () => {
     [{ "retry-after": "Thu, 01 Jan 1970 00:00:00 GMT" }, 0],
     [{ "retry-after": "soon" }, null],
     [{ "retry-after": "2", "retry-after-ms": "-1" }, 2000],
+    [{ "retry-after": "43200", "x-should-retry": "false" }, null],
   ]) {
     assert.equal(retryDelayMs(new Headers(headers), 1000), delay);
   }
