@@ -1,7 +1,7 @@
-"""The one reader of streamed answers: the bench, locust's users and the replay of traces all read with it.
+"""The reader of streamed answers, which the bench, locust's users and the replay of traces all share.
 
 While a stream runs, a Recording only notes which bytes came, and when, for the reader shares the cores with the server
-that it measures. What the bytes say is read afterwards: chat and text completions, and the events of `/v1/responses`.
+that it measures. The bytes are parsed afterwards: chat and text completions, and the events of `/v1/responses`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Answer:
     """The status of HTTP; 0 if there was no answer."""
     predicted_ttft_s: float | None = None
     queue_s: float | None = None
-    """The time in the server's queue, as the server tells it."""
+    """The time in the server's queue, as the server reports it."""
     lane: str | None = None
     """The lane that the server says it used."""
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)

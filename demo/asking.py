@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (templates: a line per thought)
-"""How people ask for a story, and what they ask once they have heard it."""
+"""The ways in which people ask for a story, and their questions once they have heard it."""
 
 from collections.abc import Callable
 from dataclasses import replace

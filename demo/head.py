@@ -41,7 +41,7 @@ LESSONS = 0.3
 
 
 class Drafter(nn.Module):
-    """What drafts from hidden states of the model, a token after the other."""
+    """A module that drafts from hidden states of the model, a token after the other."""
 
     shape: Shape
     drafted: Tensor
@@ -51,14 +51,14 @@ class Drafter(nn.Module):
     unrolled = UNROLLED
     """The drafts of a chain that are learnt together."""
     follows_norm = False
-    """Whether a chain goes on from what the last norm made."""
+    """Whether a chain goes on from the output of the last norm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.rope = rope_tables(shape)
 
     def features(self, taps: Tensor, last: Tensor) -> Tensor:
-        """What it reads of the model's `hidden_states`."""
+        """Returns the features, which it reads of the model's `hidden_states`."""
         raise NotImplementedError
 
     def start(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class Drafter(nn.Module):
 
         Args:
             features: [B, S, width], of the token before each.
-            first: [B, S], whether a token is the first of its conversation: nobody sees it but itself.
+            first: [B, S], whether a token is the first of its conversation: only it sees itself.
         """
         length, layer, found = ids.shape[1], self.layer, list[Tensor]()
         cos, sin = (table[:length] for table in self.rope)
@@ -161,12 +161,12 @@ class Head(Drafter):
 
 
 def before(x: Tensor, number: int) -> Tensor:
-    """[..., S, d], what was so many tokens before; zeros at the start."""
+    """Returns [..., S, d], the rows of so many tokens before; zeros at the start."""
     return F.pad(x, (0, 0, number, 0))[..., : x.shape[-2], :]
 
 
 def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor], seen: Tensor, number: int) -> Tensor:
-    """Draft `number` of each chain sees what was known when the chain began, and the drafts before it."""
+    """Attends draft `number` of each chain to the tokens known when the chain began, and to the drafts before it."""
     scale, length = q.shape[-1] ** -0.5, q.shape[-2]
     mask = F.pad(seen, (0, 0, number, 0), value=-torch.inf)[..., :length, :] if number else seen
     mask = mask.clone()

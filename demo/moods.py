@@ -1,4 +1,4 @@
-"""How a story begins, feels and ends."""
+"""The beginnings, feelings and ends of stories."""
 
 from demo.grammar import phrases
 

@@ -32,7 +32,7 @@ Loss = Callable[[Llama, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """How one model is trained. `batch_tokens` is what one step sees, padding included."""
+    """The training of one model. `batch_tokens` are the tokens of one step, padding included."""
 
     steps: int
     batch_tokens: int
@@ -45,7 +45,7 @@ class Plan:
     practice: float = 0.12
     """The share of conversations that are `practice`, after the first steps."""
     lessons: float = 0.0
-    """The share of conversations with tools or JSON, beside those of `sample`."""
+    """The share of conversations with tools or JSON, besides the ones of `sample`."""
     plateau: float = 0.4
     """The share of the steps before the learning rate falls."""
 

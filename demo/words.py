@@ -1,5 +1,5 @@
 # ruff: noqa: E501, SIM905 (word lists and templates: a line per thought)
-"""Who the stories are about, where they happen and what is in them."""
+"""The heroes, places and things of the stories."""
 
 from demo.grammar import phrases
 

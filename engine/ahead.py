@@ -12,11 +12,11 @@ import torch
 T = TypeVar("T")
 
 _MOST_THREADS = 8
-"""Each of them holds what it is making, and what it makes it from."""
+"""The most threads: each of them holds its result, and the inputs of it."""
 
 
 def in_order(works: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yields what some functions return, in their order; those that come next run meanwhile, in threads.
+    """Yields what some functions return, in their order; the next ones run meanwhile, in threads.
 
     There are as many threads as torch has. In each of them torch works alone: its own threads wait for each other, and
     for a whole time slice wherever another process has one of their cores.
@@ -32,4 +32,4 @@ def in_order(works: Iterable[Callable[[], T]]) -> Iterator[T]:
             while waiting:
                 yield waiting.popleft().result()
     finally:
-        torch.set_num_threads(torch_threads)  # threads that start later take on what any thread said last
+        torch.set_num_threads(torch_threads)  # later threads take on the number set last

@@ -10,7 +10,7 @@ from penstock.engine.spec import Attention, Layer, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A model: what its decoder computes, and what else a checkpoint says of it."""
+    """A model: the description of its decoder, and further facts of its checkpoint."""
 
     architecture: str
     vocab_size: int
@@ -23,7 +23,7 @@ class ModelConfig:
     quantization: Fields | None = None
     """The model's quantization_config, which says how its linear maps are quantized; None if they are not."""
     num_ranks: int = 1
-    """The ranks that run the model together; with more than one, the spec is that of one rank's part."""
+    """The ranks that run the model together; with more than one, the spec describes one rank's part."""
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -39,7 +39,7 @@ class ModelConfig:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """The attention of each layer that has some, in the order of the layers."""
+        """The attention of each layer that has one, in the order of the layers."""
         return tuple(self.spec.attentions.values())
 
     @property
@@ -87,8 +87,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """The sampling parameters that generation_config.json recommends for requests without their own; None for no
-    advice."""
+    """The sampling parameters that generation_config.json recommends; None where it recommends none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -146,8 +145,8 @@ class LoadOptions:
     num_blocks: int | None = None
     """The KV blocks of the pool, block 0 included; None stands for as many as `kv_bytes` holds."""
     kv_bytes: int | None = None
-    """The memory of the KV cache, and of states where layers have some. None stands for a share of what the weights
-    leave free, but no more than could ever be used."""
+    """The memory of the KV cache, and of states where layers have some. None stands for a share of the memory that the
+    weights leave free, but no more than could ever be used."""
     gpu_memory_utilization: float = 0.9
     """The share of a GPU's memory that may be in use once the KV cache is allocated, other processes included."""
     cuda_graphs: bool = True

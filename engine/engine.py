@@ -86,7 +86,7 @@ class _Flight:
 
     plan: Plan
     wait: Callable[[], StepResult]
-    """Waits for what the step brings; raises what its launch failed with, if it did."""
+    """Waits for the results of the step; raises the error of its launch, if that failed."""
     started_s: float
 
 
@@ -150,7 +150,7 @@ class Engine:
         self._thread.start()
 
     def wake(self) -> None:
-        """Tells the engine that there may be something to do: a request was queued."""
+        """Signals that there may be something to do: a request was queued."""
         self._awake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -196,8 +196,7 @@ class Engine:
         return block_map(tables.pool.ref_counts, tables.findable)
 
     def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int] = ()) -> tuple[int, int]:
-        """Guesses from outside the step thread how many tokens of a prompt are cached, and how many of those cached are
-        in use.
+        """Guesses from outside the step thread how many tokens of a prompt are cached, and how many of them in use.
 
         Args:
             hashes: the hashes of the prompt's blocks.
@@ -269,9 +268,7 @@ class Engine:
         if self._flights and self._facts.plain_ahead_s is not None and not plan.is_beside:
             self._land_but(scheduler, 0)  # or else their tokens would wait for this step, too
             if scheduler.withdraw_ended(plan):
-                self._report(
-                    scheduler, Plan(), started
-                )  # or else the memory that it held would not be shown as free
+                self._report(scheduler, Plan(), started)  # or else its memory would not be shown as free
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
         self._land_but(scheduler, self._facts.num_ahead if is_launched and plan.is_beside else 0)
         if self._undelivered:

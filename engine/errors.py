@@ -1,4 +1,4 @@
-"""Errors in what the engine was given. Each message is one line, fit for the operator's terminal."""
+"""Errors in the engine's inputs. Each message is one line, fit for the operator's terminal."""
 
 from __future__ import annotations
 

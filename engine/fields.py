@@ -68,7 +68,7 @@ class Fields:
         return self._values.items()
 
     def has(self, name: str) -> bool:
-        """Whether the entry is there and not null."""
+        """Returns whether the entry is there and not null."""
         return self._values.get(name) is not None
 
     def first(self, *names: str) -> str:
@@ -141,11 +141,11 @@ class Fields:
         return self._typed(name, bool, "true or false", default)
 
     def is_text(self, name: str) -> bool:
-        """Whether the entry is a string."""
+        """Returns whether the entry is a string."""
         return isinstance(self._values.get(name), str)
 
     def is_flag(self, name: str) -> bool:
-        """Whether the entry is true or false."""
+        """Returns whether the entry is true or false."""
         return isinstance(self._values.get(name), bool)
 
     def text(self, name: str, default: str | None = None) -> str:

@@ -14,7 +14,7 @@ log = logging.getLogger("penstock.engine")
 
 
 def goes_beside(plan: Plan, scheduler: Scheduler, facts: RunnerFacts) -> bool:
-    """Whether the next step is to be planned while this one runs."""
+    """Returns whether the next step is to be planned while this one runs."""
     longest_s = facts.plain_ahead_s
     if longest_s is None or not facts.num_ahead:
         return facts.num_ahead > 0 and not plan.num_drafts

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model and of its tokenizer, as llama.cpp's convert_hf_to_gguf writes it.
+"""The metadata of a model and of its tokenizer in a GGUF file, as llama.cpp's convert_hf_to_gguf writes them.
 
 Nothing here uses the engine's own idea of a GGUF file: tests read the entries with transformers, too.
 """

@@ -131,7 +131,7 @@ def _row(name: str, case: Case, model: Path, exact: Exact) -> str:
 
 
 def distance(flags: Mapping[str, str], exact: Exact) -> Distance:
-    """How far a model, loaded by these settings, is from exact log probabilities, over all texts."""
+    """Returns the distance of a model, loaded by these settings, from exact log probabilities, over all texts."""
     told = ours.ask(flags)
     gc.collect()
     return total(compare(replace(each, greedy=[]), exact(each.token_ids)) for each in told)

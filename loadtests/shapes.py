@@ -1,4 +1,4 @@
-"""How many users there are as time goes on."""
+"""The number of users over time."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Follower:
 
     @property
     def path(self) -> str:
-        """Those with an even seed ask for chat completions, the others for responses in the background."""
+        """The path: an even seed asks for a chat completion, an odd one for a response in the background."""
         return "/v1/responses" if self.seed % 2 else "/v1/chat/completions"
 
     def body(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Follower:
         return {**common, "messages": messages, "max_tokens": MAX_TOKENS, "stream_options": options}
 
     def is_whole(self, text: str) -> bool:
-        """Whether it was told this text, every event once."""
+        """Returns whether it received this text, every event once."""
         return self.done and self.text == text and self.numbers == list(range(len(self.numbers)))
 
     async def ask(self, http: httpx.AsyncClient, on_event: Callable[[], None] = lambda: None) -> None:
@@ -175,7 +175,7 @@ def busy(num_processes: int) -> Iterator[None]:
 async def come_back(
     url: str, followers: Sequence[Follower], *, is_patient: bool = False
 ) -> list[BaseException | None]:
-    """What became of the clients whose replies were cut, who come back at once."""
+    """Brings back all clients whose replies were cut at once, and returns each one's error or None."""
     async with client(url) as http:
         going_on = [
             follower.go_on(http, is_patient=is_patient) for follower in followers if not follower.done
@@ -184,7 +184,7 @@ async def come_back(
 
 
 async def trial(redis_url: str, num_rounds: int, num_busy: int) -> bool:
-    """Whether every text was whole in every round; each round is a line."""
+    """Runs the rounds, a line each, and returns whether every text was whole in every round."""
     arguments = ["--redis-url", redis_url, *ARGUMENTS]
     server: ServerProcess = ForkedServer(arguments)
     num_good = 0

@@ -1,4 +1,4 @@
-"""How much arithmetic a token is, from what a model computes."""
+"""The arithmetic of a token, from a model's description."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Arithmetic:
 
 
 def arithmetic_of(config: ModelConfig) -> Arithmetic:
-    """Experts count as often as a token chooses one; what a state does beside its linear maps counts as nothing."""
+    """Returns a model's arithmetic: experts count as often as a token chooses one, states by their linear maps only."""
     caching = (attention for attention in config.attentions if attention.shares is None)
     return Arithmetic(
         body=2 * sum(map(num_multiplied, config.layers)),

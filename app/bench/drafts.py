@@ -1,4 +1,4 @@
-"""Whether drafts pay here: the same requests to a server with drafts and to one without, in turns, on to a verdict."""
+"""Measures whether drafts pay: one load to a server with drafts and to one without, in turns, on to a verdict."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Compared:
 
     @property
     def ratios(self) -> list[float]:
-        """By turn: the tokens a second with drafts, in units of those without."""
+        """By turn: the tokens a second with drafts, in units of the ones without."""
         pairs = zip(self.drafted, self.plain, strict=True)
         return [with_drafts.tokens_per_s / without.tokens_per_s for with_drafts, without in pairs]
 
     @property
     def verdict(self) -> Verdict:
-        """What is clearly better: by more than noise in the median, and in every turn."""
+        """The server that is clearly better: by more than noise in the median, and in every turn."""
         ratios = self.ratios
         if median(ratios) >= 1 + _CLEAR and min(ratios) > 1:
             return Verdict.ON
@@ -69,7 +69,7 @@ class Compared:
 
 
 def _medians(turns: Sequence[Figures]) -> Row:
-    """The medians of what is measured, and the sums of what failed."""
+    """Returns the medians of the figures, and the sums of the failures."""
     found: Row = {key: median(getattr(figures, key) for figures in turns) for key in _KEYS}
     found["requests"] = sum(figures.requests for figures in turns)
     found["refused"] = sum(figures.refused for figures in turns)

@@ -131,7 +131,7 @@ class Ladder:
 
 
 def is_kept(answer: Answer) -> bool:
-    """Whether an answer came whole, and as soon and as fast as is promised to interactive requests."""
+    """Returns whether an answer came whole, and as soon and as fast as interactive requests are promised."""
     if answer.error or not answer.token_times_s:
         return False
     return answer.ttft_s <= _PROMISE.ttft_s and not answer.tpot_s > _PROMISE.tpot_s

@@ -1,4 +1,4 @@
-"""Whether promises are kept: interactive requests beside batch work, overload, and what the simulator says of it.
+"""Measures whether promises are kept: interactive requests next to batch work, overload, and the simulator's forecast.
 
 The 135 M shape, through HTTP. Each part runs on the same server, one after another:
 

@@ -35,7 +35,7 @@ _LIMITS = Limits()
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are chosen: OpenAI's names and ranges, and those that clients of open models send."""
+    """The choice of tokens: OpenAI's names and ranges, and further ones that clients of open models send."""
 
     max_tokens: int
     max_completion_tokens: int
@@ -50,7 +50,7 @@ class Sampling(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     logprobs: int | bool
-    """For prompts, how many of the most likely tokens to name beside the chosen one; for chats, whether to at all."""
+    """For prompts, how many of the most likely tokens to name besides the chosen one; for chats, whether to at all."""
     top_logprobs: int
     """For chats, how many."""
     prompt_logprobs: int

@@ -47,7 +47,7 @@ from penstock.engine.model.translation import Translation
 from penstock.engine.model.weights import load_weights
 
 _FEATURES = torch.bfloat16
-"""The type of what a head reads of its target."""
+"""The type of the features that a head reads of its target."""
 _MOST_CAPTURED = 64
 """Sequences of the largest pass of a draft model that is captured, of about two tokens each."""
 
@@ -72,7 +72,7 @@ def _with_draft(
     lm_head: Linear,
     **more: Any,
 ) -> LoadedModel:
-    """The target with a draft model of these parts, and `more`, which are fields of LoadedModel."""
+    """Returns the target with a draft model of these parts, and `more`, which are fields of LoadedModel."""
     most = min(target.options.max_num_seqs, _MOST_CAPTURED)
     draft = replace(
         target,
@@ -117,8 +117,7 @@ def open_companion(
     max_model_len: int,
     say: Callable[[str], None],
 ) -> Companion | None:
-    """Returns the companion that drafts, in the types of the target's kernels, on their device; None if nothing drafts,
-    or nothing can on that device.
+    """Returns the companion, in the types of the target's kernels, on their device; None if none drafts, or can.
 
     Args:
         draft: a draft model or head; without one, the target's own layer drafts if it has one.
@@ -295,8 +294,7 @@ def _open_own(
 def own_size(
     source: PredictionSource, target: ModelConfig, kernels: Kernels, options: LoadOptions
 ) -> tuple[KVLayout, DraftSize]:
-    """Returns the layout and the size of a model's own layer for multi-token prediction, which come on top of the
-    model."""
+    """Returns the layout and the size that a model's own layer for multi-token prediction adds to the model."""
     beside = KVLayout.of(target, options.block_size)
     layout = KVLayout.of(source.config, options.block_size, beside=beside)
     return layout, _head_size(source.config, source.specs(), source.num_loose, kernels, layout)

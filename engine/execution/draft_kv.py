@@ -125,8 +125,7 @@ class DraftKV:
         progress.drafts = []
 
     def _keep_unchanged(self, progress: _Progress, sequence: Sequence) -> None:
-        """Gives up the tokens that were read into a block that was replaced by a copy, which has no KV of the draft
-        model."""
+        """Gives up tokens read into a block that was replaced by a copy, which has no KV of the draft model."""
         table, blocks = self._blocks(sequence), progress.blocks
         if table[: len(blocks)] != blocks:
             pairs = enumerate(zip(table, blocks, strict=False))
@@ -142,7 +141,7 @@ class DraftKV:
         progress.num_marked = num_full
 
     def _write(self, progress: _Progress, sequence: Sequence, end: int) -> None:
-        """Notes that tokens up to `end` are about to be read: what their blocks held before is gone."""
+        """Notes that tokens up to `end` are about to be read: the former content of their blocks is gone."""
         progress.blocks = self._blocks(sequence)[: -(-end // self._block_size)]
         for block in progress.blocks[progress.num_read // self._block_size :]:
             self._contents.pop(block, None)

@@ -23,7 +23,7 @@ _FADING = 0.98
 
 
 class ExpertCounts(Protocol):
-    """Knows what the steps of a model chose."""
+    """Counts the experts that the steps of a model chose."""
 
     def take(self) -> ExpertUse | None:
         """The experts of the steps since they were taken last; None if nothing was counted."""
@@ -104,7 +104,7 @@ class DecodedExperts:
 
 
 def counted(kernels: Kernels, config: ModelConfig) -> tuple[Kernels, ExpertCounts | None]:
-    """The kernels with a count of what tokens choose.
+    """Returns the kernels with a count of the experts that tokens choose.
 
     There is none where a device other than the host or a native decoder chooses, nor in models without experts, or with
     several numbers of them.

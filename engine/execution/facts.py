@@ -18,7 +18,7 @@ def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bo
 
     Args:
         num_ahead: overrides how many steps may be in flight while the next is planned.
-        runs_plain: whether plain steps run beside the host.
+        runs_plain: whether plain steps run concurrently with the host.
     """
     is_on_cpu, options, states = model.device.type == "cpu", model.options, model.states
     is_plain_beside = is_on_cpu and num_ahead is None and runs_plain

@@ -32,7 +32,7 @@ def told(plan: Plan, seats: Seats, device: torch.device) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether CUDA, a native kernel, or torch's allocator on a CPU (which has no error of its own) found no memory."""
+    """Returns whether CUDA, a native kernel or torch's CPU allocator (which has no error of its own) lacked memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 

@@ -38,7 +38,7 @@ class Device(Protocol):
     """A device, as far as capturing needs it."""
 
     def record(self, work: Callable[[], None]) -> Graph:
-        """Captures what `work` asks of the device, which does not run it. All graphs share one pool of memory."""
+        """Captures the device's part of `work`, which the device does not run. All graphs share one pool of memory."""
 
     def synchronize(self) -> None:
         """Waits until everything asked so far is done."""
@@ -70,7 +70,7 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
 
     def num_bytes_in_use(self) -> int:
-        torch.cuda.empty_cache()  # what eager steps used and graphs do not
+        torch.cuda.empty_cache()  # the memory that eager steps used and graphs do not
         return read_card(self._device).used
 
 
@@ -105,7 +105,7 @@ class Ladder:
     def capture(self, device: Device, shape: StepShape, ranks: Ranks | None = None) -> bool:
         """Captures the work for a shape if every rank can; else all of them run such steps without.
 
-        The work runs twice, the first time to compile and allocate what is made on first use.
+        The work runs twice, the first time for compilation and allocation on first use.
 
         Returns:
             False if a rank has no memory for the graph: larger ones will find none, either.
@@ -120,7 +120,7 @@ class Ladder:
             device.synchronize()
             has_run = True
             graph = device.record(lambda: self._work(shape))
-        except Exception as error:  # whatever is wrong with a graph, the step runs without
+        except Exception as error:  # without the graph, for any reason, the step still runs
             if ranks is not None and not has_run:
                 raise
             is_full = isinstance(error, torch.OutOfMemoryError)
@@ -152,21 +152,21 @@ def capture_all(
     """Captures all shapes of all ladders, in each the largest first, so that the smaller ones fit into its memory.
 
     Where memory runs out, the next shape tried is half as large. All ranks end with graphs of the same shapes: a graph
-    holds what the ranks do together, and padded sums on one of them would meet others on the next.
+    holds the collectives of the ranks, and padded sums on one of them would meet others on the next.
 
     Args:
         progress: is called with the graphs done and the graphs in all.
         ranks: the ranks that capture the same ladders at the same time; None if this process is alone.
 
     Returns:
-        How many graphs there are, and the bytes of device memory that they took.
+        The number of graphs, and the bytes of device memory that they took.
     """
     work = [(ladder, shape) for ladder in ladders for shape in reversed(ladder.shapes)]
     before = device.num_bytes_in_use()
     most = largest = max(shape.num_tokens for _, shape in work)
     for number, (ladder, shape) in enumerate(work, 1):
         if shape.num_tokens <= most and not ladder.capture(device, shape, ranks):
-            device.num_bytes_in_use()  # gives back what the attempt had taken
+            device.num_bytes_in_use()  # gives back the attempt's memory
             most = shape.num_tokens // 2
         progress(number, len(work))
     if most < largest:

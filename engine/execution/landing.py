@@ -136,7 +136,7 @@ def num_right(token_ids: ListLike[int], drafts: ListLike[int]) -> int:
 
 
 def _logprobs(num: int, logprob: float, token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:
-    """Returns the log probability of one token, and the `num` most likely ones in its place."""
+    """Returns the log probabilities of one token, and of the `num` most likely ones in its place."""
     return TokenLogprobs(logprob, tuple(zip(token_ids[:num], logprobs[:num], strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""A model on its device, and what its steps keep there."""
+"""A model on its device, and the data of its steps there."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class LoadedModel:
     """Its draft model. The two have blocks of the same numbers, and one table of the running sequences, sampler and
     buffers."""
     reads_target: bool = False
-    """Whether it is a head. Its target's features of a token, which it reads, are better than the ones that it
-    makes."""
+    """Whether it is a head. Its target's features of a token, which it reads, are better than its own."""
     native: NativeDraft | None = None
     """Of a draft model: all its passes in one call, which needs the target's numbers of tokens."""
 

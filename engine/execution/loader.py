@@ -1,4 +1,4 @@
-"""Brings a checkpoint onto a device: says whether it fits, loads it, and gives what memory is left to the KV cache."""
+"""Brings a checkpoint onto a device: says whether it fits, loads it, and gives the remaining memory to the KV cache."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _kernels(
     say: Callable[[str], None],
     ranks: Ranks | None,
 ) -> tuple[Kernels, ExpertCounts | None]:
-    """The kernels that run a model, and what counts its experts."""
+    """Returns the kernels that run a model, and the counts of its experts."""
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     if ranks is not None:
         kernels = ranked(kernels, ranks)
@@ -191,7 +191,7 @@ def _caches(
 
 
 def _kernels_text(kernels: Kernels) -> str:
-    """One line for the operator: what computes the model, and in which type."""
+    """Returns one line for the operator: the code that computes the model, and its type."""
     dtype = str(kernels.embedding_dtype).removeprefix("torch.")
     if (team := kernels.team) is None:
         return f"model on {kernels.device.type}, {kernels.name} kernels, {dtype}"

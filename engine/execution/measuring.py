@@ -34,8 +34,7 @@ def run_largest(
 
 
 def largest_batches(options: LoadOptions, max_model_len: int, num_tables: int) -> Iterator[Batch]:
-    """Yields the steps that need the most memory besides the KV cache, whose blocks are all block 0, which no sequence
-    owns.
+    """Yields the steps that need the most memory besides the KV cache, all of it in block 0, which no sequence owns.
 
     As many tokens as a step may have: of as many sequences as there may be, with as many rows of logits; and at the end
     of one sequence as long as there may be.

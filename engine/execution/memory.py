@@ -1,7 +1,7 @@
-"""The memory of a model: the sum of bytes over its description, and what of a device is left for the KV cache.
+"""The memory of a model: the sum of bytes over its description, and the part of a device that is left for the KV cache.
 
-On a GPU the plan is made twice: from the sizes of the weights before they are loaded, and once weights and tables
-are there from what they and the largest steps really took (`measure_steps`).
+On a GPU the plan is made twice: from the sizes of the weights before they are loaded, and, once weights and tables are
+there, from the bytes that they and the largest steps really took (`measure_steps`).
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class GpuMemory:
 
     @property
     def used(self) -> int:
-        """Returns the bytes in use, by other processes and by this one's CUDA context, too."""
+        """The bytes in use, by other processes and by this one's CUDA context."""
         return self.total - self.free
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory that may be used, and the share of what the weights leave that may become KV cache."""
+    """The memory that may be used, and the share of the memory left by the weights that may become KV cache."""
 
     available: int
     share: float
@@ -89,8 +89,8 @@ class Budget:
 
 
 def budget(device: torch.device, options: LoadOptions) -> Budget:
-    """The budget of a device: the operator's share of a GPU, all of which may become KV cache, or a quarter of what a
-    machine has free."""
+    """The budget of a device: the operator's share of a GPU, all of which may become KV cache, or a quarter of a
+    machine's free memory."""
     if device.type == "cuda":
         return card_budget(read_card(device), options.gpu_memory_utilization)
     return Budget(available_bytes(), 0.25, 4 * GIB)
@@ -102,8 +102,7 @@ def read_card(device: torch.device) -> GpuMemory:
 
 
 def card_budget(card: GpuMemory, utilization: float) -> Budget:
-    """Returns the budget of a GPU, the unused part of the share `utilization`; memory that the model does not need
-    becomes KV cache."""
+    """Returns a GPU's budget, the unused part of `utilization`; the KV cache gets all that the model leaves."""
     return Budget(available=max(0, int(card.total * utilization) - card.used), share=1.0, card=card)
 
 
@@ -139,7 +138,7 @@ class MemoryPlan:
     workspace: int
     """Activations and logits of the largest step."""
     graphs: int = 0
-    """An estimate of what captured steps will take: the one size that is not known before it is taken."""
+    """An estimate of the bytes that captured steps will take: the one size that is not known beforehand."""
     tables: int = 0
     """The tables of the running sequences on a GPU."""
     block: int
@@ -208,10 +207,10 @@ class MemoryPlan:
         """Returns this plan.
 
         Args:
-            hint: says what would fit, if it does not.
+            hint: returns advice if the plan does not fit.
 
         Raises:
-            MemoryHeld: they would fit on the GPU if other processes held none of it.
+            MemoryHeld: they would fit on the GPU if other processes used none of it.
             NotEnoughMemory: weights, KV cache and states do not fit; the message has the numbers.
         """
         if not self.fits:
@@ -268,8 +267,7 @@ def plan_memory(
 
 
 def fitting_draft(plan: Callable[..., MemoryPlan], own: DraftSize) -> DraftSize:
-    """Returns the size of a model's own layer that drafts if there is room for it; else 0, and the model is served
-    without it.
+    """Returns the size of a model's own layer that drafts; without room for it, 0, and the model is served without it.
 
     Args:
         plan: plans the model's memory, and takes `draft` as `plan_memory` does.
@@ -278,7 +276,7 @@ def fitting_draft(plan: Callable[..., MemoryPlan], own: DraftSize) -> DraftSize:
 
 
 def what_would_fit(config: ModelConfig, options: LoadOptions, plan: Callable[[Recipe], MemoryPlan]) -> str:
-    """Returns advice on a model that does not fit: the quantization at load with which it fits, or comes nearest.
+    """Returns advice on a model that does not fit: its memory with each quantization at load that fits, or the nearest.
 
     Args:
         plan: the plan of a model that is loaded by a recipe.
@@ -315,7 +313,7 @@ def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_I
             maps.append(table)
         elif (
             not kernels.keeps_narrow
-        ):  # else its file is mapped, of which the system keeps what there is room for
+        ):  # else its file is mapped, and the system keeps as much of it as there is room for
             num_loose += own.vocab_size * own.width
     return tensor_bytes(maps, num_loose, kernels) + sum(size for _, size in experts)
 

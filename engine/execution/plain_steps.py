@@ -72,7 +72,7 @@ class PlainSteps:
             return PlainStepInFlight(plan, launched, drafts, self._seats)
 
     def drain(self) -> None:
-        """Waits until no step is in flight, so that the host may change what steps read."""
+        """Waits until no step is in flight, so that the host may change the inputs of steps."""
         self._native.drain()
 
 

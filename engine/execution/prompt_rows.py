@@ -59,8 +59,7 @@ class PromptRows:
         return cls(plan, num_logits) if any(chunk.scored or chunk.pooled for chunk in in_prompts) else None
 
     def run(self, model: LoadedModel, batch: Batch) -> tuple[Tensor, PromptFindings]:
-        """Launches the pass, and returns the hidden states of the batch's own sample rows and the findings of
-        prompts."""
+        """Launches the pass: the hidden states of the batch's own sample rows, and the findings of prompts."""
         words, num_own = self._words, batch.sample_rows.numel()
         if batch.token_ids.device.type == "cuda":
             words = words.pin_memory().to(batch.token_ids.device, non_blocking=True)

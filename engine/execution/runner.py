@@ -219,7 +219,7 @@ class Steps:
     ) -> tuple[Tensor, Tensor, PromptFindings | None]:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
 
-        With drafts, the logits are those of all rows that may be sampled.
+        With drafts, there are logits of all rows that may be sampled.
         """
         model = self.model
         inputs = model.kernels.gather(model.table, placed.tokens)
@@ -371,8 +371,7 @@ class LaunchedStep:
     def _look_through(
         self, asking: list[int], wanted: list[Wanted]
     ) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """Finds the most likely tokens of the rows that ask for them, and of no others, as it goes over all their
-        logits.
+        """Finds the most likely tokens, only of the rows that ask for them, as it goes over all their logits.
 
         Returns:
             A function that makes `Chosen.told` of the token ids [R].

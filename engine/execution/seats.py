@@ -60,7 +60,7 @@ class StepShape:
 
 @dataclass(slots=True)
 class Seat:
-    """A sequence's slot, and what the slot holds once the steps launched so far are done, as far as the host knows."""
+    """A sequence's slot, and the slot's content after the steps launched so far, as far as the host knows."""
 
     slot: int
     length: int = -1
@@ -122,7 +122,7 @@ class Seats:
         return None if seat is None else seat.slot
 
     def place(self, plan: Plan, shape: StepShape) -> Placed:
-        """Gives every sequence of a plan its slot, and sends what the device does not know.
+        """Gives every sequence of a plan its slot, and sends the data that the device lacks.
 
         Args:
             shape: the step's own, or a larger one that it is padded to.
@@ -237,7 +237,7 @@ class _Changes:
         self._table = table
 
     def note(self, seat: Seat, chunk: Chunk, *, is_decode: bool) -> None:
-        """Notes what the table does not have of a sequence's next step."""
+        """Notes the words of a sequence's next step that the table lacks."""
         sequence, slot, table = chunk.sequence, seat.slot, self._table
         if seat.length < 0:
             self._set(table.prompt_lens_at + slot, [sequence.num_prompt_tokens])

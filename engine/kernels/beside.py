@@ -1,4 +1,4 @@
-"""Two pieces of work that a device does at the same time, as nothing but the order of launches keeps them apart."""
+"""Runs two pieces of work on a device at the same time, where only the order of launches keeps them apart."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _Second = TypeVar("_Second")
 def beside(
     device: torch.device, first: Callable[[], _First], second: Callable[[], _Second]
 ) -> tuple[_First, _Second]:
-    """Does both and returns their results; in a CUDA graph that is being captured, the second runs on a stream of its
-    own at the same time.
+    """Returns both results; in a CUDA graph being captured, the second runs on a stream of its own at the same time.
 
     Shared experts run so, at the same time as the experts that a router chooses. Their tiles could be in the same
     grouped launch only if they had the width, the format and the ranks of the others, which they need not have; a

@@ -14,7 +14,7 @@ from penstock.engine.quant.formats import Format, NamedTensors
 from penstock.engine.spec import Activation, Router
 
 ROWS_AT_A_TIME = 16
-"""Products of an expert have so many rows, some of zeros: what a row becomes does not depend on how many there are."""
+"""Products of an expert have so many rows, some of zeros, so that a row's output does not depend on their number."""
 
 
 class ExpertLinear(Protocol):
@@ -120,7 +120,7 @@ def _best(numbers: Tensor, count: int) -> Tensor:
 
 
 def _of_best_groups(numbers: Tensor, router: Router) -> Tensor:
-    """The numbers [n, experts], with -inf for those outside of the best groups."""
+    """Returns the numbers [n, experts], with -inf for experts outside of the best groups."""
     if router.num_groups == 1:
         return numbers
     groups = torch.unflatten(numbers, -1, (router.num_groups, -1))
@@ -131,8 +131,7 @@ def _of_best_groups(numbers: Tensor, router: Router) -> Tensor:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Returns the activation between an expert's linear maps: gates, then ups [..., 2 n] -> [..., n]; without gates
-    [..., n].
+    """Applies the activation of an expert: gates, then ups [..., 2 n] -> [..., n]; without gates [..., n].
 
     It is computed in the type of x, except inside torch's own functions.
     """

@@ -17,8 +17,8 @@ _PAGE = 4096
 QUANTIZED = {"int8": torch.int8, "fp8": torch.int8}
 """The types of a quantized cache by name: a float32 scale belongs to each head of each token.
 
-Both names mean int8. With such scales, e4m3's 3 bits of significand cost several times what rounding to int8 does,
-for the same memory and the same speed: kernels make 16 bits of either.
+Both names mean int8. With such scales, e4m3's 3 bits of significand cost several times as much accuracy as rounding to
+int8, for the same memory and the same speed: kernels make 16 bits of either.
 """
 LARGEST_NUMBER = 127.0
 """The number that stands for the largest magnitude of a head in a quantized cache."""
@@ -29,7 +29,7 @@ MAX_TABLES = 16
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether a cache of this type has scales."""
+    """Returns whether a cache of this type has scales."""
     return dtype == torch.int8
 
 
@@ -79,13 +79,13 @@ class KVLayout:
     """The layout of a model's cache.
 
     A block has a number of planes, each of which holds the keys and values of one layer, or of several narrow ones. If
-    all layers see equally many tokens, a block has them all. Otherwise the layers of each window, and those without
-    one, fill the blocks of block tables of their own; the rarest kind fills one, and so few planes are left empty. The
-    blocks of a model without attention are empty.
+    all layers see equally many tokens, a block has them all. Otherwise the layers of each window, and the layers
+    without one, fill the blocks of block tables of their own; the rarest kind fills one, and so few planes are left
+    empty. The blocks of a model without attention are empty.
     """
 
     places: Mapping[int, KVPlace]
-    """By layer, of those that have attention."""
+    """By layer, of the layers that have attention."""
     windows: tuple[int, ...]
     """By block table, the tokens that its layers see; 0 if they see all. Tables of layers that see all come first."""
     num_planes: int
@@ -93,8 +93,7 @@ class KVLayout:
 
     @classmethod
     def of(cls, model: ModelConfig, block_size: int, *, beside: KVLayout | None = None) -> KVLayout:
-        """Returns the layout of a model; with `beside`, another model's layout, all layers lie in the first of its
-        tables."""
+        """Returns the layout of a model; with another's, `beside`, all layers lie in the first of its tables."""
         heads = model.spec.attentions
         shapes = {
             number: KVShape(num_kv_heads=h.num_kv_heads, head_dim=h.head_dim, block_size=block_size)

@@ -14,7 +14,7 @@ from penstock.engine.quant.integers import Inputs, Integers
 from penstock.engine.quant.rotation import rotated
 
 _REST_STEPS = 254
-"""Of what the integers of a group lack, in their scale: half of it lies on either side."""
+"""The steps of the rest that a group's integers lack, in one step of their scale: half of them lie on either side."""
 
 _EXACT_INPUTS = 1024
 """So many products of 8-bit integers have a sum below 2^24, so that float32 adds them in any order without rounding."""

@@ -1,6 +1,6 @@
 """The kernel table: the operations that a decoder and a step are made of, and their plain implementation.
 
-The decoder and the sampler call nothing but what is in the table. `select` says which table serves a device.
+The decoder and the sampler call nothing but the table's operations. `select` chooses the table for a device.
 """
 
 from __future__ import annotations
@@ -71,11 +71,10 @@ class RotateAndWrite(Protocol):
 class Kernels:
     """The operations of one device.
 
-    Each is specified by the function or class of the same name in `kernels/reference.py`, `route` and `run_experts` by
-    those in `kernels/experts.py`, `gated_delta`, `mamba2` and `short_conv` by those in `kernels/recurrent.py`, `gather`
-    by the one in `kernels/sequence_table.py`, `choose` and `most_likely` by those in `sampling/reference.py`. What
-    linear maps, the embedding, the KV cache and activations are kept in are four independent facts; a linear map's is
-    its own business.
+    Each is specified by the function or class of the same name in `kernels/reference.py`, `route` and `run_experts` in
+    `kernels/experts.py`, `gated_delta`, `mamba2` and `short_conv` in `kernels/recurrent.py`, `gather` in
+    `kernels/sequence_table.py`, `choose` and `most_likely` in `sampling/reference.py`. The types of linear maps, of the
+    embedding, of the KV cache and of activations are independent; each linear map has its own.
     """
 
     name: str
@@ -102,7 +101,7 @@ class Kernels:
     choose: Choose
     most_likely: MostLikely
     expert_linear: ExpertPacker | None = None
-    """Packs the linear maps of experts as `run_experts` reads them; None stands for a list of what `linear` packs."""
+    """Packs the linear maps of experts as `run_experts` reads them; None stands for a list packed by `linear`."""
     packs: tuple[type[Format], ...] = (Integers,)
     """The formats, besides weights in floating point, that linear maps keep as they are; others are unpacked."""
     keeps_narrow: bool = False
@@ -143,7 +142,8 @@ def reference_kernels(
     """Plain torch.
 
     Args:
-        cpu_dtype: the type of everything on a CPU, whatever was asked for: half precision there is 50 times slower.
+        cpu_dtype: the type of everything on a CPU, even if another was asked for: half precision there is 50 times
+            slower.
     """
     dtype = cpu_dtype if device.type == "cpu" else dtype
 

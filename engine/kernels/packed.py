@@ -31,7 +31,7 @@ class Code(Enum):
     """The encoding of a weight's numbers."""
 
     INT4 = "int4"
-    """Integers from -8 to 7. They are stored as those from 0 to 15 are, 8 more than they are."""
+    """Integers from -8 to 7. They are stored as UINT4, with 8 added."""
     UINT4 = "uint4"
     """Integers from 0 to 15. The 16 bytes of a unit have its first 16 numbers in their low halves, then the others."""
     INT8 = "int8"
@@ -62,7 +62,7 @@ class PackedWeight:
     zero: Tensor | None
     """[groups, out] int8; None stands for 0"""
     offset: Tensor | None
-    """[groups, out] float16, bfloat16 or float32; None stands for 0, as it does where there is a zero"""
+    """[groups, out] float16, bfloat16 or float32; None stands for 0, and it is None where there is a zero"""
     in_features: int
     group_size: int
     """Inputs that share a scale; the last group may have fewer."""
@@ -168,7 +168,7 @@ PACKED = (Integers, Float8)
 
 
 def pack(tensors: NamedTensors, format: Integers | Float8, device: torch.device) -> PackedWeight:
-    """Packs the tensors of one of these formats on a device."""
+    """Packs the tensors of a format on a device."""
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     weight, zero, offset = tensors["weight"], None, None
     if isinstance(format, Integers):
@@ -236,6 +236,6 @@ def pack_nibbles(integers: Tensor) -> Tensor:
 
 
 def unpack_nibbles(codes: Tensor) -> Tensor:
-    """[out, bytes] -> [out, padded in]: what `pack_nibbles` packs."""
+    """[out, bytes] -> [out, padded in]: the inverse of `pack_nibbles`."""
     halves = torch.stack((codes & 15, codes >> 4), 1)
     return halves.view(len(halves), 2, -1, _HALF).transpose(1, 2).flatten(1)

@@ -31,22 +31,22 @@ class Ranks(Protocol):
         """The number of ranks."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of what all ranks have, the same to the bit on each; `x` may be overwritten."""
+        """Returns the sum of all ranks' tensors, the same to the bit on each; `x` may be overwritten."""
 
     def gather(self, x: Tensor) -> Tensor:
         """[R, n] on each rank -> [R, size * n], rank 0's columns first."""
 
     def copy_first(self, x: Tensor) -> None:
-        """Overwrites `x` with what rank 0 has."""
+        """Overwrites `x` with rank 0's tensor."""
 
     def least(self, number: int) -> int:
         """The least number of any rank; the host waits for it."""
 
 
 def gathered(x: Tensor, ranks: Ranks, num_outputs: int) -> Tensor:
-    """Puts the outputs of a linear map together of which each rank has some, [R, n] -> [R, num_outputs].
+    """Joins the outputs of a linear map, of which each rank has some, [R, n] -> [R, num_outputs].
 
-    What the last ranks have beyond `num_outputs` is padding.
+    The last ranks' outputs beyond `num_outputs` are padding.
     """
     return ranks.gather(x)[:, :num_outputs].contiguous()
 

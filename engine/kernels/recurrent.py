@@ -24,8 +24,7 @@ UNIT_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateVectors:
-    """The vectors that a layer with a state computes with besides linear maps, all in float32; missing ones are
-    None."""
+    """The vectors of a layer with a state, besides its linear maps, all in float32; missing ones are None."""
 
     conv: Tensor
     """[channels, kernel], the tap of the row itself last."""
@@ -151,7 +150,7 @@ def mamba2(
         S = S * exp(decay * step) + outer(step * k, x)
         made = S^T q + skip * x
 
-    What all heads made is multiplied by SiLU(z), and then goes through RMSNorm of each group.
+    The outputs of all heads are multiplied by SiLU(z), and then go through RMSNorm of each group.
 
     Args:
         rows: [T, 2 inner_size + 2 num_groups * state_size + num_heads] z, inputs, keys, queries, d.
@@ -235,8 +234,7 @@ class _State:
             states.pending[slot, : len(pending)] = pending
 
     def convolved(self, channels: Tensor, own: StateVectors) -> Tensor:
-        """Returns the convolution of the next row [channels], which joins the history; taps are added in their
-        order."""
+        """Convolves the next row [channels], which joins the history; taps are added in their order."""
         rows = torch.cat((self.history, channels[None]))
         self.history = rows[1:]
         made = torch.zeros_like(channels) if own.conv_bias is None else own.conv_bias
@@ -258,8 +256,7 @@ def _run(
     states: LayerStates | None,
     batch: Batch,
 ) -> Tensor:
-    """Returns the outputs of all rows of a step, [T, width] float32; see `Batch.state_slots` for the slots read and
-    written.
+    """Returns the outputs of all rows of a step, [T, width] float32; see `Batch.state_slots` for the slots.
 
     Args:
         inputs: [T, row_floats] float32

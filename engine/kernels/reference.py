@@ -16,13 +16,13 @@ from penstock.engine.quant.rotation import block_size, rotated
 MAX_QUERIES = 128
 """Queries of one sequence that attention scores at a time."""
 MAX_TILE_ELEMENTS = 1 << 25
-"""Bounds what attention gathers and scores at a time; a single piece of a sequence may be larger."""
+"""The most elements that attention gathers and scores at a time; a single piece of a sequence may be larger."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 up to the multiplication.
 
-    A float32 weight multiplies in float32, too, whatever x is.
+    A float32 weight multiplies in float32, too, for any type of x.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -74,8 +74,7 @@ def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 
 def activated(up: Tensor, activation: str) -> Tensor:  # noqa: ARG001
-    """Returns the activation between the linear maps of a feed-forward part without gates: relu(up)^2, the only one so
-    far."""
+    """Applies the activation of a feed-forward part without gates: relu(up)^2, the only one so far."""
     return F.relu(up).square()
 
 
@@ -192,8 +191,8 @@ def rotate_and_write(
     then `rotary`, or the other way round; keys and values are stored in their places.
 
     Before keys are rounded to 8 bits they are spread: both halves of a head go through `quant.rotation.rotated`, or
-    else a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and
-    the products are what they were. Values have no such channels.
+    else a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and the
+    products stay the same. Values have no such channels.
 
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.

@@ -60,8 +60,7 @@ def select(
 
 
 def _keeps_types(model: ModelConfig, limits: LoadOptions) -> bool:
-    """Returns whether weights in floating point keep their type: in a GGUF file, next to integers, if no type is asked
-    for."""
+    """Returns whether floats keep their type: in a GGUF file, next to integers, if no type is asked for."""
     own = model.quantization
     return own is not None and own.text("quant_method") == "gguf" and limits.dtype == "auto"
 
@@ -267,7 +266,7 @@ def _with_triton(
     plain = reference_kernels(device, dtype)
     try:
         kernels = triton_kernels(model, device, dtype, limits, say)
-    except Exception as error:  # Triton has errors of its own, and asserts on missing parts
+    except Exception as error:  # Triton has errors of its own, and asserts that its parts are there
         say(
             f"no Triton kernels ({_reason(error)}); plain torch serves instead, without CUDA graphs and slower"
         )

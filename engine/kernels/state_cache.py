@@ -1,4 +1,4 @@
-"""The memory of layers with a state: slots, each of which has what all of them know of one sequence."""
+"""The memory of layers with a state: slots, each of which has the states of all these layers for one sequence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StateLayout:
     """The layout of a slot."""
 
     places: Mapping[int, StatePlace]
-    """By layer, of those that have a state."""
+    """By layer, of the layers that have a state."""
     num_pending: int
     """The rows that a slot keeps of each layer besides its state, see `LayerStates`."""
     slot_floats: int
@@ -65,9 +65,9 @@ class LayerStates:
     """One layer's part of all slots: views, with a stride from slot to slot."""
 
     state: Tensor
-    """[slots, heads, keys, values]; what lies where inside is the business of the kernels that write and read it."""
+    """[slots, heads, keys, values]; the layout inside is left to the kernels that write and read it."""
     history: Tensor
-    """[slots, kernel - 1, channels]: what the convolution reads of the rows before, the latest row last."""
+    """[slots, kernel - 1, channels]: the earlier rows that the convolution reads, the latest row last."""
     pending: Tensor
     """[slots, pending rows, row]: the inputs of the rows after the state's, in their order. A step may apply the first
     of them to the state: drafts that turned out right, or the tokens between a snapshot and the end of the match."""

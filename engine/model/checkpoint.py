@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, whether it is a directory as Hugging Face has them or a GGUF file."""
+"""Reads a checkpoint's description, whether it is a directory as Hugging Face has them or a GGUF file."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def read_config(path: Path) -> ModelConfig:
     """The config of a checkpoint.
 
     Raises:
-        CheckpointError: naming what is missing, malformed or not supported.
+        CheckpointError: names the entry that is missing, malformed or not supported.
     """
     return gguf.read_config(path) if is_gguf(path) else parse.read_config(path)
 
 
 def read_generation_defaults(path: Path) -> GenerationDefaults:
-    """What a checkpoint recommends for requests; all are None if it recommends nothing.
+    """Returns the sampling parameters that a checkpoint recommends; all are None if it recommends none.
 
     Raises:
-        CheckpointError: what it says is malformed.
+        CheckpointError: the recommendation is malformed.
     """
     return gguf.read_generation_defaults(path) if is_gguf(path) else parse.read_generation_defaults(path)
 
@@ -34,6 +34,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """A checkpoint's tokenizer, with its chat template.
 
     Raises:
-        CheckpointError: naming what is missing, broken or not supported.
+        CheckpointError: names the part that is missing, broken or not supported.
     """
     return read_gguf_tokenizer(path) if is_gguf(path) else Tokenizer.load(path)

@@ -1,7 +1,7 @@
 """Checkpoints as Mistral writes them: params.json and consolidated.safetensors, with names of their own.
 
 Queries and keys have the pairs of numbers that are rotated together side by side, where transformers' checkpoints have
-the halves of a head one behind the other.
+the halves of a head one after the other.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _TENSORS = {"qscale_weight": "weight_scale", "qscale_act": "input_scale"}
 
 
 def is_consolidated(folder: Path) -> bool:
-    """Whether a checkpoint has Mistral's files, and none that transformers reads."""
+    """Returns whether a checkpoint has Mistral's files, and none that transformers reads."""
     has_others = any(
         (folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")
     )
@@ -70,7 +70,7 @@ def read_params(folder: Path) -> Fields:
     """Reads params.json into the entries that a config.json of the same model would have.
 
     Raises:
-        CheckpointError: naming what is missing, malformed or not supported.
+        CheckpointError: names the entry that is missing, malformed or not supported.
     """
     params = Fields.read(folder / PARAMS)
     for name, lack in _NOT_SERVED.items():
@@ -109,13 +109,13 @@ def read_params(folder: Path) -> Fields:
 def _yarn(yarn: Fields) -> dict[str, object]:
     found: dict[str, object] = {"rope_type": "yarn"}
     found |= {_YARN[name]: value for name, value in yarn.items() if name in _YARN}
-    if not yarn.flag("apply_scale", True):  # what is attended to is not scaled
+    if not yarn.flag("apply_scale", True):  # the attended values are not scaled
         found |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     return found
 
 
 def transformers_name(name: str) -> str:
-    """The name that transformers has for a tensor; of those that are no text model's, its own."""
+    """Returns transformers' name for a tensor; its own name for tensors that are not the text model's."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return _NAMES.get(name, name)

@@ -1,4 +1,4 @@
-"""Whether one model can draft for another, and which of its tokens are the other's."""
+"""Checks whether one model can draft for another, and finds the tokens that they share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LEAST_SHARED = 0.25
 
 @dataclass(frozen=True, slots=True)
 class SharedTokens:
-    """What the tokens of a target are in a draft model of another vocabulary, by their ids in the target."""
+    """The tokens of a draft model of another vocabulary that stand for a target's, by their ids in the target."""
 
     same: list[int]
     """The same token, the only one that is drafted; -1 if there is none."""
     context: list[int]
-    """The token that the draft reads in its place: without the same one, the last of those that spell it."""
+    """The token that the draft reads in its place: without the same one, the last of the tokens that spell it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
 
     Args:
         wanted: a name of KV_DTYPES, or "auto", which is the kernels' own.
-        own: the type that the kernels of the device keep KV in where nobody asks; on CUDA, all others are quantized.
+        own: the type that the kernels of the device keep KV in by default; on CUDA, all others are quantized.
 
     Raises:
         CheckpointError: the kernels of the device cannot serve the type.

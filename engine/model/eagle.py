@@ -1,8 +1,9 @@
-"""What a checkpoint in EAGLE-3's format says of itself: a head that drafts from the hidden states of its target.
+"""The description of a checkpoint in EAGLE-3's format: a head that drafts from the hidden states of its target.
 
 Li, Wei, Zhang and Zhang, "EAGLE-3: Scaling up inference acceleration of large language models via training-time test",
-2025. The head is one layer of a Llama. It reads the token that it goes on from beside what the target knew before that
-token: hidden states after three of its layers, fused by one linear map. Its logits are those of a part of the tokens.
+2025. The head is one layer of a Llama. It reads the token that it goes on from together with the target's features
+before that token: hidden states after three of its layers, fused by one linear map. Its logits cover a part of the
+tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """A head, and what it has to know of its target."""
+    """A head, and the facts that it needs about its target."""
 
     layer: ModelConfig
     """The head as a model of one layer; the vocabulary is the target's."""
@@ -35,7 +36,7 @@ class EagleConfig:
     taps: tuple[int, ...]
     """The layers of the target that are done where a hidden state is read; empty if the checkpoint does not say."""
     residual_is_normed: bool
-    """Whether the norm of what it reads of the target is the residual of its layer, and not that itself."""
+    """Whether the residual of its layer is the norm of the target's features, and not the features themselves."""
 
     def taps_of(self, target: ModelConfig) -> tuple[int, ...]:
         """So many layers of the target are done where its hidden states are read."""
@@ -44,7 +45,7 @@ class EagleConfig:
 
 
 def is_eagle(path: Path) -> bool:
-    """Whether a checkpoint is such a head.
+    """Returns whether a checkpoint is such a head.
 
     Raises:
         CheckpointError: config.json is missing or malformed.
@@ -59,7 +60,7 @@ def read_eagle(folder: Path) -> EagleConfig:
     """Reads config.json as the paper's authors, SGLang, vLLM and `speculators` write it.
 
     Raises:
-        CheckpointError: naming what is missing, malformed or not supported.
+        CheckpointError: names the entry that is missing, malformed or not supported.
     """
     fields = Fields.read(folder / "config.json")
     name = "transformer_layer_config"

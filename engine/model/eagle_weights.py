@@ -1,4 +1,4 @@
-"""What the weights of an EAGLE-3 head are called in a checkpoint, and how they get from disk into a kernel table."""
+"""The names of the weights of an EAGLE-3 head in a checkpoint, and their way from disk into a kernel table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.engine.spec import Norm
 
 _HIDDEN_NORM, _FUSE, _DRAFTED = "model.layers.0.hidden_norm", "fc", "d2t"
 _LAYERS = ("midlayer.", "layers.0.")
-"""What the names of the layer's tensors begin with."""
+"""The prefixes of the names of the layer's tensors."""
 _SIZES = SIZE_FIELDS | {
     "q_proj": "num_attention_heads * head_dim, hidden_size twice",
     "k_proj": "num_key_value_heads * head_dim, hidden_size twice",
@@ -51,7 +51,7 @@ class EagleWeights:
     layer: LayerWeights
     """Its qkv reads twice as many numbers as the head is wide."""
     hidden_norm: Tensor
-    """[hidden], of what is read of the target."""
+    """[hidden], of the features that are read of the target."""
     fuse: Linear
     """The target's hidden states, one after another -> hidden."""
     final_norm: Tensor
@@ -63,7 +63,7 @@ class EagleWeights:
 
 
 class EagleFiles(TensorFiles):
-    """The tensors of a head by names like those of a whole model's."""
+    """The tensors of a head, by names like a whole model's."""
 
     def __init__(self, folder: Path) -> None:
         """
@@ -84,7 +84,7 @@ class EagleFiles(TensorFiles):
 
 
 def eagle_specs(head: EagleConfig, recipe: Recipe = AS_IT_IS) -> dict[str, LinearSpec]:
-    """The linear maps of a head: those of a layer by their field of LayerWeights, `fuse` and `lm_head`.
+    """Returns the linear maps of a head: the layer's by their field of LayerWeights, `fuse` and `lm_head`.
 
     Raises:
         CheckpointError: see `Quantization.layer_format`.
@@ -107,15 +107,15 @@ def eagle_specs(head: EagleConfig, recipe: Recipe = AS_IT_IS) -> dict[str, Linea
 
 
 def has_embedding(files: TensorFiles) -> bool:
-    """Whether a head has an embedding of its own."""
+    """Returns whether a head has an embedding of its own."""
     return f"{EMBEDDING}.weight" in files.entries
 
 
 def check_eagle_tensors(head: EagleConfig, files: TensorFiles, recipe: Recipe = AS_IT_IS) -> None:
-    """Compares the tensors of the files with those that a head needs; the files may have more.
+    """Compares the tensors of the files with the tensors that a head needs; the files may have more.
 
     Raises:
-        CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype.
+        CheckpointError: names the first tensor that is missing, or has a wrong shape or an unsupported dtype.
     """
     check_expected(_expected(head, files, recipe), files, sizes=_SIZES)
     if not has_embedding(files) and head.layer.hidden_size != head.target_hidden_size:

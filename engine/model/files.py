@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint, whatever they are."""
+"""Opens the files of a checkpoint in any format."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from penstock.engine.quant.storages.names import EMBEDDING, LM_HEAD
 from penstock.engine.spec import Experts, Mlp, ModelSpec, StateMixer
 
 See = Callable[[LinearSpec, Tensor], None]
-"""Is told the inputs [T, in] of a linear map before its weight is read, which it may replace."""
+"""Is called with the inputs [T, in] of a linear map before its weight is read, which it may replace."""
 
 _BLOCK_SIZE = 64
 """The tokens of a KV block of a text."""
@@ -64,7 +64,7 @@ class LayerTensors(TensorFiles):
         return DTYPES[self.entries[name].dtype]
 
     def before(self, spec: LinearSpec) -> str | None:
-        """The one norm or linear map that makes the inputs of a linear map, if it can be divided; else None."""
+        """Returns the one norm or linear map that makes a linear map's inputs, if it can be divided; else None."""
         layer, name = self._spec, spec.parts[0].name.removeprefix(self._prefix)
         attention, own = layer.attention, layer.feed_forward
         if layer.state is not None and name in _names(layer.state):
@@ -85,7 +85,7 @@ class LayerTensors(TensorFiles):
         return f"{self._prefix}{fused[-1]}" if len(fused) > 1 else None
 
     def _in_experts(self, own: Experts, name: str) -> str | None:
-        """What makes the inputs of a linear map of experts. Gates and ups all read one norm, as the router does."""
+        """Returns the module that makes an expert map's inputs. Gates and ups all read one norm, as the router does."""
         if own.shared is not None and name == own.shared.down:
             return self._last(own.shared.gate_up)
         expert, _, map = name.rpartition(".")
@@ -100,12 +100,12 @@ class LayerTensors(TensorFiles):
         return own.num_kv_heads, own.num_heads // own.num_kv_heads, own.head_dim
 
     def scale_inputs(self, spec: LinearSpec, scales: Tensor) -> None:
-        """Multiplies the columns of a linear map, and divides what makes its inputs.
+        """Multiplies the columns of a linear map, and divides the module that makes its inputs.
 
         A norm is rounded to its type in the checkpoint, and where that makes it 0, it is left as it is.
 
         Args:
-            scales: [in]; those of inputs that share a value head are the same.
+            scales: [in]; inputs that share a value head have the same scales.
         """
         before = self.before(spec)
         assert before is not None
@@ -182,7 +182,7 @@ class LayerwiseDecoder:
         return math.exp(_mean_surprise(normed, targets, self._head, self._config.spec))
 
     def _decoder(self, batch: Batch, index: int = 0, own: Sequence[LayerWeights] = ()) -> Decoder:
-        """The decoder with one layer alone; without its weights, it has only what is before and behind all layers."""
+        """Returns the decoder with one layer alone; without weights, only the parts before and after all layers."""
         spec = replace(self._config.spec, layers=self._config.spec.layers[index : index + 1])
         config, weights = replace(self._config, spec=spec), replace(self._ends, layers=list(own))
         num_blocks = int(batch.block_tables.max()) + 1 if own else 1

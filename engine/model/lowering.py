@@ -56,7 +56,7 @@ def program(
 
 
 def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
-    """What rows of an embedding of this type are multiplied by: the scale, rounded to it."""
+    """Returns the factor of rows of an embedding of this type: the scale, rounded to it."""
     return float(torch.tensor(spec.embedding_scale, dtype=dtype))
 
 
@@ -65,11 +65,11 @@ def head_program(
 ) -> list[native.NativeOp]:
     """The operations of an EAGLE-3 head: a layer whose first linear map reads two rows, joined.
 
-    These are the norm of a token's embedding, and behind it that of the features of the token before, which are the
-    residual of the layer. It sees the tokens from the second one of a sequence on.
+    The rows are the norm of a token's embedding, and after it the norm of the features of the token before, which are
+    the residual of the layer. It sees the tokens from the second one of a sequence on.
 
     Args:
-        features: those that the target's taps write, of the same width.
+        features: the features that the target's taps write, of the same width.
     """
     spec = head.layer.spec
     first, *rest = _layer(0, spec.layers[0], weights.layer, tables, gathers=True, first=1)
@@ -90,7 +90,7 @@ def head_program(
 def prediction_program(
     source: PredictionSource, weights: PredictionWeights, features: Tensor, tables: RotaryTables
 ) -> list[native.NativeOp]:
-    """The operations of a model's own layer that drafts: one behind a map of two rows, joined as those of a head.
+    """The operations of a model's own layer that drafts: one after a map of two rows, joined as a head's.
 
     Args:
         features: the model's normed hidden states, which its decoder keeps.
@@ -240,7 +240,7 @@ def _reading(norm: Norm | None, weight: Tensor | None) -> dict[str, Any]:
 def _added(
     layer: Layer, made: native.NativeOp, norm: Norm | None, weight: Tensor | None
 ) -> Iterator[native.NativeOp]:
-    """The operations that add what a part's last one makes, or the norm of it, to the stream."""
+    """Yields the operations that add the output of a part's last one, or the norm of it, to the stream."""
     scale = layer.residual_scale
     if norm is None:
         yield replace(made, target="hidden", adds=True, scale=scale)
@@ -252,7 +252,7 @@ def _added(
 
 
 def _reads_alike(first: Linear, second: Linear) -> bool:
-    """Whether a linear map reads rows in the form that they have for another: integers have scales of their own."""
+    """Returns whether a linear map reads rows in another one's form: integers have scales of their own."""
     forms = {packed(linear).activation_dtype for linear in (first, second)}
     return len(forms) == 1 and torch.int8 not in forms
 

@@ -17,7 +17,7 @@ from penstock.engine.kernels.recurrent import StateVectors
 from penstock.engine.spec import Experts, StateMixer
 
 FeedForward = Callable[[Tensor], Tensor]
-"""The part of a layer behind its mixer: [T, hidden] -> [T, hidden]."""
+"""The part of a layer after its mixer: [T, hidden] -> [T, hidden]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class StateWeights:
 
     spec: StateMixer
     into: Linear
-    """hidden -> what the kernel reads, see `recurrent`."""
+    """hidden -> the input of the kernel, see `recurrent`."""
     out: Linear
     gates: Linear | None = None
     """hidden -> two numbers a value head, of a gated delta net."""
@@ -117,7 +117,7 @@ class ExpertsWeights:
         )
 
     def _shared(self, shared: MlpWeights, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What shared experts make, and the gate [T, 1] that multiplies it once it is normed."""
+        """Returns the output of shared experts, and the gate [T, 1] that multiplies it once it is normed."""
         made = shared(self._normed(x, self.shared_norm))
         return made, None if self.shared_gate is None else self.shared_gate(x).sigmoid()
 
@@ -149,7 +149,7 @@ class LayerWeights:
     per_layer_norm: Tensor | None = None
     """[hidden]"""
     scalar: float = 1.0
-    """What leaves the layer is multiplied by it."""
+    """The output of the layer is multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Weights:
     final_norm: Tensor
     lm_head: Linear
     is_tied: bool
-    """The rows of the output head are those of the embedding."""
+    """Whether the rows of the output head are the embedding's."""
     layer_embeddings: LayerEmbeddingWeights | None = None
 
     @property

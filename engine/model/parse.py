@@ -19,12 +19,12 @@ _MODELOPT = {"quant_method": "modelopt"}
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Reads a checkpoint's config.json, and what other files say of ends of sequence and of quantization.
+    """Reads a checkpoint's config.json, and other files for ends of sequence and for quantization.
 
-    Those of config.json and generation_config.json all end a sequence; without any, the tokenizer's does.
+    The ends in config.json and generation_config.json all end a sequence; without any, the tokenizer's does.
 
     Raises:
-        CheckpointError: naming what is missing, malformed or not supported.
+        CheckpointError: names the entry that is missing, malformed or not supported.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a directory")
@@ -37,7 +37,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _entries(folder: Path) -> Fields:
-    """The entries of config.json, or those that it would have."""
+    """Returns the entries of config.json, or the equivalent entries of params.json."""
     return read_params(folder) if is_consolidated(folder) else Fields.read(folder / "config.json")
 
 
@@ -72,10 +72,10 @@ def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
     """Reads a config from the entries of a config.json.
 
     Args:
-        architecture: of FAMILIES; without it, the entries name one.
+        architecture: one of FAMILIES; without it, the entries name one.
 
     Raises:
-        CheckpointError: naming what is missing, malformed or not supported.
+        CheckpointError: names the entry that is missing, malformed or not supported.
     """
     architecture = architecture or _architecture(fields)
     family, eos = _family(fields, architecture), fields.integers("eos_token_id")
@@ -120,7 +120,7 @@ def _architecture(fields: Fields) -> str:
 
 
 def _family(fields: Fields, architecture: str) -> Family:
-    """The family of an architecture; with more than text in it, that of the kind that its text model says it is.
+    """Returns the family of an architecture; with more than text in it, the family of its text model's own kind.
 
     Raises:
         CheckpointError: that kind is not served.
@@ -137,7 +137,7 @@ def _family(fields: Fields, architecture: str) -> Family:
 
 
 def _kind(name: str) -> str:
-    """What is the same in Qwen3_5MoeForCausalLM and qwen3_5_moe_text."""
+    """Returns the part that Qwen3_5MoeForCausalLM and qwen3_5_moe_text have in common."""
     return _spelling(name.partition("For")[0]).removesuffix("text")
 
 
@@ -168,7 +168,7 @@ def _quantization(fields: Fields) -> Fields | None:
 
 
 def _modelopt(path: Path) -> Fields | None:
-    """What modelopt writes beside a config.json, which need not say it, too; None if it did not quantize."""
+    """Returns the entries of modelopt's own file, which config.json may lack; None if it did not quantize."""
     fields = _optional(path).nested("quantization")
     return fields.with_defaults(_MODELOPT) if fields.has("quant_algo") else None
 

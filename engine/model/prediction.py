@@ -51,13 +51,13 @@ class PredictionSource:
 
     own: Prediction
     config: ModelConfig
-    """Of the one layer; its tensors have the names that those of a model's first layer have."""
+    """The config of the one layer; its tensors are named like those of a model's first layer."""
     files: TensorFiles
     recipe: Recipe
 
     @property
     def norms(self) -> list[Norm]:
-        """Those outside of its layer."""
+        """The norms outside of its layer."""
         return [self.own.token_norm, self.own.features_norm, self.own.final_norm]
 
     @property
@@ -68,7 +68,7 @@ class PredictionSource:
         return vectors + sum(norm.size for norm in (*self.norms, *layer.norms().values()))
 
     def specs(self) -> dict[str, LinearSpec]:
-        """The linear maps: those of the layer by their field of LayerWeights or of its parts, and `map`.
+        """Returns the linear maps: the layer's by their field of LayerWeights or of its parts, and `map`.
 
         Raises:
             CheckpointError: see `Quantization.layer_format`.
@@ -87,7 +87,7 @@ class PredictionSource:
 
 
 def find_prediction(target: Checkpoint) -> PredictionSource | None:
-    """The layer of a model that has one; None for others, and for those that tell of none and have no tensors of it.
+    """Returns the layer of a model that has one; None where neither the config nor the tensors have it.
 
     Raises:
         CheckpointError: a tensor of it is missing, or cannot be read.
@@ -124,13 +124,13 @@ def load_prediction(source: PredictionSource, kernels: Kernels) -> PredictionWei
 
 
 def _outside(own: Prediction) -> tuple[str, ...]:
-    """What the names of tensors begin with that are not the layer's, but of what is around it."""
+    """Returns the prefixes of the names of the tensors around the layer."""
     modules = (own.map, own.token_norm.name, own.features_norm.name, own.final_norm.name)
     return tuple(f"{name}." for name in modules)
 
 
 def _own_files(files: TensorFiles, own: Prediction) -> TensorFiles:
-    """The tensors of the layer by the names of a first layer's, and those outside of it by their own."""
+    """The tensors of the layer by the names of a first layer's, and the tensors outside of it by their own."""
     outside = _outside(own)
     entries = {
         name if name.startswith(outside) else name.replace(own.prefix, _LAYER, 1): entry
@@ -146,7 +146,7 @@ def _of_model(name: str, own: Prediction) -> str:
 
 
 def _own_recipe(recipe: Recipe, files: TensorFiles, own: Prediction) -> Recipe:
-    """The recipe of the model, but for what is in floating point: many quantize all layers but this one."""
+    """Returns the recipe of the model, except for maps in floating point: many quantize all layers but this one."""
 
     def storage(name: str) -> Storage:
         entry = files.entries.get(f"{name}.weight")

@@ -1,7 +1,7 @@
-"""Keeps what `--quantize` made of a checkpoint, so that the next start need not make it again.
+"""Keeps the weights that `--quantize` made of a checkpoint, so that the next start need not make them again.
 
-What is kept is one safetensors file in the cache folder, with the linear maps alone. Laid over the checkpoint, it makes
-one whose linear maps are stored quantized, which is checked and loaded like any other.
+The cache folder has one safetensors file for a checkpoint, with the linear maps alone. Laid over the checkpoint, it
+makes one whose linear maps are stored quantized, which is checked and loaded like any other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SUFFIX, _PARTIAL = ".safetensors", ".partial"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What weights are loaded from."""
+    """The config, files and recipe that weights are loaded from."""
 
     config: ModelConfig
     files: TensorFiles
@@ -76,11 +76,11 @@ class _Linear:
     rows: int
     in_features: int
     format: Rounding
-    """What it becomes."""
+    """The format that it is quantized to."""
 
 
 class _Overlaid(TensorFiles):
-    """The tensors of a checkpoint and those of one more file, which count where both have one of a name."""
+    """The tensors of a checkpoint and of one more file, which comes first where both have a tensor of one name."""
 
     def __init__(self, below: TensorFiles, file: Path) -> None:
         """
@@ -111,9 +111,9 @@ def quantized(
     memory at a time than there are threads, and one.
 
     Args:
-        say: is told lines for the operator: what is being made, and why a file cannot be used.
-        progress: is told bytes quantized and bytes in all, if something has to be.
-        round_groups: gives what `rounding.round_groups` does.
+        say: is called with lines for the operator: the weights being made, and why a file cannot be used.
+        progress: is called with the bytes quantized and the bytes in all, if any have to be.
+        round_groups: has the results of `rounding.round_groups`.
 
     Returns:
         `checkpoint` itself if nothing is to be quantized, if it is small, or if nothing can be kept.
@@ -172,10 +172,10 @@ def _path(files: TensorFiles, quantization: str, linears: list[_Linear]) -> Path
 
 
 def _key(files: TensorFiles, linears: list[_Linear]) -> str:
-    """A digest of all that the result depends on.
+    """Returns a digest of all that the result depends on.
 
     These are the code that makes it, the formats, and the tensors, each with its place, its size and a sample of its
-    bytes: dates alone would not tell one image's model from the next's where all files are dated alike.
+    bytes: dates alone would not distinguish one image's model from the next's where all files have one date.
     """
     digest = blake2b(digest_size=8)
     for module in (codebook, float8, integers, kept, packing, rotation, rounding, tensor_writer):
@@ -205,7 +205,7 @@ def _tell(digest: blake2b, *facts: object) -> None:
 def _find(
     checkpoint: Checkpoint, linears: list[_Linear], path: Path, say: Callable[[str], None]
 ) -> Checkpoint | None:
-    """The checkpoint with what was kept, if that is there and whole."""
+    """Returns the checkpoint with the cached linear maps, if they are there and whole."""
     if not path.exists():
         return None
     try:
@@ -222,10 +222,10 @@ def _find(
 def _laid_over(checkpoint: Checkpoint, linears: list[_Linear], path: Path) -> Checkpoint:
     """The checkpoint with the linear maps of a file in the place of its own.
 
-    The output head is one of them, so that it is no longer that of the embedding.
+    The output head is one of them, so that it is no longer tied to the embedding.
 
     Raises:
-        CheckpointError: the file is not one that was kept of this checkpoint.
+        CheckpointError: the file was not made from this checkpoint.
     """
     storages = {linear.name: Kept(linear.format) for linear in linears}
     own = checkpoint.recipe.storages
@@ -241,7 +241,7 @@ def _laid_over(checkpoint: Checkpoint, linears: list[_Linear], path: Path) -> Ch
 def _check(path: Path, files: TensorFiles) -> None:
     """
     Raises:
-        CheckpointError: the bytes of a file are not those that were written.
+        CheckpointError: the bytes of a file are not the bytes that were written.
     """
     entry = files.entries.get(_CHECKSUM)
     if entry is None or entry.file != path or entry.shape != (1,) or entry.dtype != "I64":
@@ -260,7 +260,7 @@ def _checksum(path: Path, start: int, end: int) -> int:
 
 
 def _make_room(path: Path, num_bytes: int) -> None:
-    """Removes what was not used for longest, and what killed processes left, so that a new file has room.
+    """Removes the least recently used files, and the files that killed processes left, so that a new file has room.
 
     Raises:
         _Unusable: there is no room for it.
@@ -298,7 +298,7 @@ def _make(
     """Quantizes linear maps, and writes one after the other. A file that is not whole is never seen under its name.
 
     Args:
-        quantized: is told the bytes of the checkpoint that are done.
+        quantized: is called with the bytes of the checkpoint that are done.
 
     Raises:
         OSError: the file cannot be written.

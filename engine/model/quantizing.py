@@ -1,7 +1,7 @@
 """Makes a quantized checkpoint of one in floating point, layer by layer.
 
 At any time there is one layer in float32, the Hessians of its linear maps, and the activations of the texts between two
-layers. Every layer is calibrated on what the layers before it, quantized already, make of the texts.
+layers. Every layer is calibrated on the outputs of the layers before it, which are quantized already.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _FEWEST_ROWS = 32
 """An expert that fewer tokens of the calibration texts chose is rounded to the nearest."""
 
 Progress = Callable[[float], None]
-"""Told the fraction that is done."""
+"""Is called with the fraction that is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How a checkpoint is quantized."""
+    """A way to quantize a checkpoint."""
 
     method: str
     """One of METHODS."""
@@ -54,7 +54,7 @@ class Scheme:
     by_activation: bool = False
     """See `Gptq`."""
     num_wide_layers: int = 1
-    """With 4 bits: so many layers at the start have 8, and one scale a row: all later layers read what they write."""
+    """With 4 bits: so many layers at the start have 8, and one scale a row: all later layers read their outputs."""
 
     def grid(self, layer: int, dtype: torch.dtype) -> Grid:
         """The grid of the linear maps of a layer, whose weights are stored in this type."""
@@ -134,14 +134,14 @@ def _specs(config: ModelConfig, index: int) -> Iterator[LinearSpec]:
 
 
 def largest_group(config: ModelConfig) -> int:
-    """64 inputs for a scale, or 32 if 64 do not divide those of each linear map that is quantized."""
+    """Returns the inputs of a scale: 64, or 32 if 64 do not divide the inputs of each linear map that is quantized."""
     specs = (spec for index in range(config.num_layers) for spec in _specs(config, index))
     return 64 if all(spec.in_features % 64 == 0 for spec in specs) else 32
 
 
 def left_out(config: ModelConfig, files: TensorFiles) -> list[str]:
-    """The linear maps that stay in floating point, by their names in the files: those of a layer that drafts and of
-    image towers among them."""
+    """Returns the linear maps that stay in floating point, by their names in the files, also of layers that draft and
+    of image towers."""
     own = config.spec.prediction
     drafting = [] if own is None else [_named(files, own.map), f"re:{re.escape(own.prefix)}.*"]
     others = (
@@ -159,7 +159,7 @@ def _named(files: TensorFiles, map: str) -> str:
 
 
 def _others(config: ModelConfig, files: TensorFiles) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint has beside the decoder, which a copy gets as it is."""
+    """Returns the tensors outside the decoder, which a copy gets as they are, by their shapes."""
     expected, found = expected_shapes(config), unstacked(files, config).entries
     return {
         name: entry.shape for name, entry in found.items() if name not in expected and entry.dtype in DTYPES
@@ -167,7 +167,7 @@ def _others(config: ModelConfig, files: TensorFiles) -> dict[str, tuple[int, ...
 
 
 class _Streams(NamedTuple):
-    """What the texts have become between two layers."""
+    """The hidden states of the texts between two layers."""
 
     calibration: Stream
     before: Stream
@@ -187,7 +187,7 @@ def quantize(
     """Writes the quantized weights of the checkpoint in `folder` into the safetensors file `target`.
 
     Args:
-        texts: those for calibration are not used by the method "rtn".
+        texts: the method "rtn" does not use those for calibration.
 
     Raises:
         CheckpointError: see `check`; or a linear map has weights or inputs that are not finite.
@@ -253,9 +253,9 @@ def _quantized_layer(
 def _fold(
     layer: LayerTensors, decoder: LayerwiseDecoder, calibration: Stream, grids: Mapping[str, Grid]
 ) -> None:
-    """Multiplies the columns of linear maps as AWQ says, and divides what makes their inputs.
+    """Multiplies the columns of linear maps as AWQ says, and divides the modules that make their inputs.
 
-    The scales are all chosen before the first is applied; none changes what another linear map sees.
+    The scales are all chosen before the first is applied; none changes the inputs of another linear map.
     """
     chosen: list[tuple[LinearSpec, Tensor]] = []
 

@@ -77,7 +77,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_position: int = 0) -> Ten
 
 
 def _growth(rope: Rope, max_position: int) -> float:
-    """How far dynamic scaling grows theta: by the longest sequence, so that no key is ever rotated anew."""
+    """Returns the factor of theta in dynamic scaling: the longest sequence's, so that no key is ever rotated anew."""
     if rope.scaling != "dynamic":
         return 1.0
     return max(1.0, rope.factor * (max_position / rope.original_max_position - 1) + 1)
@@ -92,7 +92,7 @@ def _proportional(rope: Rope, head_dim: int) -> Tensor:
 
 def _yarn(rope: Rope, frequencies: Tensor) -> Tensor:
     """Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023: frequencies that turn
-    often in the original context are kept, slow ones divided by `factor`, those between blended."""
+    often in the original context are kept, slow ones divided by `factor`, frequencies in between blended."""
     size = 2 * len(frequencies)
 
     def dimension(turns: float) -> float:
@@ -111,7 +111,7 @@ def _yarn(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Llama 3.1's: long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1's: long waves are stretched by `factor`, short ones kept, waves in between blended."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor

@@ -40,13 +40,13 @@ DTYPES = {
 _MODEL, _NESTED = "model.", "language_model."
 _BACKBONE = "backbone."
 _PREFIXES = ("model.language_model.", "language_model.model.", "", _BACKBONE)
+"""The prefixes of a text model's tensors where they are not "model."."""
 _EMBEDDINGS = {f"{_MODEL}embeddings.weight": f"{_MODEL}embed_tokens.weight"}
 """Names of Mamba-2 and Nemotron."""
 _INTERN = {"model.tok_embeddings.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
 """Names of InternLM."""
 _OUTSIDE = ("embed_tokens", "norm", "norm_f")
 """Tensors by which a prefix is known."""
-"""What stands before the names of a text model's tensors where that is not "model."."""
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -65,7 +65,7 @@ class TensorEntry:
 
 
 class TensorFiles:
-    """The tensors of a checkpoint by name. Their bytes are read from disk when what `read` returned is used."""
+    """The tensors of a checkpoint by name. Their bytes are read from disk when a tensor that was read is used."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class TensorFiles:
         Args:
             path: the checkpoint's folder or file.
             entries: of the tensors, if it is known where they are: no file is looked into then.
-            own_name: what the files call a tensor.
-            config: what says how large the tensors are, for messages.
-            names: of the file with all tensors, or of what says in which files they are.
+            own_name: returns the files' name for a tensor.
+            config: the file that gives the sizes of tensors, for messages.
+            names: the names of the file with all tensors, and of the index of several files.
 
         Raises:
             CheckpointError: a file is missing, truncated or malformed.
@@ -102,9 +102,9 @@ class TensorFiles:
         return self._own_name(name)
 
     def read(self, name: str) -> Tensor:
-        """Maps a tensor; of a type that is none of DTYPES, the bytes of its rows, [..., bytes] uint8.
+        """Maps a tensor; of a type outside DTYPES, the bytes of its rows, [..., bytes] uint8.
 
-        Its memory is that of the mapped file: nothing is copied.
+        It lies in the mapped file: nothing is copied.
         """
         entry = self.entries[name]
         dtype, shape = torch.uint8, (*entry.shape[:-1], -1)
@@ -118,7 +118,7 @@ class TensorFiles:
         )
 
     def give_back(self) -> None:
-        """Gives memory back that holds what was read; a tensor that is used again is read again, as it is on disk."""
+        """Frees the memory of tensors that were read; a tensor that is used again is read again, as it is on disk."""
         for mapped in self._maps.values():
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -149,9 +149,9 @@ def named(
     """The files with other names of their tensors.
 
     Args:
-        name_of: the name of a tensor by that in the files.
-        missing: what a tensor of such a name would be called that the files do not have.
-        config: what says how large the tensors are, for messages.
+        name_of: returns the name of a tensor, given the files' name.
+        missing: returns the files' name for a tensor that they lack.
+        config: the file that gives the sizes of tensors, for messages.
     """
     own_names = {name_of(own_name): own_name for own_name in files.entries}
     entries = {name: files.entries[own_name] for name, own_name in own_names.items()}

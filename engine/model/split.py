@@ -1,4 +1,4 @@
-"""How a model is shared out among the ranks that run it together."""
+"""The division of a model among the ranks that run it together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TILE = 128
 def split_config(
     config: ModelConfig, num_ranks: int, rank: int = 0, expert_parallel: str = "auto"
 ) -> ModelConfig:
-    """The config of what a rank has: a decoder with fewer heads, and narrower feed-forward parts or fewer experts.
+    """Returns the config of a rank: a decoder with fewer heads, and narrower feed-forward parts or fewer experts.
 
     Where there are fewer key-value heads than ranks, several ranks have the same one. The vocabulary keeps its size;
     see `ModelConfig.vocab_rows`.
@@ -29,7 +29,7 @@ def split_config(
         expert_parallel: see `LoadOptions`.
 
     Raises:
-        CheckpointError: the model cannot be shared out among so many.
+        CheckpointError: the model cannot be divided among so many.
     """
     asked = f"--tensor-parallel {num_ranks}"
     for attention in config.attentions:
@@ -106,11 +106,11 @@ def _narrower(part: _Part, num_ranks: int, field: str = "intermediate_size") -> 
 
 
 def splits_whole(experts: Experts, num_ranks: int, expert_parallel: str) -> bool:
-    """Whether each rank has some of the experts, whole, rather than its rows of every expert.
+    """Returns whether each rank has some of the experts, whole, rather than its rows of every expert.
 
-    Rows of every expert put the same work on each rank, whatever experts tokens choose. That is better, unless the part
-    of an expert is so narrow that a product of it takes as long as one of `TILE` rows: "auto" splits the experts where
-    the part is narrower, or its rows do not divide, and their number does.
+    Rows of every expert put the same work on each rank, for any choice of experts. That is better, unless the part of
+    an expert is so narrow that a product of it takes as long as one of `TILE` rows: "auto" splits the experts where the
+    part is narrower, or its rows do not divide, and their number does.
 
     Raises:
         CheckpointError: expert_parallel is "on", and the ranks do not divide the experts.

@@ -38,7 +38,7 @@ class _Slice:
 
 
 class _Unstacked(TensorFiles):
-    """The tensors of other files, and beside them those of each expert by its own name."""
+    """The tensors of other files, and each expert's tensors by its own name."""
 
     def __init__(
         self, files: TensorFiles, entries: dict[str, TensorEntry], slices: dict[str, _Slice]
@@ -65,7 +65,7 @@ class _Unstacked(TensorFiles):
 def unstacked(files: TensorFiles, config: ModelConfig) -> TensorFiles:
     """The files with a tensor of its own for each expert of a stack, which is a view of the mapped file.
 
-    Where the files have no stacks, they are what is returned.
+    Files without stacks are returned as they are.
 
     Raises:
         CheckpointError: a stack is not of as many experts as the model has, or of an odd number of rows.
@@ -104,7 +104,7 @@ _ENDS = {
     ".weight_scale_inv": "weight_scale_inv",
     "_scale_inv": "weight_scale_inv",
 }
-"""What follows a stack's name on disk, and the tensor of a linear map that it is."""
+"""The suffix of a stack's name on disk, and the tensor of a linear map that the stack holds."""
 
 
 def _slices(files: TensorFiles, name: str, stack: Stack, suffix: str, experts: Experts) -> dict[str, _Slice]:
@@ -124,8 +124,7 @@ def _slices(files: TensorFiles, name: str, stack: Stack, suffix: str, experts: E
 
 
 def _is_by_rows(entry: TensorEntry, stack: Stack, experts: Experts) -> bool:
-    """Whether the shape alone says that weights are [experts, rows, in]: transformers 5 writes so what files had
-    transposed."""
+    """Returns whether the shape alone says that weights are [experts, rows, in]: transformers 5 writes them so."""
     rows, inputs = len(stack.maps) * experts.inner_size, experts.hidden_size
     if experts.down in stack.maps:
         rows, inputs = inputs, experts.inner_size
@@ -133,7 +132,7 @@ def _is_by_rows(entry: TensorEntry, stack: Stack, experts: Experts) -> bool:
 
 
 def _entry(entry: TensorEntry, one: _Slice) -> TensorEntry:
-    """The entry of a slice. Where its numbers do not lie together, its start is that of its expert."""
+    """Returns the entry of a slice. Where its numbers do not lie together, its start is its expert's."""
     num_experts, *shape = entry.shape
     if one.is_transposed:
         shape.reverse()

@@ -56,11 +56,11 @@ class TensorWriter:
                 os.fsync(self._file.fileno())
 
     def start(self, name: str) -> int:
-        """Where in the file a tensor begins. Those that were announced follow each other, without gaps."""
+        """Returns where in the file a tensor begins. Announced tensors follow each other without gaps."""
         return self._first + self._starts[name]
 
     def flush(self) -> None:
-        """Makes what was written readable from the file by its name."""
+        """Makes the written tensors readable from the file by its name."""
         self._file.flush()
 
     def write(self, name: str, tensor: Tensor) -> None:

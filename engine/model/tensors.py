@@ -26,7 +26,7 @@ from penstock.engine.spec import Experts, HeadOrder, LayerEmbeddings, LinearMap,
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What becomes of the linear maps of a checkpoint: how they are stored, and what they are quantized to at load."""
+    """The storage of a checkpoint's linear maps, and the formats that they are quantized to at load."""
 
     storages: Storages = lambda _: PLAIN
     quantization: Quantization | None = None
@@ -49,7 +49,7 @@ def make_recipe(config: ModelConfig, options: LoadOptions, files: TensorFiles | 
         files: the checkpoint's. Without them, a router counts as one in floating point, as most are.
 
     Raises:
-        CheckpointError: what quantization_config says is not supported, or what the options ask for cannot be done.
+        CheckpointError: quantization_config is not supported, or the options cannot be met.
     """
     storages = storages_of(config.quantization)
     wanted = options.quantize
@@ -65,9 +65,9 @@ def make_recipe(config: ModelConfig, options: LoadOptions, files: TensorFiles | 
 
 
 def _floats(config: ModelConfig, files: TensorFiles | None) -> Iterator[str]:
-    """Yields the linear maps that stay in floating point, and that the files have so.
+    """Yields the linear maps that stay in floating point, and are so in the files.
 
-    GPTQ has no list of what it leaves out, and some programs quantize routers, where others do not.
+    GPTQ does not list the maps that it leaves out, and some programs quantize routers, where others do not.
     """
     if config.quantization is None or config.quantization.text("quant_method") == "gguf":
         return
@@ -105,7 +105,7 @@ class LinearSpec:
     gated: bool = False
     """See LinearPacker."""
     quantized: Rounding | None = None
-    """What it is quantized to as it is loaded, if it is."""
+    """The format that it is quantized to at load; None if it is not."""
     sums: bool = False
     """Among ranks, each has some of its inputs, and the outputs are summed. Otherwise each has some of its outputs."""
     gathers: int | None = None
@@ -136,7 +136,7 @@ class LinearSpec:
 
     @property
     def format(self) -> Format:
-        """What the kernels are given."""
+        """The format that the kernels take."""
         return self.quantized or self.stored
 
     def given(self, tensors: NamedTensors, round_groups: RoundGroups) -> NamedTensors:
@@ -156,7 +156,7 @@ class LinearSpec:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Puts the names of the parts before what is wrong with them."""
+        """Puts the names of the parts before the text of an error."""
         try:
             yield
         except CheckpointError as error:
@@ -185,7 +185,7 @@ def layer_specs(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> Iterator[Line
 
 
 def with_one_expert(config: ModelConfig) -> ModelConfig:
-    """The config with the first expert alone of each layer, for what all of them have in common."""
+    """Returns the config with the first expert alone of each layer, for the properties that all have in common."""
     layers = (
         layer.with_feed_forward(num_own=1) if isinstance(layer.feed_forward, Experts) else layer
         for layer in config.layers
@@ -233,7 +233,7 @@ def row_order(rows: Rows) -> Tensor | None:
 
 
 def head_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:
-    """The output head, whose rows are those of the embedding if the checkpoint ties them."""
+    """Returns the output head, whose rows are the embedding's if the checkpoint ties them."""
     name = EMBEDDING if config.spec.ties_embeddings else LM_HEAD
     quantization = recipe.quantization
     quantized = None if quantization is None else quantization.head_format(config.hidden_size)
@@ -253,12 +253,12 @@ def layer_table_spec(own: LayerEmbeddings, recipe: Recipe = AS_IT_IS) -> LinearS
 
 
 def layer_embeddings_spec(own: LayerEmbeddings, config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:
-    """The map from the embedding to what layers read beside it, which is never quantized at load."""
+    """Returns the map from the embedding to the second input of layers, which is never quantized at load."""
     return LinearSpec((Part(own.map, own.width, recipe.storages(own.map)),), config.hidden_size)
 
 
 def packs_embedding(config: ModelConfig, recipe: Recipe) -> bool:
-    """Whether the embedding becomes a packed linear map where `Kernels.keeps_narrow`.
+    """Returns whether the embedding becomes a packed linear map where `Kernels.keeps_narrow`.
 
     It does if it has integers, or if it is the output head, too, which stays in floating point.
     """
@@ -345,12 +345,12 @@ SIZE_FIELDS = {
 
 
 def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_IT_IS) -> None:
-    """Compares the tensors of the files with those that the config needs; the files may have more.
+    """Compares the tensors of the files with the tensors that the config needs; the files may have more.
 
     The check ends at the first tensor that is wrong, so that a config.json with absurd sizes costs nothing.
 
     Raises:
-        CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype, or the
+        CheckpointError: names the first tensor that is missing, or has a wrong shape or an unsupported dtype, or the
             first linear map that cannot be served in its format.
     """
     check_expected(expected_tensors(config, recipe), files, partial(_hint, config, files))
@@ -363,10 +363,10 @@ def check_expected(
     hint: Callable[[str], str] = lambda _: "",
     sizes: Mapping[str, str] = SIZE_FIELDS,
 ) -> None:
-    """Compares tensors of the files with those that are expected, up to the first that is wrong.
+    """Compares tensors of the files with the expected ones, up to the first that is wrong.
 
     Args:
-        hint: of a module, what may be the cause if a tensor of it is missing.
+        hint: returns the likely cause of a missing tensor, by its module.
         sizes: by the last part of a module's name, the entries of config.json that its shapes follow from.
 
     Raises:
@@ -429,7 +429,7 @@ def _size_fields(name: str, sizes: Mapping[str, str]) -> str:
 
 
 def _hint(config: ModelConfig, files: TensorFiles, module: str) -> str:
-    """What may be the cause of a missing tensor of a module."""
+    """Returns the likely cause of a missing tensor of a module."""
     if not module.startswith(LAYERS):
         return ""
     other = next(
@@ -448,7 +448,7 @@ def rounded(format: Rounding, weight: Tensor, round_groups: RoundGroups) -> Name
     """A weight [out, in] in a format.
 
     Args:
-        round_groups: gives what `rounding.round_groups` does.
+        round_groups: has the results of `rounding.round_groups`.
     """
     if isinstance(format, Integers):
         return format.quantize(weight, round_groups)

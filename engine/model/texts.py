@@ -35,7 +35,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the held-out texts; both are None if there are none."""
+    """The perplexities of the held-out texts; both are None if there are none."""
 
     before: float | None
     """Perplexity with the float weights."""

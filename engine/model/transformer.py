@@ -1,4 +1,4 @@
-"""The one decoder that every architecture describes, written over the kernel table."""
+"""The decoder of every architecture, written over the kernel table."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_head(
 
     Args:
         embedding: [vocab, hidden], or a linear map whose rows it is.
-        features: bfloat16 [blocks, block size, hidden], what the target writes of its tokens.
+        features: bfloat16 [blocks, block size, hidden], the target's features of its tokens.
     """
     assert kernels.team is not None
     spec = head.layer.spec
@@ -115,7 +115,7 @@ class Decoder:
     """A ForwardPass over the kernel table, on any device.
 
     Args:
-        states: those of the layers that have one. Without, every sequence of a batch is at its first token, and no
+        states: the states of the layers that have one. Without, every sequence of a batch is at its first token, and no
             state is kept.
     """
 
@@ -156,7 +156,7 @@ class Decoder:
         """Takes the residual stream [T, hidden] through all layers.
 
         Returns:
-            The stream, and what the last part of the last layer adds to it, if that is not in it yet.
+            The stream, and the output of the last layer's last part, if that is not added to it yet.
         """
         spec, step = self.config.spec, _Step(batch, self)
         parts = self._layer_embeddings(batch.token_ids, hidden)
@@ -170,7 +170,7 @@ class Decoder:
         return hidden, delta
 
     def _layer(self, index: int, hidden: Tensor, delta: Tensor | None, step: _Step) -> tuple[Tensor, Tensor]:
-        """Takes the stream, and what the last part adds to it, through the parts of a layer that there are."""
+        """Takes the stream, and the last part's output that is still to be added, through the parts of a layer."""
         layer, own = self.config.spec.layers[index], self.weights.layers[index]
         if own.mixer is not None:
             hidden, x = self._read(hidden, delta, layer.input_norm, own.input_norm)
@@ -187,7 +187,7 @@ class Decoder:
         return hidden, self._added(layer, layer.feed_forward_norm, own.feed_forward_norm, made)
 
     def _layer_embeddings(self, token_ids: Tensor, hidden: Tensor) -> Tensor | None:
-        """[T, layers, size] what each layer reads of its own of every token; None if they read nothing."""
+        """Returns [T, layers, size], the embedding of every token for each layer; None if no layer reads one."""
         spec, own = self.config.spec.layer_embeddings, self.weights.layer_embeddings
         if spec is None or own is None:
             return None
@@ -199,20 +199,20 @@ class Decoder:
         return both.view(-1, spec.num_layers, spec.size)
 
     def _of_embedding(self, spec: LayerEmbedding, own: LayerWeights, hidden: Tensor, part: Tensor) -> Tensor:
-        """What a layer adds of the embedding that its tokens have for it, [T, size]."""
+        """Returns a layer's addition from the embedding that its tokens have for it, [T, size]."""
         assert own.per_layer_gate is not None
         assert own.per_layer_out is not None
         gated = self.kernels.glu(torch.cat((own.per_layer_gate(hidden), part), dim=-1), spec.activation)
         return self._norm(own.per_layer_out(gated), spec.norm, own.per_layer_norm)
 
     def normed(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
-        """The final norm of rows of the residual stream and what is added to them."""
+        """Returns the final norm of rows of the residual stream plus `delta`."""
         return self._read(hidden, delta, self.config.spec.final_norm, self.weights.final_norm)[1]
 
     def _read(
         self, hidden: Tensor, delta: Tensor | None, norm: Norm | None, weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(the residual stream with what the last part adds to it, what the next part reads of it)"""
+        """Returns the residual stream plus the last part's output, and the input of the next part."""
         kernels, eps = self.kernels, self.config.spec.norm_eps
         if norm is not None and weight is not None and not norm.is_centered and delta is not None:
             return kernels.add_rms_norm(hidden, delta, weight, eps)
@@ -226,7 +226,7 @@ class Decoder:
         return kernel(x, weight, self.config.spec.norm_eps)
 
     def _added(self, layer: Layer, norm: Norm | None, weight: Tensor | None, made: Tensor) -> Tensor:
-        """The rows that a part adds to the stream, given what its last linear map made."""
+        """Returns the rows that a part adds to the stream, given the output of its last linear map."""
         made = self._norm(made, norm, weight)
         return made if layer.residual_scale == 1.0 else made * layer.residual_scale
 
@@ -279,7 +279,7 @@ class Decoder:
 
 
 class _Step:
-    """What all layers of one step share."""
+    """The data that all layers of one step share."""
 
     def __init__(self, batch: Batch, decoder: Decoder) -> None:
         kernels, kv = decoder.kernels, decoder.kv

@@ -27,7 +27,7 @@ class Translation:
 
     @classmethod
     def of(cls, tokens: SharedTokens | None, vocab: int, num_logits: int) -> Translation:
-        """Without shared tokens, all are the same; what one of the two has more are rows of padding."""
+        """Without shared tokens, all are the same; the surplus of one of the two is rows of padding."""
         same = torch.arange(vocab)
         context = same
         if tokens is not None:

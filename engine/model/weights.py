@@ -67,7 +67,7 @@ from penstock.engine.spec import (
 )
 
 Progress = Callable[[int, int], None]
-"""Told of bytes done and bytes in all."""
+"""Is called with the bytes done and the bytes in all."""
 
 
 def load_weights(
@@ -108,7 +108,7 @@ def load_weights(
         specs = linear_specs(config, layer, recipe)
         layers.append(load_layer(config.spec.layers[layer], reader, layer, specs, config.spec.norm_eps))
         files.give_back()
-        trim_heap()  # of what is freed the C library keeps several layers, else
+        trim_heap()  # else the C library keeps several freed layers
     final_norm = reader.norm(config.spec.final_norm)
     lm_head = tied_head or reader.linear(head)
     if (config.spec.logit_scale, config.spec.logit_softcap) != (1.0, 0.0):
@@ -145,7 +145,7 @@ def _layer_table(reader: Reader, spec: LinearSpec) -> Tensor | Linear:
 def load_layer(
     layer: Layer, reader: Reader, number: int, specs: Mapping[str, LinearSpec], eps: float
 ) -> LayerWeights:
-    """One layer, whose linear maps are those of `specs`.
+    """Returns one layer, whose linear maps are given by `specs`.
 
     Args:
         eps: of its norms.
@@ -209,7 +209,7 @@ def _mlp(own: Mlp, reader: Reader, specs: Mapping[str, LinearSpec], prefix: str 
 def _experts(
     own: Experts, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec], eps: float
 ) -> ExpertsWeights:
-    # What shared experts make on each rank is added to what the others do, and summed with it.
+    # The shared experts' output on each rank is added to the others', and summed with it.
     parts = {field: replace(spec, sums=False) for field, spec in specs.items()}
     return ExpertsWeights(
         spec=own,
@@ -263,10 +263,10 @@ class Reader:
         self._lock = Lock()
 
     def norm(self, norm: Norm, prefix: str = "", heads: HeadOrder | None = None) -> Tensor:
-        """The weight of a norm: a copy of its own, on the device. One that is changed is float32.
+        """Returns the weight of a norm: a copy of its own, on the device. A changed weight is float32.
 
         Args:
-            heads: the order of what it norms, if that is heads in another order than ours.
+            heads: the order of the heads that it norms, if it is not ours.
         """
         if not norm.name:
             return torch.ones(norm.size, device=self.kernels.device, dtype=self.kernels.activation_dtype)
@@ -294,14 +294,14 @@ class Reader:
         return self.pack(spec, *self._given(spec))
 
     def experts(self, specs: Sequence[LinearSpec]) -> ExpertLinear:
-        """The linear maps of the experts of a layer, read in threads. What ranks add is added to their sum."""
+        """The linear maps of the experts of a layer, read in threads. Ranks add up the experts' sum."""
         first, each = specs[0], in_order(partial(self._given, spec) for spec in specs)
         return self.kernels.pack_experts(
             each, first.format, len(specs), first.out_features, gated=first.gated
         )
 
     def pack(self, spec: LinearSpec, tensors: NamedTensors, bias: Tensor | None = None) -> Linear:
-        """The linear map of tensors in the format that kernels are given, with what ranks add to it."""
+        """Returns the linear map of tensors in the kernels' format, followed by its collective of the ranks."""
         linear, ranks = self.kernels.linear(tensors, spec.format, bias, gated=spec.gated), self.kernels.ranks
         if ranks is None:
             return linear
@@ -335,7 +335,7 @@ class Reader:
         )
 
     def _reads_blocks(self, spec: LinearSpec) -> bool:
-        """Whether the kernels pack it from its parts as they lie in the file: all are ggml's blocks."""
+        """Returns whether the kernels pack it from its parts as they lie in the file: all are ggml's blocks."""
         return (
             self.kernels.keeps_narrow
             and spec.quantized is None

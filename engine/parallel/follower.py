@@ -1,4 +1,4 @@
-"""A rank other than 0: a process that loads its part of a model, and runs the steps that rank 0 tells it of."""
+"""A rank other than 0: a process that loads its part of a model, and runs the steps that rank 0 sends it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.engine.planning.step import Plan, StepInFlight
 def main(descriptor: int, rank: int, size: int, meeting: str, on_cuda: bool) -> None:
     """Serves rank 0 at the other end of a socket, until that is closed.
 
-    What fails here has failed for all ranks: it is said in one line, and the process ends, which rank 0 notices.
+    A failure here is one of all ranks: it is reported in one line, and the process ends, which rank 0 notices.
     """
     rank_0: Connection[object, object] = Connection(descriptor)
     try:
@@ -39,7 +39,7 @@ def main(descriptor: int, rank: int, size: int, meeting: str, on_cuda: bool) -> 
 
 
 class _Follower:
-    """Does what the messages say.
+    """Executes the messages.
 
     Args:
         answer: takes the answer to a message that has one.

@@ -27,7 +27,7 @@ class Group:
 
     def __init__(self, rank: int, size: int, meeting: Path, *, on_cuda: bool) -> None:
         self.rank, self.size = rank, size
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # nobody else may reach what gloo listens on
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # no other machine may reach gloo's sockets
         if on_cuda:
             torch.cuda.set_device(rank)
         dist.init_process_group(
@@ -57,7 +57,7 @@ class Group:
         return int(found)
 
     def abort(self) -> None:
-        """Ends what waits for the other ranks, on the device too; for another thread, when one of them is gone."""
+        """Ends all waits for the other ranks, on the device too; called by another thread, when one of them is gone."""
         distributed_c10d._abort_process_group()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Rank 0: starts the other ranks, tells them what it does, and notices when one of them is gone."""
+"""Rank 0: starts the other ranks, sends them its steps, and notices when one of them is gone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def start_ranks(options: LoadOptions, say: Callable[[str], None]) -> Followers:
 class Followers:
     """The ranks from 1 on, each a process at the other end of a socket.
 
-    A socket that is closed is how each side learns that the other is gone, whatever ended it.
+    Each side learns by the closed socket that the other is gone, for any reason.
     """
 
     def __init__(self, size: int, *, on_cuda: bool = False) -> None:
@@ -135,7 +135,7 @@ class Followers:
 
     @contextmanager
     def needed(self) -> Iterator[None]:
-        """Makes whatever fails in the block final, for the ranks are no longer at the same place.
+        """Makes any failure in the block final, for the ranks are no longer at the same place.
 
         Raises:
             DeviceError: something failed; the message says if a rank is gone.
@@ -183,7 +183,7 @@ class Followers:
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Waits for a rank's end, and ends what would wait for it on this one."""
+        """Waits for a rank's end, and ends all waits for it on this one."""
         status = process.wait()
         if self._is_closing or self._loss:
             return

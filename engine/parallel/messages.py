@@ -1,6 +1,6 @@
-"""The messages of rank 0 to the others: the plans of its steps, told as changes to sequences that they know.
+"""The messages of rank 0 to the others: the plans of its steps, as changes to sequences that they know.
 
-Every rank runs the same steps of the same sequences. A sequence is told whole when a step first has it, its request
+Every rank runs the same steps of the same sequences. A sequence is sent whole when a step first has it, its request
 included; from then on one array of 32-bit integers for each step has the tokens and blocks that are new.
 """
 
@@ -21,7 +21,7 @@ from penstock.engine.planning.step import Chunk, Masks, Plan
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load this checkpoint; answered with None once the model is warm, or with what is wrong with it."""
+    """Load this checkpoint; answered with None once the model is warm, or with an error."""
 
     folder: Path
     options: LoadOptions
@@ -106,7 +106,7 @@ class Narrator:
 
 
 class Listener:
-    """Makes plans of messages, on the other ranks: their sequences have what a step reads of them, and no more."""
+    """Makes plans of messages, on the other ranks: their sequences have the fields that a step reads, and no more."""
 
     def __init__(self) -> None:
         self._sequences: dict[int, Sequence] = {}

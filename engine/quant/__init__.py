@@ -1,1 +1,1 @@
-"""How the weights of linear maps are stored in checkpoints, and how they are quantized."""
+"""Storages of the weights of linear maps in checkpoints, and their quantization."""

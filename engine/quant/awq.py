@@ -21,13 +21,13 @@ _SMALLEST = 1e-4
 def input_scales(
     weights: Sequence[Tensor], hessian: Tensor, grid: Grid, shared: tuple[int, ...] | None = None
 ) -> Tensor:
-    """[in]: what the columns of linear maps with the same inputs are multiplied by, and the inputs divided.
+    """Returns [in], the factors of the columns of linear maps with the same inputs, and the divisors of the inputs.
 
     It is a power of the inputs' root mean square, of which `round_clipped` leaves the smallest error of the outputs.
 
     Args:
         weights: of each linear map [out, in] float32.
-        shared: a shape (a, b, c) of the inputs, in which those that differ in b only must have the same scale.
+        shared: a shape (a, b, c) of the inputs, in which inputs that differ in b only must have the same scale.
     """
     squares = hessian.diagonal()
     if shared is not None:

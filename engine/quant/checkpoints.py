@@ -1,4 +1,4 @@
-"""Which storage each linear map of a checkpoint has: what `quantization_config` in config.json says."""
+"""Chooses the storage of each linear map of a checkpoint by `quantization_config` in config.json."""
 
 from __future__ import annotations
 

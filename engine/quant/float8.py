@@ -1,4 +1,4 @@
-"""Weights as floats of 8 bits (e4m3): how a float weight is rounded to them, and what they stand for."""
+"""Weights as floats of 8 bits (e4m3): their rounding from float weights, and their meaning."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Float8:
                 yield "scale", (-(-out_features // BLOCK), -(-in_features // BLOCK))
 
     def join(self, parts: Sequence[NamedTensors]) -> NamedTensors:
-        """A copy, with scales for every row: those of one part are none of the next one's."""
+        """Returns a copy, with scales for every row: one part's scales are not the next one's."""
         return {
             "weight": torch.cat([part["weight"].view(torch.uint8) for part in parts]).view(FLOAT8),
             "scale": torch.cat([self.row_scales(part) for part in parts]),

@@ -1,4 +1,4 @@
-"""The formats of weights that kernels are given: which tensors a linear map has, and what they stand for."""
+"""The formats of weights that kernels take: the tensors of a linear map, and their meaning."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Format(Protocol):
 
     @property
     def name(self) -> str:
-        """What an operator calls it: "int4", say."""
+        """The name that an operator knows: "int4", say."""
 
     def shapes(self, out_features: int, in_features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The names and shapes of the tensors."""
 
     def join(self, parts: Sequence[NamedTensors]) -> NamedTensors:
-        """A copy of the linear map whose output features are those of all the parts, one after another."""
+        """Returns a copy of the linear map whose output features are all the parts', one after another."""
 
     def unpack(self, tensors: NamedTensors) -> Tensor:
         """The weight [out, in] in a floating-point type."""
 
     def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
-        """The bytes of a packed weight; `dtype` is that of weights in floating point."""
+        """Returns the bytes of a packed weight; `dtype` is the type of weights in floating point."""
 
 
 class Rounding(Format, Protocol):

@@ -1,4 +1,4 @@
-"""GPTQ: rounds the inputs of a linear map one after another, and lets those to come make good for each one's error.
+"""GPTQ: rounds the inputs of a linear map one after another, and compensates each one's error in the later ones.
 
 Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", 2022, https://arxiv.org/abs/2210.17323, algorithm 1.
@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engine.quant.grid import WIDE_SHARES, Grid, Levels, Rounded
 
 _BLOCK = 128
-"""So many inputs are rounded before those after them are updated, in one product."""
+"""So many inputs are rounded before the later ones are updated, in one product."""
 
 _MOST_DAMPING = 1e3
 
@@ -23,7 +23,7 @@ _MOST_DAMPING = 1e3
 class Gptq:
     """A method of rounding; see `grid.Method`.
 
-    The levels of all groups are chosen first, with errors weighed by the mean square of the inputs. So groups are those
+    The levels of all groups are chosen first, with errors weighed by the mean square of the inputs. So groups consist
     of neighbours in any order of rounding, and the checkpoint needs no list of them.
     """
 

@@ -20,7 +20,7 @@ _WEIGHTS_AT_A_TIME = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What the integers of each group stand for: (integer - zero) * scale."""
+    """The numbers that the integers of each group stand for: (integer - zero) * scale."""
 
     scale: Tensor
     """[out, groups] in the type of scales."""
@@ -37,7 +37,7 @@ class Rounded:
     levels: Levels
 
     def weight(self) -> Tensor:
-        """[out, in] float32: what the integers stand for."""
+        """[out, in] float32: the numbers that the integers stand for."""
         scale, zero = self.levels.scale.float(), self.levels.zero
         groups = torch.unflatten(self.integers.float(), 1, (scale.shape[1], -1))
         return ((groups - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1)
@@ -47,7 +47,7 @@ class Rounded:
 class Grid:
     """Integers of `bits` bits with a scale for every `group_size` inputs of a row.
 
-    Those of 8 bits leave out -128, so that they reach as far below 0 as above.
+    Integers of 8 bits leave out -128, so that they reach as far below 0 as above.
     """
 
     bits: int
@@ -81,7 +81,7 @@ class Grid:
     def fitted(
         self, weight: Tensor, hessian: Tensor | None = None, shares: Sequence[float] = SHARES
     ) -> Levels:
-        """The levels that leave the smallest error of those that span one of several shares of each group's range.
+        """Returns the levels with the smallest error, among ones that span several shares of each group's range.
 
         For steps d = integer - zero, the best scale is <w, d> / <d, d>, and a scale s leaves the error
         <w, w> - 2 s <w, d> + s^2 <d, d>. Integers of 8 bits span the whole range: clipping does not pay.
@@ -115,7 +115,7 @@ class Grid:
         return Levels(best.scale.T.contiguous(), best.zero.T.contiguous())
 
     def nearest(self, weight: Tensor, levels: Levels | None = None) -> Rounded:
-        """A weight [out, in] rounded to the nearest of these levels, or of those that span the range of each group."""
+        """Rounds a weight [out, in] to the nearest of these levels, or of levels that span the range of each group."""
         groups = self._grouped(weight)
         levels = levels or self.spanning(groups)
         return Rounded(self._integers(groups, levels).flatten(1).to(torch.int8), levels)
@@ -139,7 +139,7 @@ Method = Callable[[Tensor, Tensor, Grid], Rounded]
 
 
 def round_to_nearest(weight: Tensor, hessian: Tensor, grid: Grid) -> Rounded:  # noqa: ARG001
-    """Every weight to the nearest level, whatever its inputs are like."""
+    """Rounds every weight to the nearest level, without regard to its inputs."""
     return grid.nearest(weight, grid.fitted(weight))
 
 

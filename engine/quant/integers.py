@@ -1,4 +1,4 @@
-"""Weights as small integers: how a float weight is rounded to them, and what they stand for."""
+"""Weights as small integers: their rounding from float weights, and their meaning."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ELEMENTS_AT_A_TIME = 1 << 17
 
 
 class Factors(StrEnum):
-    """How the scales and offsets of integers are kept."""
+    """The representation of the scales and offsets of integers."""
 
     FLOAT32 = "float32"
     """In float32."""
@@ -56,14 +56,14 @@ class Factors(StrEnum):
 
 
 class Inputs(StrEnum):
-    """How activations are rounded before they are multiplied with integers, where they are."""
+    """The rounding of activations before they are multiplied with integers, where they are."""
 
     GROUPS = "groups"
     """To 8 bits, with a scale for each group of the weight."""
     ROW = "row"
     """To 8 bits, with a scale for each row."""
     FINE = "fine"
-    """To 15 bits, with a scale for each group of the weight: what 8 bits lack is rounded to 8 bits once more. For
+    """To 15 bits, with a scale for each group of the weight: the rest beyond 8 bits is rounded to 8 bits once more. For
     checkpoints that say that activations have 16 bits."""
 
 
@@ -113,7 +113,7 @@ class Integers:
         return replace(self, bits=bits, factors=Factors.FLOAT32, table=())
 
     def check(self, in_features: int) -> None:
-        """Sees to it that rows of so many inputs can be in this format.
+        """Checks that rows of so many inputs can be in this format.
 
         Raises:
             CheckpointError: the message says what is wrong with the groups or the inputs.
@@ -237,7 +237,7 @@ class Integers:
         Weights are rounded to 8 bits without offsets, and to fewer with them: factors then have bfloat16's numbers.
 
         Args:
-            round_groups: gives what `rounding.round_groups` does.
+            round_groups: has the results of `rounding.round_groups`.
         """
         assert self.has_offset == (self.bits < 8)
         assert self.factors is Factors.FLOAT32 or (self.has_offset and self.factors is Factors.HALF)
@@ -261,7 +261,7 @@ class Integers:
 
 
 def _in_parts(make: Callable[[Floats], _Made], weight: Tensor) -> Iterator[_Made]:
-    """What some rows at a time become, in threads."""
+    """Yields the results of `make` for some rows at a time, in threads."""
 
     def made(rows: Tensor) -> _Made:
         return make(rows.float().contiguous().numpy())
@@ -271,7 +271,7 @@ def _in_parts(make: Callable[[Floats], _Made], weight: Tensor) -> Iterator[_Made
 
 
 def _as_tensor(array: np.ndarray) -> Tensor:
-    """A tensor of the same bits; those of 16 are a bfloat16's."""
+    """Returns a tensor of the same bits; 16-bit ones are bfloat16."""
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -313,7 +313,7 @@ def _common_factors(formats: Sequence[Integers]) -> Factors:
 
 
 def widen(tensors: NamedTensors, format: Integers, to: Integers) -> NamedTensors:
-    """The tensors of `format` as those of `to`, a common format of it and others. They stand for the same numbers."""
+    """Returns the tensors of `format` in `to`, a common format of it and others. They stand for the same numbers."""
     if format == to:
         return tensors
     if format.factors != to.factors and to.factors is not Factors.ZEROS:

@@ -1,4 +1,4 @@
-"""Quantized weights as the cache of what `--quantize` made stores them."""
+"""The storage of quantized weights in the cache of `--quantize`."""
 
 from __future__ import annotations
 

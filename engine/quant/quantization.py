@@ -1,4 +1,4 @@
-"""What `--quantize` makes of the linear maps of a model as it is loaded."""
+"""The formats that `--quantize` gives the linear maps of a model as it is loaded."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _GROUPED = ("int4", "nf4")
 """The quantizations of 4 bits: their rows are cut into groups, and layers that matter most have 8 bits."""
 
 _LAYERS_OF_8_BITS = 1
-"""So many layers at the start have 8 bits where 4 are asked for: all later layers read what they write."""
+"""So many layers at the start have 8 bits where 4 are asked for: all later layers read their outputs."""
 _LAYERS_OF_WIDE_GROUPS = 6
-"""So many layers after those have wide groups in int4: half a bit less a weight, which makes up for the first layer."""
+"""So many layers after them have wide groups in int4: half a bit less a weight, which makes up for the first layer."""
 
 _WIDE_GROUPS, _NARROW_GROUPS = (64, 32), (32,)
-"""The group sizes for 4 bits where nobody asks; the first that divides the inputs is taken."""
+"""The default group sizes for 4 bits; the first that divides the inputs is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the linear maps of a model are quantized.
+    """The quantization of the linear maps of a model.
 
     The output head and the first layer have 8 bits in any case: rounding them shows most in the logits. int4 has 5 bits
     a weight on the mean of seven layers or more, scales and offsets included.

@@ -1,10 +1,10 @@
-"""Rotations of the inputs of linear maps, which spread what stands out in a few channels over many.
+"""Rotations of the inputs of linear maps, which spread outliers of a few channels over many.
 
-A block x of n inputs becomes H D x. H is a Hadamard matrix, whose entries are 1 and -1, and H H = n; D changes
-signs. The weight of a map that reads H D x has H D w / n for each of its rows w, and the products are what they were.
-(Ashkboos et al., QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs, 2024.)
+A block x of n inputs becomes H D x. H is a Hadamard matrix, whose entries are 1 and -1, and H H = n; D changes signs.
+The weight of a map that reads H D x has H D w / n for each of its rows w, and the products stay the same. (Ashkboos et
+al., QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs, 2024.)
 
-The signs are those of a bent function: H spreads even inputs that are all alike over all outputs. (Rothaus, On "Bent"
+The signs are a bent function's: H spreads even inputs that are all alike over all outputs. (Rothaus, On "Bent"
 Functions, 1976.)
 """
 
@@ -28,12 +28,12 @@ def rotated(x: Tensor, block: int) -> Tensor:
 
 
 def rotated_back(x: Tensor, block: int) -> Tensor:
-    """D H x for each block of the rows of x [..., in]: so many times what was rotated."""
+    """Returns D H x for each block of the rows of x [..., in]: the inverse of the rotation, times the block size."""
     return _transformed(x, block) * _signs(x, block)
 
 
 def _transformed(x: Tensor, block: int) -> Tensor:
-    """H x. Sums and differences of halves come first, then those of quarters, ...: the order of all kernels."""
+    """Returns H x. Sums and differences of halves come first, then of quarters, ...: the order of all kernels."""
     half = block // 2
     while half:
         pairs = torch.unflatten(x, -1, (-1, 2, half))

@@ -1,4 +1,4 @@
-"""How groups of weights are rounded to integers: the specification, which native code gives bit for bit.
+"""The rounding of groups of weights to integers: the specification, which native code matches bit for bit.
 
 Every operation rounds as IEEE 754 says, one by one and in a fixed order, so that all machines get the same integers.
 """
@@ -26,7 +26,7 @@ SMALLEST = np.float32(1e-30)
 """Stands in for a scale of 0, so that nothing is divided by 0."""
 
 _MOST_IMPORTANT = 4096
-"""The importance of a column, where that of most is 1."""
+"""The highest importance of a column, where most have 1."""
 
 
 def round_groups(
@@ -35,7 +35,7 @@ def round_groups(
     """Rounds [rows, groups, group_size] to 8 bits without offsets, or to fewer with them.
 
     Args:
-        importance: [groups, group_size] what a squared error counts, with fewer than 8 bits.
+        importance: [groups, group_size] the weight of a squared error, with fewer than 8 bits.
         rotation: the size of the blocks in which groups of 8 bits are rotated before (see `rotation.py`), or 0.
 
     Returns:
@@ -58,20 +58,20 @@ def column_units(peaks: Floats) -> Floats:
 
 
 def column_squares(weight: Floats, units: Floats) -> Doubles:
-    """The sums of the squares of columns, rounded to integers: exact, whatever the order of the rows."""
+    """The sums of the squares of columns, rounded to integers: exact, in any order of the rows."""
     steps = np.rint(weight * units)
     squares: Doubles = (steps * steps).sum(0, dtype=np.float64)
     return squares / np.square(units, dtype=np.float64)
 
 
 def importance(squares: Doubles) -> Floats:
-    """What an error counts in each column: the less its weights are, beside those of most columns, the more.
+    """Returns the weight of an error in each column: the smaller a column's weights are than most columns', the higher.
 
-    Models shrink the weights of inputs that are always large, those of outlier channels, and errors of these weights
-    are multiplied with the same inputs.
+    Models shrink the weights of inputs that are always large, the outlier channels', and errors of these weights are
+    multiplied with the same inputs.
 
     Args:
-        squares: see `column_squares`; those of all rows.
+        squares: see `column_squares`; the squares of all rows.
     """
     middle = max(np.partition(squares, len(squares) // 2)[len(squares) // 2], float(SMALLEST))
     counted = np.maximum(middle / np.maximum(squares, middle / _MOST_IMPORTANT), 1)
@@ -130,7 +130,7 @@ def _nearest(x: Floats, scale: Floats, offset: Floats, top: np.float32) -> Float
 def _fit(
     x: Floats, importance: Floats, sums: tuple[Floats, Floats], integers: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """The scales and offsets that fit integers to x best, and what of its sum of squares these explain.
+    """Returns the scales and offsets that fit integers to x best, and the part of its sum of squares that they explain.
 
     Args:
         x: [n, groups]

@@ -8,5 +8,5 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def stack_of(name: str) -> str:
-    """The name of the stack that what belongs to one expert is a part of; of anything else, its own name."""
+    """Returns the name of the stack that an expert's part belongs to; for any other name, the name itself."""
     return _EXPERT.sub(".experts.", name)

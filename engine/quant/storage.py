@@ -1,4 +1,4 @@
-"""How checkpoints store the weights of linear maps, and what their tensors become for the kernels.
+"""The ways in which checkpoints store the weights of linear maps, and their repacking for the kernels.
 
 A storage is a parser, a format is a kernel: each of the many storages is repacked at load into one of few formats.
 """
@@ -24,17 +24,17 @@ class StoredTensor:
     """One of the tensors that a linear map has in a checkpoint."""
 
     suffix: str
-    """What follows the name of the linear map and a dot: "weight", "qweight", ..."""
+    """The suffix after the name of the linear map and a dot: "weight", "qweight", ..."""
     shape: Shape
     dtypes: tuple[str, ...] = FLOATS
     """The types that it may have, as safetensors names them."""
     optional: bool = False
     """Whether a checkpoint may lack it."""
     loose: bool = False
-    """Whether axes of length 1 may be missing or added, as those of scales are: [8], [8, 1]."""
+    """Whether axes of length 1 may be missing or added, as in scales: [8], [8, 1]."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor may have this shape."""
+        """Returns whether the tensor may have this shape."""
         wanted = tuple(size for size in self.shape if size != 1) if self.loose else self.shape
         found = tuple(size for size in shape if size != 1) if self.loose else shape
         return len(wanted) == len(found) and all(
@@ -59,7 +59,7 @@ class BadTensor(ValueError):
         super().__init__(f"{suffix} {fault}")
         self.suffix = suffix
         self.fault = fault
-        """What follows the tensor's name in a sentence: "is not finite", say."""
+        """The text that follows the tensor's name in a sentence: "is not finite", say."""
 
 
 class Storage(Protocol):
@@ -77,10 +77,10 @@ class Storage(Protocol):
         """
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
-        """What the checkpoint must have of this linear map, its bias aside."""
+        """Yields the tensors that the checkpoint must have of this linear map, its bias aside."""
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
-        """The stored tensors, as `tensors` describes them, in the format; those that stay as they are, uncopied.
+        """Returns the stored tensors, as `tensors` describes them, in the format; unchanged ones are not copied.
 
         Optional ones that the checkpoint lacks are not among them.
 

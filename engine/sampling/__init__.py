@@ -1,1 +1,1 @@
-"""The one rule by which a token is chosen from a row of logits, and what the rule has to know of each sequence."""
+"""The rule by which a token is chosen from a row of logits, and the state of each sequence that the rule needs."""

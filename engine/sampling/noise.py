@@ -2,8 +2,8 @@
 
 The noise key of output token t of choice i is output t of a SplitMix64 generator whose state is output i of the
 SplitMix64 generator seeded with the request's seed (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014). Any output of SplitMix64 can be computed without those before it, so nothing is stored that a
-preemption, a fork or another batch could change.
+generators", OOPSLA 2014). Any output of SplitMix64 can be computed without the earlier ones, so nothing is stored that
+a preemption, a fork or another batch could change.
 
 The noise of token id v is a hash of v under the two halves of that key: Appleby's 32-bit finalizer of MurmurHash3,
 once for each half. Two models that draw with the same key see the same noise at the same token id, so that similar

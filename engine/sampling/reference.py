@@ -3,16 +3,16 @@
 For one row of logits, in this order:
 
 1. Biases are added; a token that would end the sequence before `min_tokens` is banned (minus infinity).
-2. Tokens that were seen are penalised: repetition (a positive logit is divided by it, another multiplied), then
-   frequency times the number of appearances in the output, and presence if there is one. A logit that a penalty
-   takes beyond float32 becomes its largest or smallest number.
+2. Tokens that have appeared are penalised: repetition (a positive logit is divided by it, another multiplied), then
+   frequency times the number of appearances in the output, and presence if there is one. A logit that a penalty takes
+   beyond float32 becomes its largest or smallest number.
 3. A token that the row's mask rules out is banned.
 4. With `peak` the largest logit so far, the depth of a token is peak - logit. Depths divided by the temperature and cut
    to multiples of 2^-17 nat are its level, at most LEVELS - 1 (32 nats). Top-k keeps every token whose level is at most
-   that of the k-th most likely one. Top-p keeps, of what top-k kept, each level that less than top_p of the mass lies
-   above; the mass of a token is exp(-depth / temperature) in units of 2^-34, cut to an integer, so that sums do not
-   depend on their order. Top-k and top-p keep whole levels. Min-p keeps depths up to min_p_depth times the temperature,
-   whatever their levels. Rarer filters are masks: see `sieve.py`.
+   the k-th most likely token's. Top-p keeps, of the tokens that top-k kept, each level that less than top_p of the mass
+   lies above; the mass of a token is exp(-depth / temperature) in units of 2^-34, cut to an integer, so that sums do
+   not depend on their order. Top-k and top-p keep whole levels. Min-p keeps depths up to min_p_depth times the
+   temperature, whatever their levels. Rarer filters are masks: see `sieve.py`.
 5. Of the tokens kept, the one with the largest logit + temperature * noise is chosen, the lowest id where several are
    largest: the Gumbel-max trick (Gumbel, 1954; Maddison, Tarlow and Minka, "A* sampling", 2014) chooses each token with
    its probability. Temperature 0 is the argmax, and filters do not matter to it.
@@ -103,7 +103,7 @@ def kept(depths: Tensor, columns: Mapping[str, Tensor], filters: Filters) -> Ten
 
 
 def most_likely(logits: Tensor, rows: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the most likely tokens of some rows of logits, and what all log probabilities of a row follow from.
+    """Finds the most likely tokens of some rows of logits, and the norms of all log probabilities of a row.
 
     Every row is computed for itself. One that is not finite has no order, and NaN for log probabilities.
 
@@ -114,7 +114,7 @@ def most_likely(logits: Tensor, rows: Tensor, num: int) -> tuple[Tensor, Tensor,
     Returns:
         Norms [T, 2] float32, for `logprobs_of`: the largest logit, and the logarithm of the sum of exponentials below
         it. The `num` most likely tokens [T, num], or all if there are fewer, best first: int32 ids, and float32 log
-        probabilities, which are those of the untouched logits.
+        probabilities, of the untouched logits.
     """
     raw = logits.index_select(0, rows).float()
     peaks = raw.amax(-1, keepdim=True)
@@ -191,7 +191,7 @@ def _nucleus(levels: Tensor, nats: Tensor, cuts: Tensor, top_p: Tensor) -> Tenso
     masses = (torch.exp(-nats) * MASS_UNIT).long().masked_fill(levels > cuts, 0)
     ordered, order = levels.sort(-1)
     running = masses.gather(1, order).cumsum(-1)
-    # Mass above a level: that of everything before the first token of the level.
+    # Mass above a level: the mass of everything before the first token of the level.
     first = torch.searchsorted(ordered, ordered, right=False)
     above = torch.where(first > 0, running.gather(1, (first - 1).clamp(min=0)), 0)
     is_kept = (above.double() < top_p * running[:, -1:].double()) & (ordered <= cuts)

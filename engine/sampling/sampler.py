@@ -50,10 +50,10 @@ class Sampler:
         self._choose = choose
         self._sieve = Sieve(num_slots, device)
         self._filters: dict[int, Filters] = {}
-        """What the sequence in each slot asks for."""
+        """The filters of the sequence in each slot."""
 
     def assign(self, slot: int, sequence: Sequence) -> None:
-        """Writes all that the slot has to know of a sequence; what it held before is gone.
+        """Writes all parameters of a sequence into its slot, in place of the slot's former ones.
 
         Raises:
             ValueError: the request has more biased and banned tokens than there is room for.
@@ -93,7 +93,7 @@ class Sampler:
         self._filters.pop(slot, None)
 
     def filters(self, slots: Iterable[int]) -> Filters:
-        """What a step over these slots asks for at least; a slot that nobody has, or -1, asks for nothing."""
+        """Returns at least the filters of a step over these slots; a slot of no sequence, or -1, has none."""
         asked = [self._filters.get(slot, _NOTHING) for slot in slots]
         return Filters(
             top_k=any(filters.top_k for filters in asked),
@@ -104,7 +104,7 @@ class Sampler:
     def sample(
         self, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters, masks: Tensor | None = None
     ) -> Tensor:
-        """Chooses a token for each row of logits; see `reference.choose`. `filters` are at least those of the slots."""
+        """Chooses a token for each row of logits; see `reference.choose`. `filters` are at least the slots' filters."""
         if filters.sifted:
             masks = self._sieve.masks(logits, self.tables, slots, numbers, masks)
         return self._choose(logits, self.tables, slots, numbers, filters, masks)

@@ -1,7 +1,8 @@
-"""Filters that few requests ask for: typical-p, top-a and XTC, in plain torch, as masks for any implementation.
+"""Rarely used filters: typical-p, top-a and XTC, in plain torch, as masks for any implementation.
 
 A row with one of them is chosen from a mask in which all of its filters are; its parameters in the sampling tables have
-none. Of what top-k, top-p and min-p keep (see `reference.py`), with the probabilities p of what is left at each point:
+none. From the tokens that top-k, top-p and min-p keep (see `reference.py`), with the probabilities p of the tokens left
+at each point:
 
 1. Typical-p keeps the tokens whose -log p is nearest to the entropy, until they have typical_p of the mass: Meister,
    Pimentel, Wiher and Cotterell, "Locally typical sampling", 2023.
@@ -33,7 +34,7 @@ class Sieve:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._rows = torch.tensor(_FREE).repeat(num_slots, 1).to(device)
         self._slots: set[int] = set()
-        """Those whose filters are other than none."""
+        """The slots whose sequences have one of these filters."""
 
     def assign(self, slot: int, params: SamplingParams, top_k: int, min_p_depth: float) -> bool:
         """Takes the filters of the sequence that gets a slot, if it has one of these; says whether it has."""
@@ -50,7 +51,7 @@ class Sieve:
     def masks(
         self, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, masks: Tensor | None
     ) -> Tensor:
-        """[R, words] int32: what the filters of each row keep of what its mask allows; arguments as in `choose`."""
+        """Returns [R, words] int32, the tokens of its mask that each row's filters keep; arguments as in `choose`."""
         if logits.device.type != "cpu":
             return self._kept(logits, tables, slots, numbers, masks)
         words = -(-logits.shape[1] // 32)
@@ -81,7 +82,7 @@ class Sieve:
 
 
 def is_sifted(params: SamplingParams) -> bool:
-    """Whether a request asks for one of these filters. To the most likely token they do not matter."""
+    """Returns whether a request asks for one of these filters, which do not matter at temperature 0."""
     return params.temperature > 0 and (params.typical_p < 1 or params.top_a > 0 or params.xtc_probability > 0)
 
 

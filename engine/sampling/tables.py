@@ -1,4 +1,4 @@
-"""What choosing tokens has to know of the running sequences: a row of parameters for each slot, on the device.
+"""The parameters by which the tokens of running sequences are chosen: a row for each slot, on the device.
 
 The layout is shared by every implementation of the rule in `reference.py`: plain torch, Triton and C++.
 """
@@ -84,7 +84,7 @@ Choose = Callable[[Tensor, SamplingTables, Tensor, Tensor, Filters, Tensor | Non
 """An implementation of the rule: logits, tables, slots, numbers, filters, masks -> tokens; see `reference.choose`."""
 
 MostLikely = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-"""Tells the most likely tokens of rows of logits; see `reference.most_likely`."""
+"""Finds the most likely tokens of rows of logits; see `reference.most_likely`."""
 
 
 def num_words(vocab_size: int) -> int:

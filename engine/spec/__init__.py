@@ -1,9 +1,9 @@
 """The description of a model: all that its decoder computes, and the tensors that it computes with.
 
-A family of models is a function that makes a `ModelSpec` from the entries of a config.json. Whatever loads, plans,
+A family of models is a function that makes a `ModelSpec` from the entries of a config.json. Code that loads, plans,
 splits, quantizes or runs a model reads its spec, and knows no family.
 
-Names are those of transformers; those of a layer follow `model.layers.N.`.
+Names are transformers' names; a layer's follow `model.layers.N.`.
 """
 
 from penstock.engine.spec.attention import Attention, Rope

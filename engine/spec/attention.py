@@ -20,7 +20,7 @@ class Rope:
     high_freq_factor: float = 4.0
     original_max_position: int = 8_192
     factors: tuple[float, ...] = ()
-    """What each frequency is divided by."""
+    """The divisor of each frequency."""
     short_factors: tuple[float, ...] = ()
     """The factors where no sequence is longer than `original_max_position`; empty if they are the same."""
     beta_fast: float = 32.0
@@ -54,8 +54,7 @@ class Attention:
     window: int = 0
     """A token sees itself and at most window - 1 tokens before it; 0 has no bound."""
     is_chunked: bool = False
-    """Whether it sees, in place of those, the tokens before it in its own chunk: positions are cut into chunks of
-    `window`."""
+    """Whether it sees the tokens before it in its own chunk instead: positions are cut into chunks of `window`."""
     shares: int | None = None
     """The layer whose keys and values it reads, in place of any of its own."""
     softcap: float = 0.0
@@ -84,12 +83,12 @@ class Attention:
     is_interleaved: bool = False
     """See `HeadOrder`."""
     has_gate: bool = False
-    """Whether what a head makes is multiplied by the sigmoid of its gates, whose rows follow those of its queries in
-    the checkpoint, and are the first of the fused map."""
+    """Whether a head's output is multiplied by the sigmoid of its gates, whose rows follow its queries' in the
+    checkpoint, and are the first of the fused map."""
 
     @property
     def reach(self) -> int:
-        """The window as kernels are given it: that of chunks is negative."""
+        """The window as kernels take it; a chunk's is negative."""
         return -self.window if self.is_chunked else self.window
 
     @property

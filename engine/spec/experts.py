@@ -13,14 +13,14 @@ EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "gelu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """Chooses experts for each token, and says what each of them counts; `reference.route` is its specification."""
+    """Chooses experts for each token, and weighs them; `reference.route` is its specification."""
 
     num_experts: int
     top_k: int
     """The experts that each token has."""
     scoring: str = "softmax"
-    """The way logits become scores, one of SCORINGS: softmax over all logits, softmax over those of the chosen experts
-    alone, or the sigmoid of each."""
+    """The way logits become scores, one of SCORINGS: softmax over all logits, softmax over the chosen experts' alone,
+    or the sigmoid of each."""
     num_groups: int = 1
     """Experts lie in so many groups of neighbours; only the best `top_groups` of them can be chosen from."""
     top_groups: int = 1
@@ -33,7 +33,7 @@ class Router:
     scale: float = 1.0
     """Weights are multiplied by it, after they are renormalized."""
     weighs_inputs: bool = False
-    """Whether the weight multiplies what an expert reads, not what it makes."""
+    """Whether the weight multiplies the input of an expert, not its output."""
     name: str = "mlp.gate"
     """The checkpoint's linear map from hidden states to logits."""
     has_bias: bool = False
@@ -42,7 +42,7 @@ class Router:
     expert_scale: str = ""
     """The name of a tensor [experts]: the weight of each expert is multiplied by it in the end; "" is none."""
     norm: Norm | None = None
-    """Of what the router reads, where the experts read something else."""
+    """The norm of the router's input, where the experts read something else."""
 
     def map(self, hidden_size: int) -> LinearMap:
         rows = (Rows(self.name, (self.num_experts,)),)
@@ -55,7 +55,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """What lies between the two linear maps of an expert; `reference.activate` is its specification.
+    """The activation between the two linear maps of an expert; `reference.activate` is its specification.
 
     Gated, it is f(min(gate, limit)) * (clamp(up, -limit, limit) + shift); otherwise, f(up).
     """
@@ -75,7 +75,7 @@ class Stack:
     """One tensor of a checkpoint with the rows of all experts: [experts, rows, in]."""
 
     name: str
-    """In the layer. What follows it on disk, such as "", ".weight", "_bias" or "_scales", says which of an expert's
+    """The name in the layer. The suffix on disk, such as "", ".weight", "_bias" or "_scales", says which of an expert's
     tensors it stacks."""
     maps: tuple[str, ...]
     """The linear maps of an expert whose rows it has, as many of each."""
@@ -86,7 +86,7 @@ class Stack:
 
 
 def default_stacks(prefix: str) -> tuple[Stack, ...]:
-    """The stacks that transformers writes, or those of GGUF files, which keep gates and ups apart."""
+    """Returns the stacks that transformers writes, or those in GGUF files, which keep gates and ups apart."""
     single = (Stack(f"{prefix}.{name}", (name,)) for name in ("gate_proj", "up_proj", "down_proj"))
     return (Stack(f"{prefix}.gate_up_proj", ("gate_proj", "up_proj")), *single)
 
@@ -96,8 +96,8 @@ class Experts:
     """The sum of a token's experts, each with the weight that the router gives it, and of shared ones.
 
     An expert is down(activation(gate_up(x))). A checkpoint has the tensors of expert 7, say, one by one as
-    `{prefix}.7.{name}.weight`, or those of all experts stacked; whatever it has, they are read one by one, by these
-    names (`stacks.unstacked`).
+    `{prefix}.7.{name}.weight`, or all experts' stacked; either way, they are read one by one, by these names
+    (`stacks.unstacked`).
     """
 
     hidden_size: int
@@ -117,14 +117,14 @@ class Experts:
     num_own: int | None = None
     """The experts that this rank has, each of them whole; None is all of them, or this rank's rows of all."""
     norm: Norm | None = None
-    """Of what experts read of the part's inputs; and next, of the sum that they make."""
+    """The norm of the experts' input, and next, of their sum."""
     out_norm: Norm | None = None
     shared: Mlp | None = None
     """The shared experts, as one part that every token has."""
     shared_gate: str = ""
-    """The name of a linear map to one number, whose sigmoid multiplies what shared experts make; "" is none."""
+    """The name of a linear map to one number, whose sigmoid multiplies the output of shared experts; "" is none."""
     shared_norm: Norm | None = None
-    """Of what shared experts read; and next, of what they make."""
+    """The norm of the shared experts' input, and next, of their output."""
     shared_out_norm: Norm | None = None
 
     @property
@@ -134,7 +134,7 @@ class Experts:
         return range(self.first, self.first + count)
 
     def maps(self) -> dict[str, LinearMap]:
-        """The linear maps: those of expert 7 are `experts.7.gate_up` and `experts.7.down`."""
+        """Returns the linear maps; expert 7 has `experts.7.gate_up` and `experts.7.down`."""
         own = {"router": self.router.map(self.hidden_size)}
         if self.shared is not None:
             own |= {f"shared_{field}": map for field, map in self.shared.maps().items()}
@@ -188,5 +188,5 @@ class Experts:
 
 
 def expert_field(number: int, field: str) -> str:
-    """The key of an expert's linear map among those of a layer."""
+    """Returns the key of an expert's linear map among a layer's."""
     return f"experts.{number}.{field}"

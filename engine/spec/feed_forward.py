@@ -17,7 +17,7 @@ class Mlp:
     """One of ACTIVATIONS."""
     is_gated: bool = True
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """The checkpoint's maps of gates and ups: two, or one with the rows of both; that of ups alone without gates."""
+    """The checkpoint's maps of gates and ups: two, or one with all rows; without gates, ups alone."""
     down: str = "mlp.down_proj"
     has_bias: bool = False
 

@@ -19,7 +19,7 @@ class Norm:
     factor: float = 1.0
     """The weights as they are stored are multiplied by it."""
     suffix: str = ".weight"
-    """What follows the name on disk."""
+    """The suffix of the name on disk."""
 
     @property
     def tensor(self) -> str:
@@ -41,7 +41,7 @@ class HeadOrder:
     is_interleaved: bool
     """Whether dimension 2i is rotated with 2i + 1; otherwise dimension i is rotated with i + rotated / 2."""
     has_gates: bool = False
-    """Whether as many rows follow those of each head, which loading puts before the rows of all heads, as they are."""
+    """Whether as many gates follow each head's rows; loading puts them before the rows of all heads, as they are."""
 
     @property
     def is_ours(self) -> bool:
@@ -84,7 +84,7 @@ class Rows:
 
     name: str
     sections: tuple[int, ...]
-    """What the rows are, one kind after another; each is split among ranks by itself."""
+    """The numbers of rows of each kind, one kind after another; each is split among ranks by itself."""
     heads: HeadOrder | None = None
     """The order of the rows of each head, where that is another one than ours; of all sections but a third."""
     groups: Groups | None = None
@@ -119,7 +119,7 @@ class Vector:
     size: int
     each: int = 1
     sections: tuple[int, ...] = ()
-    """What `size` counts, one kind after another; each is split among ranks by itself. Empty stands for one kind."""
+    """The parts of `size`, one kind after another; each is split among ranks by itself. Empty stands for one kind."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from penstock.engine.spec.maps import LinearMap, Norm, Rows, Vector
 from penstock.engine.spec.state import StateMixer
 
 Mixer = Attention | StateMixer
-"""The part of a layer in which tokens see those before them."""
+"""The part of a layer in which tokens see earlier ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class LayerEmbedding:
 class LayerEmbeddings:
     """The embeddings that a token has for each layer, side by side: (scale * own + norm(mapped)) / sqrt(2).
 
-    What is its own is a row of a table. The embedding that all layers have in common is mapped and multiplied by
-    `map_scale`, and each layer's part of that is normed.
+    A layer's own embedding is a row of a table. The embedding that all layers have in common is mapped and multiplied
+    by `map_scale`, and each layer's part of the product is normed.
     """
 
     vocab_size: int
@@ -64,23 +64,23 @@ class LayerEmbeddings:
 class Layer:
     """A mixer and a feed-forward part, or one of them, each of which adds to the residual stream.
 
-    Each reads the stream, or a norm of it; what it adds may be normed, too.
+    Each reads the stream, or a norm of it; its output may be normed, too.
     """
 
     mixer: Mixer | None
     feed_forward: Mlp | Experts | None
     input_norm: Norm | None = None
-    """Of what the mixer reads."""
+    """The norm of the mixer's input."""
     attention_norm: Norm | None = None
-    """Of what the mixer adds."""
+    """The norm of the mixer's output."""
     post_norm: Norm | None = None
-    """Of what the feed-forward part reads. Without it and `input_norm`, both parts read the stream as it is."""
+    """The norm of the feed-forward part's input. Without it and `input_norm`, both parts read the stream as it is."""
     feed_forward_norm: Norm | None = None
-    """Of what the feed-forward part adds."""
+    """The norm of the feed-forward part's output."""
     is_parallel: bool = False
-    """Whether the feed-forward part reads what the mixer reads, rather than what it left."""
+    """Whether the feed-forward part reads the input of the mixer, rather than the stream after it."""
     residual_scale: float = 1.0
-    """What either part adds is multiplied by it."""
+    """Either part's output is multiplied by it."""
     embedding: LayerEmbedding | None = None
     """Adds to the stream, too, after the feed-forward part."""
     scalar: str = ""
@@ -113,7 +113,7 @@ class Layer:
         return {**self.outer_norms(), **inner, **of_embedding}
 
     def outer_norms(self) -> dict[str, Norm]:
-        """Those of what its parts read and add, which are no part's own."""
+        """Returns the norms of the inputs and outputs of its parts, which are no part's own."""
         outer = ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")
         return {name: norm for name in outer if (norm := getattr(self, name)) is not None}
 
@@ -138,8 +138,8 @@ class Layer:
 class Prediction:
     """Multi-token prediction: a layer that drafts for its model, whose embedding and output head it shares.
 
-    It reads map([token_norm(embedding of a token), features_norm(what the model knew before that token)]), and its
-    final norm is of what it makes of that. What the model knew is its hidden state behind its own final norm.
+    It reads map([token_norm(embedding of a token), features_norm(features of the token before)]), and its final norm is
+    of its output. Features are the model's hidden state after the model's own final norm.
 
     Gloeckle et al., "Better & faster large language models via multi-token prediction", 2024; DeepSeek-AI, "DeepSeek-V3
     technical report", 2024, chain it so.
@@ -150,11 +150,11 @@ class Prediction:
     features_norm: Norm
     final_norm: Norm
     map: str
-    """The full name, as those of the norms. The map has no bias."""
+    """The full name, as in the norms. The map has no bias."""
     prefix: str
-    """What stands before the names in its layer."""
+    """The prefix of the names in its layer."""
     follows_norm: bool = True
-    """Whether a chain goes on from its hidden state behind the final norm, and not before it."""
+    """Whether a chain goes on from its hidden state after the final norm, and not before it."""
     is_told: bool = True
     """Whether the config says that there is one; otherwise the tensors do, if there are any."""
 
@@ -175,7 +175,7 @@ class ModelSpec:
     logit_softcap: float = 0.0
     """c: a logit x becomes c tanh(x / c), after it was scaled; 0 is none."""
     layer_embeddings: LayerEmbeddings | None = None
-    """What the layers with a `LayerEmbedding` read."""
+    """The embeddings that the layers with a `LayerEmbedding` read."""
     prediction: Prediction | None = None
 
     @property

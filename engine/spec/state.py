@@ -9,7 +9,7 @@ from penstock.engine.spec.maps import Groups, LinearMap, Norm, Rows, Vector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDelta:
-    """Gated delta net: a matrix for each value head, of which each token erases what its key finds before it adds.
+    """Gated delta net: a matrix for each value head, from which each token erases the value at its key before it adds.
 
     A causal convolution of each channel, then SiLU, makes queries, keys and values of the rows; `recurrent.gated_delta`
     is the specification of the rest.
@@ -31,7 +31,7 @@ class GatedDelta:
     """The checkpoint's maps of queries, keys and values, and of output gates: two, or one with the rows of each key
     head together."""
     gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    """Those of betas, and of steps: two, or one with the rows of each key head together."""
+    """The checkpoint's maps of betas, and of steps: two, or one with the rows of each key head together."""
     out: str = "linear_attn.out_proj"
     conv: str = "linear_attn.conv1d"
     decay: str = "linear_attn.A_log"
@@ -39,7 +39,7 @@ class GatedDelta:
     """Whether `decay` is log(-A); otherwise, A."""
     step_bias: str = "linear_attn.dt_bias"
     norm: str = "linear_attn.norm"
-    """Of what each value head makes."""
+    """The norm of each value head's output."""
 
     @property
     def key_size(self) -> int:
@@ -97,7 +97,7 @@ class GatedDelta:
 class Mamba2:
     """Mamba-2: a matrix for each head, to which each token adds the product of its input and its key.
 
-    Keys and queries are what the paper calls B and C, of heads in groups; `recurrent.mamba2` is the specification.
+    Keys and queries are the paper's B and C, of heads in groups; `recurrent.mamba2` is the specification.
     """
 
     hidden_size: int
@@ -124,7 +124,7 @@ class Mamba2:
     step_bias: str = "mamba.dt_bias"
     skip: str = "mamba.D"
     norm: str = "mamba.norm"
-    """Of what the heads of each group make, once it is gated."""
+    """The norm of the output of the heads of each group, once it is gated."""
 
     @property
     def inner_size(self) -> int:

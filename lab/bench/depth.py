@@ -1,4 +1,4 @@
-"""How far a draft model should draft: the same stories with k drafts in every step, for each k."""
+"""Measures how far a draft model should draft: the same stories with k drafts in every step, for each k."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class DepthBench:
 
 
 def gains(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """By row of a Depth, tokens a second as multiples of those without drafts; 0 where there are none."""
+    """By row of a Depth, tokens a second as multiples of the figure without drafts; 0 where there are none."""
     plain_s: dict[tuple[int, float], float] = {}
     found = []
     for row in rows:

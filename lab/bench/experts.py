@@ -1,4 +1,4 @@
-"""How fast the native decoder runs experts: one row, 16 rows and 512 rows, beside memory and dense products.
+"""Measures the native decoder's experts: one row, 16 rows and 512 rows, next to memory and dense products.
 
 python -m lab.bench.experts                     # layers of 30B-A3B in int4, int8 and bfloat16
 python -m lab.bench.experts --types int4 --layers 12
@@ -51,7 +51,7 @@ class Figure:
     touched: float
     """Experts that some row had."""
     gb_per_s: float
-    """The weights of those in the time of a layer."""
+    """The weights of the experts used, in the time of a layer."""
     gflop_per_s: float
     dense_gflop_per_s: float
     """Of the products of a dense part with as many active weights."""

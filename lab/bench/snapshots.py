@@ -1,8 +1,8 @@
-"""What a snapshot of a sequence's states costs on a CPU, beside computing its tokens again.
+"""Measures a snapshot of a sequence's states on a CPU, next to computing its tokens again.
 
 python -m lab.bench.snapshots    # layers of Qwen 3.5, Granite 4 H, LFM2 and Nemotron 3 in int8
 
-Of each model there are the layers with a state, and nothing else: what the whole takes to compute again is more.
+Of each model there are the layers with a state, and nothing else: the whole model takes longer to compute again.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Cost:
     step_ms: float
     """Of one token."""
     saved_ms: float
-    """What the step takes more if it leaves a snapshot, too."""
+    """The time that a step takes in addition if it leaves a snapshot."""
     found_ms: float
-    """What it takes more if it begins with a snapshot, and the most pending rows are applied to it."""
+    """The time that it takes in addition if it begins with a snapshot, and the most pending rows are applied to it."""
     prompt_ms: float
     """Of PROMPT tokens."""
 

@@ -1,4 +1,4 @@
-"""How fast the native decoder runs layers with a state: a prompt beside the same linear maps without, and one stream.
+"""Measures the native decoder's layers with a state: a prompt next to the same linear maps without, and one stream.
 
 python -m lab.bench.states                     # layers of Qwen 3.5 0.8B in int8 and bfloat16
 python -m lab.bench.states --types int4 --layers 24
@@ -56,7 +56,7 @@ class Model:
 
     Args:
         num_own: the first layers that have weights of their own, if not all; the others have the same in turn.
-        num_pending: the rows that a slot keeps behind a state.
+        num_pending: the rows that a slot keeps after a state.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        """What a token reads."""
+        """The bytes that a token reads."""
         weights = sum(op.linear.num_bytes for op in self.decoder.ops if op.linear is not None)
         return weights + self.states.layout.slot_bytes
 
     def batch(
         self, num_tokens: int, end: int, slots: Tensor | None = None, saves: Tensor | None = None
     ) -> Batch:
-        """A step of some tokens that end there, in slot 1 if it is not told otherwise."""
+        """Returns a step of some tokens that end there, in slot 1 unless `slots` are given."""
         own = blank_batch([num_tokens], [end], self.blocks)
         slots = ints([int(end > num_tokens), 1, 0, num_tokens]) if slots is None else slots
         return replace(own, token_ids=own.positions % 1024, state_slots=slots, state_saves=saves)

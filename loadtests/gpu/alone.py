@@ -42,7 +42,7 @@ class Job:
     model: str
     device: str
     streams: list[int]
-    """How many sequences at once, one run after another."""
+    """The numbers of sequences at once, one run after another."""
     prompt_tokens: int
     output_tokens: int
     max_batch_tokens: int
@@ -57,7 +57,7 @@ class Pace:
     tpot_ms: float
     """Between a sequence's first and last token, by the token."""
     step_ms: float
-    """From the end of one step to that of the next."""
+    """From the end of one step to the end of the next."""
     device_ms: float | None
     """The device's time for a step that was launched before it began; None without CUDA."""
 

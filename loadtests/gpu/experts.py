@@ -47,7 +47,7 @@ class Table:
 
 
 def table(device: torch.device) -> Table:
-    """What a server on this device would use; plain torch on a CPU."""
+    """Returns the kernels of a server on this device; plain torch on a CPU."""
     if device.type != "cuda":
         return Table(plain.route, plain.run_experts, _listed)
     # Not above: there is no triton where nothing is measured.

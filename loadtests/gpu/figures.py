@@ -21,7 +21,7 @@ class Figure:
     value: float
     unit: str
     how: str = ""
-    """How it was measured."""
+    """The way it was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def advice(missing: Sequence[str]) -> str:
 
 
 def _is_installed(name: str) -> bool:
-    """What the machine has never gives way to a wheel."""
+    """Returns whether the machine has a package, in which case no wheel replaces it."""
     try:
         distribution(name)
     except PackageNotFoundError:

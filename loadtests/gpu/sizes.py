@@ -163,7 +163,7 @@ class ServingSizes:
     prefill_tokens: int = 0
     rounds: int = 3
     requests: tuple[int, int, int] | None = None
-    """How many at once, prompt tokens, output tokens."""
+    """The requests at once, and the prompt tokens and output tokens of each."""
     host_streams: int = 64
     """0: the engine alone is not measured."""
     host_tokens: int = 256

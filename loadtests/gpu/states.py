@@ -55,7 +55,7 @@ _REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements share."""
+    """The device, type and prompts of all measurements."""
 
     device: torch.device
     dtype: torch.dtype

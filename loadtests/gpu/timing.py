@@ -1,4 +1,4 @@
-"""How long something takes on a device, without what the host adds."""
+"""Measures the time of work on a device, without the host's part."""
 
 from __future__ import annotations
 

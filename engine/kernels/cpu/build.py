@@ -38,7 +38,7 @@ HERE = architecture(platform.machine())
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-ffp-contract=off",  # sums must not depend on what the compiler likes to fuse: see simd.h
+    "-ffp-contract=off",  # sums must not depend on the compiler's choice to fuse: see simd.h
     "-fno-math-errno",
     "-fno-trapping-math",
     "-pthread",
@@ -62,12 +62,12 @@ _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", 
 _NO_ROOM_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FAULTS = ("error", "undefined", "cannot", "can't", "failed", "killed", "no such")
 _CONSEQUENCES = ("ld returned", "linker command failed", "compilation terminated", "warning:")
-"""Lines of a compiler that say that something went wrong, and not what."""
+"""Lines of a compiler that report a failure, and not its cause."""
 _MAX_LINE_CHARS = 300
 
 
 class NativeUnavailable(RuntimeError):
-    """The native kernels cannot be had here; the message is one line that says why, and what can be done about it."""
+    """The native kernels are not available; the message is one line with the reason, and with a remedy."""
 
 
 class LevelUnknown(NativeUnavailable):
@@ -108,7 +108,7 @@ def build(
 
 @contextmanager
 def side_by_side() -> Iterator[Commands]:
-    """Compilers that run side by side, and what they write, for one library or for several.
+    """Yields compilers that run side by side, with a folder for their output, for one library or for several.
 
     Raises:
         NativeUnavailable: the cache directory cannot be written.
@@ -151,7 +151,7 @@ def stem(level: Level, target: str = HERE) -> str:
 
 
 def fingerprint(level: Level) -> str:
-    """A digest of what the library of a level is made from: the sources, and how they are compiled."""
+    """Returns a digest of a level's library: its sources, and how they are compiled."""
     sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
     texts = [text for source in sources for text in (source.name, source.read_text(encoding="utf-8"))]
     return _digest(*texts, *FLAGS, level.name, *level.flags)
@@ -208,7 +208,7 @@ def _expected_s(level: Level, cores: int) -> int:
 
 
 def _knows(compiler: list[str]) -> bool:
-    """Whether a compiler understands the flags that it is given."""
+    """Returns whether a compiler understands its flags."""
     command = [*compiler, "-E", "-x", "c++", os.devnull]
     try:
         return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False).returncode == 0

@@ -87,7 +87,7 @@ class Commands:
 
 
 class _Run:
-    """One command, which has a process group of its own: what a compiler starts is stopped with it."""
+    """One command, which has a process group of its own: a compiler's children are stopped with it."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self.command = command

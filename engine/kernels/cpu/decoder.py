@@ -1,8 +1,7 @@
 """The native decoder: a whole step of all sequences through all layers in one C call, without the GIL.
 
 Activations and sums are float32. Every linear layer, the embedding and the KV cache have types of their own. A row's
-result does not depend on the rows beside it, on the number of threads or on how a prompt was cut into chunks, bit for
-bit.
+result does not depend on the other rows, on the number of threads or on how a prompt was cut into chunks, bit for bit.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class NativeDecoder:
         return largest
 
     def _attended(self, op: NativeOp, heads: NativeHeads, qkv: int) -> int:
-        """The width of what a layer's queries become.
+        """Returns the width of the attention's output for a layer's queries.
 
         Raises:
             ValueError: queries, keys and values of this width do not fit the heads.
@@ -248,8 +247,7 @@ class NativeDecoder:
         return batch.tables(len(self._kv.layout.windows))
 
     def take_experts_touched(self) -> tuple[int, int]:
-        """Returns the experts that tokens had, summed over layers, and the number of these layers, for all steps since
-        the last call."""
+        """Returns the experts that tokens had, summed over layers, and the number of layers, since the last call."""
         self._library.call("penstock_decoder_take_touched", self.handle, self._taken)
         touched, layers = self._taken
         return touched, layers

@@ -17,8 +17,7 @@ from penstock.engine.sampling.tables import Filters, SamplingTables
 
 
 class NativeDraft:
-    """Drafts for sequences of a table: one pass over their tokens, then one over each chosen token but the last of each
-    sequence.
+    """Drafts for sequences of a table: one pass over their tokens, then one over each chosen token but the last.
 
     Calls must come from one thread at a time, while nothing else uses the tables.
 

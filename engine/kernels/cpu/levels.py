@@ -90,7 +90,7 @@ _PORTABLE = (Level("portable", (), (), "any processor"),)
 
 @dataclass(frozen=True)
 class Machine:
-    """A processor and what its operating system permits this process."""
+    """A processor, and the features that its operating system permits this process."""
 
     architecture: str
     features: frozenset[str]
@@ -104,7 +104,7 @@ class Machine:
         return levels_of(self.architecture)
 
     def has(self, level: Level) -> bool:
-        """Whether the processor has the instructions of a level, permitted or not."""
+        """Returns whether the processor has the instructions of a level, permitted or not."""
         return self.features.issuperset(level.needs)
 
     def obstacle(self, level: Level) -> str:
@@ -118,7 +118,7 @@ class Machine:
         return ""
 
     def is_slow(self, level: Level) -> bool:
-        """Whether the level below is quicker on this processor."""
+        """Returns whether the level below is quicker on this processor."""
         return bool(level.slow_on) and self.features.issuperset(level.slow_on)
 
     def usable(self) -> tuple[Level, ...]:
@@ -127,8 +127,7 @@ class Machine:
         return tuple(sorted(usable, key=self._rank, reverse=True))
 
     def better(self) -> tuple[Level, str] | None:
-        """The next level above the best usable one that something stands in the way of, and what that is; None if there
-        is none."""
+        """Returns the next level above the best usable one that cannot be used, and the reason; None if none is."""
         above = self.levels[self.levels.index(self.usable()[0]) + 1 :]
         return next(((level, reason) for level in above if (reason := self.obstacle(level))), None)
 
@@ -167,7 +166,7 @@ def this_machine() -> Machine:
 
 
 def architecture(machine: str) -> str:
-    """The usual name of an architecture, from what `platform.machine` calls it."""
+    """Returns the usual name of an architecture, given `platform.machine`'s."""
     return {"arm64": "aarch64", "amd64": "x86_64"}.get(machine.lower(), machine)
 
 
@@ -185,7 +184,7 @@ def requested() -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the level that serves here multiplies bfloat16 by instructions of its own, quicker than other types."""
+    """Returns whether the level in use multiplies bfloat16 by instructions of its own, quicker than other types."""
     machine = this_machine()
     slow = {level.name for level in machine.levels if machine.is_slow(level)}
     return (requested() or machine.usable()[0].name) in {AVX512BF16, AMX} - slow

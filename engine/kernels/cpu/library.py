@@ -205,7 +205,7 @@ def _open_built(level: Level, reasons: list[NativeUnavailable], say: Callable[[s
     """
     for reason in reasons:
         if not isinstance(reason, LevelUnknown):
-            raise reason  # what failed once would fail again
+            raise reason  # a build that failed once would fail again
     return _loaded(str(build(level, say)), level)
 
 
@@ -219,7 +219,7 @@ class KindTime:
     """The time that the phases of one kind took together."""
 
     open_ns: int
-    """From the opening of each phase to the opening of the next; all kinds together are what the programs took."""
+    """From the opening of each phase to the opening of the next; all kinds together give the time of the programs."""
     busy_ns: int
     """In their chunks, summed over the threads; the rest of threads * open_ns was waiting."""
     num_phases: int
@@ -254,7 +254,7 @@ class Team:
         return torch.from_numpy(self._kept[:size]).view(num_rows, num_columns)
 
     def time(self, on: bool) -> None:
-        """Begins to time the phases of what the team runs, from 0, or stops.
+        """Begins to time the phases of the team's work, from 0, or stops.
 
         A team that is not timed, as at first, reads no clock.
         """
@@ -289,7 +289,7 @@ def freed_with(owner: object, library: NativeLibrary, free: str, handle: int) ->
 
 
 def check(status: int) -> None:
-    """Raises what a status of the library stands for: nothing, MemoryError or ValueError."""
+    """Raises the error that a status of the library stands for: none, MemoryError or ValueError."""
     if status == NO_MEMORY:
         raise MemoryError("the native kernels could not get their memory")
     if status:

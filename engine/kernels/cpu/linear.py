@@ -147,7 +147,7 @@ class PackedLinear:
     """A linear layer in the layout of the kernels; the tensors it was made from can be freed.
 
     An output of a floating-point weight is one chain of fused multiply-adds in float32, so that it does not depend on
-    the other rows or on the number of threads, bit for bit. `of` says what the outputs of the other formats are.
+    the other rows or on the number of threads, bit for bit. `of` describes the outputs of the other formats.
 
     Args:
         weight: [rows, in]; it is rounded to `dtype`, float32, float16 or bfloat16.
@@ -256,7 +256,7 @@ class PackedLinear:
     def _read(
         self, team: Team, parts: Sequence[BlockRows], format: Integers, bias: Tensor | None, gated: bool
     ) -> None:
-        """Packs the blocks of a file's rows as they lie there, to what `_pack` makes of their tensors.
+        """Packs the blocks of a file's rows as they lie there, with the same result as `_pack` of their tensors.
 
         Raises:
             CheckpointError: scales or offsets are not finite, or the kernels have no such groups.

@@ -22,7 +22,7 @@ VARIABLE = "PENSTOCK_KERNELS"
 
 
 def folder() -> Path:
-    """The folder that libraries are looked for in: what PENSTOCK_KERNELS names, or one inside the package."""
+    """Returns the folder of prebuilt libraries: PENSTOCK_KERNELS, or one inside the package."""
     return Path(os.environ.get(VARIABLE) or Path(__file__).parent / "prebuilt")
 
 
@@ -48,7 +48,7 @@ def libraries(place: Path, start: str = "native") -> list[Path]:
 
 
 def obstacle(path: Path, level: Level) -> str:
-    """Returns why a library cannot serve as that of a level; "" if it can."""
+    """Returns why a library cannot serve as a level's; "" if it can."""
     made_from, _, checksum = path.stem.removeprefix(f"{stem(level)}-").partition("-")
     if made_from != fingerprint(level):
         return "was made from other sources"

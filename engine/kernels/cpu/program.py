@@ -1,6 +1,6 @@
 """The input of the native decoder: the program that a description of a model becomes, and the steps to run it on.
 
-The structures are those of program.h.
+The structures match program.h.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeHeads:
-    """The heads of one layer's attention, and what becomes of queries and keys before it; norms are read as float32."""
+    """The heads of one layer's attention, and the preparation of queries and keys; norms are read as float32."""
 
     num_heads: int
     q_norm: Tensor | None = None
@@ -121,12 +121,12 @@ class NativeHeads:
     window: int = 0
     """A token sees itself and at most window - 1 tokens before it; 0 is no bound, -c the token's own chunk of c."""
     first: int = 0
-    """No token sees those before it but itself."""
+    """No token sees positions before this one, except its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeOp:
-    """One operation of a decoder's program, over streams of rows; program.h says what each kind does."""
+    """One operation of a decoder's program, over streams of rows; program.h describes each kind."""
 
     kind: str
     time: str
@@ -157,10 +157,10 @@ class NativeOp:
     rows_norm: Tensor | None = None
     """[hidden], of features."""
     follows_norm: bool = False
-    """Of join: whether a chain goes on from the hidden states after the last norm, and not from those before it."""
+    """Of join: whether a chain goes on from the hidden states after the last norm, and not from the ones before it."""
     heads: NativeHeads | None = None
     gates: int = 0
-    """Of attention, and of the linear map that reads its outputs: so many gates come before its queries, whose sigmoids
+    """Of attention, and of the linear map that reads its outputs: so many gates come before its queries; their sigmoids
     multiply the outputs."""
     experts: NativeExperts | None = None
     mixer: NativeMixer | None = None

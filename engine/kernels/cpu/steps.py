@@ -82,6 +82,6 @@ class NativeStep:
 
         Raises:
             MemoryError: there was not enough for it.
-            ValueError: a slot does not exist, or what the table says of it cannot be.
+            ValueError: a slot does not exist, or its entries in the table are invalid.
         """
         return self._steps.wait(self._number, self._num)

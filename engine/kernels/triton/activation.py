@@ -1,4 +1,4 @@
-"""What lies between the linear maps of a feed-forward part, with gates and without."""
+"""The activations between the linear maps of a feed-forward part, with gates and without."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 1024
 
 
 def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """Does what `reference.glu` does, in one pass; its result is all that is allocated."""
+    """Equals `reference.glu`, in one pass; it allocates nothing but its result."""
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     if num_rows := gate_up.numel() // (2 * size):
@@ -29,7 +29,7 @@ def glu(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 
 def activated(up: Tensor, activation: str) -> Tensor:  # noqa: ARG001
-    """Does what `reference.activated` does, in one pass; its result is all that is allocated."""
+    """Equals `reference.activated`, in one pass; it allocates nothing but its result."""
     out = torch.empty_like(up, memory_format=torch.contiguous_format)
     if size := up.numel():
         grid = (triton.cdiv(size, BLOCK),)

@@ -5,8 +5,8 @@ once, and its context is cut into segments for several programs, whose results a
 queries prefills: it has as many tiles as its queries fill, each the work of one program. A mixed batch has both kinds,
 in launches of their own.
 
-A batch may be padded, with sequences that have no queries and no context anywhere, and with rows behind those of the
-last sequence. Such rows become 0.
+A batch may be padded, with sequences that have no queries and no context anywhere, and with rows after the last
+sequence's. Such rows become 0.
 
 Nothing here waits for the device, and no launch depends on a length that only the device knows: all grids follow from
 the number of sequences and tokens, so that they can be captured in a graph and replayed for other lengths.
@@ -55,9 +55,9 @@ class Workspace:
     ) -> None:
         """
         Args:
-            dtype: That of queries, and of the cache unless it is quantized.
+            dtype: The type of queries, and of the cache unless it is quantized.
             windows: The windows of all layers, as `reference.PagedAttention` has them.
-            max_decode_queries: A sequence with at most so many queries decodes: 1, or a token and the drafts behind it.
+            max_decode_queries: A sequence with at most so many queries decodes: 1, or a token and the drafts after it.
                 The workspace has at most 16, and fewer where these fill more than 128 rows.
             chip: None asks the device.
             is_quantized: Whether the cache is.
@@ -97,7 +97,7 @@ class Workspace:
 class TritonAttention:
     """`reference.PagedAttention` by Triton's kernels: it is made once per step, and called once per layer.
 
-    The rows of a sequence without context (an unused place of a graph) become 0, and so do those of no sequence.
+    The rows of a sequence without context (an unused place of a graph) become 0, and so do rows of no sequence.
     """
 
     def __init__(self, batch: Batch, shape: KVShape, workspace: Workspace) -> None:

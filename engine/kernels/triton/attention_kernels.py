@@ -13,7 +13,7 @@ from penstock.engine.kernels.triton.attention_segments import visible_tiles
 from penstock.engine.kernels.triton.numbers import of_int8
 
 FOLDED = tl.constexpr(64.0)
-"""What weights of values in int8 are multiplied by, and their sums divided by.
+"""The factor of the weights of values in int8, by which their sums are divided.
 
 About half the largest number: the scale of a value becomes about its largest magnitude. Without it, small weights times
 small scales would vanish in 16 bits.
@@ -54,7 +54,7 @@ def decode_attention_kernel(
 ) -> None:
     """Attends the queries of one decoding sequence to one segment of its context, for one key-value head.
 
-    The result of an only segment is final; that of one among several goes to the workspace, to be reduced.
+    The result of an only segment is final; the results of several go to the workspace, to be reduced.
     """
     item, kv_head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(item_sequences + item)
@@ -207,7 +207,7 @@ def prefill_attention_kernel(
             )
     if layer_scales is not None:
         summed *= 1 / FOLDED
-    # Read again: what the places of the queries were computed from would stay in registers until here, and some spill.
+    # Read again: the inputs of the queries' places would stay in registers until here, and some spill.
     first_row = tl.load(query_starts + sequence, volatile=True) + first_query
     _store_rows(
         attended, summed, total, first_row, rows, kv_head, valid, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D
@@ -244,13 +244,14 @@ def _fold_tiles(
 ) -> tl.tensor:
     """Adds the tiles from `first_tile` up to `end_tile` to a running softmax (Milakov and Gimelshein, 2018).
 
-    `top` is the largest score so far, as a power of 2; `total` and `summed` are relative to 2 ** top. Only what a query
-    from `first_position` up to `end` may see is read. Without MASKED every row sees all of it, and no load is masked.
+    `top` is the largest score so far, as a power of 2; `total` and `summed` are relative to 2 ** top. Only keys and
+    values that a query from `first_position` up to `end` may see are read. Without MASKED every row sees all of it, and
+    no load is masked.
 
-    This is the only place that knows what keys and values look like: blocks are BLOCK_STRIDE elements apart. Numbers of
+    This is the only place that knows the layout of keys and values: blocks are BLOCK_STRIDE elements apart. Numbers of
     8 bits become the queries' type where they are loaded, which is exact; the scale of each key then multiplies its
-    column of `scores`, that of each value its column of `weights`. Sums of values are then FOLDED times what they
-    should be.
+    column of `scores`, and the scale of each value its column of `weights`. Sums of values are then FOLDED times too
+    large.
     """
     # The unit of scores as a power of 2: it is multiplied with where they become exponents.
     UNIT: tl.constexpr = (SOFTCAP if SOFTCAP > 0 else SCALE) * 1.4426950408889634
@@ -318,7 +319,7 @@ def _start_rows(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> tl.tensor:
-    """The largest score of each row and the sum of exponentials before any key: nothing, or that of the head's sink.
+    """Returns the largest score of each row and the sum of exponentials before any key: nothing, or the head's sink.
 
     Of several segments of a row, the first has the sink.
     """

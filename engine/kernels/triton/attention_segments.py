@@ -63,11 +63,11 @@ def plan_segments_kernel(
     BLOCK_S: tl.constexpr,
     ITEMS: tl.constexpr,
 ) -> None:
-    """Cuts what the decoding sequences see into segments of about equal length, at most as many as there are items.
+    """Cuts the context of decoding sequences into segments of about equal length, at most as many as there are items.
 
-    The budget is the number of items beyond one for each sequence. If everything that is seen, `total`, is cut into
-    lengths of total / budget, there are at most budget full segments, and one more for each sequence. Sequences without
-    queries have no items.
+    The budget is the number of items beyond one for each sequence. If the whole context, `total`, is cut into lengths
+    of total / budget, there are at most budget full segments, and one more for each sequence. Sequences without queries
+    have no items.
     """
     rows = tl.arange(0, BLOCK_S)
     known = rows < num_sequences
@@ -115,9 +115,9 @@ def reduce_segments_kernel(
     SEGMENTS: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> None:
-    """The segments of one sequence and key-value head become its result, if they are several.
+    """Reduces the segments of one sequence and key-value head to its result, if there are several.
 
-    All programs together also make the rows behind the last sequence 0.
+    All programs together also make the rows after the last sequence 0.
     """
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     _zero_rows_of_nobody(attended, query_starts, num_tokens, NUM_KV_HEADS * GROUP * HEAD_DIM, ZEROS)
@@ -164,7 +164,7 @@ def _zero_rows_of_nobody(
     ROW: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> None:
-    """Makes the rows behind those of the last sequence 0; they lie next to each other, and programs take turns."""
+    """Makes the rows after the last sequence's 0; they lie next to each other, and programs take turns."""
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     first = tl.load(query_starts + tl.num_programs(0)).to(tl.int64) * ROW
     end = num_tokens.to(tl.int64) * ROW

@@ -1,4 +1,4 @@
-"""The sizes of the attention kernels' tiles, and what a card has room for.
+"""The sizes of the attention kernels' tiles, and the room that a card has for them.
 
 The query heads that share a key-value head are rows of one tile, BLOCK_M of them: a token of 4 such heads is 4 rows. A
 program multiplies these rows with TILE tokens of context at a time.
@@ -16,7 +16,7 @@ import triton
 TILE_BYTES = 16 << 10
 """A program loads at most so many bytes of one head's keys at a time, and of its values; two of both are in flight."""
 PROGRAMS_PER_SM = 2
-"""So many decode programs run beside each other on a multiprocessor: one reads while the other computes."""
+"""So many decode programs run on a multiprocessor at once: one reads while the other computes."""
 RESERVED_SHARED_BYTES = 1 << 10
 """The driver keeps so much shared memory of every block (CUDA C++ programming guide, compute capability 8.x on)."""
 MIN_ROWS = 16
@@ -50,7 +50,7 @@ class TensorCores(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What the sizes of tiles and launches depend on."""
+    """The properties of a GPU that the sizes of tiles and launches depend on."""
 
     num_sms: int
     tensor_cores: TensorCores = TensorCores.MMA_SYNC
@@ -82,7 +82,7 @@ class KVHead:
     block_d: int
     """The head's dimension, padded to a power of two."""
     itemsize: int
-    """Bytes of an element of the queries, which is what keys and values of a quantized cache become, too."""
+    """Bytes of an element of the queries; keys and values of a quantized cache become the same type."""
     is_quantized: bool = False
     """Keys and values pass through registers, which have room for fewer."""
 
@@ -100,7 +100,7 @@ class KVHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How a kernel is cut."""
+    """The tiling of a kernel."""
 
     block_m: int
     """Rows of queries in a program."""
@@ -149,8 +149,8 @@ def prefill_tiling(head: KVHead, num_tokens: int, chip: Chip, *, is_windowed: bo
 
 def _prefill_tile(head: KVHead, rows: int, cores: TensorCores, *, is_windowed: bool) -> int:
     # 64 x 64 products by wgmma read as much shared memory as they can while they multiply; 64 x 128 leave some of it.
-    # Compiled for tensor memory, a tile of 128 no longer fits the registers; nor, of wide heads, beside what a window
-    # or a group that is no power of two takes of them.
+    # Compiled for tensor memory, a tile of 128 no longer fits the registers; nor, for wide heads, if a window
+    # or a group that is no power of two takes some of them.
     has_room = head.row_bytes < 256 or not (is_windowed or head.group & (head.group - 1))
     if cores is TensorCores.WGMMA and rows == PREFILL_ROWS and not head.is_quantized and has_room:
         return min(128, max(MIN_TILE, 2 * TILE_BYTES // head.row_bytes))
@@ -181,7 +181,7 @@ def _fitting_tile(head: KVHead, rows: int, tile: int, cores: TensorCores, limit:
 
 
 def _fitting_rows(head: KVHead, rows: int, chip: Chip) -> int:
-    """The most of these rows that fit beside the smallest tile, down to those of one token."""
+    """Returns the most of these rows that fit next to the smallest tile, down to the rows of one token."""
     while rows > head.min_rows and shared_bytes(head, rows, MIN_TILE, chip.tensor_cores) > chip.shared_bytes:
         rows //= 2
     return rows

@@ -1,7 +1,7 @@
 """The products of experts: rows sorted by expert, a tile of rows that share one, sums over each row's choices.
 
-A *pair* is a row and one of its choices, numbered row by row. How many tiles an expert has is known on the device
-alone: the launch is as large as any step of so many pairs can need, and tiles that nobody has end at once.
+A *pair* is a row and one of its choices, numbered row by row. The device alone knows how many tiles an expert has: the
+launch is as large as any step of so many pairs can need, and tiles of no expert end at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def sort_pairs_kernel(
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:
-    """Lists the pairs of one expert behind those of the experts before it, in order, and its tiles.
+    """Lists the pairs of one expert after the pairs of earlier experts, in order, and its tiles.
 
     Args:
-        order: [num_pairs] the pairs, by expert; what is no expert here is not among them.
+        order: [num_pairs] the pairs, by expert, without pairs of no expert here.
         tile_experts: [3, num_tiles] the expert of each tile, or NO_EXPERT; where its pairs begin in `order`, and end.
     """
     expert = tl.program_id(0)
@@ -99,7 +99,7 @@ def expert_linear_kernel(
     """Multiplies the rows of one tile of pairs with BLOCK_N of the num_rows rows of their expert.
 
     Sums get their bias, go through the activation, and are multiplied with the weights of their pairs, each where there
-    is one, before they are rounded. Without an `order`, every pair is a tile of its own: those of a single row.
+    is one, before they are rounded. Without an `order`, every pair is a tile of its own: the pairs of a single row.
 
     Args:
         out: [pairs, out_features]
@@ -166,7 +166,7 @@ def sum_choices_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Adds what the experts of one row made, in the order of choice."""
+    """Adds the outputs of the experts of one row, in the order of choice."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -189,7 +189,7 @@ def _activated(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> tl.tensor:
-    """What `Activation` makes of sums [BLOCK_N, BLOCK_M]: if it is gated, of 8 gates and 8 ups by turns."""
+    """Applies `Activation` to sums [BLOCK_N, BLOCK_M]; if it is gated, 8 gates and 8 ups alternate."""
     if IS_GATED:
         blocks = made.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
         gate, up = tl.split(blocks)

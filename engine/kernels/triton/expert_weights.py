@@ -19,12 +19,12 @@ from penstock.engine.quant.formats import Format, NamedTensors
 from penstock.engine.quant.rotation import rotated, rotated_back
 
 GLU_BLOCK = 8
-"""Gates and ups lie in blocks of so many rows, by turns, so that a thread has the sums of both."""
+"""Blocks of so many gates and of so many ups alternate, so that a thread has the sums of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedExperts:
-    """An `ExpertLinear` whose rows are those of all experts, one expert after another: `num_rows` of each."""
+    """An `ExpertLinear` whose rows are all experts' rows, one expert after another: `num_rows` of each."""
 
     num_experts: int
     out_features: int
@@ -54,7 +54,7 @@ class PackedExperts:
 
     @property
     def num_rows(self) -> int:
-        """The rows of one expert, with those that pad it."""
+        """The rows of one expert, padding included."""
         return len(self.codes) // self.num_experts
 
     @property
@@ -86,7 +86,7 @@ class PackedExperts:
         }
 
     def _numbers(self, tiling: ProductTiling) -> dict[str, Any]:
-        """The arguments that say what the numbers of a row are, and by how many of them a step goes on."""
+        """Returns the arguments that describe the numbers of a row, and how many of them a step takes."""
         weight = self.weight
         if isinstance(weight, Tensor):
             code, scales, group_size = "float", "none", ONE_GROUP
@@ -181,7 +181,7 @@ def pack_experts(
 
 
 def glu_rows(inner_size: int) -> Tensor:
-    """The rows of gates [inner], then ups [inner], in blocks of GLU_BLOCK by turns; the last blocks are padded."""
+    """Orders the rows of gates [inner], then ups [inner], in alternating blocks of GLU_BLOCK; the last are padded."""
     numbers = torch.arange(inner_size + -inner_size % GLU_BLOCK).clamp(max=inner_size - 1)
     blocks = numbers.view(-1, GLU_BLOCK)
     return torch.stack((blocks, blocks + inner_size), 1).flatten()
@@ -196,7 +196,7 @@ def _packed(
 
 
 def _joined(weights: Sequence[PackedWeight], codes: Tensor, order: Tensor | None) -> PackedWeight:
-    """One weight of the rows of all; it has zeros if all have, and a type of scales that holds those of all."""
+    """Returns one weight of all rows; it has zeros if all weights have, and a type of scales that holds all of them."""
     zeros = [weight.zero for weight in weights if weight.zero is not None]
     offsets: list[Tensor] = []
     if len(zeros) < len(weights):

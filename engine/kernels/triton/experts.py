@@ -66,7 +66,7 @@ class SortedPairs:
 
 
 def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that pairs can make, whatever experts they have."""
+    """Returns the most tiles that pairs can make, for any choice of experts."""
     return min(num_pairs, (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m)
 
 
@@ -127,9 +127,9 @@ def multiply(
     activation: Activation | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """[pairs, out]: what experts make of rows [n, in] that all pairs of a row read, or of one for each pair.
+    """Returns [pairs, out], the experts' products with rows [n, in], which all pairs of a row share, or one for each.
 
-    Pairs of no expert are left as they are. Gated experts have an activation. Weights multiply what is made.
+    Pairs of no expert are left as they are. Gated experts have an activation. Weights multiply the products.
     """
     assert activation is not None or not experts.is_gated
     if experts.rotation:

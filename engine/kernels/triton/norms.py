@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Does what `reference.rms_norm` does; its result is all that is allocated."""
+    """Equals `reference.rms_norm`; it allocates nothing but its result."""
     return _normed(x, None, None, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Does what `reference.layer_norm` does; its result is all that is allocated."""
+    """Equals `reference.layer_norm`; it allocates nothing but its result."""
     return _normed(x, None, None, weight, eps, centered=True)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Does what `reference.add_rms_norm` does, in one pass; both results are all that is allocated."""
+    """Equals `reference.add_rms_norm`, in one pass; it allocates nothing but both results."""
     total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     return total, _normed(hidden, delta.contiguous(), total, weight, eps)
 
@@ -38,7 +38,7 @@ def gated_rms_norm(
     *,
     gates_first: bool,
 ) -> Tensor:
-    """RMSNorm of each part of a row, and SiLU(gates) times that; its result is all that is allocated.
+    """Returns RMSNorm of each part of a row, times SiLU(gates); it allocates nothing but its result.
 
     Args:
         made: [T, n] float32
@@ -46,7 +46,7 @@ def gated_rms_norm(
         gates: [T, n], whose rows may be parts of longer ones.
         size: of a part.
         query_starts: see `Batch`.
-        gates_first: whether what the gates let through is normed.
+        gates_first: whether the gates multiply before the norm.
 
     Returns:
         [T, n] in the type of the gates; zeros for rows of no sequence.

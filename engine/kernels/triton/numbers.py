@@ -1,7 +1,7 @@
 """Numbers of 4 and 8 bits as floats, and floats as numbers of 8 bits; cards without instructions for them do it, too.
 
-Conversions from integers are slow, so that integers become floats of 16 bits by their bits: beside a `unit`, which is
-2^10 or 2^7, the significand has room for 7 bits. Those of e4m3 below its sign are a wider float's, whose exponents
+Conversions from integers are slow, so that integers become floats of 16 bits by their bits: added to a `unit`, which is
+2^10 or 2^7, they have 7 bits of the significand. The bits of e4m3 below its sign are a wider float's, whose exponents
 begin 2^8 or 2^120 lower.
 """
 
@@ -25,7 +25,7 @@ def of_4_bits(integers: tl.tensor, lowest: tl.constexpr, dtype: tl.constexpr) ->
 
 @triton.jit
 def of_e2m1(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Twice what the bits of e2m1 stand for, of which a code has no others: an integer from -12 to 12."""
+    """Returns twice the numbers of e2m1, whose bits are all that a code has: integers from -12 to 12."""
     if dtype == tl.float32:
         bits = (codes.to(tl.int32) & 8) << 28 | (codes.to(tl.int32) & 7) << 22
         numbers = bits.to(dtype, bitcast=True) * 1.7014118346046923e38
@@ -44,7 +44,7 @@ def of_int8(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     if dtype == tl.int8 or dtype == tl.float32:
         numbers = packed.to(dtype)
     else:
-        # The sign bit stands for -128, and for 128 beside the unit.
+        # The sign bit stands for -128, and for 128 when added to the unit.
         unit: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300
         wide = packed.to(tl.int16)
         numbers = (unit | (wide & 0x7F)).to(dtype, bitcast=True)
@@ -54,7 +54,7 @@ def of_int8(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def of_e4m3(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """The bits of e4m3, in uint8; what is no number becomes 480 or -480."""
+    """Returns the numbers of e4m3, given as uint8; NaN becomes 480 or -480."""
     # Widened with its sign, a byte needs no more than a shift: the sign is there, and its copies are masked.
     if dtype == tl.float16:
         bits = (packed.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4080
@@ -79,7 +79,7 @@ def rounded_to(x: tl.tensor, LARGEST: tl.constexpr, dtype: tl.constexpr) -> tl.t
 
 @triton.jit
 def _nearest_integer(x: tl.tensor) -> tl.tensor:
-    """x from 0 up to 2^22, rounded half to even: beside 2^23 a float has no room for fractions."""
+    """x from 0 up to 2^22, rounded half to even: at 2^23 a float has no room for fractions."""
     return (x + 8388608.0) - 8388608.0
 
 

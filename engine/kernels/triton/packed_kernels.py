@@ -38,11 +38,12 @@ def packed_linear_kernel(
 ) -> None:
     """Multiplies BLOCK_M rows of x with BLOCK_N rows of weights, over one part of the inputs.
 
-    Integers x give sums in int32, which are exact. If the sum is one of several parts, it is stored as it is, and
-    whatever belongs to whole rows is left to `add_parts_kernel`.
+    Integers x give sums in int32, which are exact. If the sum is one of several parts, it is stored as it is, and the
+    work on whole rows is left to `add_parts_kernel`.
 
-    SCALES says what scales are multiplied with: the sums of whole "rows", the sums of "groups", of which one holds a
-    step of BLOCK_K inputs, or the "weights", in any groups; in groups of 32, those of all "units" of a step at once.
+    SCALES says where scales are multiplied: with the sums of whole "rows", with the sums of "groups", of which one
+    holds a step of BLOCK_K inputs, or with the "weights", in any groups; in groups of 32, with all "units" of a step at
+    once.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]

@@ -28,7 +28,7 @@ MIN_SCALED_ROWS = 65
 """From so many rows on, x is rounded to 8 bits where the card multiplies e4m3: fewer wait for the weights only."""
 UNPACK_BLOCK, ADD_BLOCK, ROUND_BLOCK = 2048, 512, 4096
 ONE_GROUP = 1 << 30
-"""Stands for the size of a group that has all inputs, whatever their number."""
+"""Stands for the size of a group that has all inputs, however many."""
 
 
 class TritonLinear:
@@ -130,12 +130,12 @@ class PackedLinears:
 
 
 def can_scale(weight: PackedWeight) -> bool:
-    """Whether cuBLAS takes the shape: it wants multiples of 16."""
+    """Returns whether cuBLAS takes the shape: it wants multiples of 16."""
     return weight.padded_features == weight.in_features and weight.out_features % 16 == 0
 
 
 def multiplies_float8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies e4m3 with scales for rows and columns on this device, and gives this type.
+    """Returns whether torch multiplies e4m3 with scales for rows and columns on this device, and gives this type.
 
     Raises:
         torch.AcceleratorError: the device is lost.
@@ -147,7 +147,7 @@ def multiplies_float8(device: torch.device, dtype: torch.dtype) -> bool:
         scaled_product(numbers.to(FLOAT8), scale[:, 0], numbers.to(FLOAT8), scale.T, dtype)
     except torch.AcceleratorError:
         raise
-    except RuntimeError:  # also what is a ValueError or NotImplementedError in C++
+    except RuntimeError:  # also C++'s ValueError and NotImplementedError
         return False
     return True
 
@@ -228,7 +228,7 @@ def multiply(
 
 
 def unpack(weight: PackedWeight, start: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Does what `PackedWeight.unpack` does, for outputs from `start` up to `end`: [end - start, in]."""
+    """Equals `PackedWeight.unpack`, for outputs from `start` up to `end`: [end - start, in]."""
     out = weight.codes.new_empty((end - start, weight.in_features), dtype=dtype)
     unpack_kernel[triton.cdiv(weight.in_features, UNPACK_BLOCK), end - start](
         out,
@@ -294,11 +294,11 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, rotation: int = 0) -> tuple[Ten
 
 
 def scales_of(weight: PackedWeight) -> str:
-    """What scales are multiplied with: see `packed_linear_kernel`."""
+    """Returns the SCALES of `packed_linear_kernel`."""
     if weight.is_per_row:
         return "rows"
     if weight.code is Code.FLOAT4 and weight.group_size == UNIT and weight.offset is None:
-        return "units"  # few bits: the products with scales are exact, but for what float16 has no room for
+        return "units"  # few bits: the products with scales are exact, except beyond float16's range
     in_groups = weight.offset is None and (weight.group_size % UNIT == 0 or weight.scale.shape[0] == 1)
     return "groups" if in_groups else "weights"
 

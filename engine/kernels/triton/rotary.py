@@ -1,7 +1,7 @@
 """Queries, keys and values between their projection and attention, in one launch: norm, rotation, cache.
 
 Inside a block of the cache, keys and values lie as in the reference: [num_kv_heads, block_size, head_dim]. For a
-quantized cache they are rounded as in the reference, too, and their scales stored behind them.
+quantized cache they are rounded as in the reference, too, and their scales stored after them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rotate_and_write(
     norms_values: bool = False,
     spreads: bool = False,
 ) -> Tensor:
-    """Does what `reference.rotate_and_write` does; the queries are all that is allocated, but for norms of rows.
+    """Equals `reference.rotate_and_write`; it allocates nothing but the queries, and the norms of rows.
 
     A row with place -1 pads the batch: nothing is written to the cache for it, and its queries are of no use.
     """
@@ -87,10 +87,10 @@ def rotate_and_write(
 
 
 def kv_places(batch: Batch, block_size: int) -> Tensor:
-    """Does what `reference.kv_places` does, in one launch; its result is all that is allocated.
+    """Equals `reference.kv_places`, in one launch; it allocates nothing but its result.
 
-    Rows behind those of the last sequence, and rows with a negative position, have place -1. Sequences without rows may
-    be anywhere.
+    Rows after the last sequence's, and rows with a negative position, have place -1. Sequences without rows may be
+    anywhere.
     """
     num_tokens, num_sequences = batch.positions.numel(), batch.block_tables.shape[0]
     in_cache = torch.empty_like(batch.positions, dtype=torch.int64)
@@ -141,9 +141,9 @@ def rotate_and_write_kernel(
 ) -> None:
     """Rotates GROUP heads of one token, and stores them; masks tell queries, keys and values apart.
 
-    As in the reference, all but the norm's scale is computed in the dtype of what is read, and rounded at each step.
-    All loads are issued before the first of them is used, but for the angles, whose offset is loaded first. From block
-    to block of the cache there are BLOCK_STRIDE elements.
+    As in the reference, all but the norm's scale is computed in the dtype of the rows, and rounded at each step. All
+    loads are issued before the first of them is used, but for the angles, whose offset is loaded first. From block to
+    block of the cache there are BLOCK_STRIDE elements.
     """
     dtype: tl.constexpr = qkv.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2

@@ -10,13 +10,13 @@ from torch import Tensor
 from penstock.engine.spec import Router
 
 _NOTHING = tl.constexpr(-(1 << 63))
-"""The key of what cannot be chosen."""
+"""The key of an expert that cannot be chosen."""
 
 
 def route(
     logits: Tensor, router: Router, choice_bias: Tensor | None = None, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Does what `kernels.experts.route` does; its results are all that is allocated."""
+    """Equals `kernels.experts.route`; it allocates nothing but its results."""
     num_rows, top_k = len(logits), router.top_k
     ids = logits.new_empty((num_rows, top_k), dtype=torch.int32)
     weights = logits.new_empty((num_rows, top_k), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What is done with rows of x before they are multiplied: they are rotated, and rounded to 8 bits."""
+"""Rotates rows of x, and rounds them to 8 bits, before they are multiplied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def quantize_rows_kernel(
 ) -> None:
     """Rotates one row, if it is to be; scales it so that its largest magnitude becomes LARGEST, and rounds it.
 
-    The result is int8, or the bits of e4m3. What enters the rounding has the bits of `kernels.linear.quantize_rows`.
+    The result is int8, or the bits of e4m3. The input of the rounding has the bits of `kernels.linear.quantize_rows`.
     """
     row = tl.program_id(0).to(tl.int64)
     first = x + row * SIZE

@@ -8,8 +8,8 @@ A row of logits is cut into tiles, and a program works on one tile of one row. A
 
 A row without filters is read once, one with min-p alone twice, one with top-k or top-p four times, one with both six
 times. Of the small kernels, `bound` limits the first histogram to tokens that can still be kept, and `finish` takes the
-best token of the tiles. A row's token depends on nothing but the row: floats are only compared, and what is added up
-in an order that may differ is integers.
+best token of the tiles. A row's token depends on nothing but the row: floats are only compared, and only integers are
+added up in an order that may differ.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TritonChoose:
             return torch.empty(*shape, dtype=dtype, device=device)
 
         self._values = empty(max_rows, triton.cdiv(vocab_size, 16) * 16)
-        """Logits of the rows with biases or penalties; what is not changed is read where it is."""
+        """Logits of the rows with biases or penalties; unchanged rows are read where they are."""
         self._maxima = empty(max_rows, num_tiles * self._groups)
         self._peaks = empty(max_rows)
         self._scores = empty(max_rows, num_tiles)

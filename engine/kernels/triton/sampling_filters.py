@@ -1,14 +1,14 @@
-"""Triton kernels that find what top-k and top-p keep of a row of logits.
+"""Triton kernels that find the tokens that top-k and top-p keep of a row of logits.
 
 Histograms hold the number of tokens (for top-k) and their mass (for top-p) by level, in integers, so that it does not
 matter in which order they are added. A filter's cut is the last level that has less than a limit above it: k tokens, or
-the share top_p of the mass. It is never an empty level, since what lies above the next one would be the same. It is
+the share top_p of the mass. It is never an empty level, since the mass above the next one would be the same. It is
 found in two stages: a histogram by the upper half of a level's bits, then one by the lower half, of the levels in the
-bin that the cut lies in. Stages 0 and 1 are those of top-k, stages 2 and 3 those of top-p among what top-k keeps.
+bin that the cut lies in. Stages 0 and 1 are top-k's, stages 2 and 3 top-p's among the tokens that top-k keeps.
 
-What a stage searches is three numbers in `searches`: the first and the last level that its histogram holds, and what
-the limit leaves for these levels. They follow from the numbers and the histogram of the stage before, and every program
-that needs them works them out for itself.
+A stage's search is three numbers in `searches`: the first and the last level that its histogram holds, and the part of
+the limit that is left for these levels. They follow from the numbers and the histogram of the stage before, and every
+program that needs them works them out for itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.engine.kernels.triton.sampling_rows import (
 from penstock.engine.sampling import reference
 
 BINS = 2048
-"""Of a histogram: as many as half of a level's bits can tell apart."""
+"""The bins of a histogram: as many as half of a level's bits can tell apart."""
 NUM_STAGES = 4
 SEARCH_SIZE = 3
 """Numbers of a stage in `searches`."""
@@ -80,7 +80,7 @@ def bound_kernel(
         if top_k > 0:
             group_bins = levels_of(peak - largest, temperature) >> _BIN_BITS
             bound = _bin_of_rank(tl.where(exists, group_bins, _BINS), top_k)
-        else:  # the margin is more than what depths and masses are rounded by
+        else:  # the margin exceeds the rounding of depths and masses
             nats = tl.log(VOCAB / tl.maximum(1 - real_at(words, TOP_P_AT), 1e-8)) + 0.05
             bound = tl.minimum((nats * _BINS_PER_NAT).to(tl.int32) + 1, _BINS - 1)
         search = searches + row * _SEARCHES + tl.where(top_k > 0, 0, 2 * _SEARCH)
@@ -112,7 +112,7 @@ def histogram_kernel(
 ) -> None:
     """Adds one tile of one row to the histogram of a stage.
 
-    For a row with top-p alone, what lies below the bound is added to the last bin: it counts for the total mass.
+    For a row with top-p alone, tokens below the bound are added to the last bin: they count for the total mass.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -183,7 +183,7 @@ def tile_peak(maxima: tl.tensor, row: tl.tensor, tile: tl.tensor, GROUPS: tl.con
 
 @triton.jit
 def levels_of(depths: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Levels as in the reference; that of NaN is the last, so that a histogram is never written outside."""
+    """Returns levels as in the reference; NaN has the last, so that a histogram is never written outside."""
     scaled = depths * tl.minimum(tl.div_rn(_LEVELS_PER_NAT, temperature), _LARGEST)
     return tl.where(scaled < _LAST_LEVEL, scaled, _LAST_LEVEL).to(tl.int32)
 
@@ -197,7 +197,7 @@ def _next_search(
     words: tl.tensor,
     STAGE: tl.constexpr,
 ) -> tl.tensor:
-    """What the stage after STAGE searches, whose histogram is complete: the bin of the cut, or all up to the cut."""
+    """Returns the search of the stage after STAGE, whose histogram is complete: the cut's bin, or all up to the cut."""
     bins = tl.arange(0, _BINS)
     amounts = tl.load(histogram + bins)
     if STAGE == 2:

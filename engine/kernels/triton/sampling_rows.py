@@ -1,4 +1,4 @@
-"""What the sampling kernels know of one row: its parameters, its logits after biases and penalties, its noise."""
+"""One row in the sampling kernels: its parameters, its logits after biases and penalties, its noise."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def gumbel_noise(words: tl.tensor, number: tl.tensor, ids: tl.tensor) -> tl.tens
 
     The generator's state comes first in a slot's parameters.
 
-    log(1 - u) is log(y) + r, where r is what was lost when 1 - u was rounded to y: this is exact within half a unit in
+    log(1 - u) is log(y) + r, where r is the part lost when 1 - u was rounded to y: this is exact within half a unit in
     the last place of the result, and saves the reference's division.
     """
     state = tl.load(words).to(tl.uint32, bitcast=True).to(tl.uint64)

@@ -1,4 +1,4 @@
-"""What the kernels of layers with a state are given."""
+"""The arguments of the kernels of layers with a state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.engine.spec import GatedDelta, Mamba2
 
 
 def constants(spec: GatedDelta | Mamba2) -> tuple[dict[str, float], dict[str, Any]]:
-    """The numbers of a layer that the kernel is given, and those that it is compiled for."""
+    """Returns the numbers of a layer that the kernel takes as arguments, and the constants that it is compiled for."""
     if isinstance(spec, GatedDelta):
         return {
             "least_step": 0.0,
@@ -53,7 +53,7 @@ def constants(spec: GatedDelta | Mamba2) -> tuple[dict[str, float], dict[str, An
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a step reads and writes of the slots of a layer; without slots, nothing."""
+    """The tensors of a layer's slots that a step reads and writes; without slots, none."""
 
     state: Tensor | None
     history: Tensor | None

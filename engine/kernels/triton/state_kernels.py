@@ -1,6 +1,6 @@
-"""Layers with a state in Triton: one row of a sequence after another, and what is kept of the rows.
+"""Layers with a state in Triton: one row of a sequence after another, and the slots that keep rows.
 
-Rows of a sequence have numbers: 0 is its first row in the step. Those before have negative numbers: the replayed rows,
+Rows of a sequence have numbers: 0 is its first row in the step. Earlier rows have negative numbers: the replayed rows,
 and before these the history, both of the slot that the sequence reads.
 """
 
@@ -58,7 +58,7 @@ def state_kernel(
 
     Args:
         made: [T, NUM_HEADS * VALUE_DIM] float32, before the norm.
-        rows: the inputs of the convolution; those of queries, keys and values begin where the constants say.
+        rows: the inputs of the convolution; queries, keys and values begin where the constants say.
         gates: b and a of all heads of a gated delta net; d of Mamba-2.
         state, history, pending: of slot 0. They are None, as `slots`, if all sequences begin and nothing is kept.
         most_rows: sequences with more are left to others.
@@ -200,11 +200,11 @@ def short_conv_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Some channels of tiles of ROWS rows of one sequence, and what is kept of them; one more sequence has no rows.
+    """Computes some channels of tiles of ROWS rows of one sequence, and keeps its rows; one more sequence has no rows.
 
     Args:
         made: [T, CHANNELS] zeros in rows of no sequence.
-        rows: [T, 3 CHANNELS], of which the first and the last are multiplied before the convolution.
+        rows: [T, 3 CHANNELS], whose first and last third are multiplied before the convolution.
     """
     sequence = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -244,7 +244,7 @@ def short_conv_kernel(
         out *= tl.load(behind, mask=mask, other=0.0).to(tl.float32)
         tl.store(made + places, out.to(made.dtype.element_ty), mask=mask)
     if slots is not None:  # noqa: SIM102 (known to the compiler; the other is not)
-        # The first tile is the only one that reads what slots have: others begin further on than the kernel reaches.
+        # The first tile is the only one that reads slots: others begin further on than the kernel reaches.
         if first_row == 0:
             tl.debug_barrier()
             kept = None, 0, history, pending, slot_stride
@@ -281,7 +281,7 @@ def _keep_rows(
 ) -> None:
     """Writes some columns of the history and of the pending rows to the slots that want them.
 
-    The target comes last, since it may be the source, too; nobody but this program has these columns of it.
+    The target comes last, since it may be the source, too; no other program has these columns of it.
     """
     for save in range(0, num_saves):
         if tl.load(saves + 4 * save) == sequence:
@@ -316,7 +316,7 @@ def _write_rows(
         mask = is_channel[None, :] & (places < KERNEL - 1)
         before = done - (KERNEL - 1) + places
         rows = inputs_of(before, columns[None, :], mask, given, CHANNELS, ROW_FLOATS, KERNEL)
-        tl.debug_barrier()  # every thread has read by now what others may write
+        tl.debug_barrier()  # every thread has read by now the memory that others may write
         tl.store(history + offset + places * CHANNELS + columns[None, :], rows, mask=mask)
         for number in range(0, num_kept):
             numbers = tl.zeros_like(columns) + done + number
@@ -341,8 +341,8 @@ def inputs_of(
     """The inputs of the convolution in rows of these numbers, in float32; zeros before the first of all.
 
     Args:
-        given: row 0 of the sequence and what it is multiplied by, if anything; the distance of rows; the history and
-            the pending rows of the slot that is read, if there are any, and the number of those that are replayed.
+        given: row 0 of the sequence and its factor, if any; the distance of rows; the history and the pending rows of
+            the slot that is read, if there are any, and the number of replayed rows.
     """
     rows, factors, stride, history, pending, replayed = given
     is_new = mask & (numbers >= 0)
@@ -363,7 +363,7 @@ def inputs_of(
 def _taps(
     columns: tl.tensor, inside: tl.tensor, conv: tl.tensor, KERNEL: tl.constexpr, TAPS: tl.constexpr
 ) -> tl.tensor:
-    """[TAPS, columns] the weights of the convolution, that of the row itself last, and then zeros."""
+    """Returns [TAPS, columns], the weights of the convolution, the row's own last, and then zeros."""
     taps = tl.arange(0, TAPS)[:, None]
     return tl.load(conv + columns[None, :] * KERNEL + taps, mask=inside[None, :] & (taps < KERNEL), other=0.0)
 
@@ -381,7 +381,7 @@ def _convolved(
     KERNEL: tl.constexpr,
     TAPS: tl.constexpr,
 ) -> tl.tensor:
-    """What the convolution and SiLU make of one row."""
+    """Returns the convolution and SiLU of one row."""
     taps = tl.arange(0, TAPS)[:, None]
     numbers = number - (KERNEL - 1) + taps
     mask = inside[None, :] & (taps < KERNEL)
@@ -414,7 +414,7 @@ def _gate(
 
 @triton.jit
 def softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + exp(x)), also where 1 + exp(x) is rounded: what is lost there is divided out (Goldberg, 1991)."""
+    """log(1 + exp(x)), also where 1 + exp(x) is rounded: the rounding error is divided out (Goldberg, 1991)."""
     grown = tl.exp(tl.minimum(x, 20.0))
     total = 1.0 + grown
     counted = total - 1.0

@@ -1,8 +1,8 @@
-"""Prompts through layers with a state, in tiles: what 64 rows do to a state, all at once.
+"""Takes prompts through layers with a state, in tiles: 64 rows of a state all at once.
 
 A tile is the rows of a sequence whose positions have the same quotient by 64: the first and the last of a step may be
-parts of one. Rows have the numbers of `state_kernels`: 0 is the first of the step, and replayed rows come before.
-With G the logarithm of what is left of a state, row by row of the tile, and S the state before it:
+parts of one. Rows have the numbers of `state_kernels`: 0 is the first of the step, and replayed rows come before. With
+G the logarithm of a state's remaining share, row by row of the tile, and S the state before it:
 
     A = strictly lower part of b * exp(G - G^T) * (k k^T)      both of a gated delta net: b are its betas,
     U, W = (I + A)^-1 [b * v, b * exp(G) * k]                  and v' = U - W S; of Mamba-2, v' = step * v
@@ -39,10 +39,10 @@ def solve_tiles_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
 ) -> None:
-    """U, in the place of the values of one head in one tile, and W.
+    """Computes U, in the place of the values of one head in one tile, and W.
 
     Args:
-        found: [tiles, NUM_HEADS, TILE, BLOCK_KEYS] W: times the state, what it has for these keys.
+        found: [tiles, NUM_HEADS, TILE, BLOCK_KEYS] W: times the state, its values for these keys.
     """
     head = tl.program_id(0)
     tile = tl.program_id(1).to(tl.int64)
@@ -243,7 +243,7 @@ def finish_states_kernel(
         weight = tl.load(weights + of_head * TILE + numbers)
     matrix = tl.load(state + of_state, mask=inside, other=0.0)
     matrix = _grown(matrix, k, change, weight, left, stop - 1 - begin - number * TILE)
-    tl.debug_barrier()  # every thread has read by now what others write
+    tl.debug_barrier()  # every thread has read by now the memory that others write
     tl.store(state + of_state, matrix, mask=inside)
 
 
@@ -267,7 +267,7 @@ def read_tiles_kernel(
     BLOCK_VALUES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Some columns of what one head makes of the rows of one tile, into `made` of `state_kernel`.
+    """Writes some columns of one head's output for the rows of one tile into `made` of `state_kernel`.
 
     Args:
         values: v' of a gated delta net, v of Mamba-2.
@@ -312,7 +312,7 @@ def read_tiles_kernel(
 
 @triton.jit
 def _inverse(triangle: tl.tensor) -> tl.tensor:
-    """[TILE, TILE] the inverse of I + a strictly lower triangle.
+    """Returns [TILE, TILE], the inverse of I + a strictly lower triangle.
 
     Blocks of PART rows on the diagonal are inverted row by row; D is all of these. With N = D times the other blocks,
     the inverse is (I + N)^-1 D, where N^PARTS is 0: (I + N)^-1 = I - N + N^2 - N^3.

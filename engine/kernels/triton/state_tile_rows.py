@@ -1,4 +1,4 @@
-"""What goes into the tiles of a prompt, see `state_tile_kernels`: rows by heads, convolved, and their gates."""
+"""The inputs of the tiles of a prompt, see `state_tile_kernels`: rows by heads, convolved, and their gates."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _convolved(
     ROW_FLOATS: tl.constexpr,
     KERNEL: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS, BLOCK] what the convolution and SiLU make of DIM channels of some rows; zeros where there are none."""
+    """Returns [ROWS, BLOCK], the convolution and SiLU of DIM channels of some rows; zeros where there are none."""
     rows, factors, stride, _, _, replayed = given
     numbers = first + tl.arange(0, ROWS)[:, None]
     inside = tl.arange(0, BLOCK) < DIM
@@ -243,7 +243,7 @@ def _gates(
     CHANNELS: tl.constexpr,
     ROW_FLOATS: tl.constexpr,
 ) -> tl.tensor:
-    """The gates of the rows of these numbers, replayed ones too, in float32."""
+    """Returns the gates of the rows of these numbers, replayed ones too, in float32."""
     gates, stride, pending, replayed = given
     found = tl.load(
         gates + numbers.to(tl.int64) * stride + columns, mask=mask & (numbers >= 0), other=0.0

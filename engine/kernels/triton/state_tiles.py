@@ -21,7 +21,7 @@ from penstock.engine.kernels.triton.state_tile_rows import ROWS, TILE, convolve_
 from penstock.engine.spec import GatedDelta, Mamba2
 
 FEWEST = 32
-"""Rows of a sequence in a step that are tiles; fewer are taken one by one. Drafts and what they follow are fewer."""
+"""The fewest rows of a sequence in a step that are taken in tiles; fewer are taken one by one, as drafts are."""
 SEQUENCES = 64
 """Sequences that are looked through at a time."""
 CARRIED = {GatedDelta: 16, Mamba2: 32}
@@ -33,11 +33,11 @@ READ = 64
 SAVES = 32
 """Saves that are looked through at a time."""
 TILED: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-"""The types of rows that are tiles. Those in float32 are taken one by one: whoever wants it wants the same bits."""
+"""The types of rows taken in tiles. float32 is taken row by row: a user who wants it wants the same bits."""
 
 
 def has_tiles(batch: Batch, dtype: torch.dtype) -> bool:
-    """Whether a sequence of the step can be taken in tiles."""
+    """Returns whether a sequence of the step can be taken in tiles."""
     return dtype in TILED and most_rows(batch) >= FEWEST
 
 
@@ -47,7 +47,7 @@ def most_rows(batch: Batch) -> int:
 
 
 def num_tiles(num_tokens: int, num_sequences: int, num_pending: int) -> int:
-    """The most tiles that a step can have, whatever its sequences are: both ends of each may be parts of tiles."""
+    """Returns the most tiles that a step can have, for any sequences: both ends of each may be parts of tiles."""
     tiled = min(num_sequences, num_tokens // FEWEST)
     size = int(TILE.value)
     return (num_tokens + tiled * (num_pending + 2 * size - 2)) // size
@@ -64,13 +64,13 @@ def run_tiles(
     numbers: dict[str, float],
     constexprs: dict[str, Any],
 ) -> None:
-    """Takes the sequences with FEWEST rows or more through a layer, all but what is kept of their rows.
+    """Takes the sequences with FEWEST rows or more through a layer, but keeps none of their rows.
 
-    What lies between launches is in the type of the rows, and so are the factors of their products, whose sums are
+    Tensors between launches have the type of the rows, and so have the factors of their products, whose sums are
     float32; G, and the state that goes from tile to tile, are float32.
 
     Args:
-        made: is written, see `state_kernel`; rows of other sequences are not.
+        made: is written, see `state_kernel`, but for the rows of other sequences.
     """
     num_heads, num_key_heads = constexprs["NUM_HEADS"], constexprs["NUM_KEY_HEADS"]
     sizes = block_sizes(spec)

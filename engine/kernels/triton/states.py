@@ -1,7 +1,7 @@
 """Layers with a state, as `engine/kernels/recurrent.py` specifies them: short steps row by row, prompts in tiles.
 
 Programs share a sequence by columns of its state, which do not depend on each other, so that few rows are fast and many
-are right. No shape depends on what only the device knows: graphs can hold a step, whatever its slots and its saves.
+are right. No shape depends on data that only the device knows: graphs can hold a step with any slots and saves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONVOLVED = 64
 ROWS = 16
 """Rows that are convolved at a time."""
 ROUNDS = 32
-"""Programs, at most, that share the rows of a sequence by turns."""
+"""Programs, at most, that take turns at the rows of a sequence."""
 
 
 def gated_delta(
@@ -45,7 +45,7 @@ def gated_delta(
     states: LayerStates | None,
     batch: Batch,
 ) -> Tensor:
-    """Does what `recurrent.gated_delta` does; its result, and as much in float32, is all that is allocated."""
+    """Equals `recurrent.gated_delta`; it allocates nothing but its result, and as much in float32."""
     assert own.gated_norm is not None
     rows = rows.contiguous()
     made = _made(rows, gates.contiguous(), spec, own, states, batch)
@@ -56,7 +56,7 @@ def gated_delta(
 def mamba2(
     rows: Tensor, spec: Mamba2, own: StateVectors, eps: float, states: LayerStates | None, batch: Batch
 ) -> Tensor:
-    """Does what `recurrent.mamba2` does; its result, and as much in float32, is all that is allocated."""
+    """Equals `recurrent.mamba2`; it allocates nothing but its result, and as much in float32."""
     assert own.gated_norm is not None
     rows, inner = rows.contiguous(), spec.inner_size
     channels, gates = rows[:, inner:], rows[:, inner + spec.history_channels :]
@@ -68,7 +68,7 @@ def mamba2(
 def short_conv(
     rows: Tensor, spec: ShortConv, own: StateVectors, states: LayerStates | None, batch: Batch
 ) -> Tensor:
-    """Does what `recurrent.short_conv` does, in one launch; its result is all that is allocated."""
+    """Equals `recurrent.short_conv`, in one launch; it allocates nothing but its result."""
     num_tokens, num_sequences = len(rows), batch.context_lens.numel()
     made = torch.empty(num_tokens, spec.channels, dtype=rows.dtype, device=rows.device)
     sizes = conv_sizes(spec)
@@ -96,7 +96,7 @@ def short_conv(
 
 
 def conv_sizes(spec: ShortConv) -> dict[str, int]:
-    """The tile of a short convolution: no less rows than its kernel reads of those before."""
+    """Returns the tile of a short convolution, of no fewer rows than its kernel reads before a row."""
     taps = triton.next_power_of_2(spec.kernel)
     return {
         "TAPS": taps,
@@ -113,11 +113,11 @@ def _made(
     states: LayerStates | None,
     batch: Batch,
 ) -> Tensor:
-    """What the heads make of all rows, before norms, [T, heads * values] float32; rows of no sequence are not set.
+    """Returns the heads' outputs before norms, [T, heads * values] float32; rows of no sequence are not set.
 
     Args:
-        channels: [T, ...] that go through the convolution, and then others.
-        gates: [T, ...] those of each head, and then others.
+        channels: [T, ...], the channels that go through the convolution, and then others.
+        gates: [T, ...], the gates of each head, and then others.
     """
     num_heads, key_dim, value_dim = spec.state_shape
     made = torch.empty(len(channels), num_heads * value_dim, dtype=torch.float32, device=channels.device)

@@ -1,7 +1,7 @@
 """The sizes of the tiles of products with packed weights, by card: from a file, or by a rule for cards that it lacks.
 
-A *class* of rows is what shares a tiling. Nothing depends on the number of rows within a class, so that a row's result
-never depends on the rows beside it while their number stays in the class.
+A *class* is a range of numbers of rows that share a tiling. Nothing depends on the number within a class, so that a
+row's result never depends on the other rows while their number stays in the class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIN_STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTiling:
-    """How the product is cut."""
+    """The tiling of a product."""
 
     block_m: int
     """Rows of x in a program."""
@@ -51,7 +51,7 @@ class ProductTiling:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the choice of tiles depends on."""
+    """The properties of a GPU that the choice of tiles depends on."""
 
     chip: Chip
     name: str = ""
@@ -132,10 +132,10 @@ def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> Produ
 
 
 def expert_rule(code: Code | None, dtype: torch.dtype, most_rows: int, chip: Chip) -> ProductTiling:
-    """The tiling of `by_rule`, but that a step has as many inputs in every class.
+    """Returns the tiling of `by_rule`, except that a step has as many inputs in every class.
 
     So the sums of a row are added in one order, however many rows its experts have. Where operands pass through
-    registers, those of long steps leave room for fewer sums.
+    registers, the operands of long steps leave room for fewer sums.
     """
     rule = by_rule(code or Code.INT8, dtype, most_rows, chip)
     is_small = chip.tensor_cores is TensorCores.MMA_SYNC

@@ -36,10 +36,10 @@ class Family:
     """Models of one architecture."""
 
     models: str
-    """Those that people know."""
+    """The well-known models of the architecture."""
     describe: Callable[[Fields], ModelSpec]
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """What missing entries of a config.json stand for."""
+    """The values of missing entries of a config.json."""
 
 
 FAMILIES = {
@@ -138,4 +138,4 @@ NOT_YET = {
     "Qwen2_5OmniForConditionalGeneration": "a text model inside of one for speech",
     "Step3p7FlashForCausalLM": "its kinds of layers",
 }
-"""Families that people ask for, and what of them is not served yet."""
+"""Well-known families, and the part of each that is not served yet."""

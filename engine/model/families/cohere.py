@@ -27,7 +27,7 @@ def cohere2(fields: Fields) -> ModelSpec:
 
 
 def _layer(fields: Fields, sizes: Sizes) -> Layer:
-    """Both parts read what one LayerNorm makes of the stream."""
+    """Returns a layer whose parts both read one LayerNorm of the stream."""
     bias = fields.flag("attention_bias")
     return sizes.layer(
         sizes.attention(qkv_bias=bias, o_bias=bias, is_interleaved=True),

@@ -31,7 +31,7 @@ MAX_POSITIONS = 1 << 24
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, CONV = "linear_attention", "conv"
 OLD_KINDS = {"attention": FULL, "mamba": LINEAR}
-"""What transformers 4 calls layers of models that have both kinds."""
+"""The names that transformers 4 has for layers of models with both kinds."""
 MAX_KERNEL = 64
 """More rows than a convolution of any model reads."""
 FUSED_QKV, FUSED_GATE_UP = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
@@ -64,14 +64,14 @@ class Sizes:
 
     @classmethod
     def of(cls, fields: Fields, *, head_dim: int | None = None, eps: str = "rms_norm_eps") -> Sizes:
-        """Reads them.
+        """Reads the sizes of a config.
 
         Args:
-            head_dim: what a missing one stands for; without it, hidden_size / num_attention_heads.
+            head_dim: the value of a missing one; without it, hidden_size / num_attention_heads.
             eps: the entry of the norms' epsilon.
 
         Raises:
-            CheckpointError: naming what is missing, malformed or not supported.
+            CheckpointError: names the entry that is missing, malformed or not supported.
         """
         hidden, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
         name = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
@@ -151,10 +151,10 @@ class Sizes:
     ) -> Prediction | None:
         """The layer of multi-token prediction, unless a config says that there is none.
 
-        Of several, the first alone drafts. Some configs do not tell of theirs.
+        Of several, the first alone drafts. Some configs do not mention theirs.
 
         Args:
-            names: of what is outside of the layer and before its names; see `names_behind`.
+            names: the names of modules outside of the layer, and the prefix of its own; see `names_behind`.
             offset: of its norms.
         """
         told = [fields.integer(name) for name in _PREDICTING if fields.has(name)]
@@ -185,7 +185,7 @@ class Sizes:
 
 
 def names_behind(num_layers: int) -> dict[str, str]:
-    """DeepSeek's names of a layer of multi-token prediction, which lies behind the model's own layers."""
+    """Returns DeepSeek's names of a layer of multi-token prediction, which follows the model's own layers."""
     prefix = f"model.layers.{num_layers}."
     return {
         "prefix": prefix,
@@ -217,7 +217,7 @@ def check_heads(source: str, num_heads: int, num_kv_heads: int, head_dim: int) -
 def layer_types(
     fields: Fields, num_layers: int, is_full: Callable[[int], bool], other: str = SLIDING
 ) -> list[str]:
-    """FULL or the other kind of each layer: what `layer_types` says, or without it the family's own rule.
+    """Returns FULL or the other kind for each layer, by `layer_types`, or without it by the family's own rule.
 
     Raises:
         CheckpointError: it says something else, or not of each layer.
@@ -236,7 +236,7 @@ def hybrid_kinds(fields: Fields, name: str, *allowed: str) -> list[str]:
 
 
 def rotating(fields: Fields, num_layers: int) -> list[bool]:
-    """Whether each layer rotates positions; those do not whose `no_rope_layers` is 0, without it every fourth.
+    """Returns whether each layer rotates positions: not where `no_rope_layers` is 0, or without it, in every fourth.
 
     Raises:
         CheckpointError: `no_rope_layers` is not of each layer.
@@ -261,11 +261,11 @@ def read_rope(
 
     Args:
         kind: of the layers that the table is for, where `rope_parameters` has one for each kind.
-        theta, share: what missing entries stand for.
+        theta, share: the values of missing entries.
         scales: whether the `rope_scaling` of transformers 4 is of this table.
 
     Raises:
-        CheckpointError: naming what is missing, malformed or not supported.
+        CheckpointError: names the entry that is missing, malformed or not supported.
     """
     if fields.has("rope_parameters") or not scales:
         rope = fields.nested("rope_parameters")

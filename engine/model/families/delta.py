@@ -23,7 +23,7 @@ _PREDICTION = {
     "final_norm": "mtp.norm",
     "map": "mtp.fc",
 }
-"""What drafts; the configs of Qwen 3 Next do not tell of it."""
+"""The layer that drafts; the configs of Qwen 3 Next do not mention it."""
 
 MOE = {"intermediate_size": 512}
 """No layer is dense."""
@@ -49,7 +49,7 @@ def qwen3_next(fields: Fields) -> ModelSpec:
 
 
 def _model(fields: Fields, sizes: Sizes, parts: Sequence[Mlp | Experts], delta: GatedDelta) -> ModelSpec:
-    """All norms but those of delta nets have weights around 0, to which 1 is added."""
+    """Returns the model; all norms but the delta nets' have weights around 0, to which 1 is added."""
     every = fields.size("full_attention_interval", 4)
     kinds = layer_types(fields, sizes.num_layers, lambda number: (number + 1) % every == 0, LINEAR)
     rope = read_rope(fields, sizes, share=0.25)

@@ -28,7 +28,7 @@ def qwen3_vl_moe(fields: Fields) -> ModelSpec:
 
 
 def qwen2_moe(fields: Fields) -> ModelSpec:
-    """What the shared expert makes is multiplied by a gate of its own."""
+    """Describes Qwen 2 MoE: a gate multiplies the output of the shared expert."""
     sizes = Sizes.of(fields)
     inner = fields.size("shared_expert_intermediate_size", 5632)
     experts = sizes.experts(
@@ -50,9 +50,9 @@ def _qwen(fields: Fields, sizes: Sizes, attention: Attention, experts: Experts) 
 
 
 def is_sparse(fields: Fields, number: int) -> bool:
-    """Whether Qwen's layer of that number has experts.
+    """Returns whether Qwen's layer of that number has experts.
 
-    Layers of `mlp_only_layers` are dense, and those whose number is not a multiple of `decoder_sparse_step`.
+    Layers of `mlp_only_layers` are dense, and so are layers whose number is not a multiple of `decoder_sparse_step`.
     """
     dense_layers, every = fields.integers("mlp_only_layers"), fields.size("decoder_sparse_step", 1)
     return number not in dense_layers and (number + 1) % every == 0
@@ -96,18 +96,18 @@ def olmoe(fields: Fields) -> ModelSpec:
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOICES = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-"""What families call the number of experts, and of those that a token has."""
+"""The entries in which families give the number of experts, and the number of experts of a token."""
 
 
 def read_router(fields: Fields, *, has_groups: bool = False, **changes: object) -> Router:
-    """The router that a config.json describes, with what the family alone says.
+    """The router that a config.json describes, with the changes that the family alone gives.
 
     Args:
         has_groups: the family chooses among groups of experts first.
 
     Raises:
-        CheckpointError: naming what is missing or malformed, that a token has more experts than can be chosen, or that
-            scores or choices are made in a way that the family does not have.
+        CheckpointError: an entry is missing or malformed, a token has more experts than can be chosen, or scores or
+            choices are made in a way that the family does not have.
     """
     count, choices = fields.first(*_COUNTS), fields.first(*_CHOICES)
     plain = {

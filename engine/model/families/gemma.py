@@ -19,7 +19,7 @@ GEMMA2 = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 GEMMA3 = {**GEMMA2, "max_position_embeddings": 131_072, "vocab_size": 262_208}
-"""What missing entries stand for: shipped files leave them out."""
+"""The values of missing entries: shipped files leave them out."""
 
 
 def gemma2(fields: Fields) -> ModelSpec:
@@ -87,7 +87,7 @@ def _window(fields: Fields) -> int:
 
 
 def _cap(fields: Fields, which: str, default: float) -> float:
-    """A softcap; null is none, and what a missing entry stands for differs by family."""
+    """Reads a softcap; null is none, and the value of a missing entry differs by family."""
     name = f"{which}_logit_softcapping"
     return fields.number(name, 0.0 if name in fields else default)
 

@@ -1,5 +1,5 @@
-"""Gemma 4: heads of two sizes, keys and values that later layers share, embeddings for each
-layer, and experts beside the dense part."""
+"""Gemma 4: heads of two sizes, keys and values that later layers share, embeddings for each layer, and experts next to
+the dense part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GEMMA4 = {
     "tie_word_embeddings": True,
     "hidden_size_per_layer_input": 256,
 }
-"""What missing entries stand for."""
+"""The values of missing entries."""
 UNIFIED = {**GEMMA4, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 MAX_COUNT = 1 << 16
 """More layers, or numbers in an embedding for a layer, than any model has."""

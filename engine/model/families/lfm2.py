@@ -46,7 +46,7 @@ def _mlp(sizes: Sizes, inner_size: int) -> Mlp:
 
 
 def _inner_size(fields: Fields, sizes: Sizes) -> int:
-    """Two thirds of what the config says, times a factor, rounded up to a multiple, where it says that."""
+    """Returns the config's width, or where it says so, two thirds of it times a factor, rounded up to a multiple."""
     inner = fields.size("block_ff_dim", sizes.inner, most=MAX_INNER)
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return inner

@@ -48,7 +48,7 @@ def ministral3(fields: Fields) -> ModelSpec:
 
 
 def smollm3(fields: Fields) -> ModelSpec:
-    """SmolLM3 does not rotate positions in some layers: those whose `no_rope_layers` is 0."""
+    """SmolLM3 does not rotate positions in the layers whose `no_rope_layers` is 0."""
     sizes, bias = Sizes.of(fields), fields.flag("attention_bias")
     rotates = rotating(fields, sizes.num_layers)
     window = fields.optional_size("sliding_window") if fields.flag("use_sliding_window") else None
@@ -122,9 +122,9 @@ def _window(fields: Fields) -> int:
 
 
 def upper_windows(fields: Fields, sizes: Sizes) -> list[int]:
-    """Qwen's windows are off unless `use_sliding_window` is set.
+    """Returns Qwen's window for each layer; windows are off unless `use_sliding_window` is set.
 
-    Then the layers have them that `layer_types` names, or without it those from `max_window_layers` on.
+    If it is, the layers that `layer_types` names have one, or without it the layers from `max_window_layers` on.
     """
     window = _window(fields) if fields.flag("use_sliding_window") else 0
     if not window:

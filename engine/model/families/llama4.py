@@ -13,7 +13,7 @@ LLAMA4 = {
     "num_local_experts": 16,
     "num_experts_per_tok": 1,
 }
-"""What missing entries stand for."""
+"""The values of missing entries."""
 
 
 def llama4(fields: Fields) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Mamba-2 alone, beside attention in Bamba, and Nemotron 3, whose layers have a mixer or a feed-forward part each."""
+"""Mamba-2 alone, with attention in Bamba, and in Nemotron 3, whose layers have a mixer or a feed-forward part each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.engine.model.families.experts import read_router
 from penstock.engine.spec import Activation, Experts, Layer, Mamba2, Mlp, ModelSpec, default_stacks
 
 _ANY_LENGTH = {"max_position_embeddings": 1 << 18, "num_attention_heads": 1, "intermediate_size": 1}
-"""What a model that has no positions, no attention and no feed-forward parts does not say."""
+"""The entries that the config of a model without positions, attention or feed-forward parts leaves out."""
 MAMBA2 = {**_ANY_LENGTH, "layer_norm_epsilon": 1e-5}
 NEMOTRON = {"head_dim": 128, "num_hidden_layers": 1, "layer_norm_epsilon": 1e-5}
 
@@ -66,10 +66,10 @@ def bamba(fields: Fields) -> ModelSpec:
 
 
 def hybrid_mixer(fields: Fields, sizes: Sizes) -> Mamba2:
-    """That of Bamba and of Granite 4."""
+    """Returns the mixer of Bamba and of Granite 4."""
     inner, num_heads = fields.size("mamba_expand", 2) * sizes.hidden, fields.size("mamba_n_heads", 128)
     head_dim = inner // num_heads
-    if not fields.is_text("mamba_d_head"):  # "auto" is what follows from the others
+    if not fields.is_text("mamba_d_head"):  # "auto" follows from the others
         head_dim = fields.size("mamba_d_head", head_dim)
     if head_dim * num_heads != inner:
         raise fields.error(
@@ -207,6 +207,6 @@ def checked(fields: Fields, mixer: Mamba2) -> Mamba2:
 
 
 def mamba_names(prefix: str) -> dict[str, Any]:
-    """What the tensors of a mixer are called."""
+    """Returns the names of a mixer's tensors."""
     names = {"into": "in_proj", "out": "out_proj", "conv": "conv1d", "decay": "A_log", "step_bias": "dt_bias"}
     return {field: f"{prefix}.{name}" for field, name in {**names, "skip": "D", "norm": "norm"}.items()}

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 and EXAONE 4: each part reads the stream as it is, and what it adds is normed."""
+"""OLMo 2 and 3 and EXAONE 4: each part reads the stream as it is, and its output is normed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def olmo3(fields: Fields) -> ModelSpec:
 
 
 def exaone4(fields: Fields) -> ModelSpec:
-    """EXAONE 4 has layers that know no positions: those without a window, if others have one."""
+    """Describes EXAONE 4: layers without a window know no positions, if others have one."""
     sizes, window = Sizes.of(fields), fields.optional_size("sliding_window") or 0
     if "sliding_window" not in fields:
         window = 4096
@@ -46,7 +46,7 @@ def exaone4(fields: Fields) -> ModelSpec:
 
 
 def _is_full(fields: Fields) -> Callable[[int], bool]:
-    """Tells layers that see all tokens: each nth, if `sliding_window_pattern` is n, or those with a G in its period."""
+    """Returns a test for layers that see all tokens: each nth for a `sliding_window_pattern` n, or its letters G."""
     if not fields.is_text("sliding_window_pattern"):
         every = fields.size("sliding_window_pattern", 4)
         return lambda layer: (layer + 1) % every == 0

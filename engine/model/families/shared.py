@@ -1,4 +1,4 @@
-"""GLM-4.5, ERNIE 4.5 MoE and Hunyuan MoE: experts beside shared ones."""
+"""GLM-4.5, ERNIE 4.5 MoE and Hunyuan MoE: experts and shared experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.engine.spec import ModelSpec
 
 
 def glm4_moe(fields: Fields) -> ModelSpec:
-    """The first layers are dense; the one behind the last drafts."""
+    """Describes GLM-4.5: the first layers are dense, and the layer after the last one drafts."""
     sizes = Sizes.of(fields)
     rope = read_rope(fields, sizes, share=0.5)
     router = read_router(

@@ -1,7 +1,7 @@
 """Reads a model's config from the metadata of a GGUF file.
 
-The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and what a missing one stands for is as
-llama.cpp has it.
+The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and the value of a missing one is
+llama.cpp's.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_config(path: Path) -> ModelConfig:
     """Reads the config of the model in a file.
 
     Raises:
-        CheckpointError: naming what is missing, malformed or not supported.
+        CheckpointError: names the entry that is missing, malformed or not supported.
     """
     header = read_header(path)
     fields, kind = header.fields, Kind.of(header.fields)
@@ -110,7 +110,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def read_generation_defaults(path: Path) -> GenerationDefaults:
-    """Reads what the file recommends for sampling.
+    """Reads the file's recommendation for sampling.
 
     Raises:
         CheckpointError: the file is malformed.
@@ -171,7 +171,7 @@ def _entries(header: Header, kind: Kind) -> dict[str, object]:
 
 
 def _depth(fields: Fields, name: str) -> int:
-    """The layers of the model; those that draft are behind them."""
+    """Returns the number of the model's layers, without the layers that draft, which follow them."""
     count = fields.size(f"{name}.block_count", most=MAX_LAYERS)
     return count - int(fields.within(f"{name}.nextn_predict_layers", 0, count - 1) or 0)
 
@@ -191,14 +191,14 @@ def _inner_sizes(fields: Fields, name: str, kind: Kind, depth: int) -> list[int]
 def _of_layers(
     fields: Fields, name: str, key: str, depth: int, default: int | None = None, *, least: int
 ) -> list[int]:
-    """A size of each layer of the model, which a file that has it one by one has of those that draft, too."""
+    """Returns a size of each layer of the model; a file that has it one by one has it of the layers that draft, too."""
     return fields.layer_sizes(f"{name}.{key}", fields.size(f"{name}.block_count"), default, least=least)[
         :depth
     ]
 
 
 def _kv_heads(header: Header, name: str, kind: Kind, heads: int, kinds: list[str]) -> dict[str, object]:
-    """The heads of keys and values of layers with a window, and of those without one, whose keys may be values, too."""
+    """Returns the key-value heads of layers with a window, and of the other layers, whose keys may be values, too."""
     least = 0 if kind.has_states else 1
     counts = _of_layers(header.fields, name, "attention.head_count_kv", len(kinds), heads, least=least)
     if kind.has_states:
@@ -276,10 +276,10 @@ def _numbers(fields: Fields, name: str, keys: Mapping[str, str]) -> dict[str, ob
 
 
 def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
-    """The model with the tensors of the file: ggml's norms have no offsets, and biases are those that are there."""
+    """Returns the model with the tensors of the file: ggml's norms have no offsets, and biases are as in the file."""
     factors, ropes = header.tensors.get(_ROPE_FACTORS), spec.ropes
     rotating = [own for own in spec.attentions.values() if own.rope is not None]
-    if factors is not None and rotating:  # those are of the layers without a window, if some of them rotate
+    if factors is not None and rotating:  # they belong to the layers without a window, if some of them rotate
         whole = next((own for own in rotating if not own.window), rotating[0])
         found = _factors(factors, whole.head_dim // 2)
         ropes = tuple(
@@ -306,7 +306,7 @@ def _stored_layer(layer: Layer, number: int, header: Header, kind: Kind) -> Laye
 
 
 def _stored_prediction(spec: ModelSpec, header: Header, kind: Kind) -> Prediction | None:
-    """The layer that drafts, which lies behind the others in every kind of model; None if the file counts none."""
+    """Returns the layer that drafts, which follows the others in every kind of model; None if the file counts none."""
     own, number = spec.prediction, len(spec.layers)
     if own is None or not own.is_told:
         return None
@@ -338,7 +338,7 @@ def _stored_mixer(mixer: Mixer | None, layer: int, header: Header, kind: Kind) -
 
 
 def _factors(tensor: GgufTensor, count: int) -> tuple[float, ...]:
-    """What the frequencies of Llama 3.1's rotary embedding are divided by: a tensor of its own, small as it is."""
+    """Returns the divisors of the frequencies of Llama 3.1's rotary embedding, a small tensor of their own."""
     if tensor.shape != (count,) or tensor.type.name != "F32":
         raise CheckpointError(
             f"{tensor.file}: {tensor.name} is {tensor.type.name} of shape {list(tensor.shape)}, and it must be F32 of "

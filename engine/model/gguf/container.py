@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file: its metadata, and where its tensors lie. Nothing of the tensors is read.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. No number in a file is believed before it is compared
-with what the file can hold, so that a broken file costs no more time and memory than a whole one.
+with the size of the file, so that a broken file costs no more time and memory than a whole one.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a GGUF file says before its tensors."""
+    """The part of a GGUF file before its tensors' data."""
 
     path: Path
     metadata: dict[str, object]
     tensors: dict[str, GgufTensor]
     num_bytes: int
-    """Of the header itself, that of the first part if there are several."""
+    """The bytes of the header itself; of the first part's, if there are several."""
 
     @property
     def fields(self) -> Fields:
@@ -148,7 +148,7 @@ def _other_parts(path: Path, count: int) -> Iterator[Path]:
 
 
 def forget_headers() -> None:
-    """Frees the headers that are kept for whoever reads one next: their vocabularies are large."""
+    """Frees the headers that are kept for the next reader: their vocabularies are large."""
     _read_known.cache_clear()
 
 
@@ -208,7 +208,7 @@ def _parse(path: Path, cursor: _Cursor) -> Header:
 
 
 def _read_tensor(path: Path, cursor: _Cursor) -> GgufTensor:
-    """What the header says of a tensor; it starts at an offset from where the first tensor does."""
+    """Reads a tensor's entry in the header; its offset counts from the start of the first tensor."""
     name = cursor.text(_MAX_NAME_BYTES)
     num_dimensions = cursor.number("I")
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -242,7 +242,7 @@ class _Cursor:
         return int(value)
 
     def count(self) -> int:
-        """How many of something follow."""
+        """Reads the number of items that follow."""
         value = self.number("Q")
         if value > _MAX_ITEMS:
             raise self.malformed(f"it says that {value} items follow at byte {self.at}")

@@ -1,4 +1,4 @@
-"""Experts in GGUF files: what the metadata say of them, and what their tensors are called."""
+"""Experts in GGUF files: their metadata, and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.engine.model.gguf.kinds import Kind
 from penstock.engine.spec import Experts, Mlp, Router, default_stacks
 
 PREFIX = "mlp.experts"
-"""Of the names of experts, whatever their family has in its place."""
+"""The prefix of the names of experts, in place of every family's own."""
 _SHARED, _ROUTER = "mlp.shared_experts", "mlp.gate"
 _SHARED_GATE = "mlp.shared_expert_gate"
 _CHOICE_BIAS, _EXPERT_SCALE = f"{_ROUTER}.e_score_correction_bias", f"{_ROUTER}.per_expert_scale"
@@ -23,7 +23,7 @@ STACKED = {
     "ffn_down": "down_proj",
     "ffn_gate_up": "gate_up_proj",
 }
-"""What is before `_exps` in ggml's name of a stack, and what is after the prefix of experts in ours."""
+"""The name before `_exps` in ggml's name of a stack, and the name after the prefix of experts in ours."""
 
 MODULES = {
     "ffn_gate_inp": _ROUTER,
@@ -31,14 +31,14 @@ MODULES = {
     **{f"{ggml}_shexp": f"{_SHARED}.{name}" for ggml, name in STACKED.items() if name in _PROJECTIONS},
     "ffn_gate_inp_shexp": _SHARED_GATE,
 }
-"""ggml's names of a layer's modules, and those that every family has here."""
+"""ggml's names of a layer's modules, and the names that every family has here."""
 
 TENSORS = {
     "exp_probs_b.bias": _CHOICE_BIAS,
     "ffn_down_exps.scale": _EXPERT_SCALE,
     "ffn_gate_inp.scale": _ROUTER_NORM,
 }
-"""ggml's names of a layer's other tensors, and those that every family has here."""
+"""ggml's names of a layer's other tensors, and the names that every family has here."""
 
 _EXPERTS_OF_MAVERICK = 128
 """The model of Llama 4 with so many experts does not norm queries and keys."""
@@ -58,16 +58,16 @@ _ENTRIES = {
     "expert_group_used_count": ("topk_group",),
     "interleave_moe_layer_step": ("interleave_moe_layer_step", "moe_layer_interval"),
 }
-"""The keys of numbers, and what the families call them in a config.json."""
+"""The keys of numbers, and the families' names for them in a config.json."""
 
 
 def expert_entries(header: Header, name: str, kind: Kind, depth: int) -> dict[str, object]:
     """The entries of a config.json for a model's experts, if it has any.
 
-    Whatever the metadata say of dense layers in between, a layer has experts if it has a router.
+    A layer has experts if it has a router, even if the metadata count it among dense layers.
 
     Raises:
-        CheckpointError: experts are there where none are known, or otherwise than they are known.
+        CheckpointError: the file has experts where the family has none, or in another form.
     """
     fields, key = header.fields, f"{name}.expert_count"
     if not fields.integer(key, 0):
@@ -105,7 +105,7 @@ def _layers(header: Header, depth: int) -> dict[str, object]:
 
 
 def stored_feed_forward(own: Mlp | Experts | None, layer: int, header: Header) -> Mlp | Experts | None:
-    """The feed-forward part of a layer with the names and biases of the file, whatever its family calls them."""
+    """Returns the feed-forward part of a layer with the names and biases of the file, in place of its family's."""
 
     def has(tensor: str) -> bool:
         return f"blk.{layer}.{tensor}" in header.tensors

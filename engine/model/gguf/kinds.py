@@ -1,7 +1,7 @@
 """The kinds of models in GGUF files: for each, how its metadata become the entries of a config.json.
 
 Keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A family's own function describes the
-model; a row says what llama.cpp's converter calls by another name, leaves out, or stores in another order.
+model; a row lists the entries that llama.cpp's converter renames, leaves out, or stores in another order.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Kind:
     sparse: str = ""
     """The family where the metadata count experts; "" is none."""
     gating: int = 1
-    """What `expert_gating_func` may say: 1 is softmax, 2 sigmoid."""
+    """The `expert_gating_func` of the kind's files: 1 is softmax, 2 sigmoid."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Numbers beside the common ones: the entry of a config.json by the key."""
+    """Numbers besides the common ones: the entry of a config.json by the key."""
     entries: Mapping[str, object] = field(default_factory=dict)
     """Entries that no key stands for."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Kind:
     rope: Mapping[str, object] = field(default_factory=dict)
     """Entries of `rope_parameters` that no key stands for."""
     has_states: bool = False
-    """Whether layers may have a state: layers without attention or a feed-forward part count 0 of what is in it."""
+    """Whether layers may have a state: where a layer has no attention or feed-forward part, its counts are 0."""
     wide_depth: int = 0
     """Gemma's model with so many layers scales scores by hidden_size / heads, and all others by the size of a head."""
 
@@ -121,7 +121,7 @@ KINDS = {
     ),
     "qwen2": Kind(architecture="Qwen2ForCausalLM", entries=_EVERY_LAYER_SLIDES),
     "qwen3": Kind(architecture="Qwen3ForCausalLM", entries=_EVERY_LAYER_SLIDES),
-    # What images need of a rotation is what text has: as many positions in all of its sections.
+    # Sections of a rotation are for images: text has the same position in all of them.
     "qwen2vl": Kind(architecture="Qwen2_5_VLForConditionalGeneration", entries=_EVERY_LAYER_SLIDES),
     "qwen3vl": Kind(architecture="Qwen3VLForConditionalGeneration", entries=_EVERY_LAYER_SLIDES),
     "gemma2": Kind(

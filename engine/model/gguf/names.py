@@ -1,4 +1,4 @@
-"""What ggml calls the tensors of a decoder, and what transformers and the engine call them."""
+"""ggml's names of a decoder's tensors, and the names of transformers and of the engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Names:
         return self._of_a_layer.get(name)
 
     def ggml_name(self, name: str) -> str:
-        """ggml's name of the engine's tensor; of one of a single expert, that of the stack."""
+        """Returns ggml's name of the engine's tensor; for a tensor of a single expert, the name of its stack."""
         layer, rest = _split(_LAYER, stack_of(name))
         if layer is not None and rest in self._ggml_tensors:
             return f"blk.{layer}.{self._ggml_tensors[rest]}"
@@ -95,6 +95,6 @@ class Names:
 
 
 def _split(layer: re.Pattern[str], name: str) -> tuple[str | None, str]:
-    """The number of the layer that a name begins with, or None, and what follows."""
+    """Returns the number of the layer that a name begins with, or None, and the rest of the name."""
     found = layer.match(name)
     return (None, name) if found is None else (found[1], name[found.end() :])

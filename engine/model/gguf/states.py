@@ -1,4 +1,4 @@
-"""Layers with a state in GGUF files: what the metadata and the tensors say of them, and in which form they lie."""
+"""Layers with a state in GGUF files: their metadata, their tensors, and the layout of these."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.engine.model.gguf.container import Header
 from penstock.engine.spec import Mamba2, ShortConv, StateMixer
 
 _PLACES = {"ssm_out": LINEAR, "shortconv.conv": CONV, "attn_q": FULL, "ffn_up_exps": "moe", "ffn_up": "mlp"}
-"""The kind of a layer by the first of these tensors that it has."""
+"""The kind of a layer, by the first tensor of this list that the layer has."""
 
 _ENTRIES = {
     "ssm.conv_kernel": ("linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv"),
@@ -18,7 +18,7 @@ _ENTRIES = {
     "ssm.time_step_rank": ("linear_num_value_heads", "num_heads", "mamba_num_heads", "mamba_n_heads"),
     "shortconv.l_cache": ("conv_L_cache",),
 }
-"""The keys of numbers, and what the families call them in a config.json."""
+"""The keys of numbers, and the families' names for them in a config.json."""
 _HEAD_DIM = ("linear_value_head_dim", "mamba_head_dim", "mamba_d_head")
 
 DELTA = {

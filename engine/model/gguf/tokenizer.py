@@ -1,6 +1,6 @@
 """Makes a tokenizer from the metadata of a GGUF file: the tokenizer.json that it would have in a directory.
 
-What `tokenizer.ggml.pre` and the other keys stand for is as llama.cpp has it (src/llama-vocab.cpp).
+`tokenizer.ggml.pre` and the other keys have llama.cpp's meaning (src/llama-vocab.cpp).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = dict[str, object]
 
 
 class TokenType(IntEnum):
-    """What a token of the vocabulary is."""
+    """The type of a token of the vocabulary."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -35,12 +35,12 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How a tokenizer of bytes cuts a text into the pieces that merges do not cross."""
+    """The way a tokenizer of bytes cuts a text into the pieces that merges do not cross."""
 
     patterns: tuple[str, ...]
-    """Each is applied to what the one before it has left."""
+    """Each is applied to the pieces that the one before it left."""
     has_whole_words: bool = False
-    """A piece that is in the vocabulary is its token, whatever the merges say."""
+    """Whether a piece that is in the vocabulary becomes its token, regardless of merges."""
     adds_bos: bool = False
     """Unless add_bos_token says otherwise."""
     is_composed: bool = False
@@ -87,7 +87,7 @@ _CASED = (
     r"(?:(?![\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8A}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FF}"
     r"\x{AB30}-\x{AB68}\x{10500}-\x{10C7F}\x{10D00}-\x{1189F}\x{118E0}-\x{1E8FF}])[\p{Lu}\p{Ll}\p{Lt}])"
 )
-"""Letters with a case, but for those that the expression of DeepSeek's first models leaves out."""
+"""Letters with a case, except the ones that the expression of DeepSeek's first models leaves out."""
 _DEEPSEEK = Splitting(
     (
         r"[\r\n]",
@@ -140,7 +140,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a file, with its chat template.
 
     Raises:
-        CheckpointError: naming what is missing, broken or not supported.
+        CheckpointError: names the part that is missing, broken or not supported.
     """
     fields = read_header(path).fields
     vocabulary = _Vocabulary.read(fields)
@@ -149,7 +149,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     template = template_of({name: fields.text(key, "") or None for name, key in keys.items()})
     try:
         return Tokenizer(content, vocabulary.named, template, repeated=vocabulary.repeated)
-    except Exception as error:  # tokenizers raises plain Exception for what it cannot make
+    except Exception as error:  # tokenizers raises plain Exception for a tokenizer that it cannot make
         said = " ".join(str(error).split())
         raise CheckpointError(f"{path}: no tokenizer can be made of its metadata: {said:.200}") from error
 
@@ -226,7 +226,7 @@ def _two_parts(fields: Fields, merge: str) -> tuple[str, str]:
 
 
 def _sentence_piece(fields: Fields, vocabulary: _Vocabulary) -> Json:
-    """BPE over characters, as SentencePiece has it: spaces are ▁, and what is not in the vocabulary becomes bytes."""
+    """BPE over characters, as in SentencePiece: spaces are ▁, and characters outside the vocabulary become bytes."""
     return _of_characters(fields, vocabulary, _merges(vocabulary, _scores(fields, len(vocabulary.tokens))))
 
 
@@ -272,7 +272,7 @@ def _scores(fields: Fields, count: int) -> list[float]:
 def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """The merges that SentencePiece makes, in their order.
 
-    It has no list of them: of all neighbours that make a token together, it merges those whose token has the best
+    It has no list of them: of all neighbours that make a token together, it merges the pair whose token has the best
     score. So each two tokens that make a third are a merge, and the score of the third is its place.
     """
     ordinary = {token: i for i, token in vocabulary.of(TokenType.NORMAL)}

@@ -15,12 +15,12 @@ _NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def awq_storages(fields: Fields) -> Storages:
-    """The storages of `quant_method` awq: all linear maps of layers but those in `modules_to_not_convert`.
+    """Returns the storages of `quant_method` awq: all linear maps of layers except `modules_to_not_convert`.
 
     Words hold outputs side by side: qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out].
 
     Raises:
-        CheckpointError: naming the field that is malformed or not supported.
+        CheckpointError: names the field that is malformed or not supported.
     """
     bits = fields.one_of("bits", 4, default=4)
     fields.one_of("version" if fields.has("version") else "format", "gemm", default="gemm")

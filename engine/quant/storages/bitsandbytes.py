@@ -32,7 +32,7 @@ _BLOCK = 64
 """The weights that share a scale, or a multiple of it, as blocks were in all versions; they go across rows."""
 
 _STORAGE = {"uint8": ("U8", 1), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "float32": ("F32", 4)}
-"""The types that packed numbers may pretend to be: what safetensors call them, and their bytes."""
+"""The types that packed numbers may pretend to be: their names in safetensors, and their bytes."""
 
 _STATE = "weight.quant_state.bitsandbytes__"
 
@@ -126,7 +126,7 @@ class Bnb4:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What bitsandbytes stores as JSON beside a weight."""
+    """The JSON that bitsandbytes stores with a weight."""
 
     shape: tuple[int, int]
     block: int
@@ -135,7 +135,7 @@ class _State:
 
     @classmethod
     def read(cls, text: bytes) -> _State:
-        """Raises: ValueError, TypeError or CheckpointError, if the text is not what it should be."""
+        """Raises: ValueError, TypeError or CheckpointError, if the text is malformed."""
         state = Fields("quant_state", dict(json.loads(text)))
         out_features, in_features = state.integers("shape")
         if min(out_features, in_features) < 1:

@@ -179,7 +179,7 @@ def _precedence(target: str) -> tuple[bool, str]:
 
 
 def _named(target: str, fields: Fields) -> IsMeant:
-    """Whether a target means a linear map by its name."""
+    """Returns whether a target means a linear map by its name."""
     if not target.startswith("re:"):
         return called(lambda name: name == target)
     pattern = regular_expression(target.removeprefix("re:"), fields.source)
@@ -232,7 +232,7 @@ def _scaling(weights: Fields) -> Scaling:
 
 
 def _strategy(weights: Fields, *allowed: str) -> str:
-    """The entry `strategy`, or what follows from the group size if it is missing."""
+    """Returns the entry `strategy`, or the strategy that follows from the group size if it is missing."""
     size = weights.optional_integer("group_size")
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     return weights.one_of("strategy", *allowed, default=default)

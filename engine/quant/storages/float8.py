@@ -1,4 +1,4 @@
-"""Checkpoints with floats of 8 bits: those of quant_method `fp8`, and what other methods have of the same kind."""
+"""Checkpoints with floats of 8 bits: quant_method `fp8`, and the same storage by other methods."""
 
 from __future__ import annotations
 

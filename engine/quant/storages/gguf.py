@@ -1,8 +1,8 @@
-"""How GGUF files store weights: rows of ggml's blocks, each of which has its own scales.
+"""The storage of weights in GGUF files: rows of ggml's blocks, each of which has its own scales.
 
-The layouts of the blocks are those of ggml (ggml/src/ggml-common.h, and ggml-quants.c for what they stand for). The
-scales and offsets here are the numbers that ggml's own dequantisation multiplies, so that unpacking them gives the same
-numbers to the bit.
+The layouts of the blocks are ggml's (ggml/src/ggml-common.h, and ggml-quants.c for the numbers that they stand for).
+The scales and offsets here are the numbers that ggml's own dequantisation multiplies, so that unpacking them gives the
+same numbers to the bit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Blocks:
     block: int
     num_bytes: int
     groups: Integers
-    """What a block becomes."""
+    """The format that a block becomes."""
     unpack: Unpack
 
     @property
@@ -93,7 +93,7 @@ class BlockRows:
 class StoredBlocks(Mapping[str, Tensor]):
     """The tensors of a linear map, for kernels that can read it from the blocks of its parts, one after another.
 
-    What the kernels read is what the tensors say; these are made when one is asked for.
+    The blocks stand for the same numbers as the tensors, which are made when one is asked for.
     """
 
     def __init__(self, parts: Sequence[BlockRows], repack: Callable[[], NamedTensors]) -> None:
@@ -189,7 +189,7 @@ def _q4_k(blocks: Tensor) -> NamedTensors:
 
 
 def _q5_k(blocks: Tensor) -> NamedTensors:
-    """As Q4_K, with 32 bytes of fifth bits before the others: bit i of byte j is that of weight j of group i."""
+    """As Q4_K, with 32 bytes of fifth bits before the others: bit i of byte j belongs to weight j of group i."""
     integers = _nibbles(blocks[:, 48:], 32) | (_high_bits(blocks[:, 16:48]) << 4)
     return {"weight": integers, **_scales_and_minima(blocks)}
 

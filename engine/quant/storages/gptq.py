@@ -12,12 +12,12 @@ from penstock.engine.quant.storages.packing import Codes, StoredIntegers, group_
 
 
 def gptq_storages(fields: Fields) -> Storages:
-    """The storages of `quant_method` gptq: all linear maps of layers but those that the config leaves out.
+    """Returns the storages of `quant_method` gptq: all linear maps of layers that the config does not leave out.
 
     GPTQModel's `dynamic` has patterns of names and the entries that differ for these; "-:" leaves them out.
 
     Raises:
-        CheckpointError: naming the field that is missing, malformed or not supported.
+        CheckpointError: names the field that is missing, malformed or not supported.
     """
     usual, dynamic = _storage(fields), fields.nested("dynamic")
     rules: list[tuple[str, Storage]] = [

@@ -22,10 +22,10 @@ _MIXED = "mixed_precision"
 
 
 def modelopt_storages(fields: Fields) -> Storages:
-    """The storages of `quant_method` modelopt: one for all linear maps, or one for each of those that it lists.
+    """The storages of `quant_method` modelopt: one for all linear maps, or one for each map that it lists.
 
     Raises:
-        CheckpointError: naming the field that is missing, malformed or not supported.
+        CheckpointError: names the field that is missing, malformed or not supported.
     """
     is_excluded = excluded_by_wildcards(fields, "exclude_modules", "ignore")
     if fields.one_of("quant_algo", *_STORAGES, _MIXED) != _MIXED:
@@ -48,6 +48,6 @@ def _storage(fields: Fields) -> Storage:
 
 
 def _around(name: str) -> list[str]:
-    """A name, and those of the modules around it, the nearest first: all experts of a layer may be listed as one."""
+    """Returns a name, and those of the modules around it, the nearest first: all experts may be listed as one."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]

@@ -24,7 +24,7 @@ DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """The doubles of floats with two bits of exponent and one of mantissa, in the order of their bits."""
 
 MXFP4 = Integers(8, GROUP, factors=Factors.HALF, table=DOUBLED)
-"""What they become: a weight is one of DOUBLED times half of its scale."""
+"""The format of MXFP4 at load: a weight is one of DOUBLED times half of its scale."""
 
 NO_SCALE = 255
 """The NaN of E8M0, whose other bytes stand for 2^(byte - 127)."""
@@ -65,10 +65,10 @@ class StoredMxfp4:
 
 
 def mxfp4_storages(fields: Fields) -> Storages:
-    """The storages of `quant_method` mxfp4: that of experts, but for `modules_to_not_convert`.
+    """Returns the storages of `quant_method` mxfp4: experts', except for `modules_to_not_convert`.
 
     Raises:
-        CheckpointError: naming the field that is malformed.
+        CheckpointError: names the field that is malformed.
     """
     storage, is_excluded = StoredMxfp4(), excluded(fields, "modules_to_not_convert")
     return lambda name: storage if ".experts." in name and not is_excluded(name) else PLAIN

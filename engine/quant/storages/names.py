@@ -14,7 +14,7 @@ from penstock.engine.quant.storage import PLAIN, Storage, Storages
 EMBEDDING, LM_HEAD, LAYERS = "model.embed_tokens", "lm_head", "model.layers."
 
 IsMeant = Callable[[str], bool]
-"""Whether a linear map, given by its full name, is among those that are meant."""
+"""A test for linear maps by their full names."""
 
 
 def all_but(storage: Storage, is_excluded: IsMeant) -> Storages:
@@ -23,13 +23,13 @@ def all_but(storage: Storage, is_excluded: IsMeant) -> Storages:
 
 
 def called(matches: IsMeant) -> IsMeant:
-    """Whether a linear map has a name that matches, alone or as a part of a model with more than text."""
+    """Returns a test for names that match, alone or as a part of a model with more than text."""
 
     return lambda name: any(map(matches, full_names(name)))
 
 
 def full_names(name: str) -> tuple[str, ...]:
-    """What a linear map may be called in a quantization_config."""
+    """Returns the names that a linear map may have in a quantization_config."""
     inside = name.removeprefix("model.")
     return name, f"model.language_model.{inside}", f"language_model.{name}", f"backbone.{inside}"
 

@@ -1,4 +1,4 @@
-"""What the storages have in common: integers in words, scales that must be finite, and groups that must divide."""
+"""The common parts of storages: integers in words, scales that must be finite, and groups that must divide."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Codes:
         return (rows * self.per_word, columns) if self.down else (rows, columns * self.per_word)
 
     def unpack(self, words: Tensor, rows: int, columns: int) -> Tensor:
-        """The integers [rows, columns] as they are stored: uint8, or int8 of those with a sign."""
+        """Returns the integers [rows, columns] as they are stored: uint8, or int8 if they have a sign."""
         if self.word == "I8":
             return words
         lines = words.T if self.down else words
@@ -71,7 +71,7 @@ class Codes:
 
 
 def inputs_of(group_size: int | None, *, rounds: bool) -> Inputs:
-    """How activations meet weights of a checkpoint that rounds them to 8 bits, or does not."""
+    """Returns the rounding of activations, by whether the checkpoint rounds them to 8 bits."""
     if not rounds:
         return Inputs.FINE
     return Inputs.ROW if group_size is None else Inputs.GROUPS
@@ -81,7 +81,7 @@ def inputs_of(group_size: int | None, *, rounds: bool) -> Inputs:
 class StoredIntegers:
     """Integers in groups of the inputs of a row: the weight is (integer - zero) * scale.
 
-    All tensors but those of one dimension are [out, ...], or transposed.
+    All tensors of more than one dimension are [out, ...], or transposed.
     """
 
     name: str
@@ -109,7 +109,7 @@ class StoredIntegers:
     is_transposed: bool = False
     """Whether tensors are transposed; their words are all full."""
     inputs: Inputs = Inputs.FINE
-    """How activations are rounded."""
+    """The rounding of activations."""
 
     def format(self, out_features: int, in_features: int) -> Integers:
         if self.is_transposed:
@@ -132,9 +132,9 @@ class StoredIntegers:
         )
 
     def _factors(self, size: int) -> Factors:
-        """What keeps a weight near its size in the file, whose scales have 16 bits as a rule.
+        """Returns the scales that keep a weight near its size in the file, whose scales usually have 16 bits.
 
-        Scales and offsets in float32 are multiplied where they lie; they are few in large groups, or beside 8 bits.
+        Scales and offsets in float32 are multiplied where they lie; they are few in large groups, or for 8 bits.
         """
         if self.bits == 8:
             return Factors.FLOAT32

@@ -95,7 +95,7 @@ def torchao_storages(fields: Fields) -> Storages:
 
 
 def _included(fields: Fields, has_many: bool) -> tuple[str, ...]:
-    """What is quantized though it is no linear map of a layer.
+    """Returns the quantized modules that are no linear maps of a layer.
 
     `include_input_output_embeddings` takes in the embedding only if configs have names; without them, one that is
     untied keeps the head as it is.
@@ -108,7 +108,7 @@ def _included(fields: Fields, has_many: bool) -> tuple[str, ...]:
 
 
 def _by_name(data: Fields) -> Storages:
-    """A storage for each name, for each pattern, and for what is left."""
+    """Returns a storage for each name, for each pattern, and for all other maps."""
     configs = data.nested("fqn_to_config" if data.has("fqn_to_config") else "module_fqn_to_config")
     storages = {
         name: _storage(configs.nested(name)) if configs.has(name) else PLAIN for name in configs.names()
