@@ -186,7 +186,7 @@ class Prompting:
         elif effort is not None:
             variables |= thinking_switches(effort != "none")
         found = {name: value for name, value in variables.items() if name in known and value is not None}
-        if budget is None and not found and (number, effort) != (None, None):
+        if budget is None and not found and number != -1 and (number, effort) != (None, None):
             self._ignore("reasoning_effort" if number is None else "thinking_token_budget")
         return found
 

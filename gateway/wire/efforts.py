@@ -23,8 +23,9 @@ BUDGETS: Mapping[str, tuple[int, int]] = {
 class Reasoned(StrictBody):
     """The fields of a request for an answer that may begin with reasoning."""
 
-    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    """-1 stands for no bound, whatever the effort."""
+    thinking_budget_tokens: Annotated[int, Field(ge=-1)] | None = None
     """llama.cpp's name of the same."""
 
     @property
@@ -52,8 +53,10 @@ class Reasoned(StrictBody):
             variables: those that the chat template reads.
         """
         number, effort = self.num_thinking, self.effort
-        if number is not None or effort is None:
-            return number
+        if number is not None:
+            return None if number == -1 else number
+        if effort is None:
+            return None
         if "reasoning_effort" in variables or effort not in BUDGETS:
             return None
         most, part = BUDGETS[effort]

@@ -87,7 +87,7 @@ WRONG_CHAT = [
     ({"moderation": {}}, "moderation"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"reasoning_effort": 1}, "reasoning_effort"),
-    ({"thinking_token_budget": -1}, "thinking_token_budget"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ({"thinking_token_budget": 1.5}, "thinking_token_budget"),
     ({"thinking_token_budget": "9"}, "thinking_token_budget"),
     ({"thinking_budget_tokens": True}, "thinking_budget_tokens"),

@@ -158,6 +158,7 @@ def asked(**fields: Any) -> Reasoned:
         ({"thinking_budget_tokens": 7}, (), 100_000, 7),
         ({"thinking_token_budget": 0}, (), 100_000, 0),
         ({"thinking_token_budget": 7, "reasoning_effort": "high"}, (), 100_000, 7),
+        ({"thinking_token_budget": -1, "reasoning_effort": "low"}, (), 100_000, None),
         ({"reasoning_effort": "none"}, (), 100_000, 0),
         ({"reasoning_effort": "minimal"}, (), 100_000, 512),
         ({"reasoning_effort": "low"}, (), 100_000, 1_024),
