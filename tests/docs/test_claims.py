@@ -156,6 +156,7 @@ CLAIMS: dict[str, list[str]] = {
         f"from the last {lengths._KEPT} answers of the tenant",
         f"within {pacing.ALONE_SLACK:g} times its duration alone",
         f"Until {steptime._ENOUGH_STEPS} steps have been measured",
+        f"is due after 1 / (1 / S + 1 / {pacing._STRETCH:g}t)",
         f"keep it within {pacing._MARGIN * 100:g} % of the strictest TPOT promise",
         f"never more than {WORDS[pacing._CATCH_UP - 1]} in a row, and prefill continues at {pacing._LEAST_PREFILL}",
         f"at most {WORDS[yielding.MAX_VICTIMS]}, the cheapest to recompute first, and only if that is enough",
