@@ -15,7 +15,8 @@ from loadtests.keys import key_file
 from penstock.app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from penstock.app.bench.client import Job, ask
 from penstock.app.bench.job import run_module
-from penstock.app.bench.replay import compare, print_comparison
+from penstock.app.bench.other_server import OtherServer
+from penstock.app.bench.replay import Server, compare, print_comparison, print_lengths, serve
 from penstock.app.bench.runs import Subject, read_subject
 from penstock.app.bench.server_process import ServerFailed, ServerProcess
 from penstock.app.bench.workloads import Workload
@@ -25,6 +26,7 @@ from penstock.app.outputs import check_output, write_figures
 from penstock.app.simulate.command import add_traffic
 from penstock.app.simulate.inputs import GPU_COST, check_can_run, read_traffic
 from penstock.priority.simulator.run import Machine
+from penstock.priority.simulator.trace import Arrival
 
 DEFAULTS = {"scenario": "mixed", "kind": "chat", "rate": 4.0, "duration": 60.0}
 
@@ -37,6 +39,11 @@ def main(arguments: list[str]) -> int:
         metavar="DIR",
         default="demo",
         help="checkpoint; `demo`, or `135m` for a random Llama (demo)",
+    )
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="a running server of that model that speaks OpenAI's API, which is not simulated",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     try:
@@ -56,11 +63,23 @@ def run(options: argparse.Namespace) -> int:
     traffic, subject = read_traffic(options), read_subject(_model(options.model))
     check_can_run(traffic, Machine(coefficients=GPU_COST, max_model_len=subject.max_length), options)
     tenants = sorted({arrival.tenant for arrival in traffic.arrivals})
+    if options.url is not None:
+        return _elsewhere(options, traffic.arrivals, subject)
     with key_file(tenants) as (path, keys), _server(subject, path) as server:
         _warm(server, subject, keys[tenants[0]])
         machine, served, simulated = compare(server, run_module, traffic.arrivals, subject.token_ids, keys)
     print_comparison(f"{subject.name}: {traffic.name}, {traffic.rate:.3g}/s", served, simulated)
+    print_lengths([served, simulated])
     write_figures(options.json, {"machine": machine, "served": served, "simulated": simulated})
+    return 0
+
+
+def _elsewhere(options: argparse.Namespace, arrivals: list[Arrival], subject: Subject) -> int:
+    server = OtherServer.at(options.url)
+    _warm(server, subject, "")
+    served = serve(server, run_module, arrivals, subject.token_ids, {}, seed=options.seed or 0)
+    print_lengths([served])
+    write_figures(options.json, {"served": served})
     return 0
 
 
@@ -79,7 +98,7 @@ def _server(subject: Subject, keys: str) -> Iterator[ServerProcess]:
         raise OperatorError(f"the server did not start: {error}") from None
 
 
-def _warm(server: ServerProcess, subject: Subject, key: str) -> None:
+def _warm(server: Server, subject: Subject, key: str) -> None:
     """The server sees steps of many kinds, so that it knows how long they take."""
     workload = Workload(name="", streams=8, prompt_tokens=200, output_tokens=64, rounds=2)
     bodies = workload.bodies("bench", subject.token_ids, subject.seeds())

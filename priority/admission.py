@@ -26,7 +26,7 @@ from penstock.priority.room import MOST_AHEAD, Ending, Held, Need, grouped
 from penstock.priority.shares import COST_PREFILL, virtual
 from penstock.priority.steptime import StepTimeModel
 from penstock.priority.verdict import Forecast
-from penstock.priority.waiting import Account, LaneLine, Size, Ticket
+from penstock.priority.waiting import Account, LaneLine, Size, Ticket, microseconds
 from penstock.priority.yielding import yielding
 
 _LEARNING = 0.04
@@ -165,8 +165,10 @@ class Admission:
 
     def _raw_s(self, account: Account, own: Need, load: StepLoad, now: float) -> float:
         """Returns the time to the first token, without corrections learnt from earlier forecasts."""
-        outlook = self._outlook(account.lane, load, now)
-        rate, mine = outlook.pace.tokens_per_second, account.work(self.model.attended_each) + own.work
+        lane, each = account.lane, self.model.attended_each
+        deadline_us = microseconds(now + self.planner.due_s(lane.lane, own.work))
+        outlook = self._outlook(lane, load, now, self._overtaken(account, deadline_us))
+        rate, mine = outlook.pace.tokens_per_second, account.work_by(deadline_us, each) + own.work
         others = self._others(account, mine)
         work = outlook.work(mine, ((waiting, due) for _, waiting, due in others))
         known_s = outlook.seconds_for(work) + self._idle_s(outlook, account, load, others, own)
@@ -187,14 +189,30 @@ class Admission:
             if other is not account
         ]
 
-    def _outlook(self, lane: LaneLine, load: StepLoad, now: float) -> Outlook:
+    def _overtaken(self, account: Account, deadline_us: int) -> float:
+        """Returns the work left with prompts of the lane that a request due then goes before: see `due_before`."""
+        lane, each = account.lane, self.model.attended_each
+        if not lane.num_prefill_left:
+            return 0.0
+        clock = account.share.clock if account.tickets else max(account.share.clock, lane.floor)
+        tickets = [self._tickets.get(sequence.request.request_id) for sequence in self.running]
+        return sum(
+            ticket.work_left(each)
+            for ticket in tickets
+            if ticket is not None
+            and ticket.account.lane is lane
+            and ticket.deadline_us > deadline_us
+            and clock <= ticket.account.share.clock
+        )
+
+    def _outlook(self, lane: LaneLine, load: StepLoad, now: float, overtaken: float) -> Outlook:
         lanes, each = self._lanes.values(), self.model.attended_each
         pace = self.planner.pace(self._streams(), self._lively(now, lane.lane), load.max_batch_tokens)
         last = self._last_before(lane)
         preempted = sum(num for other, num in load.preempted if other <= last)
         return Outlook(
             pace=pace,
-            running=preempted + sum(line.work_left(each) for line in lanes if line.lane <= last),
+            running=preempted + sum(line.work_left(each) for line in lanes if line.lane <= last) - overtaken,
             urgent=sum(line.work(each) for line in lanes if line.lane < lane.lane),
             lower=[
                 self._lower(line, lane, load, is_before=line.lane <= last)

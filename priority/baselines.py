@@ -26,7 +26,14 @@ class FirstComeQueue:
     def allowance(self, *_: list[Sequence]) -> Allowance:
         return UNLIMITED
 
-    def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
+    def take(
+        self,
+        fits: Callable[[Request], bool],
+        above: int | None = None,
+        before: Request | None = None,  # noqa: ARG002
+    ) -> Request | None:
+        if above is not None and not self._by_lane:
+            return None
         for lane, line in self._lines.items():
             if line and (above is None or lane < above):
                 return line.popleft() if fits(line[0]) else None

@@ -74,7 +74,7 @@ DEFAULT_POLICIES: Mapping[Lane, LanePolicy] = {
         ttft_s=1.0, tpot_s=0.1, weight=16, max_requests=256, max_tokens=65_536, max_bytes=2**24, ttl_s=10.0
     ),
     Lane.STANDARD: LanePolicy(
-        ttft_s=30.0, tpot_s=0.2, weight=4, max_tokens=262_144, ttl_s=60.0, ageing_s=30.0, kv_share=0.92
+        ttft_s=30.0, tpot_s=0.2, weight=4, ttl_s=60.0, ageing_s=30.0, kv_share=0.92
     ),
     Lane.BATCH: LanePolicy(
         weight=1, max_requests=4_096, max_tokens=2_097_152, max_bytes=2**28, ttl_s=3_600.0, ageing_s=120.0,

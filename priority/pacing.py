@@ -12,6 +12,8 @@ from penstock.priority.steptime import StepTimeModel
 
 ALONE_SLACK = 1.5
 """A prompt that even alone takes longer than the promise is admitted if this multiple of that time can be kept."""
+_STRETCH = 20.0
+"""A prompt alone in a lane without a promise would be due after this multiple of its time."""
 _MARGIN = 0.9
 """The part of a promised time per token that a step may take; the rest is for the work between steps."""
 _STEPS_PER_TTFT = 8
@@ -105,6 +107,22 @@ class StepPlanner:
             return inf
         alone_s = self.pace(NO_STREAMS, [lane], max_batch_tokens).seconds_for(work, is_filled=False)
         return max(ttft_s, ALONE_SLACK * alone_s)
+
+    def due_s(self, lane: Lane, work: float) -> float:
+        """Returns the time after which a prompt of this much work is due: in a patient lane, the shorter the sooner.
+
+        The longer it takes alone, the closer it comes to the promise, so that prompts of different lengths are told
+        apart on machines of any speed. No time is shorter than the shortest promise of any lane: in the most urgent
+        lane, the order is that of arrival.
+        """
+        ttft_s = self.policies[lane].ttft_s
+        if not isfinite(ttft_s):
+            return 0.0
+        stretched_s = _STRETCH * self.model.coefficients[1] * work
+        if not self.model.is_known or not stretched_s:
+            return ttft_s
+        least_s = min(policy.ttft_s for policy in self.policies.values())
+        return max(least_s, 1 / (1 / ttft_s + 1 / stretched_s))
 
     def _tpot_s(self, streams: Streams) -> float:
         """Returns the time that the least of the streams' promises leaves a step."""

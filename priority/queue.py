@@ -14,22 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from math import inf, isfinite
+from math import inf
 
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import Allowance, StepLoad
 from penstock.priority.admission import Admission
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.routing.state import Load
-from penstock.priority.shares import ATTENDED_EACH, COST_HIT, COST_PREFILL, output_cost, prompt_cost, virtual
+from penstock.priority.shares import ATTENDED_EACH, COST_HIT, output_cost, prompt_cost
 from penstock.priority.steptime import NAMES, StepTimeModel
 from penstock.priority.tenants import Demands, charges, demands
+from penstock.priority.turns import choose, due_before, lines_in_turn
 from penstock.priority.verdict import RETRY_S, Forecast, Refusal
 from penstock.priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from penstock.priority.yielding import MAX_VICTIMS, yielding
 
-LOCALITY_TOKENS = 2_048
-"""Tenants within so many prompt tokens of each other count as equal; 0 is the pure counter."""
 AGED_PART = 4
 """One token in this many may go to requests that were passed over for too long."""
 _AGED_MOST_TOKENS = 2_048
@@ -200,12 +199,16 @@ class LaneQueue:
         with self._lock:
             return self.admission.allowance(running, decodes, chunked, self._now_us / 1e6)
 
-    def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
+    def take(
+        self, fits: Callable[[Request], bool], above: int | None = None, before: Request | None = None
+    ) -> Request | None:
         """Checks whether a request fits without the lock, because that can take milliseconds."""
         while True:
             with self._lock:
                 aged = self._aged() if above is None else None
-                candidates = [self._choose(line) for line in self._lines_in_turn(above)]
+                candidates = [choose(line) for line in lines_in_turn(self._lanes.values(), above)]
+                if before is not None and before.lane == above:
+                    candidates += due_before(self._tickets.get(before.request_id))
             if aged is not None:
                 candidates.insert(0, aged)
             chosen = next((ticket for ticket in candidates if fits(ticket.request)), None)
@@ -276,8 +279,9 @@ class LaneQueue:
         self._now_us = max(self._now_us, microseconds(now))
         account = line.account(request.tenant, self._weights.get(request.tenant, 1))
         self._num_let_in += 1
-        promise_s = line.policy.ttft_s if isfinite(line.policy.ttft_s) else 0.0
-        deadline_us = microseconds(request.arrival_s + promise_s)
+        work = Size.of(request.num_prompt_tokens, num_cached).work(self.admission.model.attended_each)
+        due_s = self.admission.planner.due_s(line.lane, work)
+        deadline_us = microseconds(request.arrival_s + due_s)
         return line, Ticket(request, account, num_cached, num_in_use, deadline_us, self._num_let_in)
 
     def _check_bounds(self, line: LaneLine, ticket: Ticket, now: float) -> None:
@@ -387,23 +391,6 @@ class LaneQueue:
                 del line.accounts[tenant]
 
     # Whose turn it is
-
-    def _lines_in_turn(self, above: int | None) -> list[LaneLine]:
-        """Returns the lane whose turn it is, then the more urgent ones, which may try if its head does not fit."""
-        contenders = [line for line in self._lanes.values() if line.num_requests or line.lane == above]
-        if not contenders:
-            return []
-        first = min(contenders, key=lambda line: (line.turn, line.lane))
-        if above is not None and first.lane >= above:
-            return []
-        return [first, *(line for line in contenders if line.lane < first.lane)]
-
-    def _choose(self, line: LaneLine) -> Ticket:
-        if len(line.active) == 1:
-            return next(iter(line.active.values())).head
-        near = line.floor + virtual(COST_PREFILL * LOCALITY_TOKENS)
-        candidates = [a for a in line.active.values() if a.share.clock <= near]
-        return min(candidates, key=lambda account: account.turn).head
 
     def _aged(self) -> Ticket | None:
         """Returns the longest waiting of the tenants that were not served for too long, within their budget."""

@@ -125,6 +125,11 @@ class Ticket:
     def num_prefill_left(self) -> int:
         return max(0, self.size.num_uncached - self.num_computed) if self.stage is Stage.PREFILLING else 0
 
+    def work_left(self, attended_each: float) -> float:
+        """Returns the work that it still has with its prompt, in prompt tokens."""
+        num_left = self.num_prefill_left
+        return num_left + attended_each * num_attended(self.num_prompt - num_left, self.num_prompt)
+
     @property
     def num_attended_left(self) -> int:
         return num_attended(self.num_prompt - self.num_prefill_left, self.num_prompt)
@@ -200,6 +205,15 @@ class Account(Backlog):
         self.share.charge(cost)
         self.lane.share.charge(cost)
         self.lane.worked.add(self.tenant, cost, now_us / 1e6)
+
+    def work_by(self, deadline_us: int, attended_each: float) -> float:
+        """Returns the work of its waiting requests that are due no later."""
+        work = self.work(attended_each)
+        for (due_us, _), ticket in reversed(self.tickets):
+            if due_us <= deadline_us:
+                break
+            work -= ticket.size.work(attended_each)
+        return work
 
     def first(self, due: float, attended_each: float) -> Iterator[Ticket]:
         """The waiting requests that are no more work than is due, in order."""

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.app.bench.checkpoint import NUM_BYTES
 from penstock.app.bench.client import Job, ask
 from penstock.app.bench.job import Run
+from penstock.app.bench.other_server import OtherServer
 from penstock.app.bench.server_process import ServerProcess
 from penstock.app.bench.workloads import completion
 from penstock.app.reader import Answer
@@ -26,6 +27,8 @@ from penstock.priority.simulator.run import Machine, simulate
 from penstock.priority.simulator.summary import Summary, summarise
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 from penstock.priority.steptime import NAMES
+
+Server = ServerProcess | OtherServer
 
 _BLOCK_SIZE = 16
 _LOG_OF_OTHERS = 9.82
@@ -55,17 +58,30 @@ def compare(
         ]
     alone = [Arrival(_APART_S * i, _SHORT_PROMPT, 1, tenant=arrivals[0].tenant) for i in range(_NUM_ALONE)]
     answers_alone = send(server, run, alone, token_ids, keys or {}, seed=1)
-    answers = send(server, run, arrivals, token_ids, keys or {})
-    served = [
-        served_of(arrival, answer, arrival.at_s) for arrival, answer in zip(arrivals, answers, strict=True)
-    ]
-    last_s = max(a.at_s + b.ended_s - b.started_s for a, b in zip(arrivals, answers, strict=True))
+    served = serve(server, run, arrivals, token_ids, keys or {})
     machine = machine_of(server.url)
     simulated = simulate(list(arrivals), machine)
     alone_s = median(answer.ttft_s for answer in answers_alone if answer.token_times_s)
     wire_s = alone_s - _median_ttft_s(simulate(alone, machine))
+    simulated.policy = "simulated"
     delay(simulated, max(0.0, wire_s))
-    return machine, summarise(Result("served", served, last_s)), summarise(simulated)
+    return machine, served, summarise(simulated)
+
+
+def serve(
+    server: Server,
+    run: Run,
+    arrivals: Sequence[Arrival],
+    token_ids: Sequence[int],
+    keys: Mapping[str, str],
+    seed: int = 0,
+) -> Summary:
+    """Sends the trace when it says; a running server has others' prompts in its cache only if `seed` is theirs."""
+    answers = send(server, run, arrivals, token_ids, keys, seed)
+    both = list(zip(arrivals, answers, strict=True))
+    served = [served_of(arrival, answer, arrival.at_s) for arrival, answer in both]
+    last_s = max(arrival.at_s + answer.ended_s - answer.started_s for arrival, answer in both)
+    return summarise(Result("served", served, last_s))
 
 
 def delay(result: Result, seconds: float) -> None:
@@ -135,6 +151,25 @@ def print_comparison(name: str, served: Summary, simulated: Summary) -> None:
     print("\n" + table(head, [*rows, ["served / simulated", *ratios, ""]]))
 
 
+def print_lengths(summaries: Sequence[Summary]) -> None:
+    """First tokens of short and of long prompts, if there are both."""
+    head = ["TTFT by length of the prompt", "requests", "refused", "P50 s", "P99 s"]
+    rows = [
+        [
+            f"{name}, {summary.policy}",
+            str(one.offered),
+            str(one.refused),
+            number(one.ttft_s.p50),
+            number(one.ttft_s.p99),
+        ]
+        for name in summaries[0].lengths
+        for summary in summaries
+        if (one := summary.lengths[name])
+    ]
+    if len(summaries[0].lengths) > 1:
+        print("\n" + table(head, rows))
+
+
 def _row(name: str, summary: Summary) -> list[str]:
     ttft_p50_ms, ttft_p90_ms, rate, kept = figures_of(summary)
     return [name, *map(number, (ttft_p50_ms, ttft_p90_ms, rate)), percent(kept), str(summary.total.refused)]
@@ -157,7 +192,7 @@ def body_of(arrival: Arrival, prompt: list[int]) -> dict[str, object]:
 
 
 def send(
-    server: ServerProcess,
+    server: Server,
     run: Run,
     arrivals: Sequence[Arrival],
     token_ids: Sequence[int],

@@ -12,6 +12,8 @@ from penstock.app.tables import number, table
 
 Row = dict[str, Any]
 
+MOST_P99, LEAST_BATCH = 3, 0.9
+"""The aims of W4: the interactive TTFT P99 over the P50 alone, and the rate of the batch over its rate alone."""
 _STREAM_HEAD = ["tok/s", "TTFT P50", "P99 ms", "ITL P50", "P99 ms", "GFLOP/s"]
 
 
@@ -96,7 +98,21 @@ def print_workloads(results: Row) -> None:
     print(
         "\nat most: the arithmetic and the bytes of the workload at the rates above, whichever takes longer"
     )
+    for row in results["http"]:
+        if "alone" in row:
+            print(_beside(row))
     print_failures((_name(row), row) for row in results["http"])
+
+
+def _beside(row: Row) -> str:
+    """How much the parts of a workload slow each other down."""
+    alone, p99_ms = row["alone"], row["interactive"]["ttft_p99_ms"]
+    p50_ms, rate = alone["interactive_ttft_p50_ms"], alone["tokens_per_s"]
+    return (
+        f"{row['workload']}, {row['dtype']}: the interactive P99 is {number(p99_ms / p50_ms)} times the P50 alone, "
+        f"{number(p50_ms)} ms (aim: at most {MOST_P99:g}); the batch has {number(row['tokens_per_s'] / rate)} of its "
+        f"rate alone, {number(rate)} tok/s (aim: {LEAST_BATCH:g})"
+    )
 
 
 def print_ceilings(ceilings: Row) -> None:

@@ -323,6 +323,7 @@ def _http(server: Server, subject: Subject, dtype: str, workload: Workload) -> R
     label = f"{workload.name or 'closed loop'}, {workload.streams} streams"
     say(f"{subject.name}, {dtype}: {label}")
     pid = 0 if isinstance(server, OtherServer) else server.process.pid  # the system knows no 0
+    alone = {} if workload.interactive is None else {"alone": _alone(server, subject, workload)}
     loop_before = _loop_cpu_s(pid)
     answers, client_cpu_s = send(server, workload, subject)
     loop_cpu_s = _loop_cpu_s(pid) - loop_before
@@ -336,9 +337,20 @@ def _http(server: Server, subject: Subject, dtype: str, workload: Workload) -> R
         "dtype": dtype,
         "workload": workload.name,
         **row,
+        **alone,
         "gflop_per_s": flop / everything.duration_s / 1e9,
         "loop_cpu_us_per_token": loop_cpu_s * 1e6 / max(1, everything.output_tokens),
         "client_cpu_s": client_cpu_s,
+    }
+
+
+def _alone(server: Server, subject: Subject, workload: Workload) -> Row:
+    """The figures of a workload's streams, and of its interactive requests, without each other."""
+    streams, interactive = workload.alone()
+    say(f"{workload.name}: each part alone, {workload.alone_s:g} s each")
+    return {
+        "tokens_per_s": rate_until(send(server, streams, subject)[0], workload.alone_s),
+        "interactive_ttft_p50_ms": summarise(send(server, interactive, subject)[0], 1).ttft_p50_ms,
     }
 
 

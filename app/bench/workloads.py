@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,17 @@ class Workload:
     seconds: float | None = None
     """If given, no stream begins a request after so long, and the rate is that of the tokens that came until then."""
     interactive: Interactive | None = None
+    alone_s: float = 60.0
+    """How long streams and interactive requests first run without each other."""
     service_tier: str = "flex"
     """The lane of the streams: of the batch lane nobody is refused."""
+
+    def alone(self) -> tuple[Workload, Workload]:
+        """The streams and the interactive requests, each without the other."""
+        return (
+            replace(self, interactive=None, seconds=self.alone_s),
+            replace(self, streams=0, seconds=self.alone_s),
+        )
 
     def bodies(self, model: str, token_ids: Sequence[int], seed: int) -> list[list[dict[str, object]]]:
         """`bodies[i]` are the requests of stream i."""
@@ -99,8 +108,8 @@ WORKLOADS = {
             streams=8,
             prompt_tokens=512,
             output_tokens=128,
-            rounds=200,  # more than fit into the time
-            seconds=45.0,
+            rounds=500,  # more than fit into the time
+            seconds=300.0,
             interactive=Interactive(every_s=1.0, prompt_tokens=64, output_tokens=32),
         ),
         Workload(name="W5", streams=64, prompt_tokens=128, output_tokens=64),

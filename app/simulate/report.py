@@ -33,6 +33,8 @@ def print_report(summaries: Sequence[Summary], lanes: dict[Lane, LanePolicy]) ->
         "with a promise that had it kept, per second. Jain: work among tenants, 1 is equal. batch: part of all work."
     )
     print(f"\n{_groups('lane, policy', [dict(s.lanes) for s in summaries], summaries)}\n")
+    if len(summaries[0].lengths) > 1:
+        print(f"{_groups('prompts, policy', [s.lengths for s in summaries], summaries)}\n")
     print(f"{_refusals(summaries)}\n")
     tenants = _largest_tenants(summaries)
     shown = [{tenant: s.tenants[tenant] for tenant in tenants} for s in summaries]

@@ -183,11 +183,15 @@ class Scheduler(StepResults):
         return sure + others[start:] + others[:start]
 
     def _plan_prefills(self, plan: Plan, chunked: list[Sequence], now: float) -> None:
-        """Plans chunks of running sequences, the most urgent first; more urgent queued requests go before them."""
-        chunked.sort(key=_urgency)
-        for lane, sequences in groupby(chunked, key=lambda s: s.request.lane):
+        """Plans chunks of running sequences, the most urgent first, and in a lane the one that is done soonest.
+
+        Queued requests that are more urgent, or due sooner than the first of a lane, go before them.
+        """
+        chunked.sort(key=lambda s: (s.request.lane, s.num_remaining, s.order))
+        for lane, group in groupby(chunked, key=lambda s: s.request.lane):
+            sequences = list(group)
             self._resume_waiting(plan, now, above=lane)
-            self._admit_queued(plan, now, above=lane)
+            self._admit_queued(plan, now, above=lane, before=sequences[0].request)
             for sequence in sequences:
                 self._plan_chunk(plan, sequence, sequence.num_remaining)
 
@@ -280,8 +284,10 @@ class Scheduler(StepResults):
                 waiting.appendleft(self._follow(sequence))
             self._start(plan, sequence, prefix, now)
 
-    def _admit_queued(self, plan: Plan, now: float, above: int | None = None) -> None:
-        """Starts requests from the queue; with `above`, only those that may go before the work of that lane.
+    def _admit_queued(
+        self, plan: Plan, now: float, above: int | None = None, before: Request | None = None
+    ) -> None:
+        """Starts requests from the queue; with `above` and `before`, only those that may go before: see `RequestQueue`.
 
         A waiting sequence goes before requests of its lane and below, unless it is deferred for the first time.
         """
@@ -290,7 +296,7 @@ class Scheduler(StepResults):
         way_was_made = False
         while self._tokens_left > 0 and self._num_deferred() < self.limits.max_num_seqs:
             self._refused = None
-            request = self.queue.take(self._fits, above)
+            request = self.queue.take(self._fits, above, before)
             if request is not None:
                 self._begin(plan, request, now)
             elif self._refused is None:

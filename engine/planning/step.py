@@ -387,10 +387,14 @@ class RequestQueue(Protocol):
             chunked: those with more.
         """
 
-    def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
+    def take(
+        self, fits: Callable[[Request], bool], above: int | None = None, before: Request | None = None
+    ) -> Request | None:
         """Removes and returns the next request, or None if none whose turn it is fits.
 
-        With `above`, only one that may go before the work of that lane.
+        Args:
+            above: only one that may go before the work of that lane.
+            before: a running request of that lane; one that may go before the rest of its prompt counts too.
         """
 
     def passed_over(self) -> Request | None:

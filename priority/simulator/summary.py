@@ -10,13 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite
+from typing import TypeVar
 
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.shares import cost_of
 from penstock.priority.simulator.result import Result, Served
 
 Promises = Mapping[Lane, LanePolicy]
+Key = TypeVar("Key")
 
+SHORT_PART = 4
+"""A prompt is short if it has no more than this part of the longest one's tokens."""
 _LEAST_SPAN_S = 1.0
 """A trace of a single instant counts as this long."""
 
@@ -80,6 +84,8 @@ class Summary:
     lanes: dict[str, Figures]
     tenants: dict[str, Figures]
     """Percentiles are those of requests with a promise, where the tenant sent any."""
+    lengths: dict[str, Figures]
+    """By the length of the prompt: up to a fourth of the longest, and longer."""
 
 
 def summarise(
@@ -116,7 +122,18 @@ def summarise(
         total=total,
         lanes={lane.label: figures(by_lane[lane.label], lanes) for lane in Lane if lane.label in by_lane},
         tenants=tenants,
+        lengths=_by_length(served, lanes),
     )
+
+
+def _by_length(served: Sequence[Served], lanes: Promises) -> dict[str, Figures]:
+    border = max(one.arrival.num_prompt for one in served) // SHORT_PART
+    groups = _grouped(served, lambda one: one.arrival.num_prompt > border)
+    return {
+        name: figures(groups[is_long], lanes)
+        for name, is_long in ((f"up to {border:,} tokens", False), ("longer prompts", True))
+        if is_long in groups
+    }
 
 
 def figures(served: Sequence[Served], lanes: Promises, *, of_promised: bool = False) -> Figures:
@@ -183,8 +200,8 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _grouped(served: Iterable[Served], key: Callable[[Served], str]) -> dict[str, list[Served]]:
-    groups: dict[str, list[Served]] = {}
+def _grouped(served: Iterable[Served], key: Callable[[Served], Key]) -> dict[Key, list[Served]]:
+    groups: dict[Key, list[Served]] = {}
     for one in served:
         groups.setdefault(key(one), []).append(one)
     return groups

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from math import exp, inf
+from math import ceil, exp, inf
 from random import Random
 
 from penstock.priority.lanes import Lane, parse_lane
@@ -18,6 +18,9 @@ from penstock.priority.lanes import Lane, parse_lane
 BLOCK_TOKENS = 512
 """Tokens that one entry of `hash_ids` stands for, as Mooncake has it."""
 _WINDOW_S = 10.0
+_BURST_LONG, _BURST_SHORT = (18, 24_000), (11, 2_000)
+_BURST_OUTPUT, _BURST_S = 64, 0.191
+"""How many prompts of how many tokens come within which time, after https://github.com/sgl-project/sglang/issues/22831"""
 _MOST_AGENT_TOKENS = 28_000
 _MOST = 1e15
 
@@ -187,6 +190,21 @@ def mixed(demand: Demand) -> list[Arrival]:
     ]
 
 
+def long_prompts(demand: Demand) -> list[Arrival]:
+    """One tenant sends 18 prompts of 24,000 tokens and 11 of 2,000 within 191 ms, again as often as the rate says."""
+    return _long_and_short(demand, "long-prompts", num_tenants=1, long_first=False)
+
+
+def long_first(demand: Demand) -> list[Arrival]:
+    """The same with all the long ones before the short ones."""
+    return _long_and_short(demand, "long-first", num_tenants=1, long_first=True)
+
+
+def long_tenants(demand: Demand) -> list[Arrival]:
+    """The same, long ones first, from ten tenants that all send both."""
+    return _long_and_short(demand, "long-tenants", num_tenants=10, long_first=True)
+
+
 SCENARIOS: dict[str, Callable[[Demand], list[Arrival]]] = {
     "steady": steady,
     "mixed": mixed,
@@ -196,6 +214,9 @@ SCENARIOS: dict[str, Callable[[Demand], list[Arrival]]] = {
     "flash-crowd": flash_crowd,
     "sessions": sessions,
     "agents": agents,
+    "long-prompts": long_prompts,
+    "long-first": long_first,
+    "long-tenants": long_tenants,
 }
 
 
@@ -303,6 +324,28 @@ def _bursts(demand: Demand) -> list[Arrival]:
             at_s = demand.duration_s * part + i * 0.01
             arrivals.append(Arrival(at_s, num_prompt, num_output, Lane.BATCH, "batch"))
     return arrivals
+
+
+def _long_and_short(demand: Demand, name: str, *, num_tenants: int, long_first: bool) -> list[Arrival]:
+    """Bursts in the standard lane, where requests go that name none."""
+    rng = Random(f"{demand.seed}/{name}")
+    lengths = [num_tokens for num, num_tokens in (_BURST_LONG, _BURST_SHORT) for _ in range(num)]
+    arrivals, every_s = list[Arrival](), len(lengths) / demand.rate
+    for burst in range(ceil(demand.duration_s / every_s)):
+        if not long_first:
+            rng.shuffle(lengths)
+        times = sorted(burst * every_s + rng.uniform(0.0, _BURST_S) for _ in lengths)
+        arrivals += [
+            Arrival(
+                at_s,
+                max(1, int(num_tokens * demand.scale)),
+                max(1, int(_BURST_OUTPUT * demand.scale)),
+                Lane.STANDARD,
+                f"tenant-{place % num_tenants}",
+            )
+            for place, (at_s, num_tokens) in enumerate(zip(times, lengths, strict=True))
+        ]
+    return [arrival for arrival in _merged(arrivals) if arrival.at_s < demand.duration_s]
 
 
 def _arrivals(demand: Demand, rate: float, name: str) -> list[Arrival]:

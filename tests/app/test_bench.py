@@ -82,7 +82,14 @@ def url(model: Path) -> Iterator[str]:
 def workloads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beside = Interactive(every_s=0.25, prompt_tokens=8, output_tokens=3)
     full = Workload(
-        name="W4", streams=2, prompt_tokens=40, output_tokens=4, rounds=1000, seconds=1.0, interactive=beside
+        name="W4",
+        streams=2,
+        prompt_tokens=40,
+        output_tokens=4,
+        rounds=1000,
+        seconds=1.0,
+        interactive=beside,
+        alone_s=0.5,
     )
     short = Workload(name="W2", streams=3, prompt_tokens=9, output_tokens=5)
     monkeypatch.setattr(runs, "WORKLOADS", {"W4": full, "W2": short})
@@ -104,8 +111,12 @@ def test_workloads_go_to_a_server_that_runs_already(
     beside = full["interactive"]
     assert 1 <= beside["requests"] <= 4  # on a busy machine, the last would begin after the end
     assert beside["output_tokens"] == 3 * (beside["requests"] - beside["refused"])
+    assert full["alone"]["tokens_per_s"] > 0
+    assert full["alone"]["interactive_ttft_p50_ms"] > 0
+    assert "alone" not in short
     printed = capsys.readouterr().out
     assert f"W2, {url}" in printed
+    assert f"W4, {url}: the interactive P99 is " in printed
     assert f"W4, {url}, interactive" in printed
 
 

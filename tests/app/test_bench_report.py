@@ -62,7 +62,7 @@ def test_an_interactive_request_that_was_refused_has_not_failed() -> None:
     broken = Answer(0.0, 1.0, error="cut", status=200, stream=10)
     row = runs._figures([*whole, refused], workload)
     assert (row["requests"], row["output_tokens"], row["failed"]) == (8, 16, 0)
-    assert row["tokens_per_s"] == pytest.approx(16 / 45)
+    assert row["tokens_per_s"] == pytest.approx(16 / 300)
     assert (row["interactive"]["requests"], row["interactive"]["refused"]) == (2, 1)
     row = runs._figures([*whole, refused, broken], workload)
     assert (row["failed"], row["first_error"]) == (1, "cut")

@@ -42,7 +42,7 @@ from penstock.gateway.sessions.batches import batch, files, run, running
 from penstock.gateway.sessions.recordings.registry import Keeping
 from penstock.gateway.store import breaker, interface, memory, patience, pieces, redis, redis_records
 from penstock.gateway.wire import compiling
-from penstock.priority import lengths, pacing, queue, ratios, shares, steptime, waiting, yielding
+from penstock.priority import lengths, pacing, ratios, shares, steptime, turns, waiting, yielding
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.routing import index, router
 from penstock.priority.simulator.cluster import Wires
@@ -149,13 +149,14 @@ CLAIMS: dict[str, list[str]] = {
         f"found in the prefix cache | {shares.COST_HIT} | | | an output token, which reads its KV for itself alone | "
         f"{shares.COST_OUTPUT:,} | 2 |",
         f"ahead of the next less urgent one by {waiting.LEAD_TOKENS:,} prompt tokens",
-        f"Tenants within {queue.LOCALITY_TOKENS:,} prompt tokens",
+        f"Tenants within {turns.LOCALITY_TOKENS:,} prompt tokens",
         f"{WORDS[_TOLD.numerator].capitalize()} in {WORDS[_TOLD.denominator]} first tokens come before the reported",
         f"{WORDS[round(10 * ratios.LATE)]} in ten before the time that is compared with the promise",
         f"of the tenant's last {ratios._KEPT} requests or, below {ratios._ENOUGH}, of its lane's",
         f"from the last {lengths._KEPT} answers of the tenant",
         f"within {pacing.ALONE_SLACK:g} times its duration alone",
         f"Until {steptime._ENOUGH_STEPS} steps have been measured",
+        f"is due after 1 / (1 / S + 1 / {pacing._STRETCH:g}t)",
         f"keep it within {pacing._MARGIN * 100:g} % of the strictest TPOT promise",
         f"never more than {WORDS[pacing._CATCH_UP - 1]} in a row, and prefill continues at {pacing._LEAST_PREFILL}",
         f"at most {WORDS[yielding.MAX_VICTIMS]}, the cheapest to recompute first, and only if that is enough",

@@ -110,6 +110,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Log:
         "ask": ask,
         "compare": compare,
         "print_comparison": lambda *said: log.append(said),
+        "print_lengths": lambda summaries: log.append(summaries),
     }.items():
         monkeypatch.setattr(replay, name, fake)
     return log
@@ -123,8 +124,8 @@ def test_a_trace_is_compared_on_a_warm_server(server: Log, compared: Log, tmp_pa
     ]
     arguments = ["--model", str(DEMO_MODEL), "--served-model-name", "bench", "--no-speculation"]
     assert [one[:-1] for one in server] == [[*arguments, "--api-keys-file"]]
-    warm, (url, arrivals, token_ids, keys), (name, *both) = compared
-    assert (url, both) == ("http://here", ["served", "simulated"])
+    warm, (url, arrivals, token_ids, keys), (name, *both), told_apart = compared
+    assert (url, both, told_apart) == ("http://here", ["served", "simulated"], both)
     assert name.startswith("demo: mixed")
     assert name.endswith("/s")
     assert 150 < len(arrivals) < 350
@@ -137,6 +138,25 @@ def test_a_trace_is_compared_on_a_warm_server(server: Log, compared: Log, tmp_pa
         [(200, 64)] * 2
     ] * 8
     assert {token for bodies in warm.bodies for body in bodies for token in body["prompt"]} <= set(token_ids)
+
+
+def test_a_server_elsewhere_gets_the_trace_without_keys(
+    server: Log, compared: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = SimpleNamespace(host="there", port=81)
+    monkeypatch.setattr(replay, "OtherServer", SimpleNamespace(at={"http://there:81": elsewhere}.__getitem__))
+
+    def serve(*sent: object, seed: int) -> str:
+        compared.append((*sent, seed))
+        return "served"
+
+    monkeypatch.setattr(replay, "serve", serve)
+    assert replay.main(["--url", "http://there:81", "--requests", "29", "--seed", "3"]) == 0
+    warm, (to, run, arrivals, _, keys, seed), told_apart = compared
+    assert (warm.host, warm.port, set(warm.keys)) == ("there", 81, {""})
+    assert (to, run, len(arrivals), keys, seed) == (elsewhere, run_module, 29, {}, 3)
+    assert told_apart == ["served"]
+    assert server == []
 
 
 def test_a_trace_of_a_file_has_no_defaults_of_scenarios(server: Log, compared: Log, tmp_path: Path) -> None:
@@ -177,7 +197,9 @@ def test_a_trace_is_served_and_simulated_side_by_side(
     assert served["work"] > 0 < served["kept"] <= 12 - served["refused"]
     assert found["machine"]["max_batch_tokens"] in (512, 8192)
     assert 0 < found["machine"]["coefficients"]["alpha_s"] < 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("served / simulated")
+    printed = capsys.readouterr().out
+    assert "served / simulated" in printed
+    assert "longer prompts, simulated" in printed
 
 
 @pytest.mark.long("load tests")

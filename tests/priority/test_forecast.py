@@ -225,7 +225,7 @@ def test_first_tokens_come_about_when_they_were_told_to_in_a_pool_that_is_too_sm
         if served.ttft_s and served.predicted_s and served.arrival.at_s > 60
     )
     waited = [served.ttft_s for served in result.served if served.ttft_s]
-    assert sum(wait_s > 2 for wait_s in waited) > 0.3 * len(waited), "the pool is too small"
+    assert sum(wait_s > 2 for wait_s in waited) > 0.2 * len(waited), "the pool is too small"
     median, p90 = percentile(ratios, 50), percentile(ratios, 90)
     assert median is not None
     assert p90 is not None

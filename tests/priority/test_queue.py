@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from threading import Lock
 
 import pytest
@@ -14,7 +15,17 @@ from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
 from penstock.priority.steptime import StepTimeModel
 from penstock.priority.verdict import Refusal
-from tests.priority.simulated_engine import ask, check_books, lines, permissive, serve, settle, take, take_all
+from tests.priority.simulated_engine import (
+    ask,
+    check_books,
+    known_model,
+    lines,
+    permissive,
+    serve,
+    settle,
+    take,
+    take_all,
+)
 from tests.priority.simulated_engine import make_queue as make_permissive_queue
 
 
@@ -85,6 +96,41 @@ def test_a_more_urgent_head_may_try_if_the_one_whose_turn_it_is_does_not_fit() -
         order.append(request.request_id)
     assert len(order) > 50, "the interactive lane went on while the batch lane's head did not fit"
     assert order[-1] == "batch-0", "and the batch lane's own later ones did not overtake it"
+
+
+PATIENT = permissive(ttft_s=(1.0, 30.0, inf))
+"""A prompt of 8,000 tokens takes 0.26 s alone and is due after 4.4 s, one of 80 after the shortest promise of 1 s."""
+
+
+@pytest.mark.parametrize(
+    ("lane", "at_s", "goes_before"),
+    [(Lane.STANDARD, 0.5, True), (Lane.STANDARD, 4.9, False), (Lane.INTERACTIVE, 0.5, False)],
+)
+def test_a_short_prompt_goes_before_the_rest_of_a_long_one_unless_that_is_due_sooner(
+    lane: Lane, at_s: float, goes_before: bool
+) -> None:
+    queue = make_permissive_queue(PATIENT, model=known_model())
+    long = ask("long", 8_000, lane=lane)
+    queue.put(long, 0.0)
+    take(queue)
+    queue.put(ask("short", 80, lane=lane, at_s=at_s), at_s)
+    assert queue.take(lambda _: True, lane) is None
+    taken = queue.take(lambda _: True, lane, long)
+    assert (taken is not None) == goes_before
+
+
+def test_who_had_more_does_not_go_before_the_prompt_of_another() -> None:
+    queue = make_permissive_queue(PATIENT, model=known_model())
+    long = ask("long", 8_000, lane=Lane.STANDARD, tenant="modest")
+    queue.put(long, 0.0)
+    take(queue)
+    for number in range(3):  # more than the long prompt
+        request = ask(f"before-{number}", 4_000, lane=Lane.STANDARD, tenant="greedy")
+        queue.put(request, 0.0)
+        take(queue)
+        serve(queue, request)
+    queue.put(ask("short", 80, lane=Lane.STANDARD, tenant="greedy"), 0.0)
+    assert queue.take(lambda _: True, Lane.STANDARD, long) is None
 
 
 def test_a_full_lane_refuses_and_says_when_to_come_back() -> None:

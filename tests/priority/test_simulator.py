@@ -299,6 +299,21 @@ def test_fairness_to_batch_costs_next_to_nothing() -> None:
     assert goodput(run("batch-flood", "penstock")) >= 0.97 * goodput(run("batch-flood", "strict"))
 
 
+@pytest.mark.parametrize("scenario", ["long-prompts", "long-first", "long-tenants"])
+def test_short_prompts_wait_for_no_long_ones(scenario: str) -> None:
+    """Alone, the eleven short prompts would take 0.7 s, and first come, first served, they wait for twenty."""
+
+    def slowest_s(policy: str, num_prompt: int) -> float:
+        result = simulate(SCENARIOS[scenario](Demand(29.0, 1.0)), MACHINE, policy)
+        served = [one for one in result.served if one.arrival.num_prompt == num_prompt]
+        assert num_prompt == 24_000 or all(one.refused is None for one in served)
+        return max(one.ttft_s for one in served if one.ttft_s is not None)
+
+    assert slowest_s("penstock", 2_000) < 1.0
+    assert slowest_s("fcfs", 2_000) > 15.0
+    assert slowest_s("penstock", 24_000) < 1.05 * slowest_s("fcfs", 24_000)
+
+
 @pytest.mark.parametrize("scenario", ["noisy-tenant", "noisy-burst", "flash-crowd"])
 def test_what_was_let_in_was_worth_letting_in(scenario: str) -> None:
     """The forecast: of those who were let in, nine in ten have their first token in time."""

@@ -159,3 +159,15 @@ def test_the_work_is_what_was_charged() -> None:
     result = simulate(mixed(Demand(20, 10, kind="chat")), MACHINE, "penstock", lanes=LANES)
     tenants = summarise(result, LANES).tenants
     assert {tenant: one.work for tenant, one in tenants.items()} == result.charged
+
+
+def test_short_and_long_prompts_are_told_apart() -> None:
+    result = simulate(
+        [Arrival(0.0, 8_000, 1), Arrival(0.0, 2_000, 1), Arrival(0.0, 2_001, 1)], MACHINE, "fcfs"
+    )
+    groups = summarise(result, LANES).lengths
+    assert {name: group.offered for name, group in groups.items()} == {
+        "up to 2,000 tokens": 1,
+        "longer prompts": 2,
+    }
+    assert groups["up to 2,000 tokens"].ttft_s.p50 == result.served[1].ttft_s

@@ -228,6 +228,19 @@ def test_two_bursts_of_long_batch_requests_come_at_once(name: str) -> None:
     assert mean(a.num_prompt for a in batch) > 2 * mean(a.num_prompt for a in urgent)
 
 
+@pytest.mark.parametrize("name", ["long-prompts", "long-first", "long-tenants"])
+def test_18_long_and_11_short_prompts_come_within_191_ms_and_again_at_the_rate(name: str) -> None:
+    trace = SCENARIOS[name](replace(DEMAND, rate=2.9, duration_s=20.0))
+    assert len(trace) == 58
+    for begin_s, burst in ((0.0, trace[:29]), (10.0, trace[29:])):
+        assert Counter(arrival.num_prompt for arrival in burst) == {24_000: 18, 2_000: 11}
+        assert all(begin_s <= arrival.at_s <= begin_s + 0.191 for arrival in burst)
+        lengths = [arrival.num_prompt for arrival in burst]
+        assert (lengths == sorted(lengths, reverse=True)) == (name != "long-prompts")
+    assert len({arrival.tenant for arrival in trace}) == (10 if name == "long-tenants" else 1)
+    assert {arrival.lane for arrival in trace} == {Lane.STANDARD}
+
+
 def test_the_mix_is_seven_two_one_and_tenants_follow_zipf() -> None:
     trace = SCENARIOS["mixed"](replace(DEMAND, duration_s=500.0))
     lanes = Counter(arrival.lane for arrival in trace)
