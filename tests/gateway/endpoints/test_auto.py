@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 OLLAMA, OLLAMA_TEXT = "/api/chat", "/api/generate"
 HI = [{"role": "user", "content": "Hi"}]
-RESUMABLE = {"stream": True, "stream_options": {"resumable": True}}
+RESUMABLE: dict[str, Any] = {"stream": True, "stream_options": {"resumable": True}}
 STREAMS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, chat_body(stream=True)),
     (CHAT, chat_body(stream=True, service_tier="auto", n=2)),

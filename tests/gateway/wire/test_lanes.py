@@ -52,7 +52,9 @@ def test_a_tier_is_one_lane(tier: str, lane: Lane, streams: bool) -> None:
     ],
 )
 def test_a_key_fixes_the_lane_or_lowers_it(key: Mapping[str, Lane], expected: Urgency) -> None:
-    assert urgency("auto", **key) == urgency(None, **key) == expected
+    tenant = Tenant(name="t", **key)
+    for tier in ("auto", None):
+        assert urgency_of(tier, tenant, streams=True) == expected
 
 
 @pytest.mark.parametrize(
