@@ -25,8 +25,8 @@ class IdempotencyHeaders(TypedDict, total=False):
 
 
 class SloHeaders(TypedDict, total=False):
-    ttft_ms: Annotated[float, Field(alias=TTFT_HEADER, gt=0)]
-    tpot_ms: Annotated[float, Field(alias=TPOT_HEADER, gt=0)]
+    ttft_ms: Annotated[float, Field(alias=TTFT_HEADER, gt=0, lt=10**9)]
+    tpot_ms: Annotated[float, Field(alias=TPOT_HEADER, gt=0, lt=10**9)]
 
 
 class FollowQuery(TypedDict, total=False):
