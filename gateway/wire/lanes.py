@@ -102,7 +102,7 @@ def _with_slo(lane: Lane | None, tenant: Tenant, slo: Slo, policies: Mapping[Lan
 
 
 def _beyond(header: str, shortest_s: float) -> ApiError:
-    shortest = f"{1000 * shortest_s:g} or more" if isfinite(shortest_s) else "no such promise"
+    shortest = f"{1000 * shortest_s:g} ms or more" if isfinite(shortest_s) else "no such promise"
     return invalid(f"The header '{header}' asks for too much: your request may ask for {shortest}.", header)
 
 

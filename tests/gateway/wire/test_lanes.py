@@ -94,12 +94,12 @@ def test_a_header_that_is_no_positive_number_is_named(header: str, text: str) ->
 @pytest.mark.parametrize(
     ("tier", "asked", "key", "header", "shortest"),
     [
-        (None, {"ttft": "29999"}, {"top_lane": STANDARD}, TTFT_HEADER, "30000 or more"),
-        ("flex", {"ttft": "5"}, {"top_lane": STANDARD}, TTFT_HEADER, "30000 or more"),
+        (None, {"ttft": "29999"}, {"top_lane": STANDARD}, TTFT_HEADER, "30000 ms or more"),
+        ("flex", {"ttft": "5"}, {"top_lane": STANDARD}, TTFT_HEADER, "30000 ms or more"),
         (None, {"ttft": "900000"}, {"top_lane": BATCH}, TTFT_HEADER, "no such promise"),
-        (None, {"tpot": "99"}, {}, TPOT_HEADER, "100 or more"),
-        (None, {"tpot": "150"}, {"top_lane": STANDARD}, TPOT_HEADER, "200 or more"),
-        ("default", {"tpot": "150"}, {}, TPOT_HEADER, "200 or more"),
+        (None, {"tpot": "99"}, {}, TPOT_HEADER, "100 ms or more"),
+        (None, {"tpot": "150"}, {"top_lane": STANDARD}, TPOT_HEADER, "200 ms or more"),
+        ("default", {"tpot": "150"}, {}, TPOT_HEADER, "200 ms or more"),
         ("flex", {"tpot": "150"}, {}, TPOT_HEADER, "no such promise"),
     ],
 )
