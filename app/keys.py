@@ -4,11 +4,11 @@ A line has the name of a tenant and the SHA-256 of its key, and after it may sta
 
     alice:sha256:DIGEST weight=1 lane=standard top=interactive rpm=60 tpm=100000 streams=8
 
-`weight` is its share among tenants, `lane` where its requests go that do not say, `top` the most urgent lane they may
-name: the standard one, or a more urgent `lane`, where it is missing. `rpm` bounds its requests per minute, `tpm` its
-prompt and output tokens per minute, `rpd` and `tpd` the same per day, `rpmonth` and `tpmonth` per month (days and
-months of UTC), `streams` its requests at work at a time; each is unbounded where it is missing. `role=operator` lets it
-see what other tenants use.
+`weight` is its share among tenants, `lane` the lane of its requests that name none, or `auto` to let the server choose,
+as it does where `lane` is missing. `top` is the most urgent lane that it may have: the interactive one, where it is
+missing. `rpm` bounds its requests per minute, `tpm` its prompt and output tokens per minute, `rpd` and `tpd` the same
+per day, `rpmonth` and `tpmonth` per month (days and months of UTC), `streams` its requests at work at a time; each is
+unbounded where it is missing. `role=operator` lets it see what other tenants use.
 Several lines may have the same name, so that a key can be replaced without a pause: they must say the same of their
 tenant. `penstock key` makes such lines.
 
@@ -155,14 +155,14 @@ def _client(name: str, attributes: Iterable[str]) -> Client:
     for attribute, value in _pairs(attributes).items():
         if attribute == "weight":
             entitlements["weight"] = _whole(attribute, value)
-        elif attribute in ("lane", "top"):
-            entitlements["default_lane" if attribute == "lane" else "top_lane"] = _lane(attribute, value)
+        elif attribute == "top":
+            entitlements["top_lane"] = _lane(attribute, value)
+        elif attribute == "lane":
+            entitlements["default_lane"] = None if value == "auto" else _lane(attribute, value)
         elif attribute == "role":
             role = _role(value)
         else:
             bounds[_BOUNDS[attribute]] = _bound(attribute, value)
-    entitlements.setdefault("top_lane", min(Lane.STANDARD, entitlements.get("default_lane", Lane.STANDARD)))
-    entitlements.setdefault("default_lane", max(Lane.STANDARD, entitlements["top_lane"]))
     return Client(Tenant(name=name, **entitlements), Quota(**bounds), is_operator=role == "operator")
 
 

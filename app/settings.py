@@ -232,7 +232,8 @@ class EngineSettings(CommonSettings):
     max_bytes, ttl, ageing, tenant_share, kv_share."""
 
     lane_standard: _Standard = Field(default=DEFAULT_POLICIES[Lane.STANDARD], json_schema_extra=_POLICY_TEXT)
-    """Like --lane-interactive, for service_tier "default" and for requests that name none."""
+    """Like --lane-interactive, for service_tier "default", and for requests that name none and are not streamed or
+    would miss the interactive promise."""
 
     lane_batch: _Batch = Field(default=DEFAULT_POLICIES[Lane.BATCH], json_schema_extra=_POLICY_TEXT)
     """Like --lane-interactive, for service_tier "flex"."""

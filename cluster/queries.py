@@ -30,6 +30,7 @@ from penstock.gateway.wire.decisions import (
     understand_system,
 )
 from penstock.gateway.wire.embeddings import Embedded, EmbeddingsBody, RerankBody, ScoreBody
+from penstock.gateway.wire.lanes import Slo, urgency_of
 from penstock.gateway.wire.ollama.bodies import (
     EmbeddingAsked,
     OllamaChatBody,
@@ -43,10 +44,9 @@ from penstock.gateway.wire.ollama.bodies import (
     understand_prompt,
 )
 from penstock.gateway.wire.prompts import Prompts
-from penstock.gateway.wire.sampling import lane_of
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled
 from penstock.gateway.wire.strict import StrictBody, read
-from penstock.priority.lanes import Tenant
+from penstock.priority.lanes import Lane, LanePolicy, Tenant
 from penstock.priority.routing.router import RouteQuery
 
 _CHARS_PER_TOKEN = 4
@@ -80,14 +80,23 @@ class QueryReader:
         self._pooling = pooling
         self._threads = FairThreads(2, _WAITING_BYTES)
 
-    async def read(self, kind: type[StrictBody], body: Body, num_bytes: int, tenant: Tenant) -> RouteQuery:
+    async def read(
+        self,
+        kind: type[StrictBody],
+        body: Body,
+        num_bytes: int,
+        tenant: Tenant,
+        slo: Slo,
+        policies: Mapping[Lane, LanePolicy],
+    ) -> RouteQuery:
         """
         Args:
             kind: the body's type, that of an operation that is passed on by its prompt.
             num_bytes: of the body.
+            policies: those of the replicas.
 
         Raises:
-            ApiError: 403, for a lane that the tenant may not use.
+            ApiError: 400 or 403, for a lane or a promise that the tenant may not have.
         """
         asked: object = None
         prompts: list[list[int]] = []
@@ -99,11 +108,19 @@ class QueryReader:
         except (ApiError, RecursionError):  # the replica will say so
             pass
         tier = asked.service_tier if isinstance(asked, Sampled | Embedded | DecidedBody) else None
-        lane = lane_of(tier, tenant)
+        streams = isinstance(asked, Sampled) and bool(asked.stream)
+        urgency = urgency_of(tier, tenant, streams=streams, slo=slo, policies=policies)
         num_prompt = sum(map(len, prompts)) or max(1, num_bytes // _CHARS_PER_TOKEN)
         is_shared = isinstance(asked, Sampled | DecidedBody) or self._pooling is Pooling.LAST
         hashes = await self._hashes(max(prompts, key=len), asked, tenant) if prompts and is_shared else []
-        return RouteQuery(lane=lane, tenant=tenant.name, num_prompt=num_prompt, hashes=hashes)
+        return RouteQuery(
+            lane=urgency.lane,
+            tried=urgency.tried,
+            ttft_s=urgency.ttft_s,
+            tenant=tenant.name,
+            num_prompt=num_prompt,
+            hashes=hashes,
+        )
 
     async def _hashes(self, prompt: list[int], asked: object, tenant: Tenant) -> list[bytes]:
         """Returns the hashes of a prompt's blocks but for that of the last token, which is computed in any case."""

@@ -42,6 +42,7 @@ from penstock.gateway.http.refusals import answer_fault, refusal
 from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.lanes import slo_of
 from penstock.gateway.wire.prompts import Prompts
 from penstock.priority.routing.router import RouteQuery, Router
 from penstock.priority.verdict import Refusal
@@ -239,7 +240,9 @@ class Switch:
         except ApiError:  # the replica will say so
             asked = {}
         assert operation.body is not None
-        ask = await self._queries.read(operation.body, asked, len(body), client.tenant)
+        ask = await self._queries.read(
+            operation.body, asked, len(body), client.tenant, slo_of(http.headers), self.router.policies
+        )
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
         has_key = "idempotency-key" in http.headers
         is_recorded = asked.get("stream") is True and (has_key or _outlives(asked))

@@ -52,10 +52,11 @@ from penstock.gateway.service import Service
 from penstock.gateway.sessions.batches.batch import Endpoint
 from penstock.gateway.sessions.batches.files import Files
 from penstock.gateway.store.patience import PatienceMiddleware
+from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 
 _REQUEST_HEADERS = [
     *("authorization", "x-api-key", "content-type", "idempotency-key", "last-event-id", "x-request-id"),
-    *("traceparent", "tracestate"),
+    *("traceparent", "tracestate", TTFT_HEADER, TPOT_HEADER),
     *("openai-organization", "openai-project", "openai-beta"),
     *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
     # What OpenAI's own package says of itself in a browser.

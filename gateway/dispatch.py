@@ -21,7 +21,7 @@ from penstock.gateway.http.errors import ApiError, internal, refused, unavailabl
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.tickets import Tickets
 from penstock.gateway.wire.streams import Generation, joined
-from penstock.priority.lanes import Lane
+from penstock.priority.lanes import Lane, Urgency
 from penstock.priority.queue import LaneQueue
 from penstock.priority.verdict import Forecast, Refusal
 
@@ -123,10 +123,10 @@ class Dispatch:
         if self._engine.state is not EngineState.READY:
             raise unavailable("The engine is not running.", "engine_failed")
 
-    def check_room(self, lane: Lane, tenant: str, arrival_s: float, most_tokens: int) -> None:
+    def check_room(self, urgency: Urgency, tenant: str, arrival_s: float, most_tokens: int) -> None:
         """Raises 429 or 503 if no request of at most so many tokens is let in, before any work is spent on it."""
-        with self._refusing(lane):
-            self._queue.check_open(lane, tenant, arrival_s, self._clock(), most_tokens)
+        with self._refusing(urgency.lane):
+            self._queue.check_open(urgency, tenant, arrival_s, self._clock(), most_tokens)
 
     def submit(self, stream: Generation) -> None:
         """Queues all requests of a stream, or none; raises 429 or 503 with Retry-After."""
@@ -135,19 +135,13 @@ class Dispatch:
         self._empty.clear()
         if self._traces is not None:
             self._traces.begin(stream)
-        lane, let_in = Lane(stream.requests[0].lane), list[int]()
         try:
-            with self._refusing(lane):
-                for request in stream.requests:
-                    stream.note_forecast(self._put(request), self._clock())
-                    self._by_request[request.request_id] = stream
-                    let_in.append(request.num_prompt_tokens)
+            with self._refusing(stream.lane):
+                self._put(stream)
         except ApiError as error:
             stream.error = error
             self.release(stream)
             raise
-        finally:
-            self._metrics.note_admitted(lane, let_in)
         self.tickets.note_let_in()
         self._engine.wake()
 
@@ -182,15 +176,28 @@ class Dispatch:
         for _ in range(1 if request.branches else stream.num_unfinished(request.request_id)):
             self._metrics.note_finished(Lane(request.lane), FinishReason.CANCELLED, None)
 
-    def _put(self, request: Request) -> Forecast | None:
-        lane = Lane(request.lane)
-        cached = (0, 0)
-        if not request.reads_prompt:
-            cached = self._engine.find_cached(request.block_hashes, request.prompt_token_ids)
-        forecast = self._queue.put(request, self._clock(), *cached)
-        if forecast is not None and isfinite(forecast.allowed_s):
-            self._metrics.note_forecast(lane, forecast.late_s, forecast.allowed_s)
-        return forecast
+    def _put(self, stream: Generation) -> None:
+        cached = [self._cached(request) for request in stream.requests]
+        now = self._clock()
+        requests, forecasts = self._queue.put_all(stream.requests, now, cached)
+        stream.note_let_in(requests, forecasts, now)
+        stream.promised_ttft_s = self._promised_s(stream, forecasts)
+        self._by_request |= {request.request_id: stream for request in requests}
+        self._metrics.note_admitted(stream.lane, [request.num_prompt_tokens for request in requests])
+        for forecast in forecasts:
+            if forecast is not None and isfinite(forecast.allowed_s):
+                self._metrics.note_forecast(stream.lane, forecast.late_s, forecast.allowed_s)
+
+    def _promised_s(self, stream: Generation, forecasts: Iterable[Forecast | None]) -> float | None:
+        """Returns what was promised to the stream: more than its lane promises, if its prompt is long."""
+        allowed = (forecast.allowed_s for forecast in forecasts if forecast is not None)
+        lane_s = stream.requests[0].ttft_s or self._promises.get(stream.lane)
+        return max(filter(isfinite, allowed), default=lane_s)
+
+    def _cached(self, request: Request) -> tuple[int, int]:
+        if request.reads_prompt:
+            return 0, 0
+        return self._engine.find_cached(request.block_hashes, request.prompt_token_ids)
 
     @contextlib.contextmanager
     def _refusing(self, lane: Lane) -> Iterator[None]:
@@ -233,7 +240,7 @@ class Dispatch:
         assert output.finish_reason is not None
         if stream.requests[0].branches and not stream.finished:
             return  # all branches are one answer
-        lane = Lane(stream.requests[0].lane)
+        lane = stream.lane
         self._metrics.note_finished(lane, output.finish_reason, output.timings)
         self._note_promise(lane, output, stream)
 
@@ -241,7 +248,8 @@ class Dispatch:
         if output.timings is None or output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         ttft_s = output.timings.first_token_s - output.timings.arrival_s
-        self._metrics.note_promise(lane, ttft_s, self._promises.get(lane), stream.predicted_ttft_s)
+        promised_s = stream.requests[0].ttft_s or self._promises.get(lane)
+        self._metrics.note_promise(lane, ttft_s, promised_s, stream.predicted_ttft_s)
 
     # Watching over
 

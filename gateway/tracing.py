@@ -22,7 +22,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.wire.streams import Generation
-from penstock.priority.lanes import Lane
 
 log = logging.getLogger("penstock.gateway")
 
@@ -77,7 +76,6 @@ class Traces:
                 "gen_ai.request.max_tokens": request.sampling.max_tokens,
                 "gen_ai.request.choice.count": sum(each.n for each in stream.requests),
                 "gen_ai.usage.input_tokens": stream.num_prompt_tokens,
-                "penstock.lane": Lane(request.lane).label,
                 "penstock.tenant": request.tenant,
                 "penstock.request_id": asked.request_id,
             },
@@ -126,6 +124,7 @@ def _describe(span: Span, stream: Generation) -> None:
             "gen_ai.response.finish_reasons": [reason.value for reason in stream.finish_reasons],
             "gen_ai.usage.output_tokens": stream.num_output_tokens,
             "gen_ai.usage.cache_read.input_tokens": stream.num_cached_tokens,
+            "penstock.lane": stream.lane.label,
         }
     )
     if stream.predicted_ttft_s is not None:

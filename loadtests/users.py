@@ -20,7 +20,7 @@ from locust import User, between, task
 from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, poll, question, respond, resume
 from loadtests.exchange import Server, failed
 from penstock.app.reader import Answer
-from penstock.gateway.wire.sampling import tier_of
+from penstock.gateway.wire.lanes import tier_of
 from penstock.priority.lanes import parse_lane
 
 _ENOUGH_TURNS = 6

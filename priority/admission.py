@@ -106,6 +106,11 @@ class Admission:
             ticket.account.ratios.add(ratio)
             ticket.account.lane.ratios.add(ratio)
 
+    @property
+    def can_forecast(self) -> bool:
+        """Whether enough was measured for forecasts."""
+        return self.model.is_known and self._load is not None
+
     def finish_rate(self, now: float) -> float:
         """Returns how many requests end per second."""
         return self._finished.per_second(now)
@@ -145,12 +150,19 @@ class Admission:
         return promised_s if promised_s < inf else None
 
     def forecast(
-        self, account: Account, size: Size, now: float, *, num_promised: int | None = None
+        self,
+        account: Account,
+        size: Size,
+        now: float,
+        *,
+        num_promised: int | None = None,
+        ttft_s: float | None = None,
     ) -> Forecast | None:
         """Returns the forecast for a request that would be let in now; None while too little was measured.
 
         Args:
             num_promised: prompt tokens for which it is allowed its time, if not those to compute.
+            ttft_s: the seconds that are promised to it, if not those of its lane.
         """
         load = self._load
         if not self.model.is_known or load is None:
@@ -160,7 +172,7 @@ class Admission:
         raw_s = self._raw_s(account, own, load, now)
         told, late = (account.ratios.quantile(part, lane.ratios) for part in (TOLD, LATE))
         promised = own.work if num_promised is None else Size.of(num_promised).work(each)
-        allowed_s = self.planner.allowed_s(lane.lane, promised, load.max_batch_tokens)
+        allowed_s = ttft_s or self.planner.allowed_s(lane.lane, promised, load.max_batch_tokens)
         return Forecast(raw_s * told, raw_s * late, raw_s, allowed_s)
 
     def _raw_s(self, account: Account, own: Need, load: StepLoad, now: float) -> float:

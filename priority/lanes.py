@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from math import inf, isfinite
+from typing import NamedTuple
 
 
 class Lane(IntEnum):
@@ -69,6 +70,16 @@ class LanePolicy:
             raise ValueError("ttl_s must be finite")
 
 
+class Urgency(NamedTuple):
+    """The lane that a request is let into, and its promise."""
+
+    lane: Lane
+    tried: Lane | None = None
+    """A more urgent lane that takes it instead, if that lane's promise is forecast to be kept."""
+    ttft_s: float | None = None
+    """The seconds to its first token that are promised; None for those of its lane."""
+
+
 DEFAULT_POLICIES: Mapping[Lane, LanePolicy] = {
     Lane.INTERACTIVE: LanePolicy(
         ttft_s=1.0, tpot_s=0.1, weight=16, max_requests=256, max_tokens=65_536, max_bytes=2**24, ttl_s=10.0
@@ -90,15 +101,20 @@ class Tenant:
     name: str
     weight: int = 1
     """The tenant's share of the work among the tenants of a lane that all have some."""
-    default_lane: Lane = Lane.STANDARD
-    """The lane of a request that names none."""
+    default_lane: Lane | None = None
+    """The lane of a request that names none; None to let the server choose."""
     top_lane: Lane = Lane.INTERACTIVE
-    """The most urgent lane that its requests may name."""
+    """The most urgent lane that its requests may have."""
 
     def __post_init__(self) -> None:
         if self.weight <= 0:
             raise ValueError(f"weight must be greater than 0, not {self.weight}")
-        if self.default_lane < self.top_lane:
+        if self.default_lane is not None and self.default_lane < self.top_lane:
             raise ValueError(
                 f"default_lane {self.default_lane.label} is above top_lane {self.top_lane.label}"
             )
+
+    @property
+    def sure_lane(self) -> Lane:
+        """The lane of a request that names none and is not streamed."""
+        return max(Lane.STANDARD, self.top_lane) if self.default_lane is None else self.default_lane

@@ -13,19 +13,22 @@ so the same calls give the same schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Sequence as ListLike
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from math import inf
 
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import Allowance, StepLoad
 from penstock.priority.admission import Admission
-from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.bounds import Bounds
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Urgency
 from penstock.priority.routing.state import Load
-from penstock.priority.shares import ATTENDED_EACH, COST_HIT, output_cost, prompt_cost
+from penstock.priority.shares import COST_HIT, output_cost, prompt_cost
 from penstock.priority.steptime import NAMES, StepTimeModel
 from penstock.priority.tenants import Demands, charges, demands
 from penstock.priority.turns import choose, due_before, lines_in_turn
-from penstock.priority.verdict import RETRY_S, Forecast, Refusal
+from penstock.priority.verdict import Forecast, Refusal
 from penstock.priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from penstock.priority.yielding import MAX_VICTIMS, yielding
 
@@ -58,6 +61,7 @@ class LaneQueue:
         """The tokens that may still be spent on requests that were passed over for too long."""
         self._now_us = 0
         self.admission = Admission(policies, model or StepTimeModel(), self._lanes, self._tickets)
+        self._bounds = Bounds(self.admission, self._lanes, self._tickets)
 
     # The event loop's side
 
@@ -75,22 +79,31 @@ class LaneQueue:
             Refusal: a bound is reached, or the lane's promise cannot be kept.
         """
         with self._lock:
-            line, ticket = self._ticket(request, now, num_cached, num_in_use)
-            self._check_bounds(line, ticket, now)
-            forecast = self.admission.forecast(ticket.account, ticket.size, now)
-            waited_s = max(0.0, now - request.arrival_s)
-            if forecast is not None:
-                self._check_promise(line, forecast, waited_s)
-                ticket.forecast_s = waited_s + forecast.raw_s
-            self._enter(line, ticket, now)
-            return forecast
+            return self._put(request, now, num_cached, num_in_use)
+
+    def put_all(
+        self, requests: ListLike[Request], now: float, cached: ListLike[tuple[int, int]]
+    ) -> tuple[ListLike[Request], list[Forecast | None]]:
+        """Admits the requests of one stream to one lane, or none of them; arguments and errors are those of `put`.
+
+        Returns:
+            The requests as they were let in, which is in the lane that they try first or in their own.
+        """
+        first = [replace(one, lane=one.tried_lane) for one in requests if one.tried_lane is not None]
+        with self._lock:
+            if first and self.admission.can_forecast:
+                with suppress(Refusal):
+                    return first, self._put_together(first, now, cached)
+            return requests, self._put_together(requests, now, cached)
 
     def readmit(self, request: Request, now: float) -> None:
         """Admits a request that an earlier process had admitted, without checking bounds and promises again."""
         with self._lock:
             self._enter(*self._ticket(request, now), now)
 
-    def check_open(self, lane: Lane, tenant: str, arrival_s: float, now: float, most_tokens: int) -> None:
+    def check_open(
+        self, urgency: Urgency, tenant: str, arrival_s: float, now: float, most_tokens: int
+    ) -> None:
         """Refuses a request that `put` would refuse whatever its prompt, before any work is spent on it.
 
         Args:
@@ -100,11 +113,13 @@ class LaneQueue:
             Refusal: the lane, or the tenant's part of it, is full, or even a prompt of one token would come too late.
         """
         with self._lock:
-            line = self._lanes[lane]
+            line = self._lanes[urgency.lane]
             account = line.accounts.get(tenant)
-            self._check_places(line, account, 1, now)
+            self._bounds.check_places(line, account, 1, now)
             if account is not None and line.is_late:
-                forecast = self.admission.forecast(account, Size.of(1), now, num_promised=most_tokens)
+                forecast = self.admission.forecast(
+                    account, Size.of(1), now, num_promised=most_tokens, ttft_s=urgency.ttft_s
+                )
                 if forecast is not None:
                     self._check_promise(line, forecast, max(0.0, now - arrival_s))
 
@@ -125,7 +140,7 @@ class LaneQueue:
                 ticket
                 for line in self._lanes.values()
                 for ticket in line.waiting()
-                if now - ticket.request.arrival_s > line.policy.ttl_s
+                if now - ticket.request.arrival_s > max(line.policy.ttl_s, ticket.request.ttft_s or 0.0)
             ]
             for ticket in overdue:
                 self._leave(ticket)
@@ -272,6 +287,30 @@ class LaneQueue:
 
     # Letting in
 
+    def _put_together(
+        self, requests: ListLike[Request], now: float, cached: ListLike[tuple[int, int]]
+    ) -> list[Forecast | None]:
+        forecasts = list[Forecast | None]()
+        try:
+            for request, found in zip(requests, cached, strict=True):
+                forecasts.append(self._put(request, now, *found))
+        except Refusal:
+            for request in requests[: len(forecasts)]:
+                self._leave(self._tickets[request.request_id])
+            raise
+        return forecasts
+
+    def _put(self, request: Request, now: float, num_cached: int, num_in_use: int) -> Forecast | None:
+        line, ticket = self._ticket(request, now, num_cached, num_in_use)
+        self._bounds.check(line, ticket, now)
+        forecast = self.admission.forecast(ticket.account, ticket.size, now, ttft_s=request.ttft_s)
+        waited_s = max(0.0, now - request.arrival_s)
+        if forecast is not None:
+            self._check_promise(line, forecast, waited_s)
+            ticket.forecast_s = waited_s + forecast.raw_s
+        self._enter(line, ticket, now)
+        return forecast
+
     def _ticket(
         self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0
     ) -> tuple[LaneLine, Ticket]:
@@ -280,48 +319,9 @@ class LaneQueue:
         account = line.account(request.tenant, self._weights.get(request.tenant, 1))
         self._num_let_in += 1
         work = Size.of(request.num_prompt_tokens, num_cached).work(self.admission.model.attended_each)
-        due_s = self.admission.planner.due_s(line.lane, work)
+        due_s = request.ttft_s or self.admission.planner.due_s(line.lane, work)
         deadline_us = microseconds(request.arrival_s + due_s)
         return line, Ticket(request, account, num_cached, num_in_use, deadline_us, self._num_let_in)
-
-    def _check_bounds(self, line: LaneLine, ticket: Ticket, now: float) -> None:
-        policy, account = line.policy, ticket.account
-        self._check_places(line, account, ticket.num_places, now)
-        if not line.num_requests:
-            return  # one that is larger than the bounds may wait alone
-        own = int(ticket.size.work(ATTENDED_EACH))
-        if account.tickets and int(account.work(ATTENDED_EACH)) + own > self._part(line) * policy.max_tokens:
-            raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
-        is_long = int(line.work(ATTENDED_EACH)) + own > policy.max_tokens
-        if is_long or line.num_bytes + ticket.num_bytes > policy.max_bytes:
-            raise self._full(line, f"{line.num_tokens} prompt tokens", now)
-
-    def _check_places(self, line: LaneLine, account: Account | None, n: int, now: float) -> None:
-        """Refuses a request of `n` choices, each of which is a place; larger ones may wait alone."""
-        most = line.policy.max_requests
-        most_own = max(1, int(self._part(line) * most))
-        if account is not None and account.tickets and account.num_choices + n > most_own < most:
-            raise self._tenant_full(line, f"{account.num_choices} answers", account.num_requests, now)
-        if line.num_requests and line.num_choices + n > most:
-            raise self._full(line, f"{line.num_choices} answers", now)
-
-    def _part(self, line: LaneLine) -> float:
-        """Returns the part of the lane that one tenant may fill: all of it while no other tenant has been seen."""
-        return line.policy.tenant_share if len(line.accounts) > 1 else 1.0
-
-    def _tenant_full(self, line: LaneLine, what: str, num_own: int, now: float) -> Refusal:
-        message = f"{what} of yours wait in the {line.lane.label} lane already"
-        retry_after_s = self._time_for(max(1, num_own // 4), now)
-        return Refusal("tenant_queue_full", message, retry_after_s, tenant_limit=True)
-
-    def _full(self, line: LaneLine, what: str, now: float) -> Refusal:
-        message = f"the {line.lane.label} lane is full ({what} wait)"
-        return Refusal("queue_full", message, self._time_for(max(1, line.num_requests // 4), now))
-
-    def _time_for(self, num_requests: int, now: float) -> float:
-        if rate := self.admission.finish_rate(now):
-            return num_requests / rate
-        return RETRY_S[1] if self._tickets else RETRY_S[0]
 
     def _check_promise(self, line: LaneLine, forecast: Forecast, waited_s: float) -> None:
         """Refuses a request that would come too late: one in ten that are let in may."""

@@ -71,7 +71,8 @@ export function openConfirm(dialog, question, onYes) {
 /** Leaves out what the key and the model do not allow. @param {HTMLFormElement} form  @param {?Model} model */
 function offer(form, model) {
   const { options } = find("[name=lane]", HTMLSelectElement, form);
-  for (const lane of options) lane.hidden = lane.disabled = model?.lanes?.includes(lane.value) === false;
+  const allowed = model?.lanes && ["auto", ...model.lanes];
+  for (const lane of options) lane.hidden = lane.disabled = allowed?.includes(lane.value) === false;
   if (options[options.selectedIndex].disabled) options.selectedIndex = [...options].findIndex(({ disabled }) => !disabled);
   find(".effort", HTMLElement, form).hidden = !model?.reasoning;
 }

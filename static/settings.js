@@ -23,7 +23,7 @@ const KEY = "penstock.key";
  * Each lane and the service_tier that asks for it.
  * @type {Record<string, string>}
  */
-export const LANES = { interactive: "priority", standard: "default", batch: "flex" };
+export const LANES = { auto: "auto", interactive: "priority", standard: "default", batch: "flex" };
 
 /** @type {Settings} */
 export const DEFAULTS = {
@@ -38,7 +38,7 @@ export const DEFAULTS = {
   maxTokens: null,
   seed: null,
   stop: "",
-  lane: "standard",
+  lane: "auto",
   effort: "",
   kept: "server",
 };
@@ -69,7 +69,7 @@ export function requestFields(settings, reasons) {
   const effort = reasons && settings.effort !== "" ? settings.effort : null;
   const chosen = { ...numbersOf(settings), stop: stops.length > 0 ? stops : null, reasoning_effort: effort };
   const set = Object.entries(chosen).filter(([, value]) => value !== null);
-  return { ...Object.fromEntries(set), service_tier: LANES[settings.lane] ?? LANES.standard };
+  return { ...Object.fromEntries(set), service_tier: LANES[settings.lane] ?? LANES.auto };
 }
 
 /** The settings that are numbers, by their names in a request: topP is top_p. @param {Settings} settings */

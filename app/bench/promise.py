@@ -24,7 +24,7 @@ from penstock.app.bench.server_process import ServerProcess
 from penstock.app.bench.statistics import percentile
 from penstock.app.bench.workloads import completion
 from penstock.app.reader import Answer
-from penstock.gateway.wire.sampling import tier_of
+from penstock.gateway.wire.lanes import tier_of
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.simulator.summary import Summary
 from penstock.priority.simulator.trace import Demand, mixed

@@ -21,7 +21,7 @@ from penstock.app.settings import Settings
 from penstock.app.tables import number, percent, table
 from penstock.engine.config import LoadOptions
 from penstock.engine.model.dtype import choose_device
-from penstock.gateway.wire.sampling import tier_of
+from penstock.gateway.wire.lanes import tier_of
 from penstock.priority.simulator.result import Result, Served
 from penstock.priority.simulator.run import Machine, simulate
 from penstock.priority.simulator.summary import Summary, summarise
@@ -184,7 +184,8 @@ def figures_of(summary: Summary) -> tuple[float | None, float | None, float, flo
 
 def body_of(arrival: Arrival, prompt: list[int]) -> dict[str, object]:
     """The request of an arrival; one that allows itself more than it gets samples until it happens to end."""
-    body = completion("bench", prompt, arrival.max_tokens or arrival.num_output, tier_of(arrival.lane))
+    tier = "auto" if arrival.lane is None else tier_of(arrival.lane)
+    body = completion("bench", prompt, arrival.max_tokens or arrival.num_output, tier)
     if arrival.max_tokens:
         bias = _LOG_OF_OTHERS - log(arrival.num_output)
         body |= {"temperature": 1, "ignore_eos": False, "logit_bias": {str(NUM_BYTES + 1): bias}}

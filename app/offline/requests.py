@@ -20,8 +20,9 @@ from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from penstock.gateway.wire.conversation import as_dict
 from penstock.gateway.wire.embeddings import EmbeddingsBody
+from penstock.gateway.wire.lanes import urgency_of
 from penstock.gateway.wire.prompts import check_token_ids
-from penstock.gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
+from penstock.gateway.wire.sampling import MaxTokens, Room, sampling_params
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
 from penstock.gateway.wire.strict import read
 from penstock.gateway.wire.structured import answer_form, form_of
@@ -205,7 +206,7 @@ def _request(
         sampling=sampling,
         n=n,
         beams=beams,
-        lane=lane_of(service_tier, OPEN_TENANT),
+        lane=urgency_of(service_tier, OPEN_TENANT).lane,
         tenant=OPEN_TENANT.name,
         salt=salt_of(OPEN_TENANT),
         pooling=pooling,

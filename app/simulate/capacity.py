@@ -67,7 +67,7 @@ class Search:
             result = simulate(
                 arrivals, self._machine, lanes=self._lanes, num_machines=num_machines, progress=update
             )
-        urgent = [one for one in result.served if one.arrival.lane == Lane.INTERACTIVE]
+        urgent = [one for one in result.served if one.lane == Lane.INTERACTIVE]
         # A rate at which nobody came proves nothing.
         kept = sum(1 for one in urgent if is_kept(one, self._lanes)) / max(1, len(urgent))
         log.info("%s: %s of the promises kept", title, percent(kept))

@@ -170,7 +170,7 @@ def _windows(result: Result, first_s: float, width_s: float) -> tuple[list[float
 
 
 def _is_shown(served: Served) -> bool:
-    return served.arrival.lane == Lane.INTERACTIVE and served.ttft_s is not None
+    return served.lane == Lane.INTERACTIVE and served.ttft_s is not None
 
 
 def _limits(found: tuple[float, float], promise_s: float) -> tuple[float, float]:

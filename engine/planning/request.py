@@ -135,6 +135,10 @@ class Request:
     arrival_s: float = 0.0
     lane: int = 1
     """0 is the most urgent. The engine preempts higher numbers first and knows nothing else about lanes."""
+    tried_lane: int | None = None
+    """A more urgent lane that takes the request instead, if that lane's promise is forecast to be kept."""
+    ttft_s: float | None = None
+    """The seconds to the first token that are promised to it; None for those of its lane."""
     tenant: str = ""
     salt: bytes = b""
     """Starts the hash chain of the prompt's blocks: requests with different salts never share a block."""

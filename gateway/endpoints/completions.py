@@ -91,8 +91,8 @@ class CompletionsApi(Endpoints):
         self._intake.check_beams(body)
         if (asked := _recorded(http, body)) is not None:
             asked.check(body, {"echo": body.echo})
-        lane = self._intake.admit(came, body.model, body.service_tier)
-        prompts = await self._intake.prompting(came.tenant, lane).encode_prompts(body)
+        urgency = self._intake.admit(came, body)
+        prompts = await self._intake.prompting(came.tenant, urgency.lane).encode_prompts(body)
         params = GenerationParams(
             body=body,
             prompt_field="prompt",
@@ -104,7 +104,7 @@ class CompletionsApi(Endpoints):
             num_prompt_logprobs=_num_prompt_logprobs(body),
             num_choices=len(prompts) * body.num_generated,
             client=came.client,
-            lane=lane,
+            urgency=urgency,
             arrival_s=came.at_s,
             is_recorded=asked is not None,
             grammar=await self._intake.grammar(came.tenant, self._intake.form(body)),
@@ -141,7 +141,7 @@ class CompletionsApi(Endpoints):
         keep: Keep | None = None,
     ) -> Response:
         body = params.body
-        head = self._intake.head(PREFIXES[kind] + secrets.token_hex(16), body.model, params.lane)
+        head = self._intake.head(PREFIXES[kind] + secrets.token_hex(16), body.model)
         usage_so_far = _wants_usage_so_far(body)
         writer = StreamWriter(
             shape,
@@ -188,7 +188,7 @@ class CompletionsApi(Endpoints):
         recording_id: str,
         stored: dict[str, Any] | None = None,
     ) -> Recording:
-        head = self._intake.head(recording_id, params.body.model, params.lane)
+        head = self._intake.head(recording_id, params.body.model)
         [request] = await self._intake.requests(params, {recording_id: prompt})
         return await self._service.recordings.start(
             request,

@@ -59,15 +59,18 @@ class DecisionsApi(Endpoints):
     ) -> LiveReply:
         """Returns the reply; raises 400, 404, 429 or 503, whatever the request meets on its way."""
         asked = came.body
-        lane = self._intake.admit(came, asked.body.model, asked.body.service_tier)
-        prompt, branches, steps = await self._branches(asked, self._intake.prompting(came.tenant, lane))
+        urgency = self._intake.admit(came, asked.body)
+        prompt, branches, steps = await self._branches(
+            asked, self._intake.prompting(came.tenant, urgency.lane)
+        )
         request = Request(
             request_id=f"dec-{secrets.token_hex(16)}",
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(temperature=0.0, max_tokens=0),
             n=len(branches),
             arrival_s=came.at_s,
-            lane=lane,
+            lane=urgency.lane,
+            ttft_s=urgency.ttft_s,
             tenant=came.tenant.name,
             salt=salt_of(came.tenant),
             branches=branches,

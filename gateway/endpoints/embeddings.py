@@ -27,7 +27,7 @@ from penstock.gateway.wire.embeddings import (
     ScoreWriter,
 )
 from penstock.gateway.wire.streams import Stream, WholeWriter
-from penstock.priority.lanes import Lane
+from penstock.priority.lanes import Urgency
 
 
 class EmbeddingsApi(Endpoints):
@@ -43,33 +43,39 @@ class EmbeddingsApi(Endpoints):
     async def embed(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, EmbeddingsBody, as_sent)
         body = came.body
-        lane = self._intake.admit(came, body.model, body.service_tier)
+        urgency = self._intake.admit(came, body)
         self.check_dimensions(body.dimensions)
-        prompts = await self._intake.prompting(came.tenant, lane).encode_inputs(body)
+        prompts = await self._intake.prompting(came.tenant, urgency.lane).encode_inputs(body)
         is_normalised = self._service.options.embedding.is_normalised
         writer = EmbeddingWriter(body, is_normalised=is_normalised)
-        return await self.reply(came, lane, prompts, f"embd-{secrets.token_hex(16)}", writer)
+        return await self.reply(came, urgency, prompts, f"embd-{secrets.token_hex(16)}", writer)
 
     async def rerank(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, RerankBody, as_sent)
         body = came.body
-        lane = self._intake.admit(came, body.model, body.service_tier)
-        encode, id = self._intake.prompting(came.tenant, lane).encode_texts, f"rerank-{secrets.token_hex(16)}"
+        urgency = self._intake.admit(came, body)
+        encode, id = (
+            self._intake.prompting(came.tenant, urgency.lane).encode_texts,
+            f"rerank-{secrets.token_hex(16)}",
+        )
         prompts = [
             *await encode([body.query], "query", body),
             *await encode(body.texts, "documents", body),
         ]
-        return await self.reply(came, lane, prompts, id, RerankWriter(id, body))
+        return await self.reply(came, urgency, prompts, id, RerankWriter(id, body))
 
     async def score(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, ScoreBody, as_sent)
         body = came.body
         first, second = body.sides()
-        lane = self._intake.admit(came, body.model, body.service_tier)
-        encode, id = self._intake.prompting(came.tenant, lane).encode_texts, f"score-{secrets.token_hex(16)}"
+        urgency = self._intake.admit(came, body)
+        encode, id = (
+            self._intake.prompting(came.tenant, urgency.lane).encode_texts,
+            f"score-{secrets.token_hex(16)}",
+        )
         prompts = [*await encode(first, "text_1", body), *await encode(second, "text_2", body)]
         writer = ScoreWriter(id, int(time.time()), body.model, len(first))
-        return await self.reply(came, lane, prompts, id, writer)
+        return await self.reply(came, urgency, prompts, id, writer)
 
     # What all that embeds has in common
 
@@ -81,7 +87,7 @@ class EmbeddingsApi(Endpoints):
     async def reply(
         self,
         came: Arrival[Any],
-        lane: Lane,
+        urgency: Urgency,
         prompts: Sequence[Sequence[int]],
         id: str,
         writer: WholeWriter,
@@ -99,7 +105,8 @@ class EmbeddingsApi(Endpoints):
                 prompt_token_ids=tuple(prompt),
                 sampling=sampling,
                 arrival_s=came.at_s,
-                lane=lane,
+                lane=urgency.lane,
+                ttft_s=urgency.ttft_s,
                 tenant=came.tenant.name,
                 salt=salt_of(came.tenant),
                 pooling=options.embedding.pooling,

@@ -35,15 +35,16 @@ from penstock.gateway.store.interface import StoreUnavailable
 from penstock.gateway.store.patience import INSIST_S
 from penstock.gateway.wire.beams import check_beams
 from penstock.gateway.wire.efforts import Reasoned
+from penstock.gateway.wire.lanes import Tiered, slo_of, urgency_of
 from penstock.gateway.wire.reading import Reading
-from penstock.gateway.wire.sampling import MaxTokens, lane_of, tier_of
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, ServiceTier, check_chat
+from penstock.gateway.wire.sampling import MaxTokens
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat
 from penstock.gateway.wire.shapes import Head
 from penstock.gateway.wire.streams import KeptStream, Stream, Writer
 from penstock.gateway.wire.strict import Body, StrictBody, read
 from penstock.gateway.wire.structured import Form, answer_form, form_of
 from penstock.gateway.wire.tools.use import ToolUse
-from penstock.priority.lanes import Lane, Tenant
+from penstock.priority.lanes import Lane, Tenant, Urgency
 
 Read = TypeVar("Read", bound=StrictBody)
 
@@ -69,7 +70,7 @@ class Intake:
 
     def counting(self, tenant: Tenant) -> Prompting:
         """Returns a Prompting for counting tokens, in a separate thread so that no prompt has to wait for it."""
-        return self._prompting(tenant, tenant.default_lane, self._counts)
+        return self._prompting(tenant, tenant.sure_lane, self._counts)
 
     def _prompting(self, tenant: Tenant, lane: Lane, threads: FairThreads) -> Prompting:
         note_refused = partial(self._service.metrics.note_refused, lane)
@@ -104,12 +105,12 @@ class Intake:
         """Reads a request for work.
 
         Raises:
-            ApiError: 401 without a key where there are some; 503 if no work is taken; 4xx for the body.
+            ApiError: 401 without a key where there are some; 503 if no work is taken; 4xx for the body and headers.
         """
-        at_s, client = self._service.clock(), self.client(http)
+        at_s, client, slo = self._service.clock(), self.client(http), slo_of(http.headers)
         self._service.dispatch.check_open()
         body = await self.read_as(http, kind, understand)
-        return Arrival(at_s, client, body, len(await http.body()))
+        return Arrival(at_s, client, body, len(await http.body()), slo)
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
         return await self.read_as(http, kind, as_sent)
@@ -161,17 +162,25 @@ class Intake:
             num_prompt_logprobs=body.prompt_logprobs,
             num_choices=body.num_generated,
             client=came.client,
-            lane=lane_of(body.service_tier, came.tenant),
+            urgency=self.urgency(came, body),
             arrival_s=came.at_s,
             grammar=await self.grammar(came.tenant, self.form(body)),
         )
 
-    def admit(self, came: Arrival[Any], model: str, tier: ServiceTier | None) -> Lane:
-        """Returns the lane of a request; raises 404 for another model, 429 or 503 if the lane has no room for it."""
-        self.check_model(model)
-        lane = lane_of(tier, came.tenant)
-        self._service.dispatch.check_room(lane, came.tenant.name, came.at_s, came.num_bytes)
-        return lane
+    def admit(self, came: Arrival[Any], body: Tiered) -> Urgency:
+        """Returns how urgent a request is.
+
+        Raises:
+            ApiError: 404 for another model; 400 or 403 as `urgency_of`; 429 or 503 if its lane has no room for it.
+        """
+        self.check_model(body.model)
+        urgency = self.urgency(came, body)
+        self._service.dispatch.check_room(urgency, came.tenant.name, came.at_s, came.num_bytes)
+        return urgency
+
+    def urgency(self, came: Arrival[Any], body: Tiered) -> Urgency:
+        streams, policies = isinstance(body, Sampled) and bool(body.stream), self._service.options.policies
+        return urgency_of(body.service_tier, came.tenant, streams=streams, slo=came.slo, policies=policies)
 
     def check_beams(self, body: Sampled) -> None:
         """Raises 400 if the search that it asks for cannot be had."""
@@ -180,14 +189,13 @@ class Intake:
 
     def check_room(self, params: GenerationParams, most_tokens: int) -> None:
         """Raises 429 or 503 if no prompt of at most so many tokens, about, is let in; asked before it is tokenised."""
-        self._service.dispatch.check_room(params.lane, params.tenant.name, params.arrival_s, most_tokens)
+        self._service.dispatch.check_room(params.urgency, params.tenant.name, params.arrival_s, most_tokens)
 
-    def head(self, id: str, model: str, lane: Lane) -> Head:
+    def head(self, id: str, model: str) -> Head:
         return Head(
             id=id,
             created=int(time.time()),
             model=model,
-            service_tier=tier_of(lane),
             system_fingerprint=self._service.options.system_fingerprint,
         )
 
@@ -289,7 +297,7 @@ class Intake:
         """
         requests_only = replace(client, quota=client.quota.of_requests())
         lease_id = f"count-{secrets.token_hex(16)}"
-        with self._noting_refusals(client.tenant.default_lane):
+        with self._noting_refusals(client.tenant.sure_lane):
             reservation = await self._service.quotas.reserve(requests_only, 0, 0, lease_id)
         try:
             yield reservation.headers
@@ -317,7 +325,7 @@ class Intake:
         self, params: GenerationParams, body: ChatBody, before: Sequence[int] = ()
     ) -> tuple[list[int], GenerationParams]:
         """Returns the tokens of a conversation, and the params with what its tools come to; see Prompting."""
-        prompt, use = await self.prompting(params.tenant, params.lane).conversation(body, before)
+        prompt, use = await self.prompting(params.tenant, params.urgency.lane).conversation(body, before)
         shows_reasoning = body.include_reasoning is not False
         return prompt, await self.with_tools(params, prompt, use, shows_reasoning=shows_reasoning)
 

@@ -29,7 +29,7 @@ class MessagesApi(Endpoints):
         params = await self._intake.chat(came, body, may_be_fewer=True)
         self._intake.check_room(params, came.num_bytes)
         prompt, params = await self._intake.prompt(params, body)
-        head = self._intake.head(f"msg_{secrets.token_hex(16)}", body.model, params.lane)
+        head = self._intake.head(f"msg_{secrets.token_hex(16)}", body.model)
         assert body.max_tokens is not None
         writer = MessageWriter(head, body.max_tokens, params.reading.parser(head.id))
         return await self._intake.reply(params, [prompt], head.id, writer)

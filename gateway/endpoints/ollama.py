@@ -84,10 +84,10 @@ class OllamaApi(Endpoints):
         if asked.raw is None:
             prompt, params = await self._intake.prompt(params, asked.chat, asked.context)
         else:
-            prompt = await self._intake.prompting(params.tenant, params.lane).encode_text(
+            prompt = await self._intake.prompting(params.tenant, params.urgency.lane).encode_text(
                 asked.raw, "prompt", suffix=asked.suffix or ""
             )
-        head = self._intake.head(secrets.token_hex(16), asked.model, params.lane)
+        head = self._intake.head(secrets.token_hex(16), asked.model)
         tells_context = not is_chat and asked.raw is None
         writer = LineWriter(
             head,
@@ -117,11 +117,11 @@ class OllamaApi(Endpoints):
         if not asked.texts:
             self._intake.check_model(asked.model)
             return Json(nothing)
-        lane = self._intake.admit(came, body.model, body.service_tier)
+        urgency = self._intake.admit(came, body)
         longest = self._service.dispatch.context_length - 1 if asked.truncates else None
-        encode = self._intake.prompting(came.tenant, lane).encode_texts
+        encode = self._intake.prompting(came.tenant, urgency.lane).encode_texts
         prompts = await encode(asked.texts, field, body, longest=longest)
-        return await self._embeddings.reply(came, lane, prompts, f"embd-{secrets.token_hex(16)}", writer)
+        return await self._embeddings.reply(came, urgency, prompts, f"embd-{secrets.token_hex(16)}", writer)
 
     # The model
 

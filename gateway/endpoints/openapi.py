@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.completions import CHAT_ID, TEXT_ID
-from penstock.gateway.endpoints.operation import JSON, Operation
+from penstock.gateway.endpoints.operation import JSON, Operation, Passing, SloHeaders
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.http.correlation import ANTHROPIC_PATH
 from penstock.gateway.http.limits import Limits
@@ -129,6 +129,8 @@ def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -
         "responses": _responses(path, operation),
     }
     found["parameters"] += _parameters("header", operation.headers, schemas)
+    if Passing.BY_PROMPT in operation.passing:
+        found["parameters"] += _parameters("header", SloHeaders, schemas)
     if operation.body is not None:
         media_type = "multipart/form-data" if operation.is_form else JSON
         content = {media_type: {"schema": schemas.of(operation.body)}}

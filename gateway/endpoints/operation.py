@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.access.idempotency import MAX_KEY_CHARS
 from penstock.gateway.endpoints.events import DETAILS
+from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 from penstock.gateway.wire.strict import StrictBody
 
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
@@ -21,6 +22,11 @@ class IdempotencyHeaders(TypedDict, total=False):
     idempotency_key: Annotated[
         str, Field(alias="Idempotency-Key", min_length=1, max_length=MAX_KEY_CHARS, pattern="^[ -~]+$")
     ]
+
+
+class SloHeaders(TypedDict, total=False):
+    ttft_ms: Annotated[float, Field(alias=TTFT_HEADER, gt=0, lt=10**9)]
+    tpot_ms: Annotated[float, Field(alias=TPOT_HEADER, gt=0, lt=10**9)]
 
 
 class FollowQuery(TypedDict, total=False):
@@ -108,4 +114,5 @@ class Operation:
     @property
     def types(self) -> Iterator[Any]:
         """The types that requests are checked with."""
-        yield from (kind for kind in (self.body, self.query, self.headers) if kind is not None)
+        slo = SloHeaders if Passing.BY_PROMPT in self.passing else None
+        yield from (kind for kind in (self.body, self.query, self.headers, slo) if kind is not None)

@@ -18,12 +18,13 @@ from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from penstock.gateway.sessions.recordings.recording import MAX_TEXT_BYTES
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
+from penstock.gateway.wire.lanes import Slo
 from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.sampling import MaxTokens, Room, sampling_params
 from penstock.gateway.wire.schemas import Sampled
 from penstock.gateway.wire.streams import LOGPROB_BYTES
 from penstock.gateway.wire.tokenizer import Tokenizer
-from penstock.priority.lanes import Lane, Tenant
+from penstock.priority.lanes import Tenant, Urgency
 
 Understood = TypeVar("Understood")
 
@@ -40,6 +41,8 @@ class Arrival(Generic[Understood]):
     body: Understood
     num_bytes: int
     """The size of the body as it was sent."""
+    slo: Slo
+    """The promises that its headers ask for."""
 
     @property
     def tenant(self) -> Tenant:
@@ -58,7 +61,7 @@ class GenerationParams:
     num_choices: int
     """The number of choices of all its prompts together."""
     client: Client
-    lane: Lane
+    urgency: Urgency
     arrival_s: float
     is_recorded: bool = False
     """Whether the reply is recorded as a whole, even if it is streamed."""
@@ -109,7 +112,9 @@ class RequestMaker:
             n=params.body.num_generated,
             beams=beams_of(params.body, self._service.options.eos_token_ids),
             arrival_s=params.arrival_s,
-            lane=params.lane,
+            lane=params.urgency.lane,
+            tried_lane=params.urgency.tried,
+            ttft_s=params.urgency.ttft_s,
             tenant=params.tenant.name,
             salt=salt_of(params.tenant, is_private=params.body.store is False, asked=params.body.cache_salt),
         )

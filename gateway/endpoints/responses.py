@@ -51,7 +51,7 @@ from penstock.gateway.sessions.responses.script import script
 from penstock.gateway.sessions.responses.threads import Message, Thread, since, turns
 from penstock.gateway.store.interface import Key, StoreUnavailable
 from penstock.gateway.wire.frames import Json
-from penstock.gateway.wire.sampling import MaxTokens, lane_of
+from penstock.gateway.wire.sampling import MaxTokens
 from penstock.gateway.wire.strict import validated
 from penstock.gateway.wire.structured import form_of
 
@@ -104,7 +104,7 @@ class ResponsesApi(Endpoints):
             is_recorded=True,
             num_choices=1,
             client=client,
-            lane=lane_of(body.service_tier, client.tenant),
+            urgency=self._intake.urgency(came, body),
             arrival_s=came.at_s,
             grammar=await self._intake.grammar(client.tenant, form_of(body, limits, text_form(body.text))),
         )
@@ -137,7 +137,7 @@ class ResponsesApi(Endpoints):
     async def _submit(self, turn: _Turn, items: list[Item], thread: Thread) -> Recording:
         body, use = turn.body, response_tools(turn.body)
         prompt = await self.prompt(
-            body, items, thread, self._intake.prompting(turn.params.tenant, turn.params.lane)
+            body, items, thread, self._intake.prompting(turn.params.tenant, turn.params.urgency.lane)
         )
         params = await self._intake.with_tools(turn.params, prompt, use)
         [request] = await self._intake.requests(params, {turn.id: prompt})
@@ -145,7 +145,7 @@ class ResponsesApi(Endpoints):
         return await self._service.recordings.start(
             request,
             kind=KIND,
-            details=details_of(body, params.lane, items, thread.messages, params.reading)
+            details=details_of(body, items, thread.messages, params.reading)
             | {"shared_tokens": records.shared_tokens(thread, prompt)},
             created=int(time.time()),
             detachable=outlives,

@@ -21,6 +21,7 @@ from penstock.gateway.http.connections import EVENT_STREAM
 from penstock.gateway.http.correlation import ANTHROPIC_PATH
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.refusals import OLLAMA_PATH, anthropic_body, ollama_body
+from penstock.gateway.wire.lanes import tier_of
 from penstock.gateway.wire.parsing import CallBegun, Piece, ReplyParser
 from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.shapes import Head, Shape, finish_reason
@@ -97,6 +98,7 @@ def response_usage_of(generation: Generation) -> dict[str, object]:
 def timings_of(generation: Generation) -> dict[str, object]:
     """Returns a reply's `timings`; of several choices: the first token's wait, the mean pace, the sums of counts."""
     timings, predicted_s = generation.timings, generation.predicted_ttft_s
+    promised_s = generation.promised_ttft_s
     first = min(timings, key=lambda t: t.first_token_s)
     drafts = _drafts(timings)
     paces = [pace for t in timings if (pace := seconds_per_output_token(t)) is not None]
@@ -106,6 +108,7 @@ def timings_of(generation: Generation) -> dict[str, object]:
         "tpot_ms": _ms(sum(paces) / len(paces)) if paces else None,
         "cached_tokens": generation.num_cached_tokens,
         "prompt_tokens": generation.num_prompt_tokens,
+        "promised_ttft_ms": None if promised_s is None else _ms(promised_s),
         "predicted_ttft_ms": None if predicted_s is None else _ms(predicted_s),
         "preemptions": sum(t.num_preemptions for t in timings),
         "draft_tokens": sum(count.num_drafted for count in drafts.values()),
@@ -121,7 +124,7 @@ def timings_of(generation: Generation) -> dict[str, object]:
         },
         "experts_per_layer": _experts_per_layer(timings),
         "timeline": _timeline(first),
-        "lane": Lane(generation.requests[0].lane).label,
+        "lane": generation.lane.label,
     }
 
 
@@ -203,12 +206,18 @@ class StreamWriter:
         self._reading = reading
         self._include_usage = include_usage
         self._usage_so_far = usage_so_far
-        self._opening = _head_json(head, shape.chunk_name)
+        self._opening = ""
+        """The beginning of every chunk."""
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
         self._choices: dict[int, _Choice] = {}
 
+    def begin(self, lane: Lane) -> None:
+        """Notes the lane of the reply before anything is written."""
+        self._opening = self._opening or _head_json(self._head, lane, self._shape.chunk_name)
+
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
+        self.begin(generation.lane)
         frames, endings = [], []
         if self._usage_so_far:
             self._usage = f',"usage":{json.dumps(usage_of(generation))}'
@@ -236,7 +245,7 @@ class StreamWriter:
 
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         choices = self._shape.answers(self._head.id, deltas, self._reading)
-        body = self._shape.whole(self._head, choices)
+        body = self._shape.whole(self._head, generation.lane, choices)
         return {**body, "usage": usage_of(generation), "timings": timings_of(generation)}
 
     def chunk(self, index: int, delta: Delta) -> bytes:
@@ -332,13 +341,13 @@ def last_frames(error: ApiError, path: str) -> bytes:
     return error_frame(error) + DONE
 
 
-def _head_json(head: Head, object_name: str) -> str:
+def _head_json(head: Head, lane: Lane, object_name: str) -> str:
     fields = {
         "id": head.id,
         "object": object_name,
         "created": head.created,
         "model": head.model,
-        "service_tier": head.service_tier,
+        "service_tier": tier_of(lane),
         "system_fingerprint": head.system_fingerprint,
     }
     return "data: " + json.dumps(fields, separators=(",", ":"))[:-1]

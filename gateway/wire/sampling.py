@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from penstock.engine.planning.bans import Words
@@ -14,7 +13,6 @@ from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.schemas import Sampled, as_strings
-from penstock.priority.lanes import Lane, Tenant
 
 LEAST_TOP_P = 1e-6
 """The top_p used for 0, which leaves the likeliest token alone."""
@@ -126,35 +124,3 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     by_id = {int(key): value for key, value in bias.items()}
     check_token_ids(list(by_id), vocab_size, "logit_bias")
     return by_id
-
-
-_LANES = {
-    "default": Lane.STANDARD,
-    "flex": Lane.BATCH,
-    "scale": Lane.INTERACTIVE,
-    "priority": Lane.INTERACTIVE,
-    "fast": Lane.INTERACTIVE,
-    "ultrafast": Lane.INTERACTIVE,
-}
-_TIERS = {Lane.BATCH: "flex", Lane.INTERACTIVE: "priority", Lane.STANDARD: "default"}
-
-
-def lane_of(service_tier: str | None, tenant: Tenant) -> Lane:
-    """Returns the lane that a request asks for; the tenant's own if it leaves that to the server.
-
-    Raises:
-        ApiError: 403, if it is above what the tenant's key allows.
-    """
-    lane = _LANES.get(service_tier or "auto", tenant.default_lane)
-    if lane < tenant.top_lane:
-        message = (
-            f"Your API key does not allow the service_tier '{service_tier}'. "
-            f"The most urgent one that it may name is '{tier_of(tenant.top_lane)}'."
-        )
-        raise invalid(message, "service_tier", "service_tier_not_allowed", HTTPStatus.FORBIDDEN)
-    return lane
-
-
-def tier_of(lane: Lane) -> str:
-    """Returns the tier that a reply names for its lane."""
-    return _TIERS[lane]

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from typing_extensions import TypedDict
 
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
+from penstock.gateway.wire.lanes import tier_of
 from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
@@ -26,6 +27,7 @@ from penstock.gateway.wire.parsing import (
 )
 from penstock.gateway.wire.reading import Reading
 from penstock.gateway.wire.streams import Delta
+from penstock.priority.lanes import Lane
 
 _LOWEST_LOGPROB = -9999.0
 """The log probability that stands for -inf, which JSON lacks, as OpenAI has it."""
@@ -56,7 +58,6 @@ class Head:
     id: str
     created: int
     model: str
-    service_tier: str
     system_fingerprint: str | None = None
     """Equal for servers that make the same texts; None if it is not shown."""
 
@@ -155,7 +156,9 @@ class Shape(ABC):
         shown = deltas if self.extras.best is None else self.extras.best.chosen(deltas)
         return [(i, delta, answer_of(reading.parser(reply_id, i), delta.text)) for i, delta in shown]
 
-    def whole(self, head: Head, choices: Sequence[tuple[int, Delta, Answer]]) -> dict[str, object]:
+    def whole(
+        self, head: Head, lane: Lane, choices: Sequence[tuple[int, Delta, Answer]]
+    ) -> dict[str, object]:
         """Returns a whole reply; lists that may be large are iterators, see `gateway.wire.frames.json_pieces`."""
         return {
             "id": head.id,
@@ -163,7 +166,7 @@ class Shape(ABC):
             "created": head.created,
             "model": head.model,
             "choices": (self._whole_choice(*choice) for choice in choices),
-            "service_tier": head.service_tier,
+            "service_tier": tier_of(lane),
             "system_fingerprint": head.system_fingerprint,
         }
 
@@ -202,9 +205,11 @@ class ChatShape(Shape):
             call = json.dumps(begun, separators=(",", ":"))
         return f'"delta":{{"tool_calls":[{call}]}}'
 
-    def whole(self, head: Head, choices: Sequence[tuple[int, Delta, Answer]]) -> dict[str, object]:
+    def whole(
+        self, head: Head, lane: Lane, choices: Sequence[tuple[int, Delta, Answer]]
+    ) -> dict[str, object]:
         _, first, _ = choices[0]
-        body = super().whole(head, choices)
+        body = super().whole(head, lane, choices)
         if self.extras.num_prompt_top is not None:
             body["prompt_logprobs"] = prompt_logprobs(self.tokens, first, self.extras.num_prompt_top)
         if self.extras.token_ids:

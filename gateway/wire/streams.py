@@ -100,6 +100,8 @@ class Generation:
         self.num_reasoning_tokens = 0
         self.predicted_ttft_s: float | None = None
         """The forecast at admission of the time from arrival to the first token; of several requests, the longest."""
+        self.promised_ttft_s: float | None = None
+        """The time to the first token that was promised at admission; None if none was."""
         self.left = False
         self.kept: dict[int, Delta] = {}
         """The whole output of each choice, if it is kept to the end; see KeptStream."""
@@ -112,12 +114,16 @@ class Generation:
 
     def account(self) -> dict[str, object]:
         """Returns what the access log says of a request that led to this generation."""
-        request = self.requests[0]
         return {
-            "lane": Lane(request.lane).label,
+            "lane": self.lane.label,
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
         }
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of all its requests; of a stream that tries another one first, from when it was let in."""
+        return Lane(self.requests[0].lane)
 
     @property
     def finished(self) -> bool:
@@ -139,10 +145,14 @@ class Generation:
             return 0
         return self.num_output_tokens + self.num_prompt_tokens
 
-    def note_forecast(self, forecast: Forecast | None, now: float) -> None:
-        if forecast is not None:
-            predicted_s = now - self.requests[0].arrival_s + forecast.seconds
-            self.predicted_ttft_s = max(self.predicted_ttft_s or 0.0, predicted_s)
+    def note_let_in(
+        self, requests: Sequence[Request], forecasts: Iterable[Forecast | None], now: float
+    ) -> None:
+        """Notes that it was let in, with its requests as they were."""
+        self.requests = list(requests)
+        expected = [forecast.seconds for forecast in forecasts if forecast is not None]
+        if expected:
+            self.predicted_ttft_s = now - self.requests[0].arrival_s + max(expected)
 
     def num_unfinished(self, request_id: str) -> int:
         """The number of one request's choices that the engine has not ended."""

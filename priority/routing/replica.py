@@ -6,11 +6,11 @@ send is left out: a router itself decides what comes next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.planning.step import num_attended
-from penstock.priority.lanes import Lane
+from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.outlook import Outlook
 from penstock.priority.pacing import PromptPace, StepPlanner, Streams
 from penstock.priority.room import MOST_AHEAD, Need
@@ -85,6 +85,10 @@ class Replica:
         self.take(snapshot.load)
 
     @property
+    def policies(self) -> Mapping[Lane, LanePolicy]:
+        return self._snapshot.policies
+
+    @property
     def block_size(self) -> int:
         return self._snapshot.block_size
 
@@ -114,8 +118,7 @@ class Replica:
         self._paces.clear()
         self._outlooks.clear()
         self._num_free_seats = self._snapshot.max_num_seqs - load.held.num_running
-        policies = self._snapshot.policies
-        self._lines = [_Line(load.lanes[lane], policies[lane].weight) for lane in Lane]
+        self._lines = [_Line(load.lanes[lane], self.policies[lane].weight) for lane in Lane]
         for reservation in self.open.values():
             if not reservation.is_counted:
                 self._lines[reservation.lane].add(reservation, 1)
@@ -157,13 +160,18 @@ class Replica:
         attended = num_attended(max(0, num_prompt - num_uncached), num_prompt)
         return num_uncached + self._planner.model.attended_each * attended
 
-    def margin_s(self, lane: Lane, forecast_s: float, waited_s: float, work: float) -> float:
-        """By how much the first token is expected before the lane's promise is broken; below 0: it would be late."""
+    def margin_s(
+        self, lane: Lane, forecast_s: float, waited_s: float, work: float, ttft_s: float | None = None
+    ) -> float:
+        """By how much the first token is expected before the promise is broken; below 0: it would be late.
+
+        `ttft_s` is what is promised to the request, if not what its lane promises.
+        """
         if not self.is_measured:
             return 0.0
         seconds = waited_s + forecast_s * self.load.lanes[lane].factor
-        margin_s = self._snapshot.policies[lane].ttft_s - seconds
-        if margin_s >= 0:
+        margin_s = (ttft_s or self.policies[lane].ttft_s) - seconds
+        if margin_s >= 0 or ttft_s is not None:
             return margin_s
         return self._planner.allowed_s(lane, work, self._snapshot.max_batch_tokens) - seconds
 

@@ -15,13 +15,13 @@ choices. Only a few candidates are forecast: for each of the longest hits, and o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
 from random import Random
 
-from penstock.priority.lanes import Lane
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.routing.index import DEFAULT_MAX_BLOCKS, BlockIndex
 from penstock.priority.routing.order import CLOSE, LoadOrder
 from penstock.priority.routing.replica import Replica, Reservation
@@ -44,6 +44,10 @@ class RouteQuery:
     """The facts of a request that the choice goes by."""
 
     lane: Lane
+    tried: Lane | None = None
+    """A more urgent lane that takes it instead, where a replica is forecast to keep that lane's promise."""
+    ttft_s: float | None = None
+    """The seconds to the first token that are promised to it; None for those of its lane."""
     tenant: str
     num_prompt: int
     hashes: Sequence[bytes] = ()
@@ -172,6 +176,10 @@ class Router:
             usable &= ~self.replicas[name].bit
         if not usable:
             return Refusal("no_replica", "no replica is ready", 0.0)
+        if ask.tried is not None:
+            first = replace(ask, lane=ask.tried)
+            if not isinstance(found := self._pick(first, usable), Refusal):
+                return self._reserve(first, found, now)
         found = self._pick(ask, usable)
         return found if isinstance(found, Refusal) else self._reserve(ask, found, now)
 
@@ -184,6 +192,11 @@ class Router:
             self.index.expect_no_longer(reservation.expected, reservation.replica.bit)
             if not was_counted:
                 self._rank(reservation.replica)
+
+    @property
+    def policies(self) -> Mapping[Lane, LanePolicy]:
+        """The policies of the replicas' lanes, which are the same at all of them."""
+        return next((replica.policies for replica in self.replicas.values()), DEFAULT_POLICIES)
 
     @property
     def num_reserved(self) -> int:
@@ -210,7 +223,7 @@ class Router:
 
     def _margin_s(self, ask: RouteQuery, one: _Candidate) -> float:
         work = one.replica.work(ask.num_prompt - one.num_cached, ask.num_prompt)
-        return one.replica.margin_s(ask.lane, one.forecast_s, ask.waited_s, work)
+        return one.replica.margin_s(ask.lane, one.forecast_s, ask.waited_s, work, ask.ttft_s)
 
     def _candidates(self, ask: RouteQuery, usable: int) -> list[_Candidate]:
         candidates = []

@@ -22,7 +22,7 @@ from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
 from penstock.priority.routing.router import LeastRouter, RandomRouter, RoundRobinRouter, RouteQuery, Router
 from penstock.priority.routing.state import Change, Load, Snapshot
-from penstock.priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
+from penstock.priority.simulator.result import BLOCK_SIZE, Result, Served, request_of, urgency_of
 from penstock.priority.simulator.run import Machine, Server, Tally, make_queue
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 from penstock.priority.verdict import Refusal
@@ -153,8 +153,10 @@ class _Pool:
         Raises:
             Refusal: nobody takes it.
         """
+        urgency = urgency_of(served.arrival)
         ask = RouteQuery(
-            lane=served.arrival.lane,
+            lane=urgency.lane,
+            tried=urgency.tried,
             tenant=served.arrival.tenant,
             num_prompt=served.arrival.num_prompt,
             hashes=hashes,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Request, SamplingParams
+from penstock.priority.lanes import Lane, Urgency
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 from penstock.priority.verdict import Refusal
 
@@ -17,6 +18,8 @@ class Served:
     """The outcome of one request of the trace. Times are seconds on the virtual clock."""
 
     arrival: Arrival
+    lane: Lane = field(init=False)
+    """The lane that it was let into."""
     first_token_s: float | None = None
     finished_s: float | None = None
     num_tokens: int = 0
@@ -29,6 +32,9 @@ class Served:
     num_cached: int = 0
     num_ended: int = 0
     """Choices that have all their tokens."""
+
+    def __post_init__(self) -> None:
+        self.lane = urgency_of(self.arrival).lane
 
     @property
     def ttft_s(self) -> float | None:
@@ -60,14 +66,20 @@ class Result:
     """By tenant, as the queues have it: 2048ths of a prompt token. Not of `fcfs` and `strict`."""
 
 
+def urgency_of(arrival: Arrival) -> Urgency:
+    return Urgency(Lane.STANDARD, Lane.INTERACTIVE) if arrival.lane is None else Urgency(arrival.lane)
+
+
 def request_of(number: int, arrival: Arrival) -> Request:
+    urgency = urgency_of(arrival)
     request = Request(
         request_id=str(number),
         prompt_token_ids=_prompt(number, arrival),
         sampling=SamplingParams(max_tokens=arrival.max_tokens or arrival.num_output),
         n=arrival.n,
         arrival_s=arrival.at_s,
-        lane=arrival.lane,
+        lane=urgency.lane,
+        tried_lane=urgency.tried,
         tenant=arrival.tenant,
     )
     return with_hashes(request, BLOCK_SIZE) if arrival.hash_ids else request

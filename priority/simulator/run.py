@@ -19,7 +19,7 @@ from penstock.priority.queue import LaneQueue
 from penstock.priority.simulator.result import BLOCK_SIZE, Result, Served, request_of
 from penstock.priority.simulator.trace import Arrival
 from penstock.priority.steptime import StepTimeModel
-from penstock.priority.verdict import Forecast, Refusal
+from penstock.priority.verdict import Refusal
 
 POLICIES = ("fcfs", "strict", "fair", "penstock")
 _PROGRESS_EVERY = 100
@@ -44,9 +44,7 @@ class Machine:
 class SimulatedQueue(RequestQueue, Protocol):
     """The queue methods that the simulator needs in addition to the engine's."""
 
-    def put(
-        self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0
-    ) -> Forecast | None: ...
+    def put(self, request: Request, now: float) -> object: ...
 
     def depths(self) -> dict[Lane, int]: ...
 
@@ -182,12 +180,15 @@ class Server(TokenSink):
         if arrival.num_prompt + arrival.num_output > min(self.machine.max_model_len, self.tables.max_tokens):
             raise Refusal("too_long", "more tokens than the machine holds", 0.0)
         # On the server the event loop decides when it comes, not when the step has ended.
-        if insists and isinstance(self.queue, LaneQueue):
+        forecast = None
+        if not isinstance(self.queue, LaneQueue):
+            self.queue.put(request, arrival.at_s)
+        elif insists:
             self.queue.readmit(request, arrival.at_s)
-            forecast = None
         else:
             cached = self.tables.find_cached(request.block_hashes)
-            forecast = self.queue.put(request, arrival.at_s, *cached)
+            [request], [forecast] = self.queue.put_all([request], arrival.at_s, [cached])
+            served.lane = Lane(request.lane)
         served.predicted_s = forecast.seconds if forecast else None
         self.open[request.request_id] = served
         self.num_prompt_open += arrival.num_prompt

@@ -100,7 +100,7 @@ def summarise(
     duration_s = max(result.duration_s - first_s, 1e-9)
     span_s = max(last_s - first_s, _LEAST_SPAN_S)
     total = figures(served, lanes)
-    by_lane = _grouped(served, lambda one: one.arrival.lane.label)
+    by_lane = _grouped(served, lambda one: one.lane.label)
     by_tenant = _grouped(served, lambda one: one.arrival.tenant)
     tenants = {tenant: figures(some, lanes, of_promised=True) for tenant, some in sorted(by_tenant.items())}
     num_output = sum(one.num_tokens for one in served)
@@ -155,13 +155,13 @@ def figures(served: Sequence[Served], lanes: Promises, *, of_promised: bool = Fa
 
 
 def is_promised(served: Served, lanes: Promises) -> bool:
-    policy = lanes[served.arrival.lane]
+    policy = lanes[served.lane]
     return isfinite(policy.ttft_s) or isfinite(policy.tpot_s)
 
 
 def is_kept(served: Served, lanes: Promises) -> bool:
     """It was served whole, and both promises of its lane were kept."""
-    policy = lanes[served.arrival.lane]
+    policy = lanes[served.lane]
     if served.finished_s is None or served.ttft_s is None:
         return False
     return served.ttft_s <= policy.ttft_s and served.tpot_s <= policy.tpot_s

@@ -15,6 +15,8 @@ from random import Random
 
 from penstock.priority.lanes import Lane, parse_lane
 
+AUTO = "auto"
+"""The `lane` of a request that leaves it to the server."""
 BLOCK_TOKENS = 512
 """Tokens that one entry of `hash_ids` stands for, as Mooncake has it."""
 _WINDOW_S = 10.0
@@ -23,6 +25,8 @@ _BURST_OUTPUT, _BURST_S = 64, 0.191
 """How many prompts of how many tokens come within which time, after https://github.com/sgl-project/sglang/issues/22831"""
 _MOST_AGENT_TOKENS = 28_000
 _MOST = 1e15
+_STREAMS = 64
+"""The streams that the noisy one of the default clients begins at a time."""
 
 
 class TraceError(ValueError):
@@ -36,7 +40,8 @@ class Arrival:
     at_s: float
     num_prompt: int
     num_output: int
-    lane: Lane = Lane.INTERACTIVE
+    lane: Lane | None = Lane.INTERACTIVE
+    """None for a stream that leaves its lane to the server."""
     tenant: str = "default"
     hash_ids: tuple[int, ...] = ()
     """An id for each 512 tokens of the prompt; equal ids from the start mean an equal prefix. Empty: none."""
@@ -205,6 +210,19 @@ def long_tenants(demand: Demand) -> list[Arrival]:
     return _long_and_short(demand, "long-tenants", num_tenants=10, long_first=True)
 
 
+def default_clients(demand: Demand) -> list[Arrival]:
+    """Four tenants that name no lane: three send a quarter of the rate together, one the rest, 64 streams at a time."""
+    arrivals: list[Arrival] = []
+    for number in range(3):
+        some = _arrivals(demand, demand.rate / 12, f"quiet-{number}")
+        arrivals += [replace(arrival, tenant=f"quiet-{number}") for arrival in some]
+    noisy = _arrivals(demand, demand.rate * 3 / 4, "noisy")
+    for number, arrival in enumerate(noisy):
+        at_s = noisy[number - number % _STREAMS].at_s
+        arrivals.append(replace(arrival, at_s=at_s, tenant="noisy"))
+    return [replace(arrival, lane=None) for arrival in _merged(arrivals)]
+
+
 SCENARIOS: dict[str, Callable[[Demand], list[Arrival]]] = {
     "steady": steady,
     "mixed": mixed,
@@ -217,11 +235,12 @@ SCENARIOS: dict[str, Callable[[Demand], list[Arrival]]] = {
     "long-prompts": long_prompts,
     "long-first": long_first,
     "long-tenants": long_tenants,
+    "default-clients": default_clients,
 }
 
 
 def read_trace(lines: Iterable[str]) -> list[Arrival]:
-    """Mooncake's JSONL: timestamp (ms), input_length, output_length, hash_ids; `lane` and `tenant` may be added.
+    """Mooncake's JSONL: timestamp (ms), input_length, output_length, hash_ids; and `lane` (or "auto") and `tenant`.
 
     Raises:
         TraceError: naming the line and the field.
@@ -244,7 +263,7 @@ def write_trace(arrivals: Iterable[Arrival]) -> Iterator[str]:
             "input_length": arrival.num_prompt,
             "output_length": arrival.num_output,
             "hash_ids": list(arrival.hash_ids),
-            "lane": arrival.lane.label,
+            "lane": AUTO if arrival.lane is None else arrival.lane.label,
             "tenant": arrival.tenant,
         }
         yield json.dumps(fields) + "\n"
@@ -275,9 +294,10 @@ def _object(line: str, number: int) -> dict[str, object]:
     return fields
 
 
-def _lane(fields: dict[str, object], number: int) -> Lane:
+def _lane(fields: dict[str, object], number: int) -> Lane | None:
+    label = fields.get("lane", Lane.INTERACTIVE.label)
     try:
-        return parse_lane(fields.get("lane", Lane.INTERACTIVE.label))
+        return None if label == AUTO else parse_lane(label)
     except ValueError as error:
         raise TraceError(f"line {number}: {error}") from None
 

@@ -47,27 +47,23 @@ def read(folder: Path, text: str) -> dict[bytes, Client]:
     return KeyFile(write(folder, text)).read()
 
 
-def standard(name: str, weight: int = 1) -> Tenant:
-    """The tenant of a line that says nothing of lanes."""
-    return Tenant(name=name, weight=weight, default_lane=Lane.STANDARD, top_lane=Lane.STANDARD)
-
-
 # The file
 
 
 @pytest.mark.parametrize(
     ("attributes", "default", "top"),
     [
-        ("", Lane.STANDARD, Lane.STANDARD),
-        ("top=interactive", Lane.STANDARD, Lane.INTERACTIVE),
+        ("", None, Lane.INTERACTIVE),
+        ("lane=auto", None, Lane.INTERACTIVE),
+        ("lane=auto top=standard", None, Lane.STANDARD),
         ("lane=interactive", Lane.INTERACTIVE, Lane.INTERACTIVE),
-        ("lane=batch", Lane.BATCH, Lane.STANDARD),
-        ("lane=batch top=interactive", Lane.BATCH, Lane.INTERACTIVE),
-        ("top=batch", Lane.BATCH, Lane.BATCH),
+        ("lane=standard", Lane.STANDARD, Lane.INTERACTIVE),
+        ("lane=batch top=standard", Lane.BATCH, Lane.STANDARD),
+        ("top=batch", None, Lane.BATCH),
     ],
 )
-def test_the_interactive_lane_is_for_those_whose_line_says_so(
-    tmp_path: Path, attributes: str, default: Lane, top: Lane
+def test_a_line_fixes_the_lane_and_lowers_what_can_be_reached(
+    tmp_path: Path, attributes: str, default: Lane | None, top: Lane
 ) -> None:
     [client] = read(tmp_path, line("a", ALICE, attributes)).values()
     assert (client.tenant.default_lane, client.tenant.top_lane) == (default, top)
@@ -77,15 +73,15 @@ def test_a_key_has_a_tenant(tmp_path: Path) -> None:
     digest = digest_of(BOB).hex().upper()
     clients = read(tmp_path, f"# ours\n{line('alice', ALICE)}\n\n  bob : sha256: {digest}  \n")
     assert clients == {
-        digest_of(ALICE): Client(standard("alice")),
-        digest_of(BOB): Client(standard("bob")),
+        digest_of(ALICE): Client(Tenant(name="alice")),
+        digest_of(BOB): Client(Tenant(name="bob")),
     }
 
 
 def test_a_tenant_can_have_several_keys(tmp_path: Path) -> None:
     clients = read(tmp_path, line("a", ALICE, "rpm=6 weight=2") + line("a", BOB, "weight=2 rpm=6"))
     assert len(clients) == 2
-    assert set(clients.values()) == {Client(standard("a", weight=2), Quota(requests_per_minute=6))}
+    assert set(clients.values()) == {Client(Tenant(name="a", weight=2), Quota(requests_per_minute=6))}
     assert weights_of(clients.values()) == {"a": 2}
 
 
@@ -139,19 +135,19 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_key_says_what_its_tenant_is_entitled_to(tmp_path: Path) -> None:
     [client] = read(tmp_path, line("night", ALICE, "weight=3 top=batch")).values()
-    assert client == Client(Tenant(name="night", weight=3, default_lane=Lane.BATCH, top_lane=Lane.BATCH))
+    assert client == Client(Tenant(name="night", weight=3, top_lane=Lane.BATCH))
     [client] = read(tmp_path, line("day", ALICE, "lane=interactive")).values()
     assert client == Client(Tenant(name="day", default_lane=Lane.INTERACTIVE))
     [client] = read(tmp_path, line("day", ALICE, "rpm=60 tpm=100000 streams=8")).values()
     quota = Quota(requests_per_minute=60, tokens_per_minute=100_000, max_streams=8)
-    assert client == Client(standard("day"), quota)
+    assert client == Client(Tenant(name="day"), quota)
     [client] = read(tmp_path, line("day", ALICE, "rpd=1 tpd=2 rpmonth=3 tpmonth=1000000000000")).values()
     quota = Quota(requests_per_day=1, tokens_per_day=2, requests_per_month=3, tokens_per_month=10**12)
-    assert client == Client(standard("day"), quota)
+    assert client == Client(Tenant(name="day"), quota)
     [client] = read(tmp_path, line("day", ALICE, "role=operator")).values()
-    assert client == Client(standard("day"), is_operator=True)
+    assert client == Client(Tenant(name="day"), is_operator=True)
     [client] = read(tmp_path, line("day", ALICE, "role=tenant")).values()
-    assert client == Client(standard("day"))
+    assert client == Client(Tenant(name="day"))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +301,7 @@ def test_a_key_of_one_s_own_is_read_from_standard_input(
     assert main(["key", "alice", "--hash", "weight=2"]) == 0
     shown, told = capsys.readouterr()
     assert told == ""
-    assert read(tmp_path, shown) == {digest_of(ALICE): Client(standard("alice", weight=2))}
+    assert read(tmp_path, shown) == {digest_of(ALICE): Client(Tenant(name="alice", weight=2))}
 
 
 def test_a_key_that_is_typed_is_not_seen() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +26,9 @@ from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.owners import tag_in, tag_of
+from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER, slo_of
 from penstock.gateway.wire.prompts import Prompts
-from penstock.priority.lanes import Lane, Tenant
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, Tenant
 from penstock.priority.routing.router import RouteQuery, Router
 from penstock.priority.routing.state import parse_change, parse_snapshot
 from penstock.priority.verdict import Refusal
@@ -498,21 +499,31 @@ async def test_a_prompt_has_the_blocks_that_a_replica_makes_of_it(path: str, bod
     assert {(ask.lane, ask.tenant)} == {(request.lane, request.tenant) for request in requests}
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"service_tier": "priority"}])
+@pytest.mark.parametrize("headers", [{}, {TTFT_HEADER: "20000"}, {TPOT_HEADER: "500"}])
+async def test_a_request_is_as_urgent_as_a_replica_takes_it(
+    fields: dict[str, Any], headers: dict[str, str]
+) -> None:
+    ask, [request] = await read_in_both(CHAT, chat_body(**fields), headers=headers)
+    assert (ask.lane, ask.tried, ask.ttft_s) == (request.lane, request.tried_lane, request.ttft_s)
+
+
 async def read_in_both(
-    path: str, body: dict[str, Any], pooling: Pooling = Pooling.LAST
+    path: str, body: dict[str, Any], pooling: Pooling = Pooling.LAST, headers: Mapping[str, str] = {}
 ) -> tuple[RouteQuery, list[Request]]:
     """What a switch finds in a body, and the requests that a replica makes of it."""
     gateway, tokenizer = make_gateway("a"), make_tokenizer(THINKING)
     gateway.service.prompts = Prompts(tokenizer)
     async with client(gateway.app) as http:
-        asking = asyncio.create_task(http.post(path, json=body))
+        asking = asyncio.create_task(http.post(path, json=body, headers=headers))
         requests = [await gateway.taken()]
         while sum(gateway.queue.depths().values()):
             requests.append(await gateway.taken())
         asking.cancel()
     asks, kind = QueryReader(Prompts(tokenizer), 16, Limits(), pooling), OPERATIONS[path]["POST"].body
     assert kind is not None
-    return await asks.read(kind, body, 1, Tenant(name="default")), requests
+    slo = slo_of(headers)
+    return await asks.read(kind, body, 1, Tenant(name="default"), slo, DEFAULT_POLICIES), requests
 
 
 async def test_nothing_is_found_in_a_cache_where_all_of_a_prompt_is_wanted() -> None:

@@ -75,12 +75,12 @@ _TOLD = Fraction(ratios.TOLD).limit_denominator(10)
 CLAIMS: dict[str, list[str]] = {
     "README.md": [
         f"| interactive | `priority` {of_lane(Lane.INTERACTIVE, weight=False)}",
-        f"| standard | `default`, `auto` {of_lane(Lane.STANDARD, weight=False)}",
+        f"| standard | `default` {of_lane(Lane.STANDARD, weight=False)}",
         f"| model families | {len(DESCRIPTIONS)}, dense, with experts, with states |",
     ],
     "docs/guide/lanes.md": [
         f"| interactive | `priority` {of_lane(Lane.INTERACTIVE, weight=True)}",
-        f"| standard | `default`, `auto` or none {of_lane(Lane.STANDARD, weight=True)}",
+        f"| standard | `default` {of_lane(Lane.STANDARD, weight=True)}",
         f"and always gets some | none | {DEFAULT_POLICIES[Lane.BATCH].weight} |",
     ],
     "docs/guide/deploy.md": [

@@ -223,7 +223,15 @@ def test_omitted_max_tokens_is_what_is_left_of_the_context(
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_client_that_leaves_frees_the_engine(live_server: str, model: str, stream: bool) -> None:
     address = urlsplit(live_server)
-    body = json.dumps({"model": model, "messages": MESSAGES, "stream": stream, "n": 4, **ENDLESS}).encode()
+    asked = {
+        "model": model,
+        "messages": MESSAGES,
+        "stream": stream,
+        "n": 4,
+        "service_tier": "default",
+        **ENDLESS,
+    }
+    body = json.dumps(asked).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}"

@@ -124,7 +124,7 @@ async def test_a_refusal_is_an_error_of_the_span(
         raise Refusal("promise_out_of_reach", "Too late.", 1.0)
 
     gateway, traces = traced(collector.url)
-    monkeypatch.setattr(gateway.queue, "put", refuse)
+    monkeypatch.setattr(gateway.queue, "put_all", refuse)
     async with client(gateway.app) as http:
         reply = await http.post(CHAT, json=chat_body(service_tier="priority"))
     assert reply.status_code == 503

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.engine.planning.request import Request, SamplingParams, Sequence
 from penstock.engine.planning.step import StepLoad
 from penstock.priority.admission import Admission
-from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Urgency
 from penstock.priority.pacing import ALONE_SLACK
 from penstock.priority.queue import LaneQueue
 from penstock.priority.steptime import StepTimeModel
@@ -350,11 +350,11 @@ def test_once_somebody_was_too_late_those_who_would_be_too_whatever_they_ask_are
     most_tokens = data.draw(st.integers(1, 5_000))
     num_prompt, num_cached = data.draw(st.integers(1, most_tokens)), data.draw(st.integers(0, 5_000))
     lines(queue)[lane].account("a", 1)
-    early_at_first = refusal_of(partial(queue.check_open, lane, "a", -waited_s, 0.0, most_tokens))
+    early_at_first = refusal_of(partial(queue.check_open, Urgency(lane), "a", -waited_s, 0.0, most_tokens))
     assert early_at_first is None, "nobody was refused before"
     refusal_of(partial(queue.put, ask("first", 1, lane=lane, tenant="a", at_s=-waited_s), 0.0))
     was_late = lines(queue)[lane].is_late
-    early = refusal_of(partial(queue.check_open, lane, "a", -waited_s, 0.0, most_tokens))
+    early = refusal_of(partial(queue.check_open, Urgency(lane), "a", -waited_s, 0.0, most_tokens))
     late = refusal_of(
         partial(queue.put, ask("probe", num_prompt, lane=lane, tenant="a", at_s=-waited_s), 0.0, num_cached)
     )
@@ -506,7 +506,7 @@ def test_the_early_check_refuses_only_what_would_be_refused(
             take(queue)
             continue
         is_known = tenant in lines(queue)[lane].accounts
-        early = refusal_of(partial(queue.check_open, lane, tenant, 0.0, 0.0, size))
+        early = refusal_of(partial(queue.check_open, Urgency(lane), tenant, 0.0, 0.0, size))
         request = ask(str(number), size, lane=lane, tenant=tenant)
         late = offer(queue, request, cached)
         if early is not None:

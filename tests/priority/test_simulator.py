@@ -32,7 +32,7 @@ traces = st.lists(
         at_s=st.floats(0.0, 3.0),
         num_prompt=st.integers(1, 5_000),
         num_output=st.integers(1, 60),
-        lane=st.sampled_from(Lane),
+        lane=st.sampled_from([None, *Lane]),
         tenant=st.sampled_from("abc"),
         hash_ids=st.lists(st.integers(0, 2), max_size=4).map(tuple),
     ),

@@ -47,6 +47,8 @@ def test_a_line_of_mooncake_is_read_as_it_stands() -> None:
 def test_lane_and_tenant_may_be_added() -> None:
     (arrival,) = read_trace([line(lane="batch", tenant="t7")])
     assert (arrival.lane, arrival.tenant) == (Lane.BATCH, "t7")
+    (arrival,) = read_trace([line(lane="auto")])
+    assert arrival.lane is None
 
 
 def test_without_hash_ids_nothing_is_shared() -> None:
@@ -141,7 +143,7 @@ arrivals = st.builds(
     at_s=st.integers(0, 10**10).map(lambda us: us / 1e6),
     num_prompt=st.integers(1, 10**6),
     num_output=st.integers(1, 10**6),
-    lane=st.sampled_from(Lane),
+    lane=st.sampled_from([None, *Lane]),
     tenant=st.text(max_size=10),
     hash_ids=st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
 )
@@ -239,6 +241,17 @@ def test_18_long_and_11_short_prompts_come_within_191_ms_and_again_at_the_rate(n
         assert (lengths == sorted(lengths, reverse=True)) == (name != "long-prompts")
     assert len({arrival.tenant for arrival in trace}) == (10 if name == "long-tenants" else 1)
     assert {arrival.lane for arrival in trace} == {Lane.STANDARD}
+
+
+def test_three_quarters_of_what_default_clients_send_is_sixty_four_streams_at_a_time() -> None:
+    trace = SCENARIOS["default-clients"](replace(DEMAND, duration_s=1_000.0))
+    assert {arrival.lane for arrival in trace} == {None}
+    noisy = [arrival.at_s for arrival in trace if arrival.tenant == "noisy"]
+    assert len(noisy) / len(trace) == pytest.approx(0.75, abs=0.05)
+    assert {*Counter(noisy).values()} == {64, len(noisy) % 64} - {0}
+    quiet = Counter(arrival.tenant for arrival in trace if arrival.tenant != "noisy")
+    assert sorted(quiet) == ["quiet-0", "quiet-1", "quiet-2"]
+    assert max(quiet.values()) < 1.3 * min(quiet.values())
 
 
 def test_the_mix_is_seven_two_one_and_tenants_follow_zipf() -> None:

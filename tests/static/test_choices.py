@@ -55,12 +55,12 @@ def test_only_lanes_that_the_key_may_use_are_offered(open_page: OpenPage, server
     say(page, "Hello")
     expect(page.get_by_role("alert")).to_contain_text("Your key does not allow this lane")
     page.get_by_role("button", name="Choose a lane").click()
-    expect(page.get_by_label("Lane").locator("option:enabled")).to_have_count(2)
-    expect(page.get_by_label("Lane")).to_have_value("standard")
+    expect(page.get_by_label("Lane").locator("option:enabled")).to_have_count(3)
+    expect(page.get_by_label("Lane")).to_have_value("auto")
     save(page)
     page.get_by_role("button", name="Try again").click()
     expect_state(page, "done")
-    assert [body["service_tier"] for body in server.requests(2)] == ["priority", "default"]
+    assert [body["service_tier"] for body in server.requests(2)] == ["priority", "auto"]
 
 
 @pytest.mark.parametrize("offered", [None, "switch", "effort"])

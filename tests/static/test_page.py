@@ -67,7 +67,7 @@ def test_an_answer_streams_and_ends_with_its_figures(page: Page, server: Scripte
     assert server.requests(1) == [
         {
             "model": "penstock-demo",
-            "service_tier": "default",
+            "service_tier": "auto",
             "input": [{"role": "user", "content": "What is 7 times 8?"}],
             "messages": [{"role": "user", "content": "What is 7 times 8?"}],
             "stream": True,

@@ -101,7 +101,7 @@ def test_what_is_kept_in_the_browser_only_is_a_chat_completion(page: Page, serve
     assert server.followed == [1]
     assert server.requests(2)[1] == {
         "model": "penstock-demo",
-        "service_tier": "default",
+        "service_tier": "auto",
         "max_tokens": 20,
         "messages": [
             {"role": "system", "content": "Be brief."},

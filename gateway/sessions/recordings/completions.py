@@ -32,7 +32,6 @@ def details_of(
     """Returns the request's details for a recording, as JSON; `stored` if its completion is to be stored."""
     return {
         "model": head.model,
-        "service_tier": head.service_tier,
         "system_fingerprint": head.system_fingerprint,
         "stream": stream,
         "include_usage": include_usage,
@@ -114,7 +113,6 @@ class CompletionFormat:
             id=recording.id,
             created=recording.created,
             model=recording.details["model"],
-            service_tier=recording.details["service_tier"],
             system_fingerprint=recording.details.get("system_fingerprint"),
         )
         extras = Extras(num_top=recording.request.sampling.num_logprobs or 0)
@@ -122,6 +120,7 @@ class CompletionFormat:
         self._shape: Shape = shape(tokens, extras)
         self._include_usage: bool = recording.details["include_usage"]
         self._writer = StreamWriter(self._shape, self._head, include_usage=self._include_usage)
+        self._writer.begin(recording.lane)
         opened = [self._writer.text(index, "") for index in range(recording.request.n)]
         self._opening = list(filter(None, opened))
         self.num_opening = len(self._opening)
@@ -166,7 +165,7 @@ class CompletionFormat:
             delta = Delta(answer.text, choice.token_ids, [*choice.logprobs])
             delta.finish_reason = recording.reasons[index]
             choices.append((index, delta, answer))
-        body = self._shape.whole(self._head, choices)
+        body = self._shape.whole(self._head, recording.lane, choices)
         return {**body, "usage": usage_of(recording), "timings": recording.timings_json}
 
 

@@ -20,6 +20,7 @@ from penstock.engine.planning.request import FinishReason, Output, Request, Toke
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.errors import ApiError, gone
 from penstock.gateway.wire.streams import LOGPROB_BYTES, Generation
+from penstock.priority.verdict import Forecast
 
 MAX_TEXT_BYTES = 8 * 1024 * 1024
 """The bytes of one recording; the oldest events beyond it are forgotten."""
@@ -292,6 +293,12 @@ class Recording(Generation):
         ]
 
     # As a Generation
+
+    def note_let_in(
+        self, requests: Sequence[Request], forecasts: Iterable[Forecast | None], now: float
+    ) -> None:
+        super().note_let_in(requests, forecasts, now)
+        [self.request] = requests
 
     @property
     def num_prompt_tokens(self) -> int:

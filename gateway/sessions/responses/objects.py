@@ -32,13 +32,12 @@ from penstock.gateway.sessions.responses.schemas import (
 from penstock.gateway.sessions.responses.threads import Message
 from penstock.gateway.wire.conversation import as_call
 from penstock.gateway.wire.frames import response_usage_of
+from penstock.gateway.wire.lanes import tier_of
 from penstock.gateway.wire.parsing import Call
 from penstock.gateway.wire.reading import PLAIN, Reading
-from penstock.gateway.wire.sampling import tier_of
 from penstock.gateway.wire.shapes import ChosenLogprob
 from penstock.gateway.wire.strict import StrictBody
 from penstock.gateway.wire.tools.use import ToolUse, tool_use
-from penstock.priority.lanes import Lane
 
 JsonObject = dict[str, Any]
 
@@ -300,7 +299,7 @@ def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
 
 
 def details_of(
-    body: ResponseBody, lane: Lane, items: list[Item], history: Sequence[Message], reading: Reading = PLAIN
+    body: ResponseBody, items: list[Item], history: Sequence[Message], reading: Reading = PLAIN
 ) -> JsonObject:
     """Returns the details stored with a recording, from which all of its objects can be made at any time.
 
@@ -316,11 +315,11 @@ def details_of(
         "seals": body.seals_reasoning,
         "background": bool(body.background),
         "conversation": body.conversation,
-        "echo": _echo(body, lane),
+        "echo": _echo(body),
     }
 
 
-def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
+def _echo(body: ResponseBody) -> JsonObject:
     """Returns the fields of a response that are the same from its beginning to its end."""
     return {
         "background": bool(body.background),
@@ -338,7 +337,6 @@ def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
             "summary": body.reasoning and body.reasoning.summary,
         },
         "safety_identifier": body.safety_identifier,
-        "service_tier": tier_of(lane),
         "store": body.stored,
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": [_TOOL | tool for tool in body.tools or ()],
@@ -386,6 +384,7 @@ def beginning(recording: Recording, status: str) -> JsonObject:
         "usage": None,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "service_tier": tier_of(recording.lane),
         **recording.details["echo"],
     }
 

@@ -23,9 +23,10 @@ from penstock.gateway.wire.parsing import (
 )
 from penstock.gateway.wire.shapes import Head
 from penstock.gateway.wire.streams import Delta, Generation
+from penstock.priority.lanes import Lane
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-_TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}
+_TIERS = {Lane.INTERACTIVE: "priority", Lane.STANDARD: "standard", Lane.BATCH: "batch"}
 
 
 class MessageWriter:
@@ -77,7 +78,7 @@ class MessageWriter:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
-            "service_tier": _TIERS[self._head.service_tier],
+            "service_tier": _TIERS[generation.lane],
         }
         return _event("message_start", message=self._message([], None, None, usage)).encode("ascii")
 
@@ -131,7 +132,7 @@ class MessageWriter:
         answer = answer_of(self._parser, delta.text)
         self._has_called = bool(answer.calls)
         reason, usage = self._stop_reason(generation, delta), _usage(generation)
-        usage["service_tier"] = _TIERS[self._head.service_tier]
+        usage["service_tier"] = _TIERS[generation.lane]
         message = self._message(_content(answer), reason, delta.stop, usage)
         return {**message, "timings": timings_of(generation)}
 

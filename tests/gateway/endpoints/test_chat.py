@@ -51,6 +51,7 @@ async def test_a_whole_answer_has_openais_shape() -> None:
         "tpot_ms": 20.0,
         "cached_tokens": 4,
         "prompt_tokens": 6,
+        "promised_ttft_ms": None,
         "predicted_ttft_ms": None,
         "preemptions": 1,
         "draft_tokens": 0,

@@ -8,7 +8,7 @@ from penstock.gateway.wire.shapes import Head
 from penstock.gateway.wire.streams import Delta, Generation, Writer
 from tests.gateway.harness import make_timings
 
-HEAD = Head(id="id-1", created=7, model="m", service_tier="default")
+HEAD = Head(id="id-1", created=7, model="m")
 MAX_TOKENS = 16
 
 

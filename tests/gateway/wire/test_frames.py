@@ -29,8 +29,10 @@ ANYTHING = st.text(st.characters(), max_size=40)
 
 def writer_of(name: str, model: str = "m", *, include_usage: bool = False) -> StreamWriter:
     shape = (ChatShape if name == "chat" else CompletionShape)(TOKENIZER, Extras(num_top=2))
-    head = Head(id="id-1", created=7, model=model, service_tier="default")
-    return StreamWriter(shape, head, include_usage=include_usage)
+    head = Head(id="id-1", created=7, model=model)
+    writer = StreamWriter(shape, head, include_usage=include_usage)
+    writer.begin(Lane.STANDARD)
+    return writer
 
 
 def said(chunk: Any, name: str) -> str:
@@ -95,6 +97,7 @@ def test_timings_of_several_choices_are_one() -> None:
     )
     generation = Generation([request])
     generation.num_cached_tokens, generation.predicted_ttft_s = 4, 0.25
+    generation.promised_ttft_s = 3.0
     generation.timings = [late, early, single]
     timings = timings_of(generation)
     assert (timings["ttft_ms"], timings["lane"], timings["cached_tokens"]) == (30.0, "batch", 4)
@@ -114,7 +117,7 @@ def test_timings_of_several_choices_are_one() -> None:
         },
     }
     assert timings["tpot_ms"] == 135.0
-    assert timings["predicted_ttft_ms"] == 250.0
+    assert (timings["promised_ttft_ms"], timings["predicted_ttft_ms"]) == (3000.0, 250.0)
     generation.timings = [single]
     assert timings_of(generation)["tpot_ms"] is None
     json.dumps(timings)

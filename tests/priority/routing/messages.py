@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.room import Held
@@ -88,7 +89,10 @@ def ask(
     lane: Lane = Lane.INTERACTIVE,
     tenant: str = "a",
     waited_s: float = 0.0,
+    **promise: Any,
 ) -> RouteQuery:
     """A prompt of exactly these blocks and a few tokens, or of so many tokens."""
     length = BLOCK_SIZE * len(hashes) + 5 if num_prompt is None else num_prompt
-    return RouteQuery(lane=lane, tenant=tenant, num_prompt=length, hashes=hashes, waited_s=waited_s)
+    return RouteQuery(
+        lane=lane, tenant=tenant, num_prompt=length, hashes=hashes, waited_s=waited_s, **promise
+    )

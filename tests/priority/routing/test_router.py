@@ -164,6 +164,24 @@ def test_what_would_be_late_everywhere_is_refused_with_the_least_retry_after() -
     assert router.num_reserved == 1
 
 
+def test_a_stream_that_names_no_lane_goes_where_the_interactive_promise_is_kept() -> None:
+    router = router_of({"a": load(queued=400_000), "b": load()})
+    stream = ask(num_prompt=100, lane=Lane.STANDARD, tried=Lane.INTERACTIVE)
+    choice = chosen(router, stream)
+    assert (choice.replica, router.replicas["b"].open[choice.ticket].lane) == ("b", Lane.INTERACTIVE)
+    choice = chosen(router, stream, excluded=["b"])
+    assert (choice.replica, router.replicas["a"].open[choice.ticket].lane) == ("a", Lane.STANDARD)
+
+
+def test_a_promise_for_one_request_takes_the_place_of_its_lane_s() -> None:
+    router = router_of({"a": load(queued=100_000)})
+    assert chosen(router, ask(num_prompt=100, ttft_s=5.0)).replica == "a"
+    assert (
+        refused(router, ask(num_prompt=100, lane=Lane.STANDARD, ttft_s=0.001)).reason
+        == "promise_out_of_reach"
+    )
+
+
 def test_what_waited_before_counts_against_the_promise() -> None:
     router = router_of({"a": load()})
     assert chosen(router, ask(num_prompt=100, waited_s=0.9)).replica == "a"

@@ -135,7 +135,7 @@ test("a refusal is the server's mistake only from 500 on", () => {
 });
 
 test("empty settings leave the choice to the server", () => {
-  assert.deepEqual(requestFields(DEFAULTS, true), { service_tier: "default" });
+  assert.deepEqual(requestFields(DEFAULTS, true), { service_tier: "auto" });
   const chosen = { temperature: 0, topP: 0.9, maxTokens: 7, minP: 0.1, seed: 1, stop: "a\n\nb", lane: "batch" };
   assert.deepEqual(requestFields({ ...DEFAULTS, ...chosen, effort: "low" }, false), {
     temperature: 0,

@@ -25,7 +25,7 @@ def make_request(request_id: str = "chatcmpl-1", **fields: Any) -> Request:
 def make_recording(
     request: Request | None = None, *, include_usage: bool = False, reading: Reading = PLAIN
 ) -> Recording:
-    head = Head(id="chatcmpl-1", created=7, model="fake", service_tier="default")
+    head = Head(id="chatcmpl-1", created=7, model="fake")
     known = details_of(head, reading, stream=True, include_usage=include_usage)
     return Recording(
         request or make_request(),

@@ -57,7 +57,7 @@ def recording_of(
         lane=Lane.STANDARD,
         tenant="default",
     )
-    known = details_of(body, Lane.STANDARD, input_items(body.input), [], reading)
+    known = details_of(body, input_items(body.input), [], reading)
     return Recording(
         request,
         kind=KIND,

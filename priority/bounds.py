@@ -1,0 +1,70 @@
+"""The bounds of lanes: how much may wait in each, and how much of that may be one tenant's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.priority.admission import Admission
+from penstock.priority.lanes import Lane
+from penstock.priority.shares import ATTENDED_EACH
+from penstock.priority.verdict import RETRY_S, Refusal
+from penstock.priority.waiting import Account, LaneLine, Ticket
+
+
+class Bounds:
+    """Refuses what would be more than may wait."""
+
+    def __init__(
+        self, admission: Admission, lanes: Mapping[Lane, LaneLine], tickets: Mapping[str, Ticket]
+    ) -> None:
+        """`lanes` and `tickets` are those of the queue."""
+        self._admission = admission
+        self._lanes = lanes
+        self._tickets = tickets
+
+    def check(self, line: LaneLine, ticket: Ticket, now: float) -> None:
+        policy, account = line.policy, ticket.account
+        self.check_places(line, account, ticket.num_places, now)
+        if not line.num_requests:
+            return  # one that is larger than the bounds may wait alone
+        own = int(ticket.size.work(ATTENDED_EACH))
+        if (
+            account.tickets
+            and int(account.work(ATTENDED_EACH)) + own > self._part(account) * policy.max_tokens
+        ):
+            raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
+        is_long = int(line.work(ATTENDED_EACH)) + own > policy.max_tokens
+        if is_long or line.num_bytes + ticket.num_bytes > policy.max_bytes:
+            raise self._full(line, f"{line.num_tokens} prompt tokens", now)
+
+    def check_places(self, line: LaneLine, account: Account | None, n: int, now: float) -> None:
+        """Refuses a request of `n` choices, each of which is a place; larger ones may wait alone."""
+        most = line.policy.max_requests
+        if account is not None and account.tickets:
+            most_own = max(1, int(self._part(account) * most))
+            if account.num_choices + n > most_own < most:
+                raise self._tenant_full(line, f"{account.num_choices} answers", account.num_requests, now)
+        if line.num_requests and line.num_choices + n > most:
+            raise self._full(line, f"{line.num_choices} answers", now)
+
+    def _tenant_full(self, line: LaneLine, what: str, num_own: int, now: float) -> Refusal:
+        message = f"{what} of yours wait in the {line.lane.label} lane already"
+        retry_after_s = self._seconds_for(max(1, num_own // 4), now)
+        return Refusal("tenant_queue_full", message, retry_after_s, tenant_limit=True)
+
+    def _full(self, line: LaneLine, what: str, now: float) -> Refusal:
+        message = f"the {line.lane.label} lane is full ({what} wait)"
+        return Refusal("queue_full", message, self._seconds_for(max(1, line.num_requests // 4), now))
+
+    def _seconds_for(self, num_requests: int, now: float) -> float:
+        if rate := self._admission.finish_rate(now):
+            return num_requests / rate
+        return RETRY_S[1] if self._tickets else RETRY_S[0]
+
+    def _part(self, account: Account) -> float:
+        """Returns the part of its lane that a tenant may fill: all of it while no other tenant is seen in any lane."""
+        is_alone = all(
+            not line.accounts or (len(line.accounts) == 1 and account.tenant in line.accounts)
+            for line in self._lanes.values()
+        )
+        return 1.0 if is_alone else account.lane.policy.tenant_share
