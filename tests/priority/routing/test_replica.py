@@ -66,7 +66,7 @@ def test_the_outlook_is_admissions(
     new, step = Account("new", 1, lines(queue)[lane]), queue.admission._load
     if step is None:
         return  # no step had anything to do
-    outlook = queue.admission._outlook(new.lane, step, engine.now)
+    outlook = queue.admission._outlook(new.lane, step, engine.now, overtaken=0.0)
     each = queue.admission.model.attended_each
     own = Size.of(num_prompt).work(each)
     work = outlook.work(own, [(other.work(each), own) for other in new.lane.active.values()])
