@@ -324,7 +324,7 @@ def test_a_tie_between_tenants_goes_by_arrival_and_a_difference_does_not(sizes: 
     """Invariant 14: with equal clocks whoever came first; after that, whoever has had least."""
     queue = make_queue()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.priority.queue.LOCALITY_TOKENS", 0)
+        patch.setattr("penstock.priority.turns.LOCALITY_TOKENS", 0)
         for i, size in enumerate(sizes):
             for turn in range(2):
                 queue.put(ask(f"{i}.{turn}", size, tenant="ecadb"[i]), 0.0)

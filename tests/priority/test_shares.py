@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.priority.lanes import Lane
-from penstock.priority.queue import LOCALITY_TOKENS, LaneQueue
+from penstock.priority.queue import LaneQueue
 from penstock.priority.shares import (
     COST_PREFILL,
     DEBT_HALF_LIFE_US,
@@ -21,6 +21,7 @@ from penstock.priority.shares import (
     prompt_cost,
     virtual,
 )
+from penstock.priority.turns import LOCALITY_TOKENS
 from tests.few import examples
 from tests.priority.simulated_engine import (
     SimulatedEngine,
@@ -106,7 +107,7 @@ def contend(
         queue.put(ask(str(number), job[0], tenant=tenant), 0.0, num_cached=job[1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.priority.queue.LOCALITY_TOKENS", locality)
+        patch.setattr("penstock.priority.turns.LOCALITY_TOKENS", locality)
         for tenant in names * 2:
             put(tenant)
         for _ in range(num_jobs):
@@ -176,7 +177,7 @@ def test_the_service_gap_stays_bounded_while_many_run_at_once(share: int, seed: 
     """Invariant 4 with the engine: 2 U + Q, where U is what may be in flight, however much more one of them sends."""
     seats, longest, q = 4, (24, 10), 8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.priority.queue.LOCALITY_TOKENS", q)
+        patch.setattr("penstock.priority.turns.LOCALITY_TOKENS", q)
         engine = SimulatedEngine(make_queue(), budget=32, max_num_seqs=seats, prefix_cache=False)
         in_flight = seats * cost_of(longest[0], 0, longest[1])
         number = 0
