@@ -28,8 +28,10 @@ from penstock.gateway.endpoints.openapi import OpenApi
 from penstock.gateway.endpoints.operation import ALWAYS
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.http.limits import Limits
+from penstock.gateway.promises import PromiseMetrics
 from penstock.gateway.store.interface import StoreStats
-from penstock.priority.lanes import LanePolicy
+from penstock.priority.coverage import Coverage
+from penstock.priority.lanes import Lane, LanePolicy
 
 FOLDER = Path(__file__).parent / "reference"
 _PUBLISHED = Path(__file__).parent / "published.json"
@@ -317,6 +319,7 @@ Prometheus scrapes `/metrics`. The samples of a counter have the suffix `_total`
 `_bucket`, `_sum` and `_count`. `--metrics-compat vllm` adds many of them under vLLM's names."""
     store = CollectorRegistry()
     store.register(penstock.gateway.metrics.StoreMetrics(lambda: StoreStats(failures={"timeout": 0})))
+    store.register(PromiseMetrics(lambda: {Lane.INTERACTIVE: Coverage()}))
     of_server, of_switch = (
         penstock.gateway.metrics.Metrics().registry,
         penstock.cluster.metrics.Metrics().registry,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite
 from typing import Protocol
 
@@ -66,10 +66,8 @@ class Dispatch:
         queue: LaneQueue,
         metrics: Metrics,
         clock: Callable[[], float],
-        promises: Mapping[Lane, float],
         traces: Tracing | None = None,
     ) -> None:
-        """`promises` are the seconds to the first token that a lane promises, where it does."""
         self._engine = engine
         self._queue = queue
         self.draining = False
@@ -77,7 +75,6 @@ class Dispatch:
         self.tickets = Tickets()
         self._metrics = metrics
         self._clock = clock
-        self._promises = promises
         self._traces = traces
         self._streams: dict[Generation, None] = {}
         self._by_request: dict[str, Generation] = {}
@@ -138,8 +135,8 @@ class Dispatch:
         lane, let_in = Lane(stream.requests[0].lane), list[int]()
         try:
             with self._refusing(lane):
+                stream.note_forecast(self._put(lane, stream.requests), self._clock())
                 for request in stream.requests:
-                    stream.note_forecast(self._put(request), self._clock())
                     self._by_request[request.request_id] = stream
                     let_in.append(request.num_prompt_tokens)
         except ApiError as error:
@@ -182,12 +179,12 @@ class Dispatch:
         for _ in range(1 if request.branches else stream.num_unfinished(request.request_id)):
             self._metrics.note_finished(Lane(request.lane), FinishReason.CANCELLED, None)
 
-    def _put(self, request: Request) -> Forecast | None:
-        lane = Lane(request.lane)
-        cached = (0, 0)
-        if not request.reads_prompt:
-            cached = self._engine.find_cached(request.block_hashes, request.prompt_token_ids)
-        forecast = self._queue.put(request, self._clock(), *cached)
+    def _put(self, lane: Lane, requests: Sequence[Request]) -> Forecast | None:
+        cached = [
+            (0, 0) if r.reads_prompt else self._engine.find_cached(r.block_hashes, r.prompt_token_ids)
+            for r in requests
+        ]
+        forecast = self._queue.put_all(requests, cached, self._clock())
         if forecast is not None and isfinite(forecast.allowed_s):
             self._metrics.note_forecast(lane, forecast.late_s, forecast.allowed_s)
         return forecast
@@ -235,13 +232,9 @@ class Dispatch:
             return  # all branches are one answer
         lane = Lane(stream.requests[0].lane)
         self._metrics.note_finished(lane, output.finish_reason, output.timings)
-        self._note_promise(lane, output, stream)
-
-    def _note_promise(self, lane: Lane, output: Output, stream: Generation) -> None:
-        if output.timings is None or output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            return
-        ttft_s = output.timings.first_token_s - output.timings.arrival_s
-        self._metrics.note_promise(lane, ttft_s, self._promises.get(lane), stream.predicted_ttft_s)
+        if output.timings is not None and output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            ttft_s = output.timings.first_token_s - output.timings.arrival_s
+            self._metrics.note_first_token(lane, ttft_s, stream.predicted_ttft_s)
 
     # Watching over
 

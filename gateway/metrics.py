@@ -54,8 +54,6 @@ class Metrics:
         self._registries = [self.registry]
         """The registries to render; another server's names for the same values have a registry of their own."""
         self.num_output_tokens = 0
-        self._promises_of: dict[Lane, tuple[int, int]] = {}
-        """The numbers of promises kept and broken, by lane, for callers that do not read the registry."""
         self._name_requests()
         self._name_steps()
         self._name_the_rest()
@@ -97,9 +95,6 @@ class Metrics:
         self.finished = counters("choices", "Choices that ended, by reason.", ["lane", "finish_reason"])
         self.admissions = counters(
             "admissions", "Requests that were admitted or refused, and why.", ["lane", "decision", "reason"]
-        )
-        self.promises = counters(
-            "promises", "Promises on the time to first token, kept or broken.", ["lane", "outcome"]
         )
         self.promise_use = histograms(
             "promise_use_ratio",
@@ -275,22 +270,10 @@ class Metrics:
         if pace is not None:
             self.tpot(lane.label).observe(pace)
 
-    def note_promise(
-        self, lane: Lane, ttft_s: float, promised_s: float | None, predicted_s: float | None
-    ) -> None:
-        """Counts how the promise and the forecast of one choice came out."""
-        if promised_s is not None:
-            is_kept = ttft_s <= promised_s
-            self.promises(lane.label, "kept" if is_kept else "broken").inc()
-            kept, broken = self._promises_of.get(lane, (0, 0))
-            self._promises_of[lane] = (kept + is_kept, broken + (not is_kept))
+    def note_first_token(self, lane: Lane, ttft_s: float, predicted_s: float | None) -> None:
+        """Counts how the forecast of one choice came out."""
         if predicted_s:
             self.forecast_ratio(lane.label).observe(ttft_s / predicted_s)
-
-    def attainment(self, lane: Lane) -> float | None:
-        """Returns the part of a lane's promises that were kept; None before the first."""
-        kept, broken = self._promises_of.get(lane, (0, 0))
-        return kept / (kept + broken) if kept + broken else None
 
     def render(self) -> bytes:
         return b"".join(map(generate_latest, self._registries))

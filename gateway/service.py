@@ -25,6 +25,7 @@ from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.metrics import Metrics, StoreMetrics
+from penstock.gateway.promises import PromiseMetrics, shown
 from penstock.gateway.sessions.owners import tag_of
 from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
@@ -126,10 +127,11 @@ class Service:
         """Token ids are smaller than this."""
         self.store = store
         self.metrics.registry.register(StoreMetrics(store.stats))
+        self.metrics.registry.register(PromiseMetrics(queue.coverage))
         self._watches = Watches()
         self.prefixes = PrefixTracker()
         self.locator = PrefixLocator(store.durable, options.replica, options.block_size, engine.find_cached)
-        self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces)
+        self.dispatch = Dispatch(engine, queue, self.metrics, clock, traces)
         self.quotas = Quotas(store)
         self.idempotency = Idempotency(store)
         self.tag = tag_of(options.replica)
@@ -251,12 +253,13 @@ class Service:
     def status(self) -> dict[str, object]:
         """Returns the server's status for `/v1/events`: its state, its lanes, and the engine's work and memory."""
         forecasts, stats = self._queue.forecasts(self.clock()), self._engine.stats()
+        coverage = self._queue.coverage()
         lanes = {
             lane.label: {
                 "waiting": depth,
                 "forecast_ttft_ms": _ms(forecasts.get(lane)),
                 "promised_ttft_ms": _ms(self.options.promises.get(lane)),
-                "attainment": self.metrics.attainment(lane),
+                **shown(coverage.get(lane)),
             }
             for lane, depth in self._queue.depths().items()
         }

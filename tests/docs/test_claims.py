@@ -30,7 +30,7 @@ from penstock.engine.model.families import FAMILIES
 from penstock.engine.model.gguf.container import TYPES
 from penstock.engine.model.gguf.kinds import KINDS
 from penstock.engine.parallel import group
-from penstock.engine.planning import block_map, grammar_check, grammars, lookup, pace, price
+from penstock.engine.planning import block_map, grammar_check, grammars, lookup, pace, price, rehearsal
 from penstock.engine.planning.request import SamplingParams
 from penstock.engine.quant.storages import packing
 from penstock.gateway import watch
@@ -42,7 +42,18 @@ from penstock.gateway.sessions.batches import batch, files, run, running
 from penstock.gateway.sessions.recordings.registry import Keeping
 from penstock.gateway.store import breaker, interface, memory, patience, pieces, redis, redis_records
 from penstock.gateway.wire import compiling
-from penstock.priority import lengths, pacing, queue, ratios, shares, steptime, waiting, yielding
+from penstock.priority import (
+    coverage,
+    lengths,
+    pacing,
+    ratios,
+    rivals,
+    shares,
+    steptime,
+    turns,
+    waiting,
+    yielding,
+)
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.routing import index, router
 from penstock.priority.simulator.cluster import Wires
@@ -149,12 +160,17 @@ CLAIMS: dict[str, list[str]] = {
         f"found in the prefix cache | {shares.COST_HIT} | | | an output token, which reads its KV for itself alone | "
         f"{shares.COST_OUTPUT:,} | 2 |",
         f"ahead of the next less urgent one by {waiting.LEAD_TOKENS:,} prompt tokens",
-        f"Tenants within {queue.LOCALITY_TOKENS:,} prompt tokens",
+        f"Tenants within {turns.LOCALITY_TOKENS:,} prompt tokens",
         f"{WORDS[_TOLD.numerator].capitalize()} in {WORDS[_TOLD.denominator]} first tokens come before the reported",
         f"{WORDS[round(10 * ratios.LATE)]} in ten before the time that is compared with the promise",
         f"of the tenant's last {ratios._KEPT} requests or, below {ratios._ENOUGH}, of its lane's",
         f"from the last {lengths._KEPT} answers of the tenant",
         f"within {pacing.ALONE_SLACK:g} times its duration alone",
+        f"raises it by {coverage.GAMMA * (1 - coverage.ALPHA):g}, each kept one",
+        f"lowers it by {coverage.GAMMA * coverage.ALPHA:g}",
+        f"{coverage.ALPHA:g} T + (R + {coverage.GAMMA:g} D - 1) / {coverage.GAMMA:g}",
+        f"the {rivals.MOST_NAMED} that sent last are looked at one by one",
+        f"prompts of {min(rehearsal._PROMPTS)} to {max(rehearsal._PROMPTS)} tokens of its own",
         f"Until {steptime._ENOUGH_STEPS} steps have been measured",
         f"keep it within {pacing._MARGIN * 100:g} % of the strictest TPOT promise",
         f"never more than {WORDS[pacing._CATCH_UP - 1]} in a row, and prefill continues at {pacing._LEAST_PREFILL}",
