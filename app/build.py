@@ -34,6 +34,7 @@ from penstock.engine.model.checkpoint import read_config, read_tokenizer
 from penstock.engine.model.drafts import DraftSource, check_draft, shared_tokens
 from penstock.engine.model.eagle import check_eagle, is_eagle, read_eagle
 from penstock.engine.planning.grammars import Grammars
+from penstock.engine.planning.rehearsal import Rehearsal
 from penstock.engine.planning.request import NO_LIMIT
 from penstock.engine.planning.scheduler import SchedulerLimits
 from penstock.engine.planning.step import Runner, StepReport
@@ -231,6 +232,7 @@ def build_core(
         clock=time.monotonic,
         on_state=announce,
         grammars=grammars,
+        rehearsal=Rehearsal(queue, min(config.vocab_size, tokenizer.vocab_size)),
     )
     return Core(engine, queue, sink, grammars, read)
 

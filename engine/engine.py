@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
-from penstock.engine.launching import goes_beside, launch_fitting
+from penstock.engine.launching import goes_beside, launch_fitting, step_load
 from penstock.engine.planning.block_map import BlockMap, block_map
 from penstock.engine.planning.blocks import PoolViolation
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.grammars import ForcedTokens, Grammars
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.prefix_events import PrefixLog
+from penstock.engine.planning.rehearsal import MOST_S, Rehearsal
 from penstock.engine.planning.request import DraftCount, Output
 from penstock.engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.setup import fit_limits, make_tables
@@ -37,7 +38,6 @@ from penstock.engine.planning.step import (
     RequestQueue,
     Runner,
     RunnerFacts,
-    StepLoad,
     StepReport,
     StepResult,
 )
@@ -110,8 +110,9 @@ class Engine:
         on_state: Callable[[EngineState], None] = lambda _: None,
         prefix_cache: bool = True,
         grammars: Grammars | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
-        """If `grammars` is None, no request may have a grammar."""
+        """If `grammars` is None, no request may have a grammar. A `rehearsal` is served before the engine is READY."""
         self.state = EngineState.STARTING
         self.error: str | None = None
         self.failure: BaseException | None = None
@@ -129,6 +130,7 @@ class Engine:
         self._on_state = on_state
         self._prefix_cache = prefix_cache
         self._grammars = grammars
+        self._rehearsal = rehearsal
         self._prefix_log = PrefixLog()
         self._scheduler: Scheduler | None = None
         self._cancels: deque[str] = deque()
@@ -226,12 +228,30 @@ class Engine:
         self._facts = self._runner.load()
         if self._grammars is not None:
             self._grammars.prepare()
+        if self._rehearsal is not None:
+            self._rehearse(self._rehearsal)
         self._scheduler = scheduler = self._new_scheduler()
         self._become(EngineState.READY)
         while not self._stopping.is_set():
             self._turn(scheduler)
         self._land_but(scheduler, 0)
         self._become(EngineState.STOPPED)
+
+    def _rehearse(self, rehearsal: Rehearsal) -> None:
+        """Serves requests of its own with a scheduler of their own; nobody is told, but the queue of the steps."""
+        queue, deliver = self._queue, self._deliver
+        self._queue, self._deliver = rehearsal, lambda _: None
+        scheduler, until_s = self._new_scheduler(), self._clock() + MOST_S
+        while not rehearsal.is_over and self._clock() < until_s and not self._stopping.is_set():
+            self._turn(scheduler)
+        self._land_but(scheduler, 0)
+        for request_id in rehearsal.end():
+            scheduler.cancel(request_id, self._clock())
+        self._forget_departed(scheduler)
+        rehearsal.tell()
+        self._queue, self._deliver = queue, deliver
+        self._prefix_log.clear()
+        self._num_steps, self._reported, self._proven = 0, Counters(), True
 
     def _new_scheduler(self) -> Scheduler:
         tables = make_tables(self._facts, prefix_cache=self._prefix_cache, log=self._prefix_log)
@@ -334,7 +354,7 @@ class Engine:
         now = self.last_progress_s = self._ended_s = self._clock()
         num_prefill, num_drafts = plan.num_prefill, plan.num_drafts
         if plan.chunks:
-            self._queue.observe(self._load(scheduler, plan, now - started - plan.drafting_s))
+            self._queue.observe(step_load(scheduler, plan, now - started - plan.drafting_s))
         counters, before = scheduler.counters, self._reported
         drafting, failed, draft_seconds = scheduler.drafting, list[str](), NO_SECONDS
         if drafting is not None:
@@ -365,24 +385,6 @@ class Engine:
         )
         self._undelivered = []
         self._reported = replace(counters)
-
-    def _load(self, scheduler: Scheduler, plan: Plan, duration_s: float) -> StepLoad:
-        num_prefill = plan.num_prefill
-        return StepLoad(
-            num_prefill_tokens=num_prefill,
-            num_decode_tokens=plan.num_tokens - num_prefill,
-            num_drafts=plan.num_drafts,
-            num_accepted=sum(chunk.num_accepted for chunk in plan.chunks),
-            num_context_tokens=plan.num_context,
-            num_attended=plan.num_attended,
-            duration_s=duration_s,
-            num_running=len(scheduler.running),
-            max_num_seqs=scheduler.limits.max_num_seqs,
-            max_batch_tokens=scheduler.most_tokens,
-            num_free_tokens=scheduler.tables.num_free_tokens,
-            num_kv_tokens=scheduler.tables.num_kv_tokens,
-            preempted=scheduler.preempted,
-        )
 
     def _cancel_asked(self, scheduler: Scheduler, now: float) -> list[Output]:
         outputs: list[Output] = []

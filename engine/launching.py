@@ -8,7 +8,15 @@ from collections.abc import Callable
 from penstock.engine.planning.chunks import is_plain
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.scheduler import Scheduler
-from penstock.engine.planning.step import OutOfMemory, Plan, Runner, RunnerFacts, StepInFlight, StepResult
+from penstock.engine.planning.step import (
+    OutOfMemory,
+    Plan,
+    Runner,
+    RunnerFacts,
+    StepInFlight,
+    StepLoad,
+    StepResult,
+)
 
 log = logging.getLogger("penstock.engine")
 
@@ -77,3 +85,23 @@ class _NoStep:
 
     def wait(self) -> StepResult:
         return StepResult([])
+
+
+def step_load(scheduler: Scheduler, plan: Plan, duration_s: float) -> StepLoad:
+    """Returns the work of a step that took so long, and what the engine has after it."""
+    num_prefill = plan.num_prefill
+    return StepLoad(
+        num_prefill_tokens=num_prefill,
+        num_decode_tokens=plan.num_tokens - num_prefill,
+        num_drafts=plan.num_drafts,
+        num_accepted=sum(chunk.num_accepted for chunk in plan.chunks),
+        num_context_tokens=plan.num_context,
+        num_attended=plan.num_attended,
+        duration_s=duration_s,
+        num_running=len(scheduler.running),
+        max_num_seqs=scheduler.limits.max_num_seqs,
+        max_batch_tokens=scheduler.most_tokens,
+        num_free_tokens=scheduler.tables.num_free_tokens,
+        num_kv_tokens=scheduler.tables.num_kv_tokens,
+        preempted=scheduler.preempted,
+    )

@@ -179,20 +179,19 @@ class Dispatch:
     def _put(self, stream: Generation) -> None:
         cached = [self._cached(request) for request in stream.requests]
         now = self._clock()
-        requests, forecasts = self._queue.put_all(stream.requests, now, cached)
-        stream.note_let_in(requests, forecasts, now)
-        stream.promised_ttft_s = self._promised_s(stream, forecasts)
+        requests, forecast = self._queue.put_all(stream.requests, now, cached)
+        stream.note_let_in(requests, forecast, now)
+        stream.promised_ttft_s = self._promised_s(stream, forecast)
         self._by_request |= {request.request_id: stream for request in requests}
         self._metrics.note_admitted(stream.lane, [request.num_prompt_tokens for request in requests])
-        for forecast in forecasts:
-            if forecast is not None and isfinite(forecast.allowed_s):
-                self._metrics.note_forecast(stream.lane, forecast.late_s, forecast.allowed_s)
+        if forecast is not None and isfinite(forecast.allowed_s):
+            self._metrics.note_forecast(stream.lane, forecast.late_s, forecast.allowed_s)
 
-    def _promised_s(self, stream: Generation, forecasts: Iterable[Forecast | None]) -> float | None:
+    def _promised_s(self, stream: Generation, forecast: Forecast | None) -> float | None:
         """Returns what was promised to the stream: more than its lane promises, if its prompt is long."""
-        allowed = (forecast.allowed_s for forecast in forecasts if forecast is not None)
-        lane_s = stream.requests[0].ttft_s or self._promises.get(stream.lane)
-        return max(filter(isfinite, allowed), default=lane_s)
+        if forecast is not None and isfinite(forecast.allowed_s):
+            return forecast.allowed_s
+        return stream.requests[0].ttft_s or self._promises.get(stream.lane)
 
     def _cached(self, request: Request) -> tuple[int, int]:
         if request.reads_prompt:
@@ -242,14 +241,9 @@ class Dispatch:
             return  # all branches are one answer
         lane = stream.lane
         self._metrics.note_finished(lane, output.finish_reason, output.timings)
-        self._note_promise(lane, output, stream)
-
-    def _note_promise(self, lane: Lane, output: Output, stream: Generation) -> None:
-        if output.timings is None or output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            return
-        ttft_s = output.timings.first_token_s - output.timings.arrival_s
-        promised_s = stream.requests[0].ttft_s or self._promises.get(lane)
-        self._metrics.note_promise(lane, ttft_s, promised_s, stream.predicted_ttft_s)
+        if output.timings is not None and output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            ttft_s = output.timings.first_token_s - output.timings.arrival_s
+            self._metrics.note_first_token(lane, ttft_s, stream.predicted_ttft_s)
 
     # Watching over
 

@@ -12,8 +12,10 @@ from penstock.engine.planning.request import FinishReason, Timings
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import ExpertUse, StepReport
 from penstock.gateway.instruments import Counter, Exposition, Gauge, Kind, Metric
+from penstock.gateway.promises import PromiseMetrics
 from penstock.gateway.store.interface import StoreStats
 from penstock.gateway.wire.frames import seconds_per_output_token
+from penstock.priority.coverage import Coverage
 from penstock.priority.lanes import Lane
 
 _SHORT = tuple(ms / 1000 for ms in (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 40, 60, 80, 100, 150, 250))
@@ -47,9 +49,8 @@ class Metrics:
         self.page = Exposition("penstock_")
         self._vllm: _VllmNames | None = None
         self._store = StoreMetrics(self.page)
+        self._promises = PromiseMetrics(self.page)
         self.num_output_tokens = 0
-        self._promises_of: dict[Lane, tuple[int, int]] = {}
-        """The numbers of promises kept and broken, by lane, for callers that do not read the page."""
         self._name_requests()
         self._name_steps()
         self._name_the_rest()
@@ -70,9 +71,6 @@ class Metrics:
         self.finished = counters("choices", "Choices that ended, by reason.", ["lane", "finish_reason"])
         self.admissions = counters(
             "admissions", "Requests that were admitted or refused, and why.", ["lane", "decision", "reason"]
-        )
-        self.promises = counters(
-            "promises", "Promises on the time to first token, kept or broken.", ["lane", "outcome"]
         )
         self.promise_use = histograms(
             "promise_use_ratio",
@@ -257,22 +255,13 @@ class Metrics:
         if pace is not None:
             self.tpot(lane.label).observe(pace)
 
-    def note_promise(
-        self, lane: Lane, ttft_s: float, promised_s: float | None, predicted_s: float | None
-    ) -> None:
-        """Counts how the promise and the forecast of one choice came out."""
-        if promised_s is not None:
-            is_kept = ttft_s <= promised_s
-            self.promises(lane.label, "kept" if is_kept else "broken").inc()
-            kept, broken = self._promises_of.get(lane, (0, 0))
-            self._promises_of[lane] = (kept + is_kept, broken + (not is_kept))
+    def note_first_token(self, lane: Lane, ttft_s: float, predicted_s: float | None) -> None:
+        """Counts how the forecast of one choice came out."""
         if predicted_s:
             self.forecast_ratio(lane.label).observe(ttft_s / predicted_s)
 
-    def attainment(self, lane: Lane) -> float | None:
-        """Returns the part of a lane's promises that were kept; None before the first."""
-        kept, broken = self._promises_of.get(lane, (0, 0))
-        return kept / (kept + broken) if kept + broken else None
+    def note_coverage(self, coverage: Mapping[Lane, Coverage]) -> None:
+        self._promises.set(coverage)
 
     def note_store(self, stats: StoreStats) -> None:
         self._store.set(stats)

@@ -27,6 +27,7 @@ from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.metrics import Metrics
+from penstock.gateway.promises import shown
 from penstock.gateway.sessions.owners import tag_of
 from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
@@ -266,13 +267,13 @@ class Service:
 
     def status(self) -> dict[str, object]:
         """Returns the server's status for `/v1/events`: its state, its lanes, and the engine's work and memory."""
-        stats = self._engine.stats()
+        stats, coverage = self._engine.stats(), self._queue.coverage()
         lanes = {
             lane.label: {
                 "waiting": depth,
                 "forecast_ttft_ms": self._forecast_ms(lane),
                 "promised_ttft_ms": _ms(self.options.promises.get(lane)),
-                "attainment": self.metrics.attainment(lane),
+                **shown(coverage.get(lane)),
             }
             for lane, depth in self._queue.depths().items()
         }
@@ -345,6 +346,7 @@ class Service:
         for lane, depth in depths.items():
             self.metrics.queued(lane.label).set(depth)
         self.metrics.waiting.set(sum(depths.values()) + self.metrics.preempted.value)
+        self.metrics.note_coverage(self._queue.coverage())
         self._note_promised()
         self.metrics.note_store(self.store.stats())
         return self.metrics.render()

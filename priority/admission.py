@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ListLike
+from heapq import merge
+from itertools import islice
 from math import inf
 
 from penstock.engine.planning.request import FinishReason, Sequence
@@ -22,20 +24,20 @@ from penstock.priority.outlook import Outlook
 from penstock.priority.pacing import StepPlanner, Streams
 from penstock.priority.rates import Rate
 from penstock.priority.ratios import LATE, TOLD
+from penstock.priority.rivals import Rival, arrivals_of, level, rivals_of
 from penstock.priority.room import MOST_AHEAD, Ending, Held, Need, grouped
-from penstock.priority.shares import COST_PREFILL, virtual
-from penstock.priority.steptime import StepTimeModel
+from penstock.priority.routing.state import Load
+from penstock.priority.steptime import NAMES, StepTimeModel
+from penstock.priority.turns import lead, overtaken
 from penstock.priority.verdict import Forecast
 from penstock.priority.waiting import Account, LaneLine, Size, Ticket, microseconds
 from penstock.priority.yielding import yielding
 
 _LEARNING = 0.04
+REMEMBERED_S = 0.125
+"""A forecast is computed anew when nothing has changed for so long, as the rates at which tenants send fade."""
 _BLOCK_TOKENS = 16
 """About the KV that is left free for each fourth of the running sequences, any of which may need a block."""
-
-
-_Other = tuple[Account, float, float]
-"""A tenant with waiting work: how much, and the part of it that is due before the request."""
 
 
 class Admission:
@@ -69,6 +71,12 @@ class Admission:
         """Prompt tokens that the last step was allowed."""
         self._held: Held | None = None
         """The cached result of `held` since the last step."""
+        self._yielding: dict[Lane, int] = {}
+        """The number of running sequences that may give way to each lane, since the last step."""
+        self._waits: dict[tuple[Lane, str, Need, float, int], float] = {}
+        """What `_wait_s` returned since anything changed."""
+        self._num_changes = 0
+        """Of the lanes, when these were computed."""
         self.passed_over: Ticket | None = None
         """The request that waits for too long and that others leave room for."""
         self._finished = Rate()
@@ -78,6 +86,8 @@ class Admission:
     def observe(self, load: StepLoad) -> None:
         """Takes the measured load of a step."""
         self._load, self._held = load, None
+        self._yielding.clear()
+        self._waits.clear()
         shape = load.num_prefill_tokens, load.num_decode_tokens, load.num_context_tokens
         self.model.observe(*shape, load.duration_s, load.num_attended)
         self.last_step_s = self.model.seconds(*shape, load.num_attended)
@@ -101,10 +111,22 @@ class Admission:
 
     def note_first_token(self, ticket: Ticket, now: float) -> None:
         """Learns from how a forecast came out."""
+        taken_s = now - ticket.request.arrival_s
         if ticket.forecast_s:
-            ratio = (now - ticket.request.arrival_s) / ticket.forecast_s
+            ratio = taken_s / ticket.forecast_s
             ticket.account.ratios.add(ratio)
             ticket.account.lane.ratios.add(ratio)
+            if ticket.is_near:
+                ticket.account.lane.coverage.border.add(ratio)
+        ticket.note_late(now)
+        if ticket.allowed_s < inf:
+            ticket.account.lane.coverage.note(is_kept=True)
+
+    def note_late_ones(self, now: float) -> None:
+        """Counts the broken promises of requests that still wait."""
+        for line in self._lanes.values():
+            for ticket in line.waiting():
+                ticket.note_late(now)
 
     @property
     def can_forecast(self) -> bool:
@@ -115,6 +137,21 @@ class Admission:
         """Returns how many requests end per second."""
         return self._finished.per_second(now)
 
+    def load(self, now: float, num_free_kv: int, *, is_draining: bool) -> Load:
+        """Returns the load of the queue and its engine, for routers."""
+        model, held = self.model, self.held()
+        return Load(
+            lanes={lane: line.told(now, model.attended_each) for lane, line in self._lanes.items()},
+            coefficients=tuple(model.coefficients[: len(NAMES)] if model.is_known else (0.0,) * len(NAMES)),
+            num_free_kv=num_free_kv,
+            held=held,
+            context_each=self.context_each,
+            step_s=self.last_step_s if held.num_running else 0.0,
+            is_draining=is_draining,
+            experts_s=model.experts_s,
+            chosen_share=model.chosen_share,
+        )
+
     # The step
 
     def allowance(
@@ -122,6 +159,7 @@ class Admission:
     ) -> Allowance:
         """Returns the allowance of a step with these sequences, some decoding and some with longer chunks."""
         self.running = running
+        self._waits.clear()
         lanes = [sequence.request.lane for sequence in decodes]
         num_context = sum([len(sequence.token_ids) for sequence in decodes])
         by_lane = {lane: num for lane in Lane if (num := lanes.count(lane))}
@@ -169,53 +207,69 @@ class Admission:
             return None
         lane, each = account.lane, self.model.attended_each
         own = Need(size.work(each), size.num_kv, size.num_seats, self._spare(lane, load))
-        raw_s = self._raw_s(account, own, load, now)
+        raw_s = self._raw_s(account, own, load, now, ttft_s)
         told, late = (account.ratios.quantile(part, lane.ratios) for part in (TOLD, LATE))
+        late *= lane.coverage.margin
         promised = own.work if num_promised is None else Size.of(num_promised).work(each)
-        allowed_s = ttft_s or self.planner.allowed_s(lane.lane, promised, load.max_batch_tokens)
+        allowed_s = ttft_s or self.planner.allowed_s(lane.lane, promised, load.max_batch_tokens, late)
         return Forecast(raw_s * told, raw_s * late, raw_s, allowed_s)
 
-    def _raw_s(self, account: Account, own: Need, load: StepLoad, now: float) -> float:
+    def newcomer(self, line: LaneLine, num_prompt: int, now: float) -> Forecast | None:
+        """Returns the forecast for a new tenant's request with so many uncached tokens."""
+        return self.forecast(Account("", 1, line), Size.of(num_prompt), now)
+
+    def _raw_s(self, account: Account, own: Need, load: StepLoad, now: float, ttft_s: float | None) -> float:
         """Returns the time to the first token, without corrections learnt from earlier forecasts."""
-        lane, each = account.lane, self.model.attended_each
-        deadline_us = microseconds(now + self.planner.due_s(lane.lane, own.work))
-        outlook = self._outlook(lane, load, now, self._overtaken(account, deadline_us))
-        rate, mine = outlook.pace.tokens_per_second, account.work_by(deadline_us, each) + own.work
-        others = self._others(account, mine)
-        work = outlook.work(mine, ((waiting, due) for _, waiting, due in others))
-        known_s = outlook.seconds_for(work) + self._idle_s(outlook, account, load, others, own)
-        wait_s = max(
-            self._with_overtakers(known_s, account, mine, rate, now),
-            (outlook.running + mine) / self._share(account, rate, now, known_s) + outlook.pace.fixed_s,
-        )
+        num_changes = sum([line.num_changes for line in self._lanes.values()])
+        if num_changes != self._num_changes:
+            self._waits.clear()
+            self._num_changes = num_changes
+        due_s = ttft_s or self.planner.due_s(account.lane.lane, own.work)
+        key = account.lane.lane, account.tenant, own, due_s, int(now / REMEMBERED_S)
+        if key not in self._waits:
+            self._waits[key] = self._wait_s(account, own, due_s, load, now)
         # The step that runs has to end first.
-        return wait_s + (self._left_s(now) if outlook.held.num_running else 0.0)
+        return self._waits[key] + (self._left_s(now) if self.running else 0.0)
 
-    def _others(self, account: Account, work: float) -> list[_Other]:
-        """Returns the lane's other tenants, with the work due to each before this one has had so much."""
-        lane, each = account.lane, self.model.attended_each
-        floor = lane.floor
-        return [
-            (other, other.work(each), _due_before(account, other, work, floor))
-            for other in lane.active.values()
-            if other is not account
-        ]
-
-    def _overtaken(self, account: Account, deadline_us: int) -> float:
-        """Returns the work left with prompts of the lane that a request due then goes before: see `due_before`."""
-        lane, each = account.lane, self.model.attended_each
-        if not lane.num_prefill_left:
-            return 0.0
-        clock = account.share.clock if account.tickets else max(account.share.clock, lane.floor)
-        tickets = [self._tickets.get(sequence.request.request_id) for sequence in self.running]
-        return sum(
-            ticket.work_left(each)
-            for ticket in tickets
-            if ticket is not None
-            and ticket.account.lane is lane
-            and ticket.deadline_us > deadline_us
-            and clock <= ticket.account.share.clock
+    def _wait_s(self, account: Account, own: Need, due_s: float, load: StepLoad, now: float) -> float:
+        """Returns the time from the end of the step that runs to the first token."""
+        deadline_us, each = microseconds(now + due_s), self.model.attended_each
+        running = filter(None, [self._tickets.get(one.request.request_id) for one in self.running])
+        outlook = self._outlook(account.lane, load, now, overtaken(account, deadline_us, running, each))
+        rate, mine = outlook.pace.tokens_per_second, account.work_by(deadline_us, each) + own.work
+        rivals = rivals_of(account, mine, each)
+        work = outlook.work(mine, ((rival.waiting, rival.due) for rival in rivals))
+        known_s = outlook.seconds_for(work) + self._idle_s(outlook, account, load, rivals, own)
+        arrivals = arrivals_of(account, rivals, now, known_s)
+        overtakers = [
+            (rival.due - rival.waiting, sent) for rival, sent in zip(rivals, arrivals, strict=True)
+        ] + self._urgent(account.lane, level(mine, rivals), now, known_s)
+        contenders = [(sent, rival.weight) for rival, sent in zip(rivals, arrivals, strict=True)]
+        left = self._left_for(account.lane, rate, now, known_s)
+        share = max(fair_part(left, account.share.weight, contenders), 1e-9)
+        return max(
+            seconds_to_catch_up(known_s * rate, rate, overtakers),
+            (outlook.running + mine) / share + outlook.pace.fixed_s,
         )
+
+    def _urgent(
+        self, lane: LaneLine, lane_work: float, now: float, ahead_s: float
+    ) -> list[tuple[float, float]]:
+        """Returns, for each more urgent lane, what is due to it beyond what waits there, and what it sends per second.
+
+        Args:
+            lane_work: the lane's own work before the request's first token.
+        """
+        return [
+            (
+                line.share.weight / lane.share.weight * lane_work
+                + lead(line, lane)
+                - line.work(self.model.attended_each),
+                line.arrivals.per_second(now, ahead_s),
+            )
+            for line in self._lanes.values()
+            if line.lane < lane.lane
+        ]
 
     def _outlook(self, lane: LaneLine, load: StepLoad, now: float, overtaken: float) -> Outlook:
         lanes, each = self._lanes.values(), self.model.attended_each
@@ -232,8 +286,13 @@ class Admission:
                 if line.lane > lane.lane and (line.num_tokens or line.num_prefill_left)
             ],
             held=self.held(),
-            num_yielding=len(yielding(list(self.running), lane.lane)) if last is lane.lane else 0,
+            num_yielding=self._num_yielding(lane.lane) if last is lane.lane else 0,
         )
+
+    def _num_yielding(self, lane: Lane) -> int:
+        if lane not in self._yielding:
+            self._yielding[lane] = len(yielding(list(self.running), lane))
+        return self._yielding[lane]
 
     def _streams(self) -> Streams:
         decodes = {line.lane: line.num_running for line in self._lanes.values() if line.num_running}
@@ -245,14 +304,14 @@ class Admission:
         """Returns the entry of `Outlook.lower` for a less urgent lane, whose running prompts may be counted already."""
         each = self.model.attended_each
         waiting = line.work(each) * self._starts(line, load) + line.work_left(each) * (not is_before)
-        return waiting, line.share.weight / lane.share.weight, _lead(line, lane)
+        return waiting, line.share.weight / lane.share.weight, lead(line, lane)
 
     def _last_before(self, lane: LaneLine) -> Lane:
         """Returns the least urgent lane whose running prompts go before a request of this lane.
 
         While it is the turn of a less urgent lane, that are also the prompts of this one.
         """
-        return max(line.lane for line in self._lanes.values() if line is lane or _lead(line, lane) > 0)
+        return max(line.lane for line in self._lanes.values() if line is lane or lead(line, lane) > 0)
 
     def _left_s(self, now: float) -> float:
         """Returns the time to the end of the step that runs, if it takes as long as the last one."""
@@ -260,54 +319,41 @@ class Admission:
             return self.step_began_s - now
         return max(0.0, self.last_step_s - (now - self.step_began_s))
 
-    def _with_overtakers(
-        self, wait_s: float, account: Account, mine: float, rate: float, now: float
-    ) -> float:
-        """Returns the wait with what other tenants, who send on, add to it, each up to its due before this request.
-
-        Solves w = wait_s + sum of min(due, arrivals * w) / rate: whoever has sent its due by then sends no more.
-        """
-        floor, each = account.lane.floor, self.model.attended_each
-        overtakers = []
-        for other in account.lane.accounts.values():
-            arrivals = other.arrivals.per_second(now, wait_s)
-            if other is not account and arrivals:
-                due = _due_before(account, other, mine, floor) - other.work(each)
-                if due > 0:
-                    overtakers.append((due / arrivals, due, arrivals))
-        return seconds_to_catch_up(wait_s * rate, rate, overtakers)
-
-    def _share(self, account: Account, rate: float, now: float, ahead_s: float) -> float:
-        """Returns the part of the prefill rate that is left for this tenant if all others keep sending."""
-        others = [
-            (other.arrivals.per_second(now, ahead_s), other.share.weight)
-            for other in account.lane.accounts.values()
-            if other is not account
-        ]
-        left = self._left_for(account.lane, rate, now, ahead_s)
-        return max(fair_part(left, account.share.weight, others), 1e-9)
-
     def _left_for(self, lane: LaneLine, rate: float, now: float, ahead_s: float) -> float:
         """Returns the part of the prefill rate that more urgent lanes leave to a lane, at least its own share."""
         lanes = self._lanes.values()
-        urgent = [a for line in lanes if line.lane < lane.lane for a in line.accounts.values()]
+        urgent = [line.arrivals.per_second(now, ahead_s) for line in lanes if line.lane < lane.lane]
         busy = [line for line in lanes if line is lane or line.num_requests or line.num_running]
         own = rate * lane.share.weight / sum(line.share.weight for line in busy)
-        return max(rate - sum(a.arrivals.per_second(now, ahead_s) for a in urgent), own)
+        return max(rate - sum(urgent), own)
 
     # The wait for room
 
     def _idle_s(
-        self, outlook: Outlook, account: Account, load: StepLoad, others: ListLike[_Other], own: Need
+        self, outlook: Outlook, account: Account, load: StepLoad, rivals: ListLike[Rival], own: Need
     ) -> float:
         """Returns the time for which there is no KV or no seat."""
         preempted = self._preempted(load, self._last_before(account.lane))
-        tickets = sorted(self._before(account, load, others), key=lambda ticket: ticket.key)[:MOST_AHEAD]
-        each = self.model.attended_each
-        ahead = [ticket.need(each, self._spare(ticket.account.lane, load)) for ticket in tickets]
         free_seats = load.max_num_seqs - load.num_running
-        num_ahead = len(preempted) + self._num_before(account, others)
+        if self._has_room(preempted, own, load.num_free_tokens, free_seats):
+            return 0.0
+        first = merge(*self._before(account, load, rivals), key=lambda ticket: ticket.key)
+        each = self.model.attended_each
+        ahead = [
+            ticket.need(each, self._spare(ticket.account.lane, load)) for ticket in islice(first, MOST_AHEAD)
+        ]
+        num_ahead = len(preempted) + self._num_before(account, rivals)
         return outlook.idle_s(load.num_free_tokens, free_seats, [*preempted, *ahead], own, num_ahead)
+
+    def _has_room(self, preempted: ListLike[Need], own: Need, free_kv: float, free_seats: float) -> bool:
+        """Returns whether there is room for all that wait in any lane, and for the request."""
+        lines = self._lanes.values()
+        num_kv = sum([line.num_kv + line.num_growth / 2 for line in lines]) + own.num_kv + own.spare
+        num_seats = sum([line.num_choices for line in lines]) + own.num_seats
+        return (
+            num_kv + sum([need.num_kv for need in preempted]) <= free_kv
+            and num_seats + len(preempted) <= free_seats
+        )
 
     def _preempted(self, load: StepLoad, last: Lane) -> list[Need]:
         """Returns the needs of these lanes' preempted sequences."""
@@ -317,33 +363,37 @@ class Admission:
             if other <= last
         ]
 
-    def _num_before(self, account: Account, others: ListLike[_Other]) -> float:
+    def _num_before(self, account: Account, rivals: ListLike[Rival]) -> float:
         """Returns how many waiting requests of the lane and of more urgent ones go before the request."""
         lane = account.lane
         urgent = [line for line in self._lanes.values() if line.lane < lane.lane]
         return sum(line.num_requests for line in (*urgent, account)) + sum(
-            other.num_requests * min(1.0, due / waiting) for other, waiting, due in others
+            rival.num_requests * min(1.0, rival.due / rival.waiting) for rival in rivals if rival.waiting
         )
 
-    def _before(self, account: Account, load: StepLoad, others: ListLike[_Other]) -> Iterator[Ticket]:
-        """Yields the waiting requests that go before a request of this tenant."""
+    def _before(
+        self, account: Account, load: StepLoad, rivals: ListLike[Rival]
+    ) -> Iterator[Iterator[Ticket]]:
+        """Yields, each in order, the waiting requests that go before a request of this tenant."""
         lane, each, lines = account.lane, self.model.attended_each, self._lanes.values()
         for line in lines:
             if line.lane < lane.lane:
-                yield from line.waiting()
-        yield from (ticket for _, ticket in account.tickets)
-        for other, _, due in others:
-            yield from other.first(due, each)
-        level = account.work(each) + sum(min(waiting, due) for _, waiting, due in others)
+                yield line.waiting()
+        yield (ticket for _, ticket in account.tickets)
+        for rival in rivals:
+            if rival.account is not None:
+                yield rival.account.first(rival.due, each)
+        so_far = level(account.work(each), rivals)
         for line in lines:
             if line.lane > lane.lane and self._starts(line, load):
-                due = line.share.weight / lane.share.weight * level + _lead(line, lane)
-                yield from line.first(due, each)
+                due = line.share.weight / lane.share.weight * so_far + lead(line, lane)
+                yield line.first(due, each)
 
     def _starts(self, line: LaneLine, load: StepLoad) -> bool:
         """Returns whether there is room for the lane's next request; if not, more urgent ones go before it."""
-        head = min((account.head for account in line.active.values()), key=lambda t: t.key, default=None)
-        return head is not None and head.size.num_kv + self._spare(line, load) <= load.num_free_tokens
+        if not line.tickets:
+            return False
+        return line.tickets[0][1].size.num_kv + self._spare(line, load) <= load.num_free_tokens
 
     def _spare(self, lane: LaneLine, load: StepLoad) -> float:
         """Returns the tokens of KV that a request of the lane leaves free when it starts."""
@@ -392,19 +442,3 @@ class Admission:
         if (ticket := self._tickets.get(request.request_id)) is not None:
             num_left = ticket.account.left(num_output, limit, request.sampling.num_thinking)
         return num_left / self._tokens_each + max(0, sequence.num_remaining - 1) / self._num_prefill
-
-
-def _due_before(account: Account, other: Account, work: float, floor: int) -> float:
-    """Returns the work of another tenant whose turn comes before this tenant has had so much, in prompt tokens.
-
-    Args:
-        floor: of the lane: where the clock of a tenant starts again that has nothing waiting.
-    """
-    clock, theirs = (a.share.clock if a.tickets else max(a.share.clock, floor) for a in (account, other))
-    lead = max(0, clock - theirs) / virtual(COST_PREFILL)
-    return other.share.weight * (work / account.share.weight + lead)
-
-
-def _lead(line: LaneLine, lane: LaneLine) -> float:
-    """Returns the work of a less urgent lane that goes before any of the other; below 0 if that has a lead."""
-    return line.share.weight * (lane.turn - line.turn) / virtual(COST_PREFILL)

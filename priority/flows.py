@@ -21,13 +21,13 @@ def fair_part(rate: float, weight: int, others: Iterable[tuple[float, int]]) -> 
     return rate * weight / total
 
 
-def seconds_to_catch_up(work: float, rate: float, others: Iterable[tuple[float, float, float]]) -> float:
+def seconds_to_catch_up(work: float, rate: float, others: Iterable[tuple[float, float]]) -> float:
     """Returns the w that solves w = (work + sum of min(due, arrivals * w)) / rate.
 
     Args:
-        others: for each contender that sends on: due / arrivals, the time after which it sends no more; due; arrivals.
+        others: for each contender that sends on: due, after which it sends no more, and arrivals; 0 of either is none.
     """
-    ordered = sorted(others)
+    ordered = sorted((due / arrivals, due, arrivals) for due, arrivals in others if due > 0 < arrivals)
     left = rate - sum(arrivals for _, _, arrivals in ordered)
     for until_s, due, arrivals in ordered:
         if left > 0 and work <= until_s * left:

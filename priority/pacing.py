@@ -72,6 +72,9 @@ class StepPlanner:
     def __init__(self, policies: Mapping[Lane, LanePolicy], model: StepTimeModel) -> None:
         self.policies = policies
         self.model = model
+        self._paces: dict[tuple[object, float, frozenset[Lane], int], PromptPace] = {}
+        """The paces by these coefficients of the model, `_paced`."""
+        self._paced: list[float] | None = None
 
     def allowance(self, streams: Streams, lively: Iterable[Lane], num_before: float = 0.0) -> Allowance:
         """Returns the allowance of a step.
@@ -94,19 +97,32 @@ class StepPlanner:
 
     def pace(self, streams: Streams, lively: Iterable[Lane], max_batch_tokens: int) -> PromptPace:
         """Returns the pace of prompts while these streams run."""
+        if self._paced is not self.model.coefficients:
+            self._paces.clear()
+            self._paced = self.model.coefficients
+        key = tuple(streams.by_lane.items()), streams.num_context, frozenset(lively), max_batch_tokens
+        if key not in self._paces:
+            self._paces[key] = self._pace(streams, key[2], max_batch_tokens)
+        return self._paces[key]
+
+    def _pace(self, streams: Streams, lively: Iterable[Lane], max_batch_tokens: int) -> PromptPace:
         allowance = self.allowance(streams, lively)
         num_decode = min(streams.num, allowance.num_decodes)
         num_prefill = min(allowance.num_prefill, max(1, max_batch_tokens - num_decode))
         fixed_s = self.model.fixed_seconds(num_decode, _context_of(streams, num_decode))
         return PromptPace(num_prefill, max(1e-6, fixed_s), self.model.coefficients[1])
 
-    def allowed_s(self, lane: Lane, work: float, max_batch_tokens: int) -> float:
-        """Returns the time that the lane promises to a prompt of this much work."""
+    def allowed_s(self, lane: Lane, work: float, max_batch_tokens: int, slack: float = ALONE_SLACK) -> float:
+        """Returns the time that the lane promises to a prompt of this much work.
+
+        Args:
+            slack: the factor by which forecasts may be wrong; an idle server refuses nobody for that.
+        """
         ttft_s = self.policies[lane].ttft_s
         if not isfinite(ttft_s):
             return inf
         alone_s = self.pace(NO_STREAMS, [lane], max_batch_tokens).seconds_for(work, is_filled=False)
-        return max(ttft_s, ALONE_SLACK * alone_s)
+        return max(ttft_s, max(slack, ALONE_SLACK) * alone_s)
 
     def due_s(self, lane: Lane, work: float) -> float:
         """Returns the time after which a prompt of this much work is due: in a patient lane, the shorter the sooner.

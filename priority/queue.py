@@ -16,18 +16,19 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from math import inf
+from math import isfinite
 
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import Allowance, StepLoad
 from penstock.priority.admission import Admission
 from penstock.priority.bounds import Bounds
+from penstock.priority.coverage import NEAR, Coverage
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Urgency
 from penstock.priority.routing.state import Load
 from penstock.priority.shares import COST_HIT, output_cost, prompt_cost
-from penstock.priority.steptime import NAMES, StepTimeModel
+from penstock.priority.steptime import StepTimeModel
 from penstock.priority.tenants import Demands, charges, demands
-from penstock.priority.turns import choose, due_before, lines_in_turn
+from penstock.priority.turns import aged, due_before, lines_in_turn, next_of
 from penstock.priority.verdict import Forecast, Refusal
 from penstock.priority.waiting import Account, LaneLine, Size, Stage, Ticket, microseconds
 from penstock.priority.yielding import MAX_VICTIMS, yielding
@@ -35,7 +36,6 @@ from penstock.priority.yielding import MAX_VICTIMS, yielding
 AGED_PART = 4
 """One token in this many may go to requests that were passed over for too long."""
 _AGED_MOST_TOKENS = 2_048
-_FORGET_AFTER_US = 600_000_000
 
 
 class LaneQueue:
@@ -79,22 +79,26 @@ class LaneQueue:
             Refusal: a bound is reached, or the lane's promise cannot be kept.
         """
         with self._lock:
-            return self._put(request, now, num_cached, num_in_use)
+            return self._put([request], now, [(num_cached, num_in_use)])
 
     def put_all(
         self, requests: ListLike[Request], now: float, cached: ListLike[tuple[int, int]]
-    ) -> tuple[ListLike[Request], list[Forecast | None]]:
-        """Admits the requests of one stream to one lane, or none of them; arguments and errors are those of `put`.
+    ) -> tuple[ListLike[Request], Forecast | None]:
+        """Admits the requests of one reply to one lane, or none of them; errors are those of `put`.
+
+        Args:
+            cached: for each, `num_cached` and `num_in_use` of `put`.
 
         Returns:
-            The requests as they were let in, which is in the lane that they try first or in their own.
+            The requests as they were let in, which is in the lane that they try first or in their own; and the forecast
+            of the last one's first token.
         """
         first = [replace(one, lane=one.tried_lane) for one in requests if one.tried_lane is not None]
         with self._lock:
             if first and self.admission.can_forecast:
                 with suppress(Refusal):
-                    return first, self._put_together(first, now, cached)
-            return requests, self._put_together(requests, now, cached)
+                    return first, self._put(first, now, cached)
+            return requests, self._put(requests, now, cached)
 
     def readmit(self, request: Request, now: float) -> None:
         """Admits a request that an earlier process had admitted, without checking bounds and promises again."""
@@ -136,6 +140,7 @@ class LaneQueue:
         """Removes and returns the requests that have waited longer than their lane allows."""
         with self._lock:
             self._now_us = max(self._now_us, microseconds(now))
+            self.admission.note_late_ones(now)
             overdue = [
                 ticket
                 for line in self._lanes.values()
@@ -144,7 +149,8 @@ class LaneQueue:
             ]
             for ticket in overdue:
                 self._leave(ticket)
-            self._forget_idle()
+            for line in self._lanes.values():
+                line.forget_idle(self._now_us)
             return [ticket.request for ticket in overdue]
 
     def depths(self) -> dict[Lane, int]:
@@ -155,7 +161,13 @@ class LaneQueue:
     def predict(self, lane: Lane, num_tokens: int, now: float) -> Forecast | None:
         """Returns the forecast for a new tenant's prompt of so many tokens; None while too little was measured."""
         with self._lock:
-            return self.admission.forecast(Account("", 1, self._lanes[lane]), Size.of(num_tokens), now)
+            return self.admission.newcomer(self._lanes[lane], num_tokens, now)
+
+    def coverage(self) -> dict[Lane, Coverage]:
+        """Returns how many promises were kept in the lanes that promise something."""
+        with self._lock:
+            promising = (line for line in self._lanes.values() if isfinite(line.policy.ttft_s))
+            return {line.lane: replace(line.coverage) for line in promising}
 
     def position(self, request_id: str) -> int | None:
         """Returns the number of requests of its lane with an earlier deadline; None if it does not wait here."""
@@ -180,26 +192,12 @@ class LaneQueue:
         with self._lock:
             self._weights = dict(weights)
             for line in self._lanes.values():
-                for tenant, account in line.accounts.items():
-                    account.share.weight = weights.get(tenant, 1)
+                line.set_weights(weights)
 
     def load(self, now: float, *, num_free_kv: int, is_draining: bool = False) -> Load:
         """Returns the load of this queue and its engine, for routers, given the free tokens of the KV pool."""
         with self._lock:
-            admission, model, held = self.admission, self.admission.model, self.admission.held()
-            return Load(
-                lanes={lane: line.told(now, model.attended_each) for lane, line in self._lanes.items()},
-                coefficients=tuple(
-                    model.coefficients[: len(NAMES)] if model.is_known else (0.0,) * len(NAMES)
-                ),
-                num_free_kv=num_free_kv,
-                held=held,
-                context_each=admission.context_each,
-                step_s=admission.last_step_s if held.num_running else 0.0,
-                is_draining=is_draining,
-                experts_s=model.experts_s,
-                chosen_share=model.chosen_share,
-            )
+            return self.admission.load(now, num_free_kv, is_draining=is_draining)
 
     def step_model(self) -> dict[str, float]:
         """The fitted coefficients of the step time."""
@@ -221,7 +219,7 @@ class LaneQueue:
         while True:
             with self._lock:
                 aged = self._aged() if above is None else None
-                candidates = [choose(line) for line in lines_in_turn(self._lanes.values(), above)]
+                candidates = [next_of(line) for line in lines_in_turn(self._lanes.values(), above)]
                 if before is not None and before.lane == above:
                     candidates += due_before(self._tickets.get(before.request_id))
             if aged is not None:
@@ -287,28 +285,24 @@ class LaneQueue:
 
     # Letting in
 
-    def _put_together(
+    def _put(
         self, requests: ListLike[Request], now: float, cached: ListLike[tuple[int, int]]
-    ) -> list[Forecast | None]:
-        forecasts = list[Forecast | None]()
+    ) -> Forecast | None:
+        """Admits requests that one reply needs, or none, by one forecast: that of the last one's first token."""
+        entered, num_tokens, forecast = list[Ticket](), 0, None
         try:
             for request, found in zip(requests, cached, strict=True):
-                forecasts.append(self._put(request, now, *found))
+                line, ticket = self._ticket(request, now, *found)
+                self._bounds.check(line, ticket, now)
+                num_tokens += ticket.size.num_uncached
+                if request is requests[-1]:
+                    forecast = self._promise(line, ticket, now, num_tokens if entered else None)
+                self._enter(line, ticket, now)
+                entered.append(ticket)
         except Refusal:
-            for request in requests[: len(forecasts)]:
-                self._leave(self._tickets[request.request_id])
+            for ticket in entered:
+                self._leave(ticket)
             raise
-        return forecasts
-
-    def _put(self, request: Request, now: float, num_cached: int, num_in_use: int) -> Forecast | None:
-        line, ticket = self._ticket(request, now, num_cached, num_in_use)
-        self._bounds.check(line, ticket, now)
-        forecast = self.admission.forecast(ticket.account, ticket.size, now, ttft_s=request.ttft_s)
-        waited_s = max(0.0, now - request.arrival_s)
-        if forecast is not None:
-            self._check_promise(line, forecast, waited_s)
-            ticket.forecast_s = waited_s + forecast.raw_s
-        self._enter(line, ticket, now)
         return forecast
 
     def _ticket(
@@ -323,11 +317,33 @@ class LaneQueue:
         deadline_us = microseconds(request.arrival_s + due_s)
         return line, Ticket(request, account, num_cached, num_in_use, deadline_us, self._num_let_in)
 
+    def _promise(
+        self, line: LaneLine, ticket: Ticket, now: float, num_promised: int | None
+    ) -> Forecast | None:
+        """Promises a request its first token, if the forecast allows it.
+
+        Raises:
+            Refusal: it does not.
+        """
+        ttft_s = ticket.request.ttft_s
+        forecast = self.admission.forecast(
+            ticket.account, ticket.size, now, num_promised=num_promised, ttft_s=ttft_s
+        )
+        ticket.allowed_s = ttft_s or line.policy.ttft_s
+        if forecast is not None:
+            waited_s = max(0.0, now - ticket.request.arrival_s)
+            self._check_promise(line, forecast, waited_s)
+            ticket.forecast_s, ticket.allowed_s = waited_s + forecast.raw_s, forecast.allowed_s
+            ticket.is_near = waited_s + forecast.late_s >= NEAR * forecast.allowed_s
+        return forecast
+
     def _check_promise(self, line: LaneLine, forecast: Forecast, waited_s: float) -> None:
-        """Refuses a request that would come too late: one in ten that are let in may."""
+        """Refuses a request that would come too late: one in a hundred that are let in may."""
         seconds = waited_s + forecast.late_s
         line.is_late = self._promises and seconds > forecast.allowed_s
         if line.is_late:
+            coverage, left_s = line.coverage, forecast.allowed_s - waited_s
+            coverage.num_needless += coverage.border.share_within(left_s / forecast.raw_s, line.ratios)
             raise Refusal(
                 "promise_out_of_reach",
                 f"the first token could take {seconds:.2f} s; "
@@ -347,7 +363,8 @@ class LaneQueue:
             line.share.clock = max(line.share.clock, self._lane_floor(line))
         line.entered_s = now
         account.num_open += 1
-        account.arrivals.add(ticket.size.work(self.admission.model.attended_each), now)
+        for sender in (account, line):
+            sender.arrivals.add(ticket.size.work(self.admission.model.attended_each), now)
         line.add(ticket)
         self._tickets[ticket.request.request_id] = ticket
 
@@ -382,29 +399,10 @@ class LaneQueue:
         if not line.num_requests and not line.num_running:
             line.share.idle_since_us = self._now_us
 
-    def _forget_idle(self) -> None:
-        """Tenants that have not been here for long have no debt left to remember."""
-        horizon = self._now_us - _FORGET_AFTER_US
-        for line in self._lanes.values():
-            idle = [t for t, a in line.accounts.items() if not a.num_open and a.share.idle_since_us < horizon]
-            for tenant in idle:
-                del line.accounts[tenant]
-
-    # Whose turn it is
+    # Taken and served
 
     def _aged(self) -> Ticket | None:
-        """Returns the longest waiting of the tenants that were not served for too long, within their budget."""
-        if self._aged_tokens <= 0:
-            return None
-        aged = [
-            account.head
-            for line in self._lanes.values()
-            if line.num_requests and line.policy.ageing_s < inf
-            for account in line.active.values()
-            if self._now_us - max(account.head.arrival_us, account.served_us)
-            > microseconds(line.policy.ageing_s)
-        ]
-        return min(aged, key=lambda ticket: (ticket.arrival_us, ticket.key), default=None)
+        return aged(self._lanes.values(), self._now_us) if self._aged_tokens > 0 else None
 
     def _dispatch(self, ticket: Ticket) -> Request:
         line = ticket.account.lane

@@ -30,8 +30,16 @@ class Ratios:
         Args:
             others: the ratios to go by as far as these are too few.
         """
+        known = sorted(self._known(others))
+        return min(max(known[int(part * (len(known) - 1) + 0.5)], _LEAST), _MOST)
+
+    def share_within(self, most: float, others: Ratios) -> float:
+        """Returns the share of the ratios that are at most so large, by the same rules."""
+        known = self._known(others)
+        return sum(ratio <= most for ratio in known) / len(known)
+
+    def _known(self, others: Ratios | None) -> list[float]:
         known = [*self._last]
         for more in (() if others is None else reversed(others._last), repeat(1.0)):
             known += islice(more, max(0, _ENOUGH - len(known)))
-        known.sort()
-        return min(max(known[int(part * (len(known) - 1) + 0.5)], _LEAST), _MOST)
+        return known

@@ -15,7 +15,7 @@ class Forecast:
     seconds: float
     """The time before which two in three first tokens come, as reported to clients."""
     late_s: float
-    """The time before which nine in ten come, as compared with the promise."""
+    """The time that is compared with the promise: before it nine in ten come, times the lane's margin."""
     raw_s: float
     """The time without corrections learnt from earlier forecasts."""
     allowed_s: float

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.step import num_attended
+from penstock.priority.coverage import Coverage
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.lengths import Lengths
 from penstock.priority.rates import Rate
@@ -24,6 +27,9 @@ LEAD_TOKENS = 4_096
 _LIVELY_S = 300.0
 _UNKNOWN_LENGTH = 256
 """The expected length of an answer while too little is known, if its limit allows it."""
+_FORGET_AFTER_US = 600_000_000
+_STALE, _MANY = 2, 64
+"""A heap of clocks is made anew when it has more entries than this: so many for each account, and so many more."""
 _BYTES_PER_TOKEN = 36
 """A slot of a tuple, and an integer object."""
 
@@ -66,10 +72,12 @@ class Ticket:
 
     __slots__ = (
         "account",
+        "allowed_s",
         "arrival_us",
         "choices_left",
         "deadline_us",
         "forecast_s",
+        "is_near",
         "key",
         "num_bytes",
         "num_cached",
@@ -115,6 +123,16 @@ class Ticket:
         self.choices_left = request.n
         self.forecast_s: float | None = None
         """The forecast at admission, without learnt corrections."""
+        self.allowed_s = inf
+        """The time from its arrival that it was promised; infinite if it was promised none, or the promise is over."""
+        self.is_near = False
+        """Whether it was let in near the border; see `Coverage.border`."""
+
+    def note_late(self, now: float) -> None:
+        """Counts its promise as broken once its time has passed, whether the first token comes or not."""
+        if now - self.request.arrival_s > self.allowed_s:
+            self.allowed_s = inf
+            self.account.lane.coverage.note(is_kept=False)
 
     def need(self, attended_each: float, spare: float) -> Need:
         """Returns its need, with half of the KV of its answers, which grow."""
@@ -138,7 +156,7 @@ class Ticket:
 class Backlog:
     """The sums over the waiting requests of a tenant or a lane."""
 
-    __slots__ = ("num_attended", "num_choices", "num_kv", "num_requests", "num_tokens")
+    __slots__ = ("num_attended", "num_choices", "num_growth", "num_kv", "num_requests", "num_tokens")
 
     def __init__(self) -> None:
         self.num_requests = 0
@@ -147,6 +165,7 @@ class Backlog:
         """Uncached prompt tokens."""
         self.num_attended = 0
         self.num_kv = 0
+        self.num_growth = 0
 
     def count(self, ticket: Ticket, sign: int) -> None:
         size = ticket.size
@@ -155,6 +174,7 @@ class Backlog:
         self.num_tokens += sign * size.num_uncached
         self.num_attended += sign * size.num_attended
         self.num_kv += sign * size.num_kv
+        self.num_growth += sign * ticket.num_growth
 
     def work(self, attended_each: float) -> float:
         """Prompt tokens to compute, those included that attending to others takes as long as."""
@@ -205,6 +225,8 @@ class Account(Backlog):
         self.share.charge(cost)
         self.lane.share.charge(cost)
         self.lane.worked.add(self.tenant, cost, now_us / 1e6)
+        if cost < 0:
+            self.lane.note_clock(self)
 
     def work_by(self, deadline_us: int, attended_each: float) -> float:
         """Returns the work of its waiting requests that are due no later."""
@@ -244,9 +266,21 @@ class LaneLine(Backlog):
         self.policy = policy
         self.share = Share(policy.weight)
         self.accounts: dict[str, Account] = {}
+        """The tenants that were here lately; who sent last stands last."""
         self.active: dict[str, Account] = {}
         """The accounts that have something waiting."""
+        self.tickets: list[tuple[tuple[int, int], Ticket]] = []
+        """The waiting requests, the earliest deadline first."""
+        self.arrivals = Rate()
+        """The sum of its accounts' arrivals."""
+        self.weight = 0
+        """The sum of its accounts' weights."""
+        self._clocks: list[tuple[int, int, Account]] = []
+        """A heap of clocks that active accounts had, each no later than the clock now."""
+        self._num_clocks = 0
         self.num_bytes = 0
+        self.num_changes = 0
+        """How often a request came to wait, or no longer waits."""
         self.num_prefill_left = 0
         """Prompt tokens that running requests of the lane still have to compute."""
         self.num_attended_left = 0
@@ -258,6 +292,7 @@ class LaneLine(Backlog):
         self.worked = LastMinute()
         """The costs of its tenants."""
         self.ratios = Ratios()
+        self.coverage = Coverage()
         self.lengths = Lengths()
         self.last_clock = 0
         """The clock of the tenant that was served last: where others start if nobody waits."""
@@ -270,7 +305,26 @@ class LaneLine(Backlog):
     @property
     def floor(self) -> int:
         """The least clock of the tenants that have something waiting."""
-        return min((a.share.clock for a in self.active.values()), default=self.last_clock)
+        clocks = self._clocks
+        while clocks:
+            clock, number, account = clocks[0]
+            if not account.tickets:
+                heappop(clocks)
+            elif account.share.clock > clock:
+                heapreplace(clocks, (account.share.clock, number, account))
+            else:
+                return clock
+        return self.last_clock
+
+    def note_clock(self, account: Account) -> None:
+        """Takes the clock of an account that became active, or that was set back."""
+        if account.tickets:
+            self._num_clocks += 1
+            if len(self._clocks) > _STALE * len(self.active) + _MANY:
+                self._clocks = [(a.share.clock, i, a) for i, a in enumerate(self.active.values())]
+                heapify(self._clocks)
+                self._num_clocks = len(self._clocks)
+            heappush(self._clocks, (account.share.clock, self._num_clocks, account))
 
     def is_lively(self, now: float) -> bool:
         """Whether requests came lately, so that more are to be expected."""
@@ -295,25 +349,48 @@ class LaneLine(Backlog):
             num_running=self.num_running,
             num_prefill_left=int(self.work_left(attended_each)),
             is_lively=self.is_lively(now),
-            factor=self.ratios.quantile(LATE),
+            factor=self.ratios.quantile(LATE) * self.coverage.margin,
         )
 
     def account(self, tenant: str, weight: int) -> Account:
         found = self.accounts.get(tenant)
         if found is None:
             found = self.accounts[tenant] = Account(tenant, weight, self)
+            self.weight += weight
         return found
+
+    def forget_idle(self, now_us: int) -> None:
+        """Forgets tenants that have not been here for long: they have no debt left to remember."""
+        horizon = now_us - _FORGET_AFTER_US
+        idle = [t for t, a in self.accounts.items() if not a.num_open and a.share.idle_since_us < horizon]
+        for tenant in idle:
+            self.weight -= self.accounts.pop(tenant).share.weight
+
+    def set_weights(self, weights: Mapping[str, int]) -> None:
+        for tenant, account in self.accounts.items():
+            account.share.weight = weights.get(tenant, 1)
+        self.weight = sum(account.share.weight for account in self.accounts.values())
+
+    def recent(self, account: Account, most: int) -> list[Account]:
+        """Returns the other accounts that sent last, at most so many."""
+        last = islice(reversed(self.accounts.values()), most + 1)
+        return [other for other in last if other is not account][:most]
 
     def add(self, ticket: Ticket) -> None:
         account = ticket.account
+        self.accounts[account.tenant] = self.accounts.pop(account.tenant)
         insort(account.tickets, (ticket.key, ticket))
+        insort(self.tickets, (ticket.key, ticket))
         self.active[account.tenant] = account
+        if len(account.tickets) == 1:
+            self.note_clock(account)
         account.count(ticket, 1)
         self.count(ticket, 1)
 
     def remove(self, ticket: Ticket) -> None:
         account = ticket.account
-        del account.tickets[bisect_left(account.tickets, (ticket.key,))]
+        for tickets in (account.tickets, self.tickets):
+            del tickets[bisect_left(tickets, (ticket.key,))]
         if not account.tickets:
             del self.active[account.tenant]
         account.count(ticket, -1)
@@ -321,20 +398,19 @@ class LaneLine(Backlog):
 
     def first(self, due: float, attended_each: float) -> Iterator[Ticket]:
         """The waiting requests, the earliest deadline first, until they are more work than is due."""
-        for ticket in sorted(self.waiting(), key=lambda ticket: ticket.key):
+        for _, ticket in self.tickets:
             if due <= 0:
                 return
             yield ticket
             due -= ticket.size.work(attended_each)
 
     def waiting(self) -> Iterator[Ticket]:
-        for account in self.active.values():
-            for _, ticket in account.tickets:
-                yield ticket
+        return (ticket for _, ticket in self.tickets)
 
     def count(self, ticket: Ticket, sign: int) -> None:
         super().count(ticket, sign)
         self.num_bytes += sign * ticket.num_bytes
+        self.num_changes += 1
 
 
 def microseconds(seconds: float) -> int:

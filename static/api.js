@@ -22,6 +22,7 @@
  * @property {?number} forecast_ttft_ms
  * @property {?number} promised_ttft_ms
  * @property {?number} attainment
+ * @property {?{promised: number, kept: number, low: number, high: number}} coverage  with its 95 % interval
  *
  * @typedef {object} ServerStatus
  * @property {string} state

@@ -74,6 +74,19 @@ SECTIONS: dict[str, list[Panel]] = {
             (0.99, 0.95),
         ),
         Panel(
+            "Coverage",
+            "The 95 % interval of the share of promises kept, since the server's start.",
+            "percentunit",
+            [("min by (lane, bound) (penstock_promise_coverage_ratio)", "{{lane}}: {{bound}}")],
+            (0.99, 0.95),
+        ),
+        Panel(
+            "Needless refusals",
+            "Refusals a second that would have been in time, as expected by what was let in near the border.",
+            "reqps",
+            [rate("penstock_needless_refusals_total", "lane")],
+        ),
+        Panel(
             "Promise in use",
             "The share of the promised time that forecasts use up: at 1 requests are refused.",
             "percentunit",

@@ -145,14 +145,11 @@ class Generation:
             return 0
         return self.num_output_tokens + self.num_prompt_tokens
 
-    def note_let_in(
-        self, requests: Sequence[Request], forecasts: Iterable[Forecast | None], now: float
-    ) -> None:
+    def note_let_in(self, requests: Sequence[Request], forecast: Forecast | None, now: float) -> None:
         """Notes that it was let in, with its requests as they were."""
         self.requests = list(requests)
-        expected = [forecast.seconds for forecast in forecasts if forecast is not None]
-        if expected:
-            self.predicted_ttft_s = now - self.requests[0].arrival_s + max(expected)
+        if forecast is not None:
+            self.predicted_ttft_s = now - self.requests[0].arrival_s + forecast.seconds
 
     def num_unfinished(self, request_id: str) -> int:
         """The number of one request's choices that the engine has not ended."""

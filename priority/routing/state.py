@@ -52,7 +52,7 @@ class LaneWork:
     is_lively: bool = False
     """Requests came lately, and more are to be expected."""
     factor: float = 1.0
-    """A learnt factor: 9 in 10 first tokens come sooner than their forecast times this."""
+    """A learnt factor: a forecast times this is compared with the promise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Request, SamplingParams
@@ -26,6 +27,8 @@ class Served:
     longest_gap_s: float = 0.0
     last_token_s: float = 0.0
     predicted_s: float | None = None
+    promised_s: float = inf
+    """The time to its first token that it was promised when it was let in."""
     refused: str | None = None
     retry_after_s: float = 0.0
     num_preemptions: int = 0

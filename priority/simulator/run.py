@@ -50,13 +50,18 @@ class SimulatedQueue(RequestQueue, Protocol):
 
 
 def make_queue(
-    policy: str, machine: Machine, lanes: Mapping[Lane, LanePolicy], weights: Mapping[str, int]
+    policy: str,
+    machine: Machine,
+    lanes: Mapping[Lane, LanePolicy],
+    weights: Mapping[str, int],
+    *,
+    learns: bool = False,
 ) -> SimulatedQueue:
     """One of POLICIES; the first three let everybody in and fill every step."""
     if policy in ("fcfs", "strict"):
         return FirstComeQueue(by_lane=policy == "strict")
     coefficients = machine.coefficients if policy == "penstock" else None
-    model = StepTimeModel(coefficients, learns=False)
+    model = StepTimeModel(coefficients, learns=learns)
     return LaneQueue(nullcontext(), lanes, weights=weights, model=model)
 
 
@@ -69,6 +74,7 @@ def simulate(
     weights: Mapping[str, int] | None = None,
     num_machines: int = 1,
     insisting: Container[int] = (),
+    slowness: Callable[[float], float] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Runs a trace to the end of its last request. Deterministic.
@@ -77,6 +83,7 @@ def simulate(
         insisting: places in the trace of requests that are let in even if they are expected too late.
         num_machines: so many equal machines; each request goes to the one with the least prompt tokens outstanding,
             sessions stay where they began.
+        slowness: by how much a machine is slower than its coefficients at a time; queues then learn its step times.
         progress: told now and then how many requests have ended.
     """
     result = Result(policy, [Served(arrival) for arrival in arrivals], 0.0)
@@ -84,8 +91,8 @@ def simulate(
     has_prefixes = any(arrival.hash_ids for arrival in arrivals)
     servers = [
         Server(
-            machine, make_queue(policy, machine, lanes, weights or {}), lanes, result, tally.add,
-            log=None, prefix_cache=has_prefixes,
+            machine, make_queue(policy, machine, lanes, weights or {}, learns=slowness is not None), lanes,
+            result, tally.add, log=None, prefix_cache=has_prefixes, slowness=slowness,
         )
         for _ in range(num_machines)
     ]  # fmt: skip
@@ -148,6 +155,7 @@ class Server(TokenSink):
         *,
         log: PrefixLog | None,
         prefix_cache: bool = True,
+        slowness: Callable[[float], float] | None = None,
     ) -> None:
         """`on_end` is called for each admitted request that is over, with its id and outcome."""
         self.machine = machine
@@ -155,6 +163,7 @@ class Server(TokenSink):
         self.result = result
         self.on_end = on_end
         self.model = StepTimeModel(machine.coefficients, learns=False)
+        self._slowness = slowness
         self.tables = BlockTables(
             machine.num_kv_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, prefix_cache=prefix_cache, log=log
         )
@@ -187,9 +196,10 @@ class Server(TokenSink):
             self.queue.readmit(request, arrival.at_s)
         else:
             cached = self.tables.find_cached(request.block_hashes)
-            [request], [forecast] = self.queue.put_all([request], arrival.at_s, [cached])
+            [request], forecast = self.queue.put_all([request], arrival.at_s, [cached])
             served.lane = Lane(request.lane)
         served.predicted_s = forecast.seconds if forecast else None
+        served.promised_s = forecast.allowed_s if forecast else inf
         self.open[request.request_id] = served
         self.num_prompt_open += arrival.num_prompt
 
@@ -337,6 +347,8 @@ class Server(TokenSink):
     def _spend(self, num_prefill: int, num_decode: int, num_context: int, num_attended: int) -> float:
         """Lets the time of one step pass."""
         duration_s = self.model.seconds(num_prefill, num_decode, num_context, num_attended)
+        if self._slowness is not None:
+            duration_s *= self._slowness(self.now)
         self.now += duration_s
         self.result.busy_s += duration_s
         self.result.num_steps += 1

@@ -24,6 +24,16 @@ export function standing({ forecast_ttft_ms: forecast, promised_ttft_ms: promise
   return forecast > 0.7 * promised ? "close" : "kept";
 }
 
+/**
+ * How sure the share of promises kept is.
+ * @param {LaneStatus["coverage"]} coverage
+ */
+export function interval(coverage) {
+  if (!coverage) return "";
+  const { promised, kept, low, high } = coverage;
+  return `${number(kept)} of ${number(promised)}; 95 % interval ${percent(low)} to ${percent(high)}`;
+}
+
 class LaneCard {
   #name;
   #predicted = el("dd", {}, "–");
@@ -72,6 +82,7 @@ class LaneCard {
     this.#predicted.textContent = forecast === null ? "–" : duration(forecast);
     this.#promised.textContent = promised === null ? "–" : duration(promised);
     this.#attained.textContent = percent(lane.attainment);
+    this.#attained.title = interval(lane.coverage);
     this.#waiting.textContent = number(lane.waiting);
     this.#fill.style.width = `${Math.min(100, 100 * ((forecast ?? 0) / (promised ?? Infinity)))}%`;
     const forecasts = lanes.map((one) => one?.forecast_ttft_ms ?? null);

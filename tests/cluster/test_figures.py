@@ -8,6 +8,7 @@ from penstock.cluster import figures
 from penstock.cluster.figures import Figures
 from penstock.cluster.metrics import Metrics as SwitchMetrics
 from penstock.gateway.metrics import Metrics
+from penstock.priority.coverage import Coverage
 from penstock.priority.lanes import Lane
 from tests.clock import Clock
 
@@ -20,8 +21,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_of_a_replica(clock: Clock) -> None:
-    metrics, read = Metrics(), Figures()
-    metrics.note_promise(Lane.BATCH, 9.0, 1.0, None)
+    metrics, read, standard = Metrics(), Figures(), Coverage()
+    standard.note(is_kept=False)
+    metrics.note_coverage({Lane.STANDARD: standard})
     first = read.of_replica(metrics.render().decode())
     assert first == {
         "kv": 0.0,
@@ -34,8 +36,9 @@ def test_of_a_replica(clock: Clock) -> None:
     metrics.switches.set(2)
     metrics.note_forecast(Lane.STANDARD, 0.5, 1.0)
     metrics.note_forecast(Lane.INTERACTIVE, 0.1, 1.0)
-    for ttft_s in (0.1, 0.2, 2.0):
-        metrics.note_promise(Lane.STANDARD, ttft_s, 1.0, None)
+    for is_kept in (True, True, False):
+        standard.note(is_kept=is_kept)
+    metrics.note_coverage({Lane.STANDARD: standard})
     metrics.note_refused(Lane.STANDARD, "promise_out_of_reach")
     metrics.note_refused(Lane.STANDARD, "queue_timeout")
     metrics.note_refused(Lane.STANDARD, "tenant_queue_full")

@@ -30,7 +30,7 @@ from penstock.engine.model.families import FAMILIES
 from penstock.engine.model.gguf.container import TYPES
 from penstock.engine.model.gguf.kinds import KINDS
 from penstock.engine.parallel import group
-from penstock.engine.planning import block_map, grammar_check, grammars, lookup, pace, price
+from penstock.engine.planning import block_map, grammar_check, grammars, lookup, pace, price, rehearsal
 from penstock.engine.planning.request import SamplingParams
 from penstock.engine.quant.storages import packing
 from penstock.gateway import watch
@@ -42,7 +42,18 @@ from penstock.gateway.sessions.batches import batch, files, run, running
 from penstock.gateway.sessions.recordings.registry import Keeping
 from penstock.gateway.store import breaker, interface, memory, patience, pieces, redis, redis_records
 from penstock.gateway.wire import compiling
-from penstock.priority import lengths, pacing, ratios, shares, steptime, turns, waiting, yielding
+from penstock.priority import (
+    coverage,
+    lengths,
+    pacing,
+    ratios,
+    rivals,
+    shares,
+    steptime,
+    turns,
+    waiting,
+    yielding,
+)
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.routing import index, router
 from penstock.priority.simulator.cluster import Wires
@@ -155,6 +166,11 @@ CLAIMS: dict[str, list[str]] = {
         f"of the tenant's last {ratios._KEPT} requests or, below {ratios._ENOUGH}, of its lane's",
         f"from the last {lengths._KEPT} answers of the tenant",
         f"within {pacing.ALONE_SLACK:g} times its duration alone",
+        f"raises it by {coverage.GAMMA * (1 - coverage.ALPHA):g}, each kept one",
+        f"lowers it by {coverage.GAMMA * coverage.ALPHA:g}",
+        f"{coverage.ALPHA:g} T + (R + {coverage.GAMMA:g} D - 1) / {coverage.GAMMA:g}",
+        f"the {rivals.MOST_NAMED} that sent last are looked at one by one",
+        f"prompts of {min(rehearsal._PROMPTS)} to {max(rehearsal._PROMPTS)} tokens of its own",
         f"Until {steptime._ENOUGH_STEPS} steps have been measured",
         f"is due after 1 / (1 / S + 1 / {pacing._STRETCH:g}t)",
         f"keep it within {pacing._MARGIN * 100:g} % of the strictest TPOT promise",

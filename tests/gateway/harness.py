@@ -179,6 +179,8 @@ class Gateway:
         **fields: Any,
     ) -> None:
         timings = make_timings(request)
+        num_prompt = request.num_prompt_tokens
+        self.queue.charge([(request, num_prompt, 1, num_prompt + 1)], timings.first_token_s)
         self.bring(request, text, index, finish_reason=reason, timings=timings, **fields)
 
     def answer(self, request: Request, *texts: str) -> None:

@@ -275,7 +275,8 @@ def full_metrics() -> Metrics:
         metrics.note_admitted(lane, [100])
         metrics.note_forecast(lane, 0.1, 1.0)
         metrics.note_finished(lane, FinishReason.STOP, make_timings(make_request()))
-        metrics.note_promise(lane, 0.1, 1.0, 0.1)
+        metrics.note_first_token(lane, 0.1, 0.1)
+    metrics.note_coverage({lane: Coverage(num=1) for lane in Lane})
     metrics.note_step(step_report(drafts={"draft": DraftCount([5, 4, 3], [3, 1, 0])}), 1)
     return metrics
 

@@ -131,6 +131,12 @@ def check_books(queue: LaneQueue) -> None:
         assert line.num_tokens == sum(t.size.num_uncached for t in waiting)
         assert line.num_attended == sum(t.size.num_attended for t in waiting)
         assert line.num_kv == sum(t.size.num_kv for t in waiting)
+        assert line.num_growth == sum(t.num_growth for t in waiting)
+        assert line.weight == sum(a.share.weight for a in line.accounts.values())
+        assert line.floor == min((a.share.clock for a in line.active.values()), default=line.last_clock)
+        assert [key for key, _ in line.tickets] == sorted(
+            t.key for a in line.active.values() for _, t in a.tickets
+        )
         assert line.num_choices == sum(t.num_places for t in waiting)
         assert line.num_bytes == sum(t.num_bytes for t in waiting)
         assert line.num_running == len(running)

@@ -34,7 +34,6 @@ def test_who_asks_for_little_leaves_the_rest_to_the_others() -> None:
 def test_the_time_to_catch_up_is_that_in_which_all_is_done_that_came(
     work: float, rate: float, others: list[tuple[float, float]]
 ) -> None:
-    flows = [(due / arrivals, due, arrivals) for due, arrivals in others]
-    seconds = seconds_to_catch_up(work, rate, flows)
+    seconds = seconds_to_catch_up(work, rate, others)
     done = work + sum(min(due, arrivals * seconds) for due, arrivals in others)
     assert seconds * rate == pytest.approx(done)

@@ -294,10 +294,8 @@ class Recording(Generation):
 
     # As a Generation
 
-    def note_let_in(
-        self, requests: Sequence[Request], forecasts: Iterable[Forecast | None], now: float
-    ) -> None:
-        super().note_let_in(requests, forecasts, now)
+    def note_let_in(self, requests: Sequence[Request], forecast: Forecast | None, now: float) -> None:
+        super().note_let_in(requests, forecast, now)
         [self.request] = requests
 
     @property
