@@ -18,6 +18,7 @@ from penstock.gateway import instruments
 from penstock.gateway.instruments import Exposition
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.service import ServiceOptions
+from penstock.priority.coverage import Coverage
 from penstock.priority.lanes import Lane, LanePolicy
 from tests.few import examples
 from tests.gateway.harness import (
