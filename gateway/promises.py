@@ -42,7 +42,7 @@ class PromiseMetrics:
             self._needless(lane.label).set(one.num_needless)
             for bound, value in zip(("low", "high"), one.interval, strict=True):
                 self._interval(lane.label, bound).set(value)
-            self._margin(lane.label).set(one.margin)
+            self._margin(lane.label).set(one.margin.value)
 
 
 def shown(coverage: Coverage | None) -> dict[str, object]:

@@ -120,7 +120,7 @@ class Admission:
                 ticket.account.lane.coverage.border.add(ratio)
         ticket.note_late(now)
         if ticket.allowed_s < inf:
-            ticket.account.lane.coverage.note(is_kept=True)
+            ticket.account.lane.coverage.note(ticket.account.margin, is_kept=True)
 
     def note_late_ones(self, now: float) -> None:
         """Counts the broken promises of requests that still wait."""
@@ -209,7 +209,7 @@ class Admission:
         own = Need(size.work(each), size.num_kv, size.num_seats, self._spare(lane, load))
         raw_s = self._raw_s(account, own, load, now, ttft_s)
         told, late = (account.ratios.quantile(part, lane.ratios) for part in (TOLD, LATE))
-        late *= lane.coverage.margin
+        late *= lane.coverage.margin_of(account.margin)
         promised = own.work if num_promised is None else Size.of(num_promised).work(each)
         allowed_s = ttft_s or self.planner.allowed_s(lane.lane, promised, load.max_batch_tokens, late)
         return Forecast(raw_s * told, raw_s * late, raw_s, allowed_s)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.step import num_attended
-from penstock.priority.coverage import Coverage
+from penstock.priority.coverage import Coverage, Margin
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.lengths import Lengths
 from penstock.priority.rates import Rate
@@ -132,7 +132,7 @@ class Ticket:
         """Counts its promise as broken once its time has passed, whether the first token comes or not."""
         if now - self.request.arrival_s > self.allowed_s:
             self.allowed_s = inf
-            self.account.lane.coverage.note(is_kept=False)
+            self.account.lane.coverage.note(self.account.margin, is_kept=False)
 
     def need(self, attended_each: float, spare: float) -> Need:
         """Returns its need, with half of the KV of its answers, which grow."""
@@ -188,6 +188,7 @@ class Account(Backlog):
         "arrivals",
         "lane",
         "lengths",
+        "margin",
         "num_open",
         "ratios",
         "served_us",
@@ -205,6 +206,7 @@ class Account(Backlog):
         self.num_open = 0
         """Requests that wait or run."""
         self.ratios = Ratios()
+        self.margin = Margin()
         self.lengths = Lengths()
         self.served_us = 0
         """The time at which its last request was dispatched."""
@@ -349,7 +351,7 @@ class LaneLine(Backlog):
             num_running=self.num_running,
             num_prefill_left=int(self.work_left(attended_each)),
             is_lively=self.is_lively(now),
-            factor=self.ratios.quantile(LATE) * self.coverage.margin,
+            factor=self.ratios.quantile(LATE) * self.coverage.margin.value,
         )
 
     def account(self, tenant: str, weight: int) -> Account:

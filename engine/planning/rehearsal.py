@@ -56,9 +56,7 @@ class Rehearsal:
         self._may_take = True
         return UNLIMITED
 
-    def take(
-        self, fits: Callable[[Request], bool], above: int | None = None, before: Request | None = None
-    ) -> Request | None:
+    def take(self, fits: Callable[[Request], bool], above: int | None = None, *_: object) -> Request | None:
         if not self._may_take or not self._requests or above is not None or not fits(self._requests[0]):
             return None
         self._may_take = False

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.priority import admission, rivals
-from penstock.priority.coverage import ALPHA, GAMMA, Coverage, interval
+from penstock.priority.coverage import ALPHA, ENOUGH, GAMMA, Coverage, Margin, interval
 from penstock.priority.lanes import Lane
 from penstock.priority.queue import LaneQueue
 from penstock.priority.simulator.run import Machine, simulate
@@ -40,15 +40,34 @@ def test_no_more_promises_are_broken_than_the_bound_allows(
     wrong: list[float], start: int, num_open: int
 ) -> None:
     """`wrong` is by how much each first token is later than its forecast; `num_open` outcomes are not known yet."""
-    coverage, margins, broken = Coverage(), list[float](), list[bool]()
+    margin, margins, broken = Margin(), list[float](), list[bool]()
     for place in range(len(wrong)):
-        margins.append(coverage.margin)
+        margins.append(margin.value)
         if place >= num_open:
             broken.append(wrong[place - num_open] > margins[place - num_open])
-            coverage.note(is_kept=not broken[-1])
-        assert coverage.margin >= 1.0
+            margin.note(is_kept=not broken[-1])
+        assert margin.value >= 1.0
     some = broken[start:]
     assert sum(some) <= ALPHA * len(some) + (max(1.0, *wrong) + GAMMA * (num_open + 1) - 1) / GAMMA
+
+
+def test_a_tenant_with_enough_outcomes_has_a_margin_of_its_own() -> None:
+    lane, late, quiet = Coverage(), Margin(), Margin()
+    for _ in range(ENOUGH):
+        lane.note(late, is_kept=False)
+    first = lane.margin.value
+    assert (
+        first
+        == lane.margin_of(late)
+        == lane.margin_of(quiet)
+        == pytest.approx(1 + ENOUGH * GAMMA * (1 - ALPHA))
+    )
+    lane.note(late, is_kept=False)
+    assert lane.margin_of(late) > first == lane.margin_of(quiet)
+    for _ in range(ENOUGH):
+        lane.note(quiet, is_kept=True)
+    assert lane.margin_of(quiet) == 1.0 < lane.margin.value < first
+    assert (lane.num, lane.num_kept) == (2 * ENOUGH + 1, ENOUGH)
 
 
 def test_the_interval_is_that_of_wilson() -> None:
@@ -76,7 +95,7 @@ def test_a_promise_is_broken_when_its_time_has_passed_and_kept_by_a_first_token_
     queue.expire(4.2)
     one = queue.coverage()[Lane.INTERACTIVE]
     assert (one.num, one.num_kept) == (3, 1)
-    assert one.margin == pytest.approx(1 + GAMMA * (2 - 2 * ALPHA), abs=2 * GAMMA * ALPHA)
+    assert one.margin.value == pytest.approx(1 + GAMMA * (2 - 2 * ALPHA), abs=2 * GAMMA * ALPHA)
     assert Lane.BATCH not in queue.coverage()
 
 
