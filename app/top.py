@@ -71,10 +71,15 @@ def _lanes(lanes: Mapping[str, Any]) -> str:
             number(lane["forecast_ttft_ms"], 0.001),
             number(lane["promised_ttft_ms"], 0.001),
             percent(lane["attainment"]),
+            _interval(lane["coverage"]),
         ]
         for name, lane in lanes.items()
     ]
-    return table(["lane", "waiting", "first token in, s", "promised, s", "kept"], rows)
+    return table(["lane", "waiting", "first token in, s", "promised, s", "kept", "95 % interval"], rows)
+
+
+def _interval(coverage: Mapping[str, Any] | None) -> str:
+    return f"{percent(coverage['low'])} to {percent(coverage['high'])}" if coverage else "-"
 
 
 def _events(url: str) -> Iterator[tuple[str, dict[str, Any]]]:

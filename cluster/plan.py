@@ -23,6 +23,7 @@ OF_SWITCH = frozenset(
         "api_keys_file",
         "overload_status",
         "allowed_hosts",
+        "forwarded_allow_ips",
         "drain_timeout",
         "log_level",
         "log_format",

@@ -104,6 +104,7 @@ TABLE = [
     ("doctor {model} --kv-dtypes int8", "unknown argument --kv-dtypes; did you mean --kv-dtype?"),
     ("doctor {model} --url http://127.0.0.1:1", "--url goes with nothing else"),
     ("doctor --url localhost", "localhost"),
+    ("top --url localhost", "localhost"),
     ("doctor {model} --revision v1", "--revision v1"),
     ("doctor --dtype int3", "--dtype"),
     ("kernels", "action"),

@@ -39,7 +39,8 @@ gate = sys.argv.pop(1)
 launch, launched = penstock.engine.engine.Engine._launch, []
 
 def failing(self, scheduler, plan, now):
-    launched.append(plan)
+    if self.state is penstock.engine.engine.EngineState.READY:  # not in its rehearsal
+        launched.append(plan)
     if len(launched) == 3:
         open(gate).read()
         raise DeviceError("the device is gone")

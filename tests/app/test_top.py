@@ -21,8 +21,15 @@ SERVER = {
             "forecast_ttft_ms": 812,
             "promised_ttft_ms": 1000,
             "attainment": 0.994,
+            "coverage": {"promised": 500, "kept": 497, "low": 0.983, "high": 0.998},
         },
-        "batch": {"waiting": 0, "forecast_ttft_ms": None, "promised_ttft_ms": None, "attainment": None},
+        "batch": {
+            "waiting": 0,
+            "forecast_ttft_ms": None,
+            "promised_ttft_ms": None,
+            "attainment": None,
+            "coverage": None,
+        },
     },
     "engine": {"running": 8, "waiting": 12, "kv_blocks": 200, "kv_free_blocks": 50},
 }
@@ -36,10 +43,10 @@ tenant      work, last minute  waiting  running  refused, last minute
 noisy                     62%       12        5                    40
 (3 others)                38%        0        3                     0
 
-lane         waiting  first token in, s  promised, s   kept
------------  -------  -----------------  -----------  -----
-interactive       12              0.812            1  99.4%
-batch              0                  -            -      -"""
+lane         waiting  first token in, s  promised, s   kept   95 % interval
+-----------  -------  -----------------  -----------  -----  --------------
+interactive       12              0.812            1  99.4%  98.3% to 99.8%
+batch              0                  -            -      -               -"""
 
 
 def test_the_screen_begins_with_who_takes_most() -> None:
@@ -56,7 +63,10 @@ def test_a_real_server_is_shown_once(live_server: str) -> None:
     assert done.returncode == 0, done.stderr
     head, tenants, lanes = done.stdout.strip().split("\n\n")
     assert head.startswith(f"{live_server}  ready: ")
-    assert tenants.startswith("tenant  work, last minute  waiting  running  refused, last minute\n")
+    columns = tenants.splitlines()[0].split("  ")
+    assert [column.strip() for column in columns if column] == [
+        "tenant", "work, last minute", "waiting", "running", "refused, last minute",
+    ]  # fmt: skip
     assert [line.split()[0] for line in lanes.splitlines()[2:]] == ["interactive", "standard", "batch"]
 
 

@@ -8,7 +8,7 @@ from penstock.cluster import figures
 from penstock.cluster.figures import Figures
 from penstock.cluster.metrics import Metrics as SwitchMetrics
 from penstock.gateway.metrics import Metrics
-from penstock.priority.coverage import Coverage
+from penstock.priority.coverage import Coverage, Margin
 from penstock.priority.lanes import Lane
 from tests.clock import Clock
 
@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_of_a_replica(clock: Clock) -> None:
     metrics, read, standard = Metrics(), Figures(), Coverage()
-    standard.note(is_kept=False)
+    standard.note(Margin(), is_kept=False)
     metrics.note_coverage({Lane.STANDARD: standard})
     first = read.of_replica(metrics.render().decode())
     assert first == {
@@ -37,7 +37,7 @@ def test_of_a_replica(clock: Clock) -> None:
     metrics.note_forecast(Lane.STANDARD, 0.5, 1.0)
     metrics.note_forecast(Lane.INTERACTIVE, 0.1, 1.0)
     for is_kept in (True, True, False):
-        standard.note(is_kept=is_kept)
+        standard.note(Margin(), is_kept=is_kept)
     metrics.note_coverage({Lane.STANDARD: standard})
     metrics.note_refused(Lane.STANDARD, "promise_out_of_reach")
     metrics.note_refused(Lane.STANDARD, "queue_timeout")

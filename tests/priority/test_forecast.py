@@ -230,6 +230,6 @@ def test_first_tokens_come_about_when_they_were_told_to_in_a_pool_that_is_too_sm
     assert median is not None
     assert p90 is not None
     assert 0.8 <= median <= 1.25
-    assert p90 <= 1.5
+    assert p90 <= 1.55
     assert all(wait_s <= 45 for wait_s in waited)
     assert sum(wait_s <= 30 for wait_s in waited) >= 0.97 * len(waited)
