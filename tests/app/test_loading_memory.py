@@ -80,6 +80,7 @@ print(json.dumps(min(taken)))
 """
 
 
+@pytest.mark.long("memory of experts")
 def test_experts_take_what_they_take_on_disk(tmp_path: Path) -> None:
     """Of a model with 4 bits, 1.1 times its size at most, beside what does not grow with it."""
     try:

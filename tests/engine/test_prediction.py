@@ -21,7 +21,13 @@ from tests.engine.predictions import ReferencePrediction, make_predicting, write
 from tests.engine.test_drafts import SETTINGS, count, preempting, requests_of, run
 from tests.engine.test_eagle import assert_chosen, recorded, wipe
 
-FAMILIES = ["Qwen 3.5", "Qwen 3.5 MoE", "Qwen 3 Next", "GLM-4.5"]
+LATER = pytest.mark.long("prediction with states and experts")
+FAMILIES = [
+    "Qwen 3.5",
+    "GLM-4.5",
+    pytest.param("Qwen 3.5 MoE", marks=LATER),
+    pytest.param("Qwen 3 Next", marks=LATER),
+]
 TOKEN_IDS = [7 * i % 390 + 3 for i in range(40)]
 
 

@@ -145,7 +145,7 @@ class _Known:
 
 @pytest.mark.parametrize(
     ("each", "total"),
-    [(2, 150), pytest.param(70, 5000, marks=pytest.mark.long("5,000 requests by description"))],
+    [(2, 75), pytest.param(70, 5000, marks=pytest.mark.long("5,000 requests by description"))],
 )
 def test_nothing_that_the_description_leads_to_is_a_fault(
     each: int, total: int, monkeypatch: pytest.MonkeyPatch

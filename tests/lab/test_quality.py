@@ -42,6 +42,7 @@ def test_noise_is_at_most_half_a_step_and_the_same_again() -> None:
     assert 0.45 < share.max() < 0.501
 
 
+@pytest.mark.long("benches")
 def test_the_table_has_what_each_case_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_gguf(DEMO_MODEL, tmp_path / "demo-Q4_1.gguf", same("Q4_1"), pre="smollm")
     _, _, *lines, last = table([file], [*CASES, IMPOSSIBLE])

@@ -108,6 +108,7 @@ def test_the_urgent_keep_half_of_the_memory_meanwhile(part: float) -> None:
     assert most_idle_s < AGEING_S
 
 
+@pytest.mark.long("machines and noises")
 def test_interactive_promises_hold_beside_large_batch_prompts() -> None:
     """A flood fills the memory for 90 s. One starts in its midst, for few of the promises in that short time."""
     rng, at_s = Random(1), 0.0

@@ -134,7 +134,7 @@ def test_two_ranks_serve_every_family(pool: Pool, family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("expert_parallel", ["on", "off"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long("more than two ranks"))])
 def test_ranks_share_experts_or_the_rows_of_each(
     pool: Pool, size: int, expert_parallel: str, tmp_path: Path
 ) -> None:
@@ -209,7 +209,7 @@ def test_rank_0_that_cannot_load_ends_although_the_others_wait_for_it(pool: Pool
     pool.close()  # the other rank is in the midst of a sum
 
 
-@pytest.mark.long("four ranks")
+@pytest.mark.long("more than two ranks")
 def test_four_ranks_choose_them_too(pool: Pool, tmp_path: Path) -> None:
     compare(pool.of(4), checkpoint("llama", tmp_path))
 
