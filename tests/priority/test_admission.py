@@ -125,11 +125,11 @@ def test_a_longer_prompt_is_never_sooner(
 def test_ones_own_queue_never_makes_it_sooner(
     others: list[Waiting], weights: dict[str, int], lane: Lane, num_prompt: int, own: int
 ) -> None:
-    """Invariant 9, in what the tenant itself has waiting."""
+    """Invariant 9, in what the tenant itself has waiting; in the standard lane, a longer prompt is due later."""
     alone = forecast(situation(others, weights), num_prompt, lane)
     behind = forecast(situation([*others, Waiting("a", lane, own)], weights), num_prompt, lane)
     assert alone.raw_s <= behind.raw_s
-    if own > IDLE.max_batch_tokens:
+    if own > IDLE.max_batch_tokens and (lane is not Lane.STANDARD or own <= num_prompt):
         assert alone.raw_s < behind.raw_s
 
 
