@@ -220,6 +220,7 @@ def build_core(
     options = load_options(settings)
     draft = _find_draft(settings, config, tokenizer)
     step_times = StepTimeModel(chosen_share=config.spec.chosen_share)
+    promises = any(isfinite(policy.ttft_s) for policy in settings.lanes.values())
     queue = LaneQueue(threading.Lock(), settings.lanes, weights=weights, model=step_times)
     sink = TextSink(tokenizer, config.eos_token_ids)
     grammars = Grammars(tokenizer, config.eos_token_ids)
@@ -232,7 +233,7 @@ def build_core(
         clock=time.monotonic,
         on_state=announce,
         grammars=grammars,
-        rehearsal=Rehearsal(queue, min(config.vocab_size, tokenizer.vocab_size)),
+        rehearsal=Rehearsal(queue, min(config.vocab_size, tokenizer.vocab_size)) if promises else None,
     )
     return Core(engine, queue, sink, grammars, read)
 
