@@ -42,7 +42,7 @@ def rivals_of(account: Account, work: float, attended_each: float) -> list[Rival
         Rival(
             other,
             other.work(attended_each),
-            _due_before(account, other, work, floor),
+            _due_before(account, other.share.weight, other.clock_at(floor), work, floor),
             other.share.weight,
             other.num_requests,
         )
@@ -52,8 +52,7 @@ def rivals_of(account: Account, work: float, attended_each: float) -> list[Rival
     if len(lane.accounts) > len(seen):
         weight = lane.weight - sum(a.share.weight for a in seen)
         waiting = lane.work(attended_each) - sum(a.work(attended_each) for a in seen)
-        lead = max(0, account.share.clock - floor) / virtual(COST_PREFILL)
-        due = weight * (work / account.share.weight + lead)
+        due = _due_before(account, weight, floor, work, floor)
         num_requests = lane.num_requests - sum(a.num_requests for a in seen)
         rivals.append(Rival(None, max(0.0, waiting), due, weight, num_requests))
     return rivals
@@ -73,12 +72,13 @@ def level(own: float, rivals: Iterable[Rival]) -> float:
     return own + sum([rival.before for rival in rivals])
 
 
-def _due_before(account: Account, other: Account, work: float, floor: int) -> float:
-    """Returns the work of another tenant whose turn comes before this tenant has had so much, in prompt tokens.
+def _due_before(account: Account, weight: int, clock: int, work: float, floor: int) -> float:
+    """Returns the work of others whose turn comes before this tenant has had so much, in prompt tokens.
 
     Args:
-        floor: of the lane: where the clock of a tenant starts again that has nothing waiting.
+        weight: of the others together.
+        clock: of the others, the least that they can have.
+        floor: of the lane.
     """
-    clock, theirs = (a.share.clock if a.tickets else max(a.share.clock, floor) for a in (account, other))
-    lead = max(0, clock - theirs) / virtual(COST_PREFILL)
-    return other.share.weight * (work / account.share.weight + lead)
+    lead = max(0, account.clock_at(floor) - clock) / virtual(COST_PREFILL)
+    return weight * (work / account.share.weight + lead)

@@ -50,7 +50,7 @@ def overtaken(account: Account, deadline_us: int, running: Iterable[Ticket], att
     lane = account.lane
     if not lane.num_prefill_left:
         return 0.0
-    clock = account.share.clock if account.tickets else max(account.share.clock, lane.floor)
+    clock = account.clock_at(lane.floor)
     return sum(
         ticket.work_left(attended_each)
         for ticket in running

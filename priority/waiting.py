@@ -230,6 +230,10 @@ class Account(Backlog):
         if cost < 0:
             self.lane.note_clock(self)
 
+    def clock_at(self, floor: int) -> int:
+        """Returns the clock of its next request: with nothing waiting, it starts again at the floor of its lane."""
+        return self.share.clock if self.tickets else max(self.share.clock, floor)
+
     def work_by(self, deadline_us: int, attended_each: float) -> float:
         """Returns the work of its waiting requests that are due no later."""
         work = self.work(attended_each)
