@@ -21,7 +21,14 @@ from penstock.engine.planning.request import Request
 from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
-from penstock.gateway.endpoints.params import Arrival, GenerationParams, RequestMaker, Understood, is_compared
+from penstock.gateway.endpoints.params import (
+    Arrival,
+    GenerationParams,
+    RequestMaker,
+    Understood,
+    asked_tokens,
+    is_compared,
+)
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.replies import Keep, LiveReply
 from penstock.gateway.http.correlation import CORRELATION
@@ -37,7 +44,6 @@ from penstock.gateway.wire.beams import check_beams
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.lanes import Tiered, slo_of, urgency_of
 from penstock.gateway.wire.reading import Reading
-from penstock.gateway.wire.sampling import MaxTokens
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat
 from penstock.gateway.wire.shapes import Head
 from penstock.gateway.wire.streams import KeptStream, Stream, Writer
@@ -146,18 +152,13 @@ class Intake:
         check_chat(body, self._service.options.limits)
         self.check_beams(body)
         self.check_model(body.model)
-        asked = (
-            MaxTokens("max_completion_tokens", body.max_completion_tokens, may_be_fewer)
-            if body.max_tokens is None
-            else MaxTokens("max_tokens", body.max_tokens, may_be_fewer)
-        )
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         if num_logprobs is None and is_compared(body):
             num_logprobs = 0
         return GenerationParams(
             body=body,
             prompt_field="messages",
-            asked=asked,
+            asked=asked_tokens(body, may_be_fewer=may_be_fewer),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
             num_choices=body.num_generated,

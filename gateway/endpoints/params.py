@@ -21,7 +21,7 @@ from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
 from penstock.gateway.wire.lanes import Slo
 from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.sampling import MaxTokens, Room, sampling_params
-from penstock.gateway.wire.schemas import Sampled
+from penstock.gateway.wire.schemas import ChatBody, Sampled
 from penstock.gateway.wire.streams import LOGPROB_BYTES
 from penstock.gateway.wire.tokenizer import Tokenizer
 from penstock.priority.lanes import Tenant, Urgency
@@ -170,6 +170,13 @@ class RequestMaker:
         if num_prompt_tokens * params.num_choices * (1 + params.num_prompt_logprobs) > at_once:
             message = f"The prompts of a request may have at most {at_once} log probabilities. Ask for fewer."
             raise invalid(message, params.prompt_field)
+
+
+def asked_tokens(body: ChatBody, *, may_be_fewer: bool = False) -> MaxTokens:
+    """Returns the output tokens that a chat asks for, by either of OpenAI's names."""
+    if body.max_tokens is None:
+        return MaxTokens("max_completion_tokens", body.max_completion_tokens, may_be_fewer)
+    return MaxTokens("max_tokens", body.max_tokens, may_be_fewer)
 
 
 def is_compared(body: Sampled) -> bool:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from penstock.engine.planning.request import SamplingParams
 from penstock.gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS, PREFIXES
 from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.endpoints.params import asked_tokens
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.sessions.recordings.completions import CHAT, TEXT
 from penstock.gateway.wire.frames import Json
@@ -44,8 +45,7 @@ class RenderApi(Endpoints):
             check_chat(body, self._service.options.limits)
             self._check(body)
             prompt, _ = await self._intake.counting(client.tenant).conversation(body)
-            field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
-            asked = MaxTokens(field, getattr(body, field))
+            asked = asked_tokens(body)
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
             return Json(self._rendered(body, CHAT, prompt, "messages", asked, logprobs), headers=headers)
 
