@@ -16,7 +16,7 @@ from penstock.app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from penstock.app.bench.client import Job, ask
 from penstock.app.bench.job import run_module
 from penstock.app.bench.other_server import OtherServer
-from penstock.app.bench.replay import Server, compare, print_comparison, print_lengths, serve
+from penstock.app.bench.replay import Server, compare, print_comparison, print_groups, print_promises, serve
 from penstock.app.bench.runs import Subject, read_subject
 from penstock.app.bench.server_process import ServerFailed, ServerProcess
 from penstock.app.bench.workloads import Workload
@@ -68,8 +68,9 @@ def run(options: argparse.Namespace) -> int:
     with key_file(tenants) as (path, keys), _server(subject, path) as server:
         _warm(server, subject, keys[tenants[0]])
         machine, served, simulated = compare(server, run_module, traffic.arrivals, subject.token_ids, keys)
+        print_promises(server.url)
     print_comparison(f"{subject.name}: {traffic.name}, {traffic.rate:.3g}/s", served, simulated)
-    print_lengths([served, simulated])
+    print_groups([served, simulated])
     write_figures(options.json, {"machine": machine, "served": served, "simulated": simulated})
     return 0
 
@@ -78,7 +79,7 @@ def _elsewhere(options: argparse.Namespace, arrivals: list[Arrival], subject: Su
     server = OtherServer.at(options.url)
     _warm(server, subject, "")
     served = serve(server, run_module, arrivals, subject.token_ids, {}, seed=options.seed or 0)
-    print_lengths([served])
+    print_groups([served])
     write_figures(options.json, {"served": served})
     return 0
 

@@ -9,6 +9,7 @@ from random import Random
 from statistics import median
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from penstock.app.bench.checkpoint import NUM_BYTES
 from penstock.app.bench.client import Job, ask
@@ -22,9 +23,10 @@ from penstock.app.tables import number, percent, table
 from penstock.engine.config import LoadOptions
 from penstock.engine.model.dtype import choose_device
 from penstock.gateway.wire.lanes import tier_of
+from penstock.priority.lanes import parse_lane
 from penstock.priority.simulator.result import Result, Served
 from penstock.priority.simulator.run import Machine, simulate
-from penstock.priority.simulator.summary import Summary, summarise
+from penstock.priority.simulator.summary import Figures, Summary, summarise
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 from penstock.priority.steptime import NAMES
 
@@ -101,6 +103,8 @@ def _median_ttft_s(result: Result) -> float:
 def served_of(arrival: Arrival, answer: Answer, at_s: float) -> Served:
     """A real answer as the simulator says it, on a clock on which its request came at `at_s`."""
     served = Served(arrival, num_tokens=answer.num_output_tokens, num_cached=answer.num_cached_tokens)
+    if answer.lane is not None:
+        served.lane = parse_lane(answer.lane)
     if answer.was_refused:
         served.refused = f"HTTP {answer.status}"
     elif answer.token_times_s:
@@ -112,9 +116,7 @@ def served_of(arrival: Arrival, answer: Answer, at_s: float) -> Served:
 
 def machine_of(url: str) -> Machine:
     """The machine that a server of this process's environment has found itself to be, for the simulator."""
-    with urllib.request.urlopen(f"{url}/metrics") as reply:
-        text = reply.read().decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = _samples(url)
     learnt = {s.labels["coefficient"]: s.value for s in samples if s.name == "penstock_step_model_seconds"}
     blocks = next(s.value for s in samples if s.name == "penstock_kv_blocks")
     settings = Settings.load({})
@@ -125,6 +127,34 @@ def machine_of(url: str) -> Machine:
         max_batch_tokens=options.for_device(choose_device(settings.device).type).max_batch_tokens,
         max_num_seqs=settings.max_num_seqs,
     )
+
+
+def print_promises(url: str) -> None:
+    """What the server itself counted of its promises, since its start."""
+    samples = _samples(url)
+    counts = {
+        (s.labels["lane"], s.labels["outcome"]): int(s.value)
+        for s in samples
+        if s.name == "penstock_promises_total"
+    }
+    interval = {
+        (s.labels["lane"], s.labels["bound"]): percent(s.value)
+        for s in samples
+        if s.name == "penstock_promise_coverage_ratio"
+    }
+    for lane in sorted({lane for lane, _ in counts}):
+        kept, broken = counts[lane, "kept"], counts[lane, "broken"]
+        if num := kept + broken:
+            bounds = f"{interval[lane, 'low']} to {interval[lane, 'high']}"
+            print(
+                f"{lane}, as the server counted: {kept} of {num} promises kept, {percent(kept / num)} ({bounds})"
+            )
+
+
+def _samples(url: str) -> list[Sample]:
+    with urllib.request.urlopen(f"{url}/metrics") as reply:
+        text = reply.read().decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 def prompts(arrivals: Sequence[Arrival], token_ids: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -151,23 +181,25 @@ def print_comparison(name: str, served: Summary, simulated: Summary) -> None:
     print("\n" + table(head, [*rows, ["served / simulated", *ratios, ""]]))
 
 
-def print_lengths(summaries: Sequence[Summary]) -> None:
-    """First tokens of short and of long prompts, if there are both."""
-    head = ["TTFT by length of the prompt", "requests", "refused", "P50 s", "P99 s"]
-    rows = [
-        [
-            f"{name}, {summary.policy}",
-            str(one.offered),
-            str(one.refused),
-            number(one.ttft_s.p50),
-            number(one.ttft_s.p99),
+def print_groups(summaries: Sequence[Summary]) -> None:
+    """First tokens by length of the prompt, by tenant and by lane, where there are several."""
+    for group in ("lengths", "tenants", "lanes"):
+        by_policy = {summary.policy: getattr(summary, group) for summary in summaries}
+        names = list(dict.fromkeys(name for figures in by_policy.values() for name in figures))
+        head = [f"TTFT by {group}", "requests", "refused", "kept", "P50 s", "P90 s", "P99 s"]
+        rows = [
+            _group_row(f"{name}, {policy}", figures[name])
+            for name in names
+            for policy, figures in by_policy.items()
+            if name in figures
         ]
-        for name in summaries[0].lengths
-        for summary in summaries
-        if (one := summary.lengths[name])
-    ]
-    if len(summaries[0].lengths) > 1:
-        print("\n" + table(head, rows))
+        if len(names) > 1:
+            print("\n" + table(head, rows))
+
+
+def _group_row(name: str, figures: Figures) -> list[str]:
+    counts = [str(figures.offered), str(figures.refused), percent(figures.attainment)]
+    return [name, *counts, *map(number, (figures.ttft_s.p50, figures.ttft_s.p90, figures.ttft_s.p99))]
 
 
 def _row(name: str, summary: Summary) -> list[str]:

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models
 from penstock.app.bench import replay, runs
 from penstock.app.bench.checkpoint import LLAMA_TINY, config_of, ensure_checkpoint
 from penstock.app.bench.client import Job
-from penstock.app.bench.replay import compare, print_comparison, print_lengths
+from penstock.app.bench.replay import compare, print_comparison, print_groups
 from penstock.app.bench.server_process import ServerFailed
 from penstock.app.cli import main
 from penstock.app.errors import OperatorError
@@ -241,7 +241,7 @@ def test_a_replay_with_keys_has_tenants(
     keys = {"tenant 0": "key 0", "tenant 1": "key 1"}
     machine, served, simulated = compare(server, script.run_module, arrivals, range(300, 400), keys)
     print_comparison("made", served, simulated)
-    print_lengths([served, simulated])
+    print_groups([served, simulated])
     rows = [
         f"{name}: {figures.offered} {figures.ttft_s.p50:.5g} {figures.tpot_s.p50:.5g}"
         for one in (served, simulated)

@@ -110,7 +110,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Log:
         "ask": ask,
         "compare": compare,
         "print_comparison": lambda *said: log.append(said),
-        "print_lengths": lambda summaries: log.append(summaries),
+        "print_groups": lambda summaries: log.append(summaries),
     }.items():
         monkeypatch.setattr(replay, name, fake)
     return log
