@@ -47,6 +47,13 @@ def exact_rules(schema: Any, name: str, style: Mapping[str, object]) -> list[str
     return rules.of_root() if rules.is_large(schema) else []
 
 
+def referred(schema: Any, reference: object) -> Any:
+    """Returns the part of a schema that a reference names; None if it is not there."""
+    for key in str(reference).removeprefix("#").split("/")[1:]:
+        schema = schema.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+    return schema
+
+
 class _Rules:
     """The rules of one schema, as they are added."""
 
@@ -104,11 +111,8 @@ class _Rules:
         self._rules[name] = expression
         return name
 
-    def _at(self, reference: Any) -> Any:
-        part: Any = self._root
-        for key in str(reference).removeprefix("#").split("/")[1:]:
-            part = part.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
-        return part
+    def _at(self, reference: object) -> Any:
+        return referred(self._root, reference)
 
     def _json(self, schema: Any) -> str:
         defined = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}

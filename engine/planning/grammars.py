@@ -300,7 +300,7 @@ def _exact_rules(text: str) -> str:
         return "\n".join(exact_rules(json.loads(text), "start", _JSON_STYLE))
     except TooComplex as error:
         raise GrammarError(str(error)) from None
-    except ValueError:
+    except (ValueError, RecursionError):  # llguidance says what is wrong with it
         return ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.engine.planning.exact_numbers import exact_rules
 from penstock.gateway.wire.tools.formats import QUOTE, TOOL_FORMATS, Format, Style
-from penstock.gateway.wire.tools.types import TEXT, property_schema, referred, types, words
+from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema
 
 Spell = Callable[[str], str]
 """A function that writes a marker as grammars do: as the special token that it is, or as text."""
@@ -253,17 +253,17 @@ class _Rules:
 
     def _value(self, schema: Any, before: str, after: tuple[str, ...], *, lenient: bool) -> str:
         """A value as JSON, or as text between two markers; without the first one, text has no bounds of its own."""
-        admitted, listed = types(schema, schema), words(schema, schema)
-        if TEXT in admitted:
-            text = f"{self._written(before)} {self._text(listed, after[-1], *after[:-1])}"
-            if admitted == {TEXT} or (listed is None and not before):  # any other value is text as well
+        types, words = admitted(schema, schema)
+        if TEXT in types:
+            text = f"{self._written(before)} {self._text(sorted(words or ()), after[-1], *after[:-1])}"
+            if types == {TEXT} or (words is None and not before):  # any other value is text as well
                 return text
             given = schema if isinstance(schema, dict) else {}
-            schema = {**given, "allOf": [*given.get("allOf", ()), {"type": sorted(admitted - {TEXT})}]}
+            schema = {**given, "allOf": [*given.get("allOf", ()), {"type": sorted(types - {TEXT})}]}
         others = f"{self._json(schema, lenient=lenient)} {'' if before else self._written(*after)}"
-        return f"({text} | {others})" if TEXT in admitted else others
+        return f"({text} | {others})" if TEXT in types else others
 
-    def _text(self, listed: list[str] | None, marker: str, before: str = "") -> str:
+    def _text(self, listed: Sequence[str], marker: str, before: str = "") -> str:
         """A text as it is, up to a marker."""
         if listed:
             return f"({' | '.join(map(quoted, listed))}) {self._written(before, marker)}"
@@ -289,7 +289,7 @@ def _properties(schema: Any) -> list[tuple[str, Any, bool]]:
     defined = {key: given[key] for key in ("$defs", "definitions") if key in given}
     found = []
     for key in given.get("properties") or {}:
-        of_value = referred(property_schema(given, key), given)
+        of_value = property_schema(given, key)
         whole = {**defined, **of_value} if isinstance(of_value, dict) else of_value
         found.append((key, whole, key in required))
     return found

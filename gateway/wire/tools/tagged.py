@@ -18,7 +18,7 @@ from penstock.gateway.wire.tools.scanning import (
     search,
     string_of,
 )
-from penstock.gateway.wire.tools.types import TEXT, Types, property_schema, type_of, types, words
+from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema, type_of
 
 _CDATA = "<![CDATA[", "]]>"
 _QUOTES = "\"'"
@@ -94,16 +94,15 @@ class Tagged(FormatParser):
 
     def _value(self, schema: Any, key: str) -> Steps:
         """Passes on one argument, up to its end tag or what stands in its place."""
-        of_key = property_schema(schema, key)
-        admitted = types(of_key, schema)
+        types, listed = admitted(property_schema(schema, key), schema)
         is_quoted = self._format.has_cdata and (yield from self.ahead(_CDATA[0]))
         self.consume(self._at + len(_CDATA[0]) * is_quoted)
-        kept, is_text = "", admitted <= {TEXT}
+        kept, is_text = "", types <= {TEXT}
         self.argue('"' * is_text)
         while True:
             end, num_held, is_found = self._value_end(_CDATA[1:] if is_quoted else self._ends)
             kept += self.consume(end)
-            if not is_text and TEXT in admitted and not _may_be(admitted, kept):
+            if not is_text and TEXT in types and not _may_be(types, kept):
                 is_text = True
                 self.argue('"')
             if is_text:
@@ -112,7 +111,7 @@ class Tagged(FormatParser):
             if is_found or self._ended:
                 break
             yield from self.pass_on("<]"[is_quoted] if is_text and not num_held else "", say=self.argued_text)
-        self.argue('"' if is_text else json_text(kept, admitted, words(of_key, schema)))
+        self.argue('"' if is_text else json_text(kept, types, listed))
         if is_quoted:
             yield from self.skip(_CDATA[1])
         pad, end_tag = self._tags.pad, self._tags.value[1]
@@ -146,32 +145,32 @@ def _any(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
 
 
-def _may_be(admitted: Types, begun: str) -> bool:
+def _may_be(types: Collection[str], begun: str) -> bool:
     """Returns whether a value that begins like this, and may be text, may be something else, too."""
     first = begun[:_LONGEST].lstrip()[:1]
     kind = _BEGINNINGS.get(first)
     if kind in ("object", "array"):
-        return kind in admitted
-    return len(begun) <= _LONGEST and (not first or kind in admitted)
+        return kind in types
+    return len(begun) <= _LONGEST and (not first or kind in types)
 
 
-def json_text(text: str, admitted: Types = frozenset(), listed: Collection[str] | None = None) -> str:
+def json_text(text: str, types: Collection[str] = frozenset(), listed: Collection[str] | None = None) -> str:
     """Returns the value of a text, in JSON or as Python writes it; the text itself if it is neither.
 
     Args:
-        admitted: the types that it may have; if text is one, only others make it more than text.
+        types: those that it may have; if text is one, only others make it more than text.
         listed: the strings that it may be, if they are listed.
     """
     stripped = text.strip()
     try:
         written = _json_or_python(stripped)
     except Malformed:
-        return json.dumps(text if TEXT in admitted else stripped, ensure_ascii=False)
+        return json.dumps(text if TEXT in types else stripped, ensure_ascii=False)
     value = json.loads(written)
-    if TEXT in admitted and (type_of(value) not in admitted - {TEXT} or stripped in (listed or ())):
+    if TEXT in types and (type_of(value) not in set(types) - {TEXT} or stripped in (listed or ())):
         return json.dumps(text, ensure_ascii=False)
-    if admitted and TEXT not in admitted and isinstance(value, str):
-        return json_text(value, admitted)
+    if types and TEXT not in types and isinstance(value, str):
+        return json_text(value, types)
     return written
 
 
