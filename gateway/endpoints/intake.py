@@ -42,8 +42,9 @@ from penstock.gateway.store.interface import StoreUnavailable
 from penstock.gateway.store.patience import INSIST_S
 from penstock.gateway.wire.beams import check_beams
 from penstock.gateway.wire.efforts import Reasoned
+from penstock.gateway.wire.enforced import enforced_form, enforced_tools
 from penstock.gateway.wire.lanes import Tiered, slo_of, urgency_of
-from penstock.gateway.wire.reading import Reading
+from penstock.gateway.wire.reading import Reading, needs_grammar
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat
 from penstock.gateway.wire.shapes import Head
 from penstock.gateway.wire.streams import KeptStream, Stream, Writer
@@ -236,8 +237,13 @@ class Intake:
         return form_of(body, self._service.options.limits, answer_form(body.response_format))
 
     async def grammar(self, tenant: Tenant, form: Form | None) -> CompiledGrammar | None:
-        """Compiles the grammar of an answer's form; raises as Compiling does."""
-        return None if form is None else await self._service.compiling.compile(tenant.name, form)
+        """Compiles the grammar of an answer's form; raises as Compiling does, or as `ignore`."""
+        if form is None:
+            return None
+        form, left_out = enforced_form(form)
+        for field in left_out:
+            self.ignore(field)
+        return await self._service.compiling.compile(tenant.name, form)
 
     async def with_tools(
         self, params: GenerationParams, prompt: list[int], use: ToolUse, *, shows_reasoning: bool = True
@@ -249,9 +255,15 @@ class Intake:
         Raises:
             ApiError: 400, if the model cannot, or cannot be held to the tools' schemas.
         """
-        reading = self._service.formats.reading(prompt, use, shows_reasoning=shows_reasoning)
+        formats = self._service.formats
+        reading = formats.reading(prompt, use, shows_reasoning=shows_reasoning)
         answer = None if params.grammar is None else params.grammar.plain
-        grammar = self._service.formats.grammar(prompt, reading, use, answer)
+        if needs_grammar(use, answer):
+            use, left_out = enforced_tools(use)
+            for field in left_out:
+                self.ignore(field)
+        make = partial(formats.grammar, prompt, reading, use, answer, params.tenant.name)
+        grammar = await off_loop(use.num_chars if needs_grammar(use, answer) else 0, make)
         form = None if grammar is None else Form("tools" if use.tools else "response_format", grammar)
         return replace(
             params,

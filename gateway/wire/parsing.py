@@ -83,15 +83,22 @@ class Answer:
     calls: list[Call] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
+        texts: list[str] = []
+        reasoning: list[str] = []
+        arguments: dict[int, list[str]] = {}
         for piece in pieces:
             if isinstance(piece, TextDelta):
-                self.text += piece.text
+                texts.append(piece.text)
             elif isinstance(piece, ReasoningDelta):
-                self.reasoning += piece.text
+                reasoning.append(piece.text)
             elif isinstance(piece, CallBegun):
                 self.calls.append(Call(piece.id, piece.name))
             else:
-                self.calls[piece.index].arguments += piece.text
+                arguments.setdefault(piece.index, []).append(piece.text)
+        self.text += "".join(texts)
+        self.reasoning += "".join(reasoning)
+        for index, parts in arguments.items():
+            self.calls[index].arguments += "".join(parts)
 
 
 def answer_of(parser: ReplyParser, text: str) -> Answer:
