@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
-
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.gateway.endpoints.intake import Endpoints, route
-from penstock.gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody, as_chat
+from penstock.gateway.endpoints.answering import Made, ModelEndpoints
+from penstock.gateway.endpoints.arrivals import Arrival
+from penstock.gateway.endpoints.intake import route
+from penstock.gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
 from penstock.gateway.wire.anthropic.messages import MessageWriter
 from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.shapes import Head
 
 
-class MessagesApi(Endpoints):
+class MessagesApi(ModelEndpoints):
     """Messages of one service."""
 
     def routes(self) -> list[Route]:
@@ -24,21 +25,13 @@ class MessagesApi(Endpoints):
         ]
 
     async def create(self, http: HttpRequest) -> Response:
-        came = await self._intake.begin(http, MessagesBody, as_chat)
-        body = came.body
-        params = await self._intake.chat(came, body, may_be_fewer=True)
-        self._intake.check_room(params, came.num_bytes)
-        prompt, params = await self._intake.prompt(params, body)
-        head = self._intake.head(f"msg_{secrets.token_hex(16)}", body.model)
-        assert body.max_tokens is not None
-        writer = MessageWriter(head, body.max_tokens, params.reading.parser(head.id))
-        return await self._intake.reply(params, [prompt], head.id, writer)
+        return await self._answer(http, MessagesBody, _writer, "msg_")
 
     async def count(self, http: HttpRequest) -> Response:
         """Answers how many tokens the prompt of such a message has."""
-        client = self._intake.client(http)
-        async with self._intake.counted(client) as headers:
-            body = await self._intake.read_as(http, CountTokensBody, as_chat)
-            self._intake.check_model(body.model)
-            prompt, _ = await self._intake.counting(client.tenant).conversation(body)
-            return Json({"input_tokens": len(prompt)}, headers=headers)
+        _, [prompt], headers = await self._intake.counted_prompts(http, CountTokensBody)
+        return Json({"input_tokens": len(prompt)}, headers=headers)
+
+
+def _writer(head: Head, came: Arrival, made: Made) -> MessageWriter:
+    return MessageWriter(head, came.body.max_tokens, made.guidance.reading.parser(head.id))

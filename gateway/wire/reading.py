@@ -156,6 +156,8 @@ class Formats:
             for name, format in REASONING_FORMATS.items()
         }
         self.reasoning = _chosen(reasoning, template, ends)
+        self._shown: dict[tuple[str | None, str | None], frozenset[int]] = {}
+        """The special tokens that `shown` found, by formats."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -173,7 +175,7 @@ class Formats:
             raise invalid(message, "tools", "tools_not_supported")
         return Reading(
             tools=self.tools if use.tools else None,
-            schemas=use.schemas,
+            schemas=use.schemas if use.tools else {},
             one_call=use.one_call,
             reasoning=self.reasoning,
             is_open=self.is_open(prompt),
@@ -197,6 +199,10 @@ class Formats:
             return self._with_calls(replace(reading, tools=HARMONY), use, answer, thinking)
         text = answer_grammar(self._spelt, thinking, is_open=reading.is_open)
         return Grammar(GrammarKind.LARK, text, answer)
+
+    def may_reason(self, prompt: Sequence[int], reading: Reading) -> bool:
+        """Returns whether the replies to a prompt may begin with reasoning, or go on with it."""
+        return self._thinking(prompt, reading) is not None
 
     def _thinking(self, prompt: Sequence[int], reading: Reading) -> Thinking | None:
         """Returns the markers of the reasoning that may come, or that a prompt has begun; None if it is over."""
@@ -303,9 +309,12 @@ class Formats:
 
     def shown(self, reading: Reading) -> frozenset[int]:
         """The special tokens that a reply's text must have in it."""
-        encode, special = self._tokenizer.encode, self._tokenizer.special_ids
-        found = (encode(marker, parse_special=True) for marker in reading.markers)
-        return frozenset(token_id for ids in found for token_id in ids if token_id in special)
+        key = reading.tools, reading.reasoning
+        if key not in self._shown:
+            encode, special = self._tokenizer.encode, self._tokenizer.special_ids
+            found = (encode(marker, parse_special=True) for marker in reading.markers)
+            self._shown[key] = frozenset(token_id for ids in found for token_id in ids if token_id in special)
+        return self._shown[key]
 
 
 class Thoughts:

@@ -29,7 +29,7 @@ from penstock.gateway.sessions.responses.schemas import (
     TextConfig,
     TextPart,
 )
-from penstock.gateway.sessions.responses.threads import Message
+from penstock.gateway.wire.conversation import TemplateMessage as Message
 from penstock.gateway.wire.conversation import as_call
 from penstock.gateway.wire.frames import response_usage_of
 from penstock.gateway.wire.lanes import tier_of

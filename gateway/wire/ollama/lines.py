@@ -9,9 +9,9 @@ from json.encoder import encode_basestring_ascii
 
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.refusals import OLLAMA_PATH
+from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.embeddings import shortened
 from penstock.gateway.wire.frames import last_frames, timings_of
-from penstock.gateway.wire.ollama.bodies import EmbeddingAsked
 from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
@@ -164,14 +164,14 @@ class LineWriter:
 class EmbedWriter:
     """The writer of a reply to `/api/embed`, whose embeddings have a length of 1."""
 
-    def __init__(self, asked: EmbeddingAsked) -> None:
-        self._asked = asked
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
 
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        dimensions, timings = self._asked.dimensions, generation.timings
+        dimensions, timings = self._ask.dimensions, generation.timings
         arrival_s = timings[0].arrival_s
         return {
-            "model": self._asked.model,
+            "model": self._ask.model,
             "embeddings": [
                 shortened(delta.embedding or [], dimensions, is_normalised=True) for _, delta in deltas
             ],
