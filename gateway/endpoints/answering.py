@@ -42,7 +42,7 @@ from penstock.gateway.wire.strict import Body
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """The requests of a came, and what is known of their answers."""
+    """The requests of an arrival, and what is known of their answers."""
 
     requests: list[Request]
     guidance: Guidance = FREE

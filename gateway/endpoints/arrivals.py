@@ -12,7 +12,7 @@ from penstock.gateway.access.keys import Client
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.sessions.responses import asks as responses
 from penstock.gateway.sessions.responses.schemas import ResponseBody
-from penstock.gateway.wire import completions, decisions, embeddings, schemas
+from penstock.gateway.wire import decisions, embeddings, schemas, translation
 from penstock.gateway.wire.anthropic import bodies as anthropic
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.ollama import bodies as ollama
@@ -21,8 +21,8 @@ from penstock.gateway.wire.strict import Body, StrictBody, read
 from penstock.priority.lanes import Tenant, Urgency
 
 _TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
-    schemas.ChatBody: completions.chat_ask,
-    schemas.CompletionBody: completions.completion_ask,
+    schemas.ChatBody: translation.chat_ask,
+    schemas.CompletionBody: translation.completion_ask,
     ResponseBody: responses.turn_ask,
     responses.InputTokensBody: responses.turn_ask,
     anthropic.MessagesBody: anthropic.message_ask,

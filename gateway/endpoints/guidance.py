@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
 from functools import partial
-from hashlib import sha256
-
-import orjson
 
 from penstock.engine.planning.grammar import CompiledGrammar, Grammar
 from penstock.engine.planning.thinking import ThinkingBudget
@@ -21,8 +16,6 @@ from penstock.gateway.wire.structured import Form
 
 _GRAMMAR_WORK = 10
 """Writing the grammar of a tool is as much work as tokenising so many times its text."""
-_REMEMBERED_CHARS = 8 * 1024 * 1024
-"""The text of all grammars of tools that are remembered."""
 
 
 class GuidanceMaker:
@@ -30,9 +23,6 @@ class GuidanceMaker:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._written: OrderedDict[Hashable, Grammar | None] = OrderedDict()
-        """Grammars of answers with tools, the last used at the end: agents send the same tools each turn."""
-        self._num_chars = 0
 
     async def answer_grammar(self, came: Arrival) -> CompiledGrammar | None:
         """Returns the grammar that answers without calls have to match; raises as Compiling does."""
@@ -73,23 +63,7 @@ class GuidanceMaker:
         write = partial(formats.grammar, prompt, reading, use, answer)
         if not use.tools:
             return write()
-        tools = sha256(orjson.dumps(use.tools)).digest()
-        thinks = formats.may_reason(prompt, reading)
-        key = (came.tenant.name, tools, use.required, use.one_call, reading.is_open, thinks, answer)
-        if key in self._written:
-            self._written.move_to_end(key)
-            return self._written[key]
-        grammar = await prompting.run(_GRAMMAR_WORK * use.num_chars, write)
-        self._remember(key, grammar)
-        return grammar
-
-    def _remember(self, key: Hashable, grammar: Grammar | None) -> None:
-        if key not in self._written:
-            self._written[key] = grammar
-            self._num_chars += _num_chars(grammar)
-        while self._num_chars > _REMEMBERED_CHARS:
-            _, oldest = self._written.popitem(last=False)
-            self._num_chars -= _num_chars(oldest)
+        return await prompting.run(_GRAMMAR_WORK * use.num_chars, write)
 
     def _thinking(self, reasoning: Reasoned, prompt: list[int], reading: Reading) -> ThinkingBudget | None:
         prompts = self._service.prompts
@@ -97,7 +71,3 @@ class GuidanceMaker:
         if number is None:
             return None
         return self._service.formats.budget(prompt, reading, number, prompts.around_closing)
-
-
-def _num_chars(grammar: Grammar | None) -> int:
-    return 0 if grammar is None else len(grammar.text)

@@ -49,7 +49,7 @@ class RequestMaker:
         return await off_loop(size, self._requests, came, prompts, guidance, words)
 
     def request(self, came: Arrival, id: str, prompt: Sequence[int], **fields: Any) -> Request:
-        """Returns a request with the fields that all requests of a came have in common."""
+        """Returns a request with the fields that all requests of an arrival have in common."""
         return Request(
             request_id=id,
             prompt_token_ids=tuple(prompt),

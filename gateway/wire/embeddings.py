@@ -16,10 +16,10 @@ from typing_extensions import TypedDict
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.ask import Ask, Texts
-from penstock.gateway.wire.completions import split_prompt
 from penstock.gateway.wire.schemas import ServiceTier, Truncation
 from penstock.gateway.wire.streams import Delta, Generation
 from penstock.gateway.wire.strict import STRICT, Many, StrictBody
+from penstock.gateway.wire.translation import split_prompt
 
 
 class Embedded(StrictBody):

@@ -200,10 +200,6 @@ class Formats:
         text = answer_grammar(self._spelt, thinking, is_open=reading.is_open)
         return Grammar(GrammarKind.LARK, text, answer)
 
-    def may_reason(self, prompt: Sequence[int], reading: Reading) -> bool:
-        """Returns whether the replies to a prompt may begin with reasoning, or go on with it."""
-        return self._thinking(prompt, reading) is not None
-
     def _thinking(self, prompt: Sequence[int], reading: Reading) -> Thinking | None:
         """Returns the markers of the reasoning that may come, or that a prompt has begun; None if it is over."""
         name, tail = HARMONY if reading.tools == HARMONY else reading.reasoning, self._tail(prompt)

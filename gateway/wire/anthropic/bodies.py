@@ -12,10 +12,10 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.ask import Ask
-from penstock.gateway.wire.completions import as_far_as_room, chat_ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.schemas import ChatBody
 from penstock.gateway.wire.strict import STRICT, TOLERANT, Many, StrictBody, TolerantBody, read
+from penstock.gateway.wire.translation import as_far_as_room, chat_ask
 
 
 @with_config(TOLERANT)

@@ -12,10 +12,10 @@ from pydantic import Field
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts
-from penstock.gateway.wire.completions import as_far_as_room, chat_ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.schemas import ChatBody
 from penstock.gateway.wire.strict import Many, StrictBody, TolerantBody, read
+from penstock.gateway.wire.translation import as_far_as_room, chat_ask
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
 """A sampler that is not here, switched off."""

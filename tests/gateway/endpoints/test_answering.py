@@ -10,7 +10,6 @@ import pytest
 
 from penstock.engine.planning.grammar import Grammar
 from penstock.gateway.access.keys import Client
-from penstock.gateway.endpoints import guidance
 from penstock.gateway.http.connections import Connection
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.store.interface import Quota
@@ -24,7 +23,6 @@ from tests.gateway.harness import MODEL, Gateway, chat_body, client
 pytestmark = pytest.mark.anyio
 
 RESPONSES = "/v1/responses"
-STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 
 
 async def test_a_response_that_may_not_wait_to_be_tokenized_may_be_sent_again(
@@ -86,50 +84,21 @@ async def test_a_response_has_no_more_than_recordings_have(field: dict[str, Any]
     assert reply.json()["error"]["param"] == next(iter(field))
 
 
-class Written:
-    """Notes in which thread each grammar of a service is written."""
+async def test_the_grammar_of_tools_is_written_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, threads = gateway_with_tools(), list[int]()
+    write = gateway.service.formats.grammar
 
-    def __init__(self, gateway: Gateway) -> None:
-        self.on_loop: list[bool] = []
-        formats = gateway.service.formats
-        write, loop = formats.grammar, threading.get_ident()
+    def noted(*args: Any) -> Grammar | None:
+        threads.append(threading.get_ident())
+        return write(*args)
 
-        def noted(*args: Any) -> Grammar | None:
-            self.on_loop.append(threading.get_ident() == loop)
-            return write(*args)
-
-        formats.grammar = noted  # type: ignore[method-assign]
-
-
-async def answered(gateway: Gateway, http: Any, *tools: Any) -> Grammar | None:
-    """Returns the grammar of an answer to a chat with these tools."""
-    asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(tools=list(tools))))
-    request = await gateway.taken()
-    gateway.answer(request, "x")
-    assert (await asking).status_code == 200
-    return request.sampling.grammar
-
-
-async def test_the_grammar_of_the_same_tools_is_written_once_and_off_the_loop() -> None:
-    gateway = gateway_with_tools()
-    written = Written(gateway)
+    monkeypatch.setattr(gateway.service.formats, "grammar", noted)
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     async with client(gateway.app) as http:
-        first = await answered(gateway, http, STRICT)
-        assert first is not None
-        assert await answered(gateway, http, STRICT) == first
-        assert written.on_loop == [False]
-        other = {"type": "function", "function": {**STRICT["function"], "name": "other"}}
-        assert await answered(gateway, http, STRICT, other) != first
-        assert written.on_loop == [False, False]
-
-
-async def test_no_more_grammars_are_remembered_than_there_is_room_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(guidance, "_REMEMBERED_CHARS", 1)
-    gateway = gateway_with_tools()
-    written = Written(gateway)
-    async with client(gateway.app) as http:
-        for _ in range(2):
-            await answered(gateway, http, STRICT)
-    assert len(written.on_loop) == 2
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(tools=[strict])))
+        request = await gateway.taken()
+        gateway.answer(request, "x")
+        assert (await asking).status_code == 200
+    assert request.sampling.grammar is not None
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
