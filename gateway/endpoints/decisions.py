@@ -15,9 +15,10 @@ from penstock.engine.planning.request import Branch, Request, SamplingParams
 from penstock.gateway.endpoints.intake import Endpoints, route
 from penstock.gateway.endpoints.params import Arrival, salt_of
 from penstock.gateway.endpoints.prompting import Prompting
-from penstock.gateway.endpoints.replies import LiveReply
+from penstock.gateway.endpoints.replies import Sender, live
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.reply.live import Live
 from penstock.gateway.wire.decided import DecisionsWriter, SystemOneWriter
 from penstock.gateway.wire.decisions import (
     Asked,
@@ -29,7 +30,6 @@ from penstock.gateway.wire.decisions import (
 )
 from penstock.gateway.wire.labels import Steps, label_branches
 from penstock.gateway.wire.sampling import context_exceeded
-from penstock.gateway.wire.streams import Stream
 
 _NO_END = (
     "Another answer begins with this one, and the model's configuration names no token that ends an answer."
@@ -56,7 +56,7 @@ class DecisionsApi(Endpoints):
 
     async def _reply(
         self, came: Arrival[Decisions], writer: type[DecisionsWriter | SystemOneWriter]
-    ) -> LiveReply:
+    ) -> Sender:
         """Returns the reply; raises 400, 404, 429 or 503, whatever the request meets on its way."""
         asked = came.body
         urgency = self._intake.admit(came, asked.body)
@@ -76,8 +76,9 @@ class DecisionsApi(Endpoints):
             branches=branches,
         )
         request = await off_loop(TOKEN_BYTES * request.num_prompt_tokens, self._checked, request, asked)
-        stream = Stream([request], await self._intake.reserve(came.client, [request]))
-        return LiveReply(self._service, stream, writer(asked.body.model, asked.questions, steps))
+        reservation = await self._intake.reserve(came.client, [request])
+        reply = Live([request], reservation, writer(asked.body.model, asked.questions, steps))
+        return live(self._service, reply)
 
     async def _branches(
         self, asked: Decisions, prompting: Prompting

@@ -15,9 +15,10 @@ from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Request, SamplingParams
 from penstock.gateway.endpoints.intake import Endpoints, as_sent, route
 from penstock.gateway.endpoints.params import REQUEST_BYTES, Arrival, salt_of
-from penstock.gateway.endpoints.replies import LiveReply
+from penstock.gateway.endpoints.replies import Sender, live
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.reply.live import Live
 from penstock.gateway.wire.embeddings import (
     EmbeddingsBody,
     EmbeddingWriter,
@@ -26,7 +27,7 @@ from penstock.gateway.wire.embeddings import (
     ScoreBody,
     ScoreWriter,
 )
-from penstock.gateway.wire.streams import Stream, WholeWriter
+from penstock.gateway.wire.writing import Counts, WholeWriter
 from penstock.priority.lanes import Urgency
 
 
@@ -90,8 +91,8 @@ class EmbeddingsApi(Endpoints):
         urgency: Urgency,
         prompts: Sequence[Sequence[int]],
         id: str,
-        writer: WholeWriter,
-    ) -> LiveReply:
+        writer: WholeWriter[Counts],
+    ) -> Sender:
         """Returns the reply that a writer makes of the embeddings of prompts.
 
         Raises:
@@ -116,4 +117,4 @@ class EmbeddingsApi(Endpoints):
         size = REQUEST_BYTES * len(prompts) + TOKEN_BYTES * sum(map(len, prompts))
         requests = await off_loop(size, lambda: [make(i, prompt) for i, prompt in enumerate(prompts)])
         reservation = await self._intake.reserve(came.client, requests)
-        return LiveReply(self._service, Stream(requests, reservation), writer)
+        return live(self._service, Live(requests, reservation, writer))

@@ -30,12 +30,13 @@ from penstock.gateway.endpoints.params import (
     is_compared,
 )
 from penstock.gateway.endpoints.prompting import Prompting
-from penstock.gateway.endpoints.replies import Keep, LiveReply
+from penstock.gateway.endpoints.replies import Keep, Sender, live
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.errors import ApiError, model_not_found, not_found, unavailable, unsupported
 from penstock.gateway.http.limits import Limits, parse_object
 from penstock.gateway.http.off_loop import FairThreads, off_loop
 from penstock.gateway.http.refusals import OLLAMA_PATH
+from penstock.gateway.reply.live import Live
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.store.interface import StoreUnavailable
@@ -45,11 +46,10 @@ from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.lanes import Tiered, slo_of, urgency_of
 from penstock.gateway.wire.reading import Reading
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat
-from penstock.gateway.wire.shapes import Head
-from penstock.gateway.wire.streams import KeptStream, Stream, Writer
 from penstock.gateway.wire.strict import Body, StrictBody, read
 from penstock.gateway.wire.structured import Form, answer_form, form_of
 from penstock.gateway.wire.tools.use import ToolUse
+from penstock.gateway.wire.writing import Counts, Head, Writer
 from penstock.priority.lanes import Lane, Tenant, Urgency
 
 Read = TypeVar("Read", bound=StrictBody)
@@ -205,13 +205,13 @@ class Intake:
         params: GenerationParams,
         prompts: list[list[int]],
         id: str,
-        writer: Writer,
+        writer: Writer[Counts],
         *,
         echoes: Sequence[str] = (),
         in_full: bool = False,
         keep: Keep | None = None,
         keeps: bool = False,
-    ) -> LiveReply:
+    ) -> Sender:
         """Returns the reply that a writer makes of the answers to prompts.
 
         Args:
@@ -222,15 +222,18 @@ class Intake:
             ApiError: 400, if a prompt does not fit; 429, if it is more than the client's quota has left.
         """
         requests = await self.requests(params, {f"{id}-{i}": prompt for i, prompt in enumerate(prompts)})
-        stream = (KeptStream if params.body.stream and (keeps or keep) else Stream)(
+        streamed = bool(params.body.stream)
+        reply = Live(
             requests,
             await self.reserve(params.client, requests),
-            writer if params.body.stream else None,
+            writer,
+            streamed=streamed,
             thoughts=self._service.formats.thoughts(params.reading),
             echoes=echoes,
             in_full=in_full,
+            keeps=streamed and (keeps or keep is not None),
         )
-        return LiveReply(self._service, stream, writer, keep)
+        return live(self._service, reply, keep)
 
     def form(self, body: ChatBody | CompletionBody) -> Form | None:
         return form_of(body, self._service.options.limits, answer_form(body.response_format))

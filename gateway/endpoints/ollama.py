@@ -5,7 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from hashlib import sha256
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -13,9 +16,11 @@ from starlette.routing import Route
 
 from penstock.gateway.endpoints.embeddings import EmbeddingsApi
 from penstock.gateway.endpoints.intake import Endpoints, Intake, Read, route
-from penstock.gateway.endpoints.params import Arrival
+from penstock.gateway.endpoints.params import Arrival, GenerationParams
+from penstock.gateway.endpoints.recorded import Recorder, Turn, recorded
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.service import Service
+from penstock.gateway.sessions.recordings.kinds import LINES
 from penstock.gateway.wire.embeddings import Embedded
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.ollama.bodies import (
@@ -33,7 +38,7 @@ from penstock.gateway.wire.ollama.bodies import (
     understand_prompt,
 )
 from penstock.gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
-from penstock.gateway.wire.streams import WholeWriter
+from penstock.gateway.wire.writing import Counts, WholeWriter
 
 VERSION = "0.12.6"
 """The version of Ollama whose API this is: clients ask for it, and do without what an older one lacks."""
@@ -47,8 +52,10 @@ class OllamaApi(Endpoints):
     def __init__(self, service: Service, intake: Intake, embeddings: EmbeddingsApi) -> None:
         super().__init__(service, intake)
         self._embeddings = embeddings
+        self._recorder = Recorder(service, intake)
 
     def routes(self) -> list[Route]:
+        by_id = self._recorder.by_id(LINES, {"deleted": True})
         return [
             route("/api/chat", POST=self.chat),
             route("/api/generate", POST=self.generate),
@@ -58,6 +65,7 @@ class OllamaApi(Endpoints):
             route("/api/ps", GET=self.list_loaded),
             route("/api/show", POST=self.show),
             route("/api/version", GET=self.version),
+            *(route(f"/api/{name}/{{id}}", **by_id) for name in ("chat", "generate")),
         ]
 
     async def chat(self, http: HttpRequest) -> Response:
@@ -80,24 +88,37 @@ class OllamaApi(Endpoints):
         if asked.chat is None:
             return Json(unasked(asked.model, int(time.time()), is_chat=is_chat))
         params = await self._intake.chat(came, asked.chat, may_be_fewer=True)
-        self._intake.check_room(params, came.num_bytes)
-        if asked.raw is None:
-            prompt, params = await self._intake.prompt(params, asked.chat, asked.context)
-        else:
-            prompt = await self._intake.prompting(params.tenant, params.urgency.lane).encode_text(
-                asked.raw, "prompt", suffix=asked.suffix or ""
-            )
-        head = self._intake.head(secrets.token_hex(16), asked.model)
         tells_context = not is_chat and asked.raw is None
+        if (kept := recorded(http, asked.chat)) is not None:
+            details = {"is_chat": is_chat, "tells_context": tells_context}
+            begin = partial(self._turn, replace(params, is_recorded=True), asked, details)
+            return await self._recorder.reply(LINES, came.tenant.name, kept.key, (is_chat, asked), begin)
+        self._intake.check_room(params, came.num_bytes)
+        prompt, params = await self._prompt(params, asked)
+        head = self._intake.head(secrets.token_hex(16), asked.model)
         writer = LineWriter(
             head,
             is_chat=is_chat,
             tells_context=tells_context,
-            parser=params.reading.parser(head.id),
+            reading=params.reading,
             tokens=self._service.tokenizer if asked.chat.logprobs else None,
             num_top=asked.chat.top_logprobs or 0,
         )
         return await self._intake.reply(params, [prompt], head.id, writer, keeps=tells_context)
+
+    async def _turn(self, params: GenerationParams, asked: Understood, details: dict[str, Any]) -> Turn:
+        self._intake.check_room(params, self._service.dispatch.context_length)
+        prompt, params = await self._prompt(params, asked)
+        return Turn(params, prompt, details)
+
+    async def _prompt(
+        self, params: GenerationParams, asked: Understood
+    ) -> tuple[list[int], GenerationParams]:
+        assert asked.chat is not None
+        if asked.raw is None:
+            return await self._intake.prompt(params, asked.chat, asked.context)
+        encode = self._intake.prompting(params.tenant, params.urgency.lane).encode_text
+        return await encode(asked.raw, "prompt", suffix=asked.suffix or ""), params
 
     async def embed(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, OllamaEmbedBody, understand_embed)
@@ -110,7 +131,11 @@ class OllamaApi(Endpoints):
         return await self._embedded(came, "prompt", EmbeddingWriter(), {"embedding": []})
 
     async def _embedded(
-        self, came: Arrival[EmbeddingAsked], field: str, writer: WholeWriter, nothing: Mapping[str, object]
+        self,
+        came: Arrival[EmbeddingAsked],
+        field: str,
+        writer: WholeWriter[Counts],
+        nothing: Mapping[str, object],
     ) -> Response:
         """The embeddings of the texts in a field; `nothing` if there are no texts."""
         asked, body = came.body, Embedded(model=came.body.model)

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.engine.planning.request import SamplingParams
-from penstock.gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS, PREFIXES
+from penstock.gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
 from penstock.gateway.endpoints.intake import Endpoints, route
 from penstock.gateway.endpoints.params import asked_tokens
 from penstock.gateway.http.errors import invalid
-from penstock.gateway.sessions.recordings.completions import CHAT, TEXT
+from penstock.gateway.sessions.recordings.kinds import CHAT, PREFIXES, TEXT
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.sampling import MaxTokens, Room, sampling_params
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion

@@ -11,12 +11,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.gateway.access.idempotency import idempotency_key, not_here
+from penstock.gateway.access.idempotency import not_here
 from penstock.gateway.endpoints.intake import Endpoints, Intake, as_sent, route
 from penstock.gateway.endpoints.params import GenerationParams
 from penstock.gateway.endpoints.prompting import Prompting
-from penstock.gateway.endpoints.replies import Attached
+from penstock.gateway.endpoints.recorded import recorded
+from penstock.gateway.endpoints.replies import follow
 from penstock.gateway.http.errors import ApiError, gone, invalid
+from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import ConversationLocks
@@ -24,16 +26,13 @@ from penstock.gateway.sessions.owners import owned_id
 from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses import records
-from penstock.gateway.sessions.responses.events import ResponseFormat
 from penstock.gateway.sessions.responses.objects import (
     Item,
     as_messages,
     deleted,
     details_of,
     input_items,
-    output_items,
     page,
-    response,
     response_tools,
 )
 from penstock.gateway.sessions.responses.records import KIND, Record
@@ -47,8 +46,8 @@ from penstock.gateway.sessions.responses.schemas import (
     response_not_found,
     text_form,
 )
-from penstock.gateway.sessions.responses.script import script
 from penstock.gateway.sessions.responses.threads import Message, Thread, since, turns
+from penstock.gateway.sessions.responses.writer import output_items, plain, response
 from penstock.gateway.store.interface import Key, StoreUnavailable
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.sampling import MaxTokens
@@ -78,7 +77,6 @@ class ResponsesApi(Endpoints):
         super().__init__(service, intake)
         self._locks = ConversationLocks()
         service.recordings.on_end[KIND] = self.on_end
-        service.recordings.scripts[KIND] = partial(script, service.tokenizer)
 
     def routes(self) -> list[Route]:
         return [
@@ -108,10 +106,10 @@ class ResponsesApi(Endpoints):
             arrival_s=came.at_s,
             grammar=await self._intake.grammar(client.tenant, form_of(body, limits, text_form(body.text))),
         )
-        key = idempotency_key(http)
-        asked_to_resume = body.stream_options is not None and bool(body.stream_options.resumable)
+        kept = recorded(http, body)
+        key = None if kept is None else kept.key
         response_id = owned_id("resp_", self._service.tag, 48)
-        turn = _Turn(params, body, response_id, asked_to_resume or key is not None)
+        turn = _Turn(params, body, response_id, kept is not None)
         tenant, start = client.tenant.name, partial(self._start, turn)
         made = await self._service.idempotency.once(tenant, key, body, turn.id, start)
         return await self._repeat(tenant, made, body) if isinstance(made, str) else self._reply(made, body)
@@ -229,8 +227,8 @@ class ResponsesApi(Endpoints):
     def _reply(self, recording: Recording, body: ResponseBody) -> Response:
         if body.background and not body.stream:
             return Json(response(recording))
-        reader, at_once = Reader(recording, ResponseFormat()), bool(body.background)
-        return Attached(self._service, reader, streamed=bool(body.stream), at_once=at_once)
+        at_once = bool(body.background)
+        return follow(self._service, Reader(recording), streamed=bool(body.stream), at_once=at_once)
 
     async def _repeat(self, tenant: str, response_id: str, body: ResponseBody) -> Response:
         """Returns the answer to a request that was sent before."""
@@ -253,8 +251,7 @@ class ResponsesApi(Endpoints):
             recording = await self._visible(tenant, response_id)
             if recording is not None:
                 after = -1 if query.starting_after is None else query.starting_after
-                reader = Reader(recording, ResponseFormat(), after)
-                return Attached(self._service, reader, at_once=True)
+                return follow(self._service, Reader(recording, after), at_once=True)
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
@@ -313,10 +310,8 @@ class ResponsesApi(Endpoints):
     def _here(self, tenant: str, response_id: str) -> Recording | None:
         """Returns one that can be asked for and whose text this process has, whether or not there is a store to ask."""
         found = self._service.recordings.here(tenant, response_id)
-        is_whole = (
-            found is not None and found.kind == KIND and found.details["store"] and not found.num_dropped
-        )
-        return found if is_whole else None
+        is_visible = found is not None and found.kind == KIND and found.details["store"]
+        return found if is_visible else None
 
     async def _visible(self, tenant: str, response_id: str) -> Recording | None:
         """Finds a stored response; others cannot be requested."""
@@ -346,7 +341,7 @@ class ResponsesApi(Endpoints):
         conversation_id, thread = recording.details["conversation"], records.continued(recording)
         if conversation_id is None or thread is None:
             return
-        output = output_items(recording)
+        output = await off_loop(recording.num_bytes, plain, output_items(recording))
         store, items = self._service.store, recording.details["input"]
         for attempt in range(_APPEND_ATTEMPTS):
             try:
