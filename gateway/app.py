@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.gateway.access import quotas
+from penstock.gateway.access.idempotency import RESUMABLE_HEADER
 from penstock.gateway.endpoints.answering import Answering
 from penstock.gateway.endpoints.batches import BatchesApi
 from penstock.gateway.endpoints.completions import CompletionsApi
@@ -55,7 +56,7 @@ from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 
 _REQUEST_HEADERS = [
     *("authorization", "x-api-key", "content-type", "idempotency-key", "last-event-id", "x-request-id"),
-    *("traceparent", "tracestate", TTFT_HEADER, TPOT_HEADER),
+    *("traceparent", "tracestate", TTFT_HEADER, TPOT_HEADER, RESUMABLE_HEADER),
     *("openai-organization", "openai-project", "openai-beta"),
     *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
     # What OpenAI's own package says of itself in a browser.
@@ -99,8 +100,8 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         FilesApi(service, intake, files),
         batches,
         ConversationsApi(service, intake),
+        MessageBatchesApi(service, intake, files, batches.batches),  # before a message whose id it could be
         messages,
-        MessageBatchesApi(service, intake, files, batches.batches),
         OllamaApi(service, intake, answering),
         ModelsApi(service, intake),
         TokensApi(service, intake),

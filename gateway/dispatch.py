@@ -19,8 +19,8 @@ from penstock.engine.planning.step import StepReport
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.errors import ApiError, internal, refused, unavailable
 from penstock.gateway.metrics import Metrics
+from penstock.gateway.reply.generation import Generation, joined
 from penstock.gateway.tickets import Tickets
-from penstock.gateway.wire.streams import Generation, joined
 from penstock.priority.lanes import Lane, Urgency
 from penstock.priority.queue import LaneQueue
 from penstock.priority.verdict import Forecast, Refusal

@@ -16,15 +16,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.engine.planning.request import Request
-from penstock.gateway.access.idempotency import idempotency_key
+from penstock.gateway.access.idempotency import HEADER, RESUMABLE_HEADER, idempotency_key
 from penstock.gateway.endpoints.arrivals import FREE, Arrival, Guidance
 from penstock.gateway.endpoints.guidance import GuidanceMaker
 from penstock.gateway.endpoints.intake import Endpoints, Intake
-from penstock.gateway.endpoints.replies import LiveReply
+from penstock.gateway.endpoints.replies import Sender, live
 from penstock.gateway.endpoints.requests import RequestMaker
 from penstock.gateway.endpoints.scoring import Scoring
 from penstock.gateway.http.errors import invalid, unsupported
 from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.reply.live import Live
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
 from penstock.gateway.sessions.owners import owned_id
@@ -35,9 +36,8 @@ from penstock.gateway.wire.beams import check_beams
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.labels import Steps
 from penstock.gateway.wire.questions import Questions
-from penstock.gateway.wire.shapes import Head
-from penstock.gateway.wire.streams import KeptStream, Stream, WholeWriter
 from penstock.gateway.wire.strict import Body
+from penstock.gateway.wire.writing import Counts, Head, WholeWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Made:
     """The steps of each question's labels."""
 
 
-MakeWriter = Callable[[Head, Arrival, Made], WholeWriter]
+MakeWriter = Callable[[Head, Arrival, Made], WholeWriter[Counts]]
 """Makes the writer of a reply; where the ask may stream, it is a `Writer`."""
 
 
@@ -116,41 +116,40 @@ class Answering:
         if not ask.input:
             return Json(load(ask))
         key = None if recorder is None else idempotency_key(http)
-        is_recorded = recorder is not None and (recorder.always or ask.kept.resumable or key is not None)
-        if recorder is None or not is_recorded:
+        outlives = recorder is not None and (
+            key is not None or ask.kept.background or _is_resumable(http, ask)
+        )
+        if recorder is None or not (recorder.always or outlives):
             return await self._live(came, write, prefix + secrets.token_hex(16))
         check_recordable(ask, recorder, key)
         came = replace(came, is_recorded=True)
         reply_id = owned_id(recorder.prefix, self._service.tag, recorder.num_digits)
-        start = partial(self._recording, came, recorder, reply_id, key)
+        start = partial(self._recording, came, recorder, reply_id, outlives)
         recording = await self._service.idempotency.once(came.tenant.name, key, came.body, reply_id, start)
         if isinstance(recording, str):
             return await recorder.repeat(came.tenant.name, recording, came.body)
         return recorder.reply(recording, came.body)
 
-    async def _live(self, came: Arrival, write: MakeWriter, reply_id: str) -> LiveReply:
+    async def _live(self, came: Arrival, write: MakeWriter, reply_id: str) -> Sender:
         self._check_room(came)
         ask, made = came.ask, await self._made(came, reply_id)
-        writer: Any = write(self._head(ask, reply_id), came, made)
         stored = ask.kept.stored
-        keep_whole = None if stored is None else partial(keep, self._service.store, came.tenant.name, stored)
-        keeps_output = ask.streams and (ask.kept.output or stored is not None)
-        stream = (KeptStream if keeps_output else Stream)(
+        reply = Live(
             made.requests,
             await self._intake.reserve(came.client, made.requests),
-            writer if ask.streams else None,
+            write(self._head(ask, reply_id), came, made),
+            streamed=ask.streams,
             thoughts=self._service.formats.thoughts(made.guidance.reading),
             echoes=made.echoes,
             in_full=ask.shown.extras.token_ids or ask.shown.usage_so_far,
+            keeps=ask.streams and (ask.kept.output or stored is not None),
         )
-        return LiveReply(self._service, stream, writer, keep_whole)
+        keep_whole = None if stored is None else partial(keep, self._service.store, came.tenant.name, stored)
+        return live(self._service, reply, keep_whole)
 
-    async def _recording(
-        self, came: Arrival, recorder: Recorder, reply_id: str, key: str | None
-    ) -> Recording:
+    async def _recording(self, came: Arrival, recorder: Recorder, reply_id: str, outlives: bool) -> Recording:
         self._check_room(came)
         kept, head = came.ask.kept, self._head(came.ask, reply_id)
-        outlives = kept.background or kept.resumable or key is not None
         async with recorder.thread(came) as thread:
             made = await self._made(came, reply_id, thread)
             return await self._service.recordings.start(
@@ -208,9 +207,17 @@ class Answering:
         return Head(id=reply_id, created=int(time.time()), model=ask.model, system_fingerprint=fingerprint)
 
 
+def _is_resumable(http: HttpRequest, ask: Ask) -> bool:
+    """Returns whether a reply is to be resumable; raises 400 for a header that says neither yes nor no."""
+    header = http.headers.get(RESUMABLE_HEADER, "false")
+    if header not in ("true", "false"):
+        raise invalid(f"'{RESUMABLE_HEADER}' must be 'true' or 'false'.", RESUMABLE_HEADER)
+    return header == "true" or ask.kept.resumable
+
+
 def check_recordable(ask: Ask, recorder: Recorder, key: str | None) -> None:
     """Raises 400 if something is asked for that recordings do not have."""
-    way = "'stream_options.resumable'" if key is None else "the header 'Idempotency-Key'"
+    way = "a resumable stream" if key is None else f"the header '{HEADER}'"
     body, shown = ask.sampling, ask.shown
     assert body is not None
     unfit = {

@@ -25,7 +25,7 @@ from penstock.gateway.wire.embeddings import (
     ScoreWriter,
 )
 from penstock.gateway.wire.questions import Question, Questions
-from penstock.gateway.wire.shapes import Head
+from penstock.gateway.wire.writing import Head
 
 
 class EmbeddingsApi(ModelEndpoints):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from functools import partial
 from hashlib import sha256
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.gateway.endpoints.answering import Made, ModelEndpoints
+from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints
 from penstock.gateway.endpoints.arrivals import Arrival
-from penstock.gateway.endpoints.intake import route
+from penstock.gateway.endpoints.intake import Intake, route
+from penstock.gateway.endpoints.recorded import ReplyRecorder
+from penstock.gateway.service import Service
+from penstock.gateway.sessions.recordings.kinds import LINES
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.ollama.bodies import (
@@ -24,7 +28,7 @@ from penstock.gateway.wire.ollama.bodies import (
     shown_name,
 )
 from penstock.gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
-from penstock.gateway.wire.shapes import Head
+from penstock.gateway.wire.writing import Head
 
 VERSION = "0.12.6"
 """The version of Ollama whose API this is: clients ask for it, and do without what an older one lacks."""
@@ -35,7 +39,13 @@ _NEVER = "9999-12-31T23:59:59Z"
 class OllamaApi(ModelEndpoints):
     """The Ollama API of one service."""
 
+    def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
+        super().__init__(service, intake, answering)
+        self._chats = ReplyRecorder(service, intake, LINES, partial(_details, is_chat=True))
+        self._prompts = ReplyRecorder(service, intake, LINES, partial(_details, is_chat=False))
+
     def routes(self) -> list[Route]:
+        by_id = self._chats.by_id({"deleted": True})
         return [
             route("/api/chat", POST=self.chat),
             route("/api/generate", POST=self.generate),
@@ -45,17 +55,16 @@ class OllamaApi(ModelEndpoints):
             route("/api/ps", GET=self.list_loaded),
             route("/api/show", POST=self.show),
             route("/api/version", GET=self.version),
+            *(route(f"/api/{name}/{{id}}", **by_id) for name in ("chat", "generate")),
         ]
 
     async def chat(self, http: HttpRequest) -> Response:
-        load = partial(_loaded, is_chat=True)
-        return await self._answer(http, OllamaChatBody, partial(self._writer, is_chat=True), "", load=load)
+        write, load = partial(self._writer, is_chat=True), partial(_loaded, is_chat=True)
+        return await self._answer(http, OllamaChatBody, write, "", self._chats, load)
 
     async def generate(self, http: HttpRequest) -> Response:
-        load = partial(_loaded, is_chat=False)
-        return await self._answer(
-            http, OllamaGenerateBody, partial(self._writer, is_chat=False), "", load=load
-        )
+        write, load = partial(self._writer, is_chat=False), partial(_loaded, is_chat=False)
+        return await self._answer(http, OllamaGenerateBody, write, "", self._prompts, load)
 
     async def embed(self, http: HttpRequest) -> Response:
         return await self._answer(
@@ -77,7 +86,7 @@ class OllamaApi(ModelEndpoints):
             head,
             is_chat=is_chat,
             tells_context=ask.kept.output,
-            parser=made.guidance.reading.parser(head.id),
+            reading=made.guidance.reading,
             tokens=None if ask.num_logprobs is None else self._service.tokenizer,
             num_top=ask.shown.extras.num_top,
         )
@@ -142,6 +151,10 @@ class OllamaApi(ModelEndpoints):
             "digest": digest,
             "details": _DETAILS,
         }
+
+
+def _details(ask: Ask, *, is_chat: bool) -> dict[str, Any]:
+    return {"is_chat": is_chat, "tells_context": ask.kept.output}
 
 
 def _loaded(ask: Ask, *, is_chat: bool) -> dict[str, object]:

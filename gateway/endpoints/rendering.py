@@ -14,12 +14,11 @@ from starlette.routing import Route
 
 from penstock.engine.planning.request import SamplingParams
 from penstock.gateway.endpoints.arrivals import Arrival
-from penstock.gateway.endpoints.completions import PREFIXES
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
 from penstock.gateway.endpoints.requests import RequestMaker
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.recordings.completions import CHAT, TEXT
+from penstock.gateway.sessions.recordings.kinds import CHAT, PREFIXES, TEXT
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody
 from penstock.gateway.wire.strict import Body

@@ -11,13 +11,13 @@ from penstock.engine.planning.request import Request, SamplingParams
 from penstock.gateway.endpoints.arrivals import FREE, Arrival, Guidance
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.reply.live import LOGPROB_BYTES
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
-from penstock.gateway.sessions.recordings.recording import MAX_TEXT_BYTES
+from penstock.gateway.sessions.recordings.recording import MAX_KEPT_BYTES
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
 from penstock.gateway.wire.sampling import Room, sampling_params
-from penstock.gateway.wire.streams import LOGPROB_BYTES
 from penstock.gateway.wire.tokenizer import Tokenizer
 from penstock.priority.lanes import Tenant
 
@@ -130,7 +130,7 @@ class RequestMaker:
             return max_tokens
         at_once = self._service.options.limits.max_logprobs
         if is_recorded:
-            at_once = min(at_once, MAX_TEXT_BYTES // 2 // LOGPROB_BYTES)
+            at_once = min(at_once, MAX_KEPT_BYTES // 2 // LOGPROB_BYTES)
         most = max(1, at_once // (ask.num_choices * (1 + ask.num_logprobs)))
         if ask.max_tokens.number is not None and max_tokens > most:
             what, way = ("that is kept", "") if is_recorded else ("in one piece", ", or stream it")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -14,8 +13,9 @@ from penstock.gateway.access.idempotency import not_here
 from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints, Recorder
 from penstock.gateway.endpoints.arrivals import Arrival
 from penstock.gateway.endpoints.intake import Intake, route
-from penstock.gateway.endpoints.replies import Attached
+from penstock.gateway.endpoints.replies import follow
 from penstock.gateway.http.errors import ApiError, gone, invalid
+from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import Conversation, ConversationLocks
@@ -23,14 +23,11 @@ from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses import records
 from penstock.gateway.sessions.responses.asks import InputTokensBody, ResponseTurn
-from penstock.gateway.sessions.responses.events import ResponseFormat
 from penstock.gateway.sessions.responses.objects import (
     JsonObject,
     deleted,
     details_of,
-    output_items,
     page,
-    response,
 )
 from penstock.gateway.sessions.responses.records import KIND, Record
 from penstock.gateway.sessions.responses.schemas import (
@@ -41,14 +38,13 @@ from penstock.gateway.sessions.responses.schemas import (
     read_stream_query,
     response_not_found,
 )
-from penstock.gateway.sessions.responses.script import script
 from penstock.gateway.sessions.responses.threads import Thread
+from penstock.gateway.sessions.responses.writer import output_items, plain, response
 from penstock.gateway.store.interface import Key, StoreUnavailable
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.frames import Json
-from penstock.gateway.wire.shapes import Head
-from penstock.gateway.wire.streams import WholeWriter
 from penstock.gateway.wire.strict import validated
+from penstock.gateway.wire.writing import Counts, Head, WholeWriter
 
 _APPEND_ATTEMPTS = 3
 
@@ -62,7 +58,6 @@ class ResponsesApi(ModelEndpoints, Recorder):
         super().__init__(service, intake, answering)
         self._locks = ConversationLocks()
         service.recordings.on_end[KIND] = self.on_end
-        service.recordings.scripts[KIND] = partial(script, service.tokenizer)
 
     def routes(self) -> list[Route]:
         return [
@@ -111,8 +106,8 @@ class ResponsesApi(ModelEndpoints, Recorder):
     def reply(self, recording: Recording, body: ResponseBody) -> Response:
         if body.background and not body.stream:
             return Json(response(recording))
-        reader, at_once = Reader(recording, ResponseFormat()), bool(body.background)
-        return Attached(self._service, reader, streamed=bool(body.stream), at_once=at_once)
+        at_once = bool(body.background)
+        return follow(self._service, Reader(recording), streamed=bool(body.stream), at_once=at_once)
 
     async def repeat(self, tenant: str, reply_id: str, body: ResponseBody) -> Response:
         recording = await self._recording(tenant, reply_id)
@@ -166,8 +161,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
             recording = await self._visible(tenant, response_id)
             if recording is not None:
                 after = -1 if query.starting_after is None else query.starting_after
-                reader = Reader(recording, ResponseFormat(), after)
-                return Attached(self._service, reader, at_once=True)
+                return follow(self._service, Reader(recording, after), at_once=True)
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
@@ -226,10 +220,8 @@ class ResponsesApi(ModelEndpoints, Recorder):
     def _here(self, tenant: str, response_id: str) -> Recording | None:
         """Returns one that can be asked for and whose text this process has, whether or not there is a store to ask."""
         found = self._service.recordings.here(tenant, response_id)
-        is_whole = (
-            found is not None and found.kind == KIND and found.details["store"] and not found.num_dropped
-        )
-        return found if is_whole else None
+        is_visible = found is not None and found.kind == KIND and found.details["store"]
+        return found if is_visible else None
 
     async def _visible(self, tenant: str, response_id: str) -> Recording | None:
         """Finds a stored response; others cannot be requested."""
@@ -259,7 +251,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
         conversation_id, thread = recording.details["conversation"], records.continued(recording)
         if conversation_id is None or thread is None:
             return
-        output = output_items(recording)
+        output = await off_loop(recording.num_bytes, plain, output_items(recording))
         store, items = self._service.store, recording.details["input"]
         for attempt in range(_APPEND_ATTEMPTS):
             try:
@@ -270,7 +262,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
                     raise
 
 
-def _no_writer(_: Head, __: Arrival, ___: Made) -> WholeWriter:
+def _no_writer(_: Head, __: Arrival, ___: Made) -> WholeWriter[Counts]:
     raise AssertionError("every response is recorded")
 
 

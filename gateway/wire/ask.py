@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.gateway.wire.completions import NO_EXTRAS, Extras
 from penstock.gateway.wire.conversation import TemplateMessage
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.questions import Questions
 from penstock.gateway.wire.sampling import NO_TOKENS, MaxTokens
 from penstock.gateway.wire.schemas import Message, Sampled
-from penstock.gateway.wire.shapes import NO_EXTRAS, Extras
 from penstock.gateway.wire.structured import Form
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse
 

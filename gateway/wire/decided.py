@@ -8,7 +8,7 @@ from math import exp, fsum, log
 from penstock.gateway.wire.frames import response_usage_of, timings_of
 from penstock.gateway.wire.labels import Steps
 from penstock.gateway.wire.questions import Option, Question
-from penstock.gateway.wire.streams import Delta, Generation
+from penstock.gateway.wire.writing import Counts, Outputs
 
 
 class _Writer:
@@ -20,8 +20,8 @@ class _Writer:
         self._questions = questions
         self._steps = steps
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        scores = [delta.scores or [] for _, delta in deltas]
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+        scores = [delta.scores or [] for _, delta in outputs]
         answers = [
             (question, *probabilities_of(labels, scores))
             for question, labels in zip(self._questions, self._steps, strict=True)
@@ -29,8 +29,8 @@ class _Writer:
         return {
             "model": self._model,
             "answers": self.answers(answers),
-            "usage": response_usage_of(generation),
-            "timings": timings_of(generation),
+            "usage": response_usage_of(reply),
+            "timings": timings_of(reply),
         }
 
     def answers(self, found: Iterable[tuple[Question, list[float], float]]) -> object:

@@ -17,9 +17,9 @@ from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.ask import Ask, Texts
 from penstock.gateway.wire.schemas import ServiceTier, Truncation
-from penstock.gateway.wire.streams import Delta, Generation
 from penstock.gateway.wire.strict import STRICT, Many, StrictBody
 from penstock.gateway.wire.translation import split_prompt
+from penstock.gateway.wire.writing import Counts, Outputs
 
 
 class Embedded(StrictBody):
@@ -135,15 +135,15 @@ class EmbeddingWriter:
         self._body = body
         self._is_normalised = is_normalised
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
         return {
             "object": "list",
             "data": (
                 {"object": "embedding", "index": index, "embedding": self._spelt(delta.embedding or [])}
-                for index, delta in deltas
+                for index, delta in outputs
             ),
             "model": self._body.model,
-            "usage": _usage(generation),
+            "usage": _usage(reply),
         }
 
     def _spelt(self, embedding: list[float]) -> list[float] | str:
@@ -158,8 +158,8 @@ class RerankWriter:
         self._id = id
         self._body = body
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        query, *documents = _embeddings(deltas)
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+        query, *documents = _embeddings(outputs)
         scores = [likeness(query, document) for document in documents]
         best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
         texts, shows_texts = self._body.texts, self._body.return_documents is not False
@@ -169,7 +169,7 @@ class RerankWriter:
             | {"relevance_score": scores[index]}
             for index in best_first[: self._body.top_n]
         ]
-        return {"id": self._id, "model": self._body.model, "usage": _usage(generation), "results": results}
+        return {"id": self._id, "model": self._body.model, "usage": _usage(reply), "results": results}
 
 
 class ScoreWriter:
@@ -179,20 +179,20 @@ class ScoreWriter:
         self._head = {"id": id, "object": "list", "created": created, "model": model}
         self._num_first = num_first
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        embeddings = _embeddings(deltas)
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+        embeddings = _embeddings(outputs)
         first, second = embeddings[: self._num_first], embeddings[self._num_first :]
         scores = map(likeness, first * len(second) if len(first) == 1 else first, second)
         data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-        return {**self._head, "data": data, "usage": _usage(generation)}
+        return {**self._head, "data": data, "usage": _usage(reply)}
 
 
-def _embeddings(deltas: Iterable[tuple[int, Delta]]) -> list[list[float]]:
-    return [delta.embedding or [] for _, delta in deltas]
+def _embeddings(outputs: Outputs) -> list[list[float]]:
+    return [delta.embedding or [] for _, delta in outputs]
 
 
-def _usage(generation: Generation) -> dict[str, int]:
-    num_tokens = generation.num_prompt_tokens
+def _usage(reply: Counts) -> dict[str, int]:
+    num_tokens = reply.num_prompt_tokens
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 

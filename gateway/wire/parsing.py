@@ -83,19 +83,30 @@ class Answer:
     calls: list[Call] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
+        """Joins each kind of pieces once, for there may be many."""
+        texts, thoughts = [self.text], [self.reasoning]
+        arguments = [[call.arguments] for call in self.calls]
         for piece in pieces:
             if isinstance(piece, TextDelta):
-                self.text += piece.text
+                texts.append(piece.text)
             elif isinstance(piece, ReasoningDelta):
-                self.reasoning += piece.text
+                thoughts.append(piece.text)
             elif isinstance(piece, CallBegun):
                 self.calls.append(Call(piece.id, piece.name))
+                arguments.append([])
             else:
-                self.calls[piece.index].arguments += piece.text
+                arguments[piece.index].append(piece.text)
+        self.text, self.reasoning = "".join(texts), "".join(thoughts)
+        for call, parts in zip(self.calls, arguments, strict=True):
+            call.arguments = "".join(parts)
 
 
 def answer_of(parser: ReplyParser, text: str) -> Answer:
     """Parses a whole text."""
+    return joined([*parser.feed(text), *parser.finish()])
+
+
+def joined(pieces: Iterable[Piece]) -> Answer:
     answer = Answer()
-    answer.add([*parser.feed(text), *parser.finish()])
+    answer.add(pieces)
     return answer

@@ -12,8 +12,9 @@ from penstock.engine.planning.grammar import Grammar
 from penstock.gateway.access.keys import Client
 from penstock.gateway.http.connections import Connection
 from penstock.gateway.http.errors import ApiError
+from penstock.gateway.reply.live import Live
 from penstock.gateway.store.interface import Quota
-from penstock.gateway.wire.streams import Stream
+from penstock.gateway.wire.embeddings import ScoreWriter
 from penstock.priority.lanes import Tenant
 from tests.gateway.endpoints.test_counted import LONG, HeldTokenizer, gateway_of, post
 from tests.gateway.endpoints.test_tools import TOOL
@@ -55,7 +56,7 @@ async def test_a_reservation_ends_where_nothing_is_let_in_any_more() -> None:
     reservation = await gateway.service.quotas.reserve(
         Client(Tenant(name="ann"), Quota(max_streams=1)), 1, 1, "lease"
     )
-    stream = Stream([request], reservation)
+    stream = Live([request], reservation, ScoreWriter("score", 0, MODEL, 1))
     stream.connection = Connection({"penstock.server_send": _send}, _send, gateway.clock, lambda: None)
     gateway.service.dispatch.draining = True
     with pytest.raises(ApiError, match="shutting down"):
