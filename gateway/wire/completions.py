@@ -13,8 +13,6 @@ from json.encoder import encode_basestring_ascii
 from math import fsum
 from typing import NamedTuple
 
-import orjson
-
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
 from penstock.gateway.faults import Fault
 from penstock.gateway.wire.frames import DONE, KEEPALIVE, ascii_json, error_frame, timings_of, usage_of
@@ -248,10 +246,10 @@ class CompletionWriter(ABC):
         """Returns the end of the choice that ended last, which has the timings, and the usage; or the error."""
         if reply.error is not None:
             return [error_frame(reply.error)]
-        assert self._last is not None
-        choice, reason = self._last
-        timings = timings_of(reply)
-        frames = [self._finish(choice, reason, f',"timings":{json.dumps(timings)}' if timings else "")]
+        frames = []
+        if self._last is not None:
+            timings = timings_of(reply)
+            frames.append(self._finish(*self._last, f',"timings":{json.dumps(timings)}' if timings else ""))
         if self._include_usage:
             usage = json.dumps(usage_of(reply))
             frames.append(self._frame(f'{self._opening},"choices":[],"usage":{usage}}}\n\n'))
@@ -355,8 +353,8 @@ class ChatWriter(CompletionWriter):
         delta: Delta,
         choice: _Choice | None = None,  # noqa: ARG002
     ) -> dict[str, object]:
-        entries = logprob_entries(self._tokens, delta, self._extras.num_top)
-        return {"content": map(orjson.Fragment, entries), "refusal": None}
+        content = logprob_entries(self._tokens, delta, self._extras.num_top)
+        return {"content": content, "refusal": None}
 
 
 class TextWriter(CompletionWriter):
