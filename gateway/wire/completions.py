@@ -181,6 +181,7 @@ class CompletionWriter(ABC):
     # Streamed
 
     def begin(self, reply: Counts) -> list[bytes]:
+        self._note_usage(reply)
         self._opening = _head_json(self._head, reply, self.chunk_name)
         self._num_open = sum(request.n for request in reply.requests)
         self._choices = [self._begun(index) for index in range(self._num_open)]
@@ -210,9 +211,7 @@ class CompletionWriter(ABC):
         pieces = choice.parser.feed(delta.text)
         if delta.ended:
             pieces += choice.parser.finish()
-        if self._usage_so_far:
-            self._usage = f',"usage":{json.dumps(usage_of(reply))}'
-            self._tail = self._tail_of("null", "")
+        self._note_usage(reply)
         in_choice, beside = self.token_ids(delta)
         logprobs = ascii_json(self.logprobs(reply, delta, choice)) if delta.logprobs else "null"
         frames = self._chunks(choice, pieces, logprobs + in_choice, beside)
@@ -222,6 +221,11 @@ class CompletionWriter(ABC):
                 return [*frames, self._finish(choice, delta.finish_reason, "")]
             self._last = choice, delta.finish_reason
         return frames
+
+    def _note_usage(self, reply: Counts) -> None:
+        if self._usage_so_far:
+            self._usage = f',"usage":{json.dumps(usage_of(reply))}'
+            self._tail = self._tail_of("null", "")
 
     def _chunks(
         self, choice: _Choice, pieces: Sequence[Piece], known: str = "null", beside: str = ""
