@@ -13,8 +13,6 @@ from json.encoder import encode_basestring_ascii
 from math import fsum
 from typing import NamedTuple
 
-import orjson
-
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
 from penstock.gateway.faults import Fault
 from penstock.gateway.wire.frames import DONE, KEEPALIVE, ascii_json, error_frame, timings_of, usage_of
@@ -183,6 +181,7 @@ class CompletionWriter(ABC):
     # Streamed
 
     def begin(self, reply: Counts) -> list[bytes]:
+        self._note_usage(reply)
         self._opening = _head_json(self._head, reply, self.chunk_name)
         self._num_open = sum(request.n for request in reply.requests)
         self._choices = [self._begun(index) for index in range(self._num_open)]
@@ -212,9 +211,7 @@ class CompletionWriter(ABC):
         pieces = choice.parser.feed(delta.text)
         if delta.ended:
             pieces += choice.parser.finish()
-        if self._usage_so_far:
-            self._usage = f',"usage":{json.dumps(usage_of(reply))}'
-            self._tail = self._tail_of("null", "")
+        self._note_usage(reply)
         in_choice, beside = self.token_ids(delta)
         logprobs = ascii_json(self.logprobs(reply, delta, choice)) if delta.logprobs else "null"
         frames = self._chunks(choice, pieces, logprobs + in_choice, beside)
@@ -224,6 +221,11 @@ class CompletionWriter(ABC):
                 return [*frames, self._finish(choice, delta.finish_reason, "")]
             self._last = choice, delta.finish_reason
         return frames
+
+    def _note_usage(self, reply: Counts) -> None:
+        if self._usage_so_far:
+            self._usage = f',"usage":{json.dumps(usage_of(reply))}'
+            self._tail = self._tail_of("null", "")
 
     def _chunks(
         self, choice: _Choice, pieces: Sequence[Piece], known: str = "null", beside: str = ""
@@ -248,10 +250,10 @@ class CompletionWriter(ABC):
         """Returns the end of the choice that ended last, which has the timings, and the usage; or the error."""
         if reply.error is not None:
             return [error_frame(reply.error)]
-        assert self._last is not None
-        choice, reason = self._last
-        timings = timings_of(reply)
-        frames = [self._finish(choice, reason, f',"timings":{json.dumps(timings)}' if timings else "")]
+        frames = []
+        if self._last is not None:
+            timings = timings_of(reply)
+            frames.append(self._finish(*self._last, f',"timings":{json.dumps(timings)}' if timings else ""))
         if self._include_usage:
             usage = json.dumps(usage_of(reply))
             frames.append(self._frame(f'{self._opening},"choices":[],"usage":{usage}}}\n\n'))
@@ -355,8 +357,8 @@ class ChatWriter(CompletionWriter):
         delta: Delta,
         choice: _Choice | None = None,  # noqa: ARG002
     ) -> dict[str, object]:
-        entries = logprob_entries(self._tokens, delta, self._extras.num_top)
-        return {"content": map(orjson.Fragment, entries), "refusal": None}
+        content = logprob_entries(self._tokens, delta, self._extras.num_top)
+        return {"content": content, "refusal": None}
 
 
 class TextWriter(CompletionWriter):

@@ -6,9 +6,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Protocol
 
+from typing_extensions import TypedDict
+
 from penstock.engine.planning.detokenizer import Spelling, make_detokenizer
 from penstock.engine.planning.request import TokenLogprobs
-from penstock.gateway.wire.frames import ascii_json
 from penstock.gateway.wire.writing import Delta
 
 _LOWEST_LOGPROB = -9999.0
@@ -19,30 +20,41 @@ class TokenText(Spelling, Hashable, Protocol):
     """The part of a tokenizer that log probabilities are spelt with."""
 
 
-def logprob_entries(tokens: TokenText, delta: Delta, num_top: int) -> Iterator[str]:
-    """Yields OpenAI's entry for each token of a choice as JSON, with the `num_top` most likely ones at its place."""
+class TokenLogprob(TypedDict):
+    """OpenAI's entry for a token and its log probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenLogprob(TokenLogprob):
+    """OpenAI's entry for a token that was chosen."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+def logprob_entries(tokens: TokenText, delta: Delta, num_top: int) -> Iterator[ChosenLogprob]:
+    """Yields the entry of each token of a choice."""
     for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=False):
         if logprobs is not None:
             yield logprob_entry(tokens, token_id, logprobs, num_top)
 
 
-def logprob_entry(tokens: TokenText, token_id: int, logprobs: TokenLogprobs, num_top: int) -> str:
-    top = [_entry(tokens, other, logprob) + "}" for other, logprob in logprobs.top[:num_top]]
-    return f'{_entry(tokens, token_id, logprobs.logprob)},"top_logprobs":[{",".join(top)}]}}'
-
-
-def _entry(tokens: TokenText, token_id: int, logprob: float) -> str:
-    before, after = _spelt(tokens, token_id)
-    return f"{before}{finite(logprob)}{after}"
+def logprob_entry(tokens: TokenText, token_id: int, logprobs: TokenLogprobs, num_top: int) -> ChosenLogprob:
+    """Returns the entry of a token, with the `num_top` most likely ones at its place."""
+    text, own_bytes = _spelt(tokens, token_id)
+    top: list[TokenLogprob] = []
+    for other, logprob in logprobs.top[:num_top]:
+        other_text, other_bytes = _spelt(tokens, other)
+        top.append({"token": other_text, "logprob": finite(logprob), "bytes": other_bytes})
+    return {"token": text, "logprob": finite(logprobs.logprob), "bytes": own_bytes, "top_logprobs": top}
 
 
 @lru_cache(maxsize=32_768)
-def _spelt(tokens: TokenText, token_id: int) -> tuple[str, str]:
-    """Returns a token's entry before and after its log probability; without its end."""
+def _spelt(tokens: TokenText, token_id: int) -> tuple[str, list[int]]:
     text = tokens.token_bytes(token_id)
-    members = {"token": text.decode(errors="replace"), "bytes": list(text)}
-    token, _, own_bytes = ascii_json(members).rpartition(',"bytes":')
-    return f'{token},"logprob":', f',"bytes":{own_bytes[:-1]}'
+    return text.decode(errors="replace"), list(text)
 
 
 def finite(logprob: float) -> float:

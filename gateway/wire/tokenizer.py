@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Protocol
 
 from penstock.engine.planning.detokenizer import Spelling
 
 
-class Tokenizer(Spelling, Protocol):
+class Tokenizer(Spelling, Hashable, Protocol):
     """The part of `engine.planning.tokenizer.Tokenizer` that the gateway needs."""
 
     chat_template: str | None

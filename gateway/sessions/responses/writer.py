@@ -117,7 +117,7 @@ class ResponseWriter:
     def more(self, reply: Recording, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
         own = list(zip(delta.token_ids, delta.logprobs, strict=False))[delta.num_reasoning :]
         self._noted += [
-            logprob_entry(self._tokens, token_id, one, self._num_top)
+            ascii_json(logprob_entry(self._tokens, token_id, one, self._num_top))
             for token_id, one in own
             if one is not None
         ]

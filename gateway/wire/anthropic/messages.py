@@ -69,7 +69,16 @@ class MessageWriter:
         return self._frames([_event("message_start", message=self._message([], None, None, usage))])
 
     def text(self, index: int, text: str) -> list[bytes]:  # noqa: ARG002
-        return self._pieces(self._parser.feed(text))
+        pieces = self._parser.feed(text)
+        if len(pieces) == 1:
+            (piece,) = pieces
+            if not isinstance(piece, CallBegun) and piece.text and _KINDS[type(piece)] == self._kind:
+                frame = f"{self._opening}{encode_basestring_ascii(piece.text)}}}}}\n\n"
+                if self._is_numbered:  # not by `_frames`: a call for every token
+                    frame = f"id: {self._number}\n{frame}"
+                    self._number += 1
+                return [frame.encode("ascii")]
+        return self._pieces(pieces)
 
     def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
         pieces = self._parser.feed(delta.text)
@@ -107,22 +116,14 @@ class MessageWriter:
         return self._frames(event for piece in pieces for event in self._piece(piece))
 
     def _piece(self, piece: Piece) -> list[str]:
-        match piece:
-            case TextDelta(text):
-                return self._more("text", text)
-            case ReasoningDelta(text):
-                return self._more("thinking", text)
-            case ArgumentsDelta(text=text):
-                return self._more("tool_use", text)
-            case CallBegun(id=id, name=name):
-                self._has_called = True
-                return self._open("tool_use", id=id, name=name, input={})
-
-    def _more(self, kind: str, text: str) -> list[str]:
-        if not text:
+        if isinstance(piece, CallBegun):
+            self._has_called = True
+            return self._open("tool_use", id=piece.id, name=piece.name, input={})
+        if not piece.text:
             return []
+        kind = _KINDS[type(piece)]
         opened = [] if kind == self._kind else self._open(kind, **_EMPTY[kind])
-        return [*opened, f"{self._opening}{encode_basestring_ascii(text)}}}}}\n\n"]
+        return [*opened, f"{self._opening}{encode_basestring_ascii(piece.text)}}}}}\n\n"]
 
     def _open(self, kind: str, **fields: object) -> list[str]:
         """Ends the block before, and begins one."""
@@ -169,6 +170,12 @@ class MessageWriter:
         return "tool_use" if has_called else "end_turn"
 
 
+_KINDS: dict[type[Piece], str] = {
+    TextDelta: "text",
+    ReasoningDelta: "thinking",
+    ArgumentsDelta: "tool_use",
+}
+"""The kind of the block that a piece is more of."""
 _EMPTY: dict[str, dict[str, object]] = {
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},

@@ -8,8 +8,6 @@ from functools import partial
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-import orjson
-
 from penstock.gateway.faults import Fault
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.embeddings import shortened
@@ -78,7 +76,13 @@ class LineWriter:
         return []
 
     def text(self, index: int, text: str) -> list[bytes]:  # noqa: ARG002
-        return self._frames(self._pieces(self._parser.feed(text)))
+        pieces = self._parser.feed(text)
+        if len(pieces) == 1 and not (self._is_numbered or self._calls):
+            (piece,) = pieces
+            if isinstance(piece, TextDelta):
+                line = f"{self._before}{encode_basestring_ascii(piece.text)}{self._after}"
+                return [line.encode("ascii")]
+        return self._frames(self._pieces(pieces))
 
     def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
         pieces = self._parser.feed(delta.text)
@@ -116,8 +120,7 @@ class LineWriter:
     def _logprobs(self, delta: Delta) -> dict[str, object]:
         if self._tokens is None:
             return {}
-        entries = logprob_entries(self._tokens, delta, self._num_top)
-        return {"logprobs": map(orjson.Fragment, entries)}
+        return {"logprobs": logprob_entries(self._tokens, delta, self._num_top)}
 
     def _pieces(self, pieces: Iterable[Piece]) -> list[str]:
         return [line for piece in pieces for line in self._piece(piece)]

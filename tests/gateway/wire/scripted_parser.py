@@ -34,6 +34,8 @@ class ScriptedParser:
 class ScriptedReading(Reading):
     """A reading whose parsers all make these pieces."""
 
+    script: tuple[Piece, ...]
+
     def __init__(self, *pieces: Piece) -> None:
         super().__init__()
         object.__setattr__(self, "script", pieces)

@@ -85,6 +85,31 @@ def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.Mon
     assert reader.reader.at_end
 
 
+def test_a_long_reply_is_taken_in_batches() -> None:
+    """Other work of the event loop has its turn between them."""
+    recording = make_recording()
+    for _ in range(1000):
+        bring(recording, "a")
+    end(recording)
+    reader, sizes = FakeReader(recording), []
+    while not reader.reader.at_end:
+        taken = reader.reader.take()
+        reader.connection.sent.append(taken)
+        sizes.append(taken.count(b"id: "))
+        assert reader.reader.is_behind != reader.reader.at_end
+    assert max(sizes) <= 256
+    assert sum(sizes) == recording.num_events == 1002
+    assert reader.frames[:-1] == recording.frames_from(0)
+
+
+def test_what_all_readers_are_sent_is_made_once() -> None:
+    recording = make_recording()
+    readers = [FakeReader(recording) for _ in range(3)]
+    bring(recording, "a")
+    (first, *others) = [reader.connection.sent[-1] for reader in readers]
+    assert all(other is first for other in others)
+
+
 @given(st.integers(1, 30), st.integers(0, 20))
 def test_what_is_forgotten_is_the_oldest(number: int, kept: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
