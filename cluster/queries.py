@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.engine.planning.prefix_index import extend_hashes
 from penstock.engine.planning.request import Pooling
-from penstock.gateway.endpoints.arrivals import read_ask
+from penstock.gateway.endpoints.asks import read_ask
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import ask_salt
 from penstock.gateway.http.errors import ApiError

@@ -17,11 +17,9 @@ from starlette.responses import Response
 
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.idempotency import HEADER, RESUMABLE_HEADER, idempotency_key
-from penstock.gateway.endpoints.arrivals import FREE, Arrival, Guidance
-from penstock.gateway.endpoints.guidance import GuidanceMaker
-from penstock.gateway.endpoints.intake import Endpoints, Intake
+from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake
 from penstock.gateway.endpoints.replies import Sender, live
-from penstock.gateway.endpoints.requests import RequestMaker
+from penstock.gateway.endpoints.requests import FREE, Guidance, RequestMaker
 from penstock.gateway.endpoints.scoring import Scoring
 from penstock.gateway.http.errors import invalid, unsupported
 from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
@@ -89,7 +87,6 @@ class Answering:
         self._service = service
         self._intake = intake
         self._maker = RequestMaker(service)
-        self._guidance = GuidanceMaker(service)
         self._scoring = Scoring(service, self._maker)
 
     async def answer(
@@ -168,9 +165,9 @@ class Answering:
         if isinstance(ask.input, Questions):
             request, steps = await self._scoring.request(came, ask.input, prompting, reply_id)
             return Made(requests=[request], steps=steps)
-        answer = await self._guidance.answer_grammar(came)
+        answer = await self._maker.answer_grammar(came)
         prompts = await prompting.prompts(ask, thread)
-        guidance = await self._guidance.guidance(came, prompting, prompts[0], answer)
+        guidance = await self._maker.guidance(came, prompting, prompts[0], answer)
         ids = [reply_id] if came.is_recorded else [f"{reply_id}-{i}" for i in range(len(prompts))]
         requests = await self._maker.requests(came, dict(zip(ids, prompts, strict=True)), guidance)
         echoes = await self._echoes(ask.input, prompts) if ask.shown.echo else ()

@@ -9,8 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints
-from penstock.gateway.endpoints.arrivals import Arrival
-from penstock.gateway.endpoints.intake import Handler, Intake, route
+from penstock.gateway.endpoints.intake import Arrival, Handler, Intake, route
 from penstock.gateway.endpoints.recorded import ReplyRecorder
 from penstock.gateway.reply.whole import whole_json
 from penstock.gateway.service import Service

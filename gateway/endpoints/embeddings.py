@@ -12,8 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.answering import Made, ModelEndpoints
-from penstock.gateway.endpoints.arrivals import Arrival
-from penstock.gateway.endpoints.intake import route
+from penstock.gateway.endpoints.intake import Arrival, route
 from penstock.gateway.wire.decided import DecisionsWriter, SystemOneWriter
 from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
 from penstock.gateway.wire.embeddings import (

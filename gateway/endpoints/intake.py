@@ -6,10 +6,10 @@ import contextlib
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,7 +18,7 @@ from starlette.routing import Route
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
-from penstock.gateway.endpoints.arrivals import Arrival, read_ask
+from penstock.gateway.endpoints.asks import read_ask
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.errors import ApiError, model_not_found, not_found, unavailable, unsupported
@@ -33,7 +33,7 @@ from penstock.gateway.store.patience import INSIST_S
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.lanes import slo_of, urgency_of
 from penstock.gateway.wire.strict import Body, read
-from penstock.priority.lanes import Lane, Tenant
+from penstock.priority.lanes import Lane, Tenant, Urgency
 
 Result = TypeVar("Result")
 
@@ -43,6 +43,25 @@ _COUNTED_BYTES = 16 * 1024 * 1024
 
 CLIENT = "penstock.client"
 """The scope's name for the client, in a request that the server itself sends for one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request that was read and translated."""
+
+    at_s: float
+    client: Client
+    body: Any
+    ask: Ask
+    num_bytes: int
+    """The size of the body as it was sent."""
+    urgency: Urgency
+    is_recorded: bool = False
+    """Whether the reply is recorded as a whole, even if it is streamed."""
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.client.tenant
 
 
 class Intake:

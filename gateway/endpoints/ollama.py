@@ -12,8 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints
-from penstock.gateway.endpoints.arrivals import Arrival
-from penstock.gateway.endpoints.intake import Intake, route
+from penstock.gateway.endpoints.intake import Arrival, Intake, route
 from penstock.gateway.endpoints.recorded import ReplyRecorder
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.kinds import LINES

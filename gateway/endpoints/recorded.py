@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from penstock.gateway.access.idempotency import not_here
 from penstock.gateway.endpoints.answering import Made, Recorder
-from penstock.gateway.endpoints.arrivals import Arrival
-from penstock.gateway.endpoints.intake import Handler, Intake
+from penstock.gateway.endpoints.intake import Arrival, Handler, Intake
 from penstock.gateway.endpoints.replies import Sender, follow, position_asked
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.service import Service

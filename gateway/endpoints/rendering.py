@@ -13,8 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.engine.planning.request import SamplingParams
-from penstock.gateway.endpoints.arrivals import Arrival
-from penstock.gateway.endpoints.intake import Endpoints, Intake, route
+from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake, route
 from penstock.gateway.endpoints.requests import RequestMaker
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.service import Service

@@ -1,30 +1,54 @@
-"""Makes the engine's requests of asks and their prompts."""
+"""Makes the engine's requests of asks and their prompts, with what guides their answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.engine.planning.bans import Words
+from penstock.engine.planning.grammar import CompiledGrammar, Grammar
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Request, SamplingParams
-from penstock.gateway.endpoints.arrivals import FREE, Arrival, Guidance
+from penstock.engine.planning.thinking import ThinkingBudget
+from penstock.gateway.endpoints.intake import Arrival
+from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.reply.live import LOGPROB_BYTES
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from penstock.gateway.sessions.recordings.recording import MAX_KEPT_BYTES
-from penstock.gateway.wire.ask import Ask
+from penstock.gateway.wire.ask import Ask, Conversation, Turn
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
+from penstock.gateway.wire.efforts import Reasoned
+from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.sampling import Room, sampling_params
+from penstock.gateway.wire.structured import Form
 from penstock.gateway.wire.tokenizer import Tokenizer
 from penstock.priority.lanes import Tenant
 
+_GRAMMAR_WORK = 10
+"""Writing the grammar of a tool is as much work as tokenising so many times its text."""
 _REQUEST_BYTES, _BAD_WORD_BYTES = 1024, 4096
 """The bytes whose reading is as much work as making a request, or as tokenising a bad word."""
 NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=0)
 """The sampling of requests for embeddings and scores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guidance:
+    """The formats in which the answers to one prompt are read, and the bounds on their text."""
+
+    reading: Reading = PLAIN
+    grammar: CompiledGrammar | None = None
+    """The grammar that each answer has to match."""
+    thinking: ThinkingBudget | None = None
+    """The bound on the reasoning of each answer."""
+
+
+FREE = Guidance()
 
 
 class RequestMaker:
@@ -32,6 +56,54 @@ class RequestMaker:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+
+    async def answer_grammar(self, came: Arrival) -> CompiledGrammar | None:
+        """Returns the grammar that answers without calls have to match; raises as Compiling does."""
+        return await self._compiled(came, came.ask.form)
+
+    async def guidance(
+        self, came: Arrival, prompting: Prompting, prompt: list[int], answer: CompiledGrammar | None
+    ) -> Guidance:
+        """Returns the guidance of the answers to a prompt.
+
+        An answer has to match its grammar after its reasoning, where no tool is called.
+
+        Raises:
+            ApiError: 400, if the model cannot call tools, or cannot be held to their schemas.
+        """
+        ask, formats = came.ask, self._service.formats
+        if not isinstance(ask.input, Conversation | Turn):
+            return Guidance(grammar=answer)
+        reading = formats.reading(prompt, ask.tools, shows_reasoning=ask.shows_reasoning)
+        grammar = await self._grammar(came, prompting, prompt, reading, answer and answer.plain)
+        field = "tools" if ask.tools.tools else "response_format"
+        return Guidance(
+            reading=reading,
+            grammar=await self._compiled(came, None if grammar is None else Form(field, grammar)),
+            thinking=None if ask.reasoning is None else self._thinking(ask.reasoning, prompt, reading),
+        )
+
+    async def _compiled(self, came: Arrival, form: Form | None) -> CompiledGrammar | None:
+        return None if form is None else await self._service.compiling.compile(came.tenant.name, form)
+
+    async def _grammar(
+        self, came: Arrival, prompting: Prompting, prompt: list[int], reading: Reading, answer: Grammar | None
+    ) -> Grammar | None:
+        """Returns the grammar of a whole reply; None if it is free."""
+        use, formats = came.ask.tools, self._service.formats
+        if answer is None and not (use.tools and (use.required or use.strict)):
+            return None
+        write = partial(formats.grammar, prompt, reading, use, answer)
+        if not use.tools:
+            return write()
+        return await prompting.run(_GRAMMAR_WORK * use.num_chars, write)
+
+    def _thinking(self, reasoning: Reasoned, prompt: list[int], reading: Reading) -> ThinkingBudget | None:
+        prompts = self._service.prompts
+        number = reasoning.budget(prompts.variables, self._service.dispatch.context_length)
+        if number is None:
+            return None
+        return self._service.formats.budget(prompt, reading, number, prompts.around_closing)
 
     async def requests(
         self, came: Arrival, prompts: Mapping[str, list[int]], guidance: Guidance = FREE
@@ -102,7 +174,8 @@ class RequestMaker:
     def _requests(
         self, came: Arrival, prompts: Mapping[str, list[int]], guidance: Guidance, words: Sequence[str]
     ) -> list[Request]:
-        bad_words, options = bad_words_of(self._service.tokenizer, words), self._service.options
+        bad_words = bad_words_of(self._service.tokenizer, words) if words else ()
+        options = self._service.options
         made = []
         for id, prompt in prompts.items():
             # A tokenizer can know tokens that the model does not.
@@ -121,7 +194,7 @@ class RequestMaker:
         sampling = self.sampling(
             came.ask, num_prompt_tokens, guidance, bad_words, is_recorded=came.is_recorded
         )
-        beams = beams_of(body, options.eos_token_ids)
+        beams = beams_of(body, options.eos_token_ids) if body.use_beam_search else None
         return {"sampling": sampling, "n": body.num_generated, "beams": beams}
 
     def _bounded(self, ask: Ask, max_tokens: int, *, is_recorded: bool) -> int:

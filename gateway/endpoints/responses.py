@@ -11,8 +11,7 @@ from starlette.routing import Route
 
 from penstock.gateway.access.idempotency import not_here
 from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints, Recorder
-from penstock.gateway.endpoints.arrivals import Arrival
-from penstock.gateway.endpoints.intake import Intake, route
+from penstock.gateway.endpoints.intake import Arrival, Intake, route
 from penstock.gateway.endpoints.replies import follow
 from penstock.gateway.http.errors import ApiError, gone, invalid
 from penstock.gateway.http.off_loop import off_loop

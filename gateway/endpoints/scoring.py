@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Branch, Request
-from penstock.gateway.endpoints.arrivals import Arrival
+from penstock.gateway.endpoints.intake import Arrival
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import NO_OUTPUT, RequestMaker
 from penstock.gateway.http.errors import invalid

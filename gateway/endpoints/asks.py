@@ -1,14 +1,10 @@
-"""Arrivals: requests for the model, read and translated."""
+"""The translation of bodies: the function that makes an Ask of each kind, for replicas and switches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.planning.grammar import CompiledGrammar
-from penstock.engine.planning.thinking import ThinkingBudget
-from penstock.gateway.access.keys import Client
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.sessions.responses import asks as responses
 from penstock.gateway.sessions.responses.schemas import ResponseBody
@@ -16,9 +12,7 @@ from penstock.gateway.wire import decisions, embeddings, schemas, translation
 from penstock.gateway.wire.anthropic import bodies as anthropic
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.ollama import bodies as ollama
-from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.strict import Body, StrictBody, read
-from penstock.priority.lanes import Tenant, Urgency
 
 _TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
     schemas.ChatBody: translation.chat_ask,
@@ -51,36 +45,3 @@ def read_ask(
     for field in ask.ignored:
         ignore(field)
     return body, ask
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """A request that was read and translated."""
-
-    at_s: float
-    client: Client
-    body: Any
-    ask: Ask
-    num_bytes: int
-    """The size of the body as it was sent."""
-    urgency: Urgency
-    is_recorded: bool = False
-    """Whether the reply is recorded as a whole, even if it is streamed."""
-
-    @property
-    def tenant(self) -> Tenant:
-        return self.client.tenant
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guidance:
-    """The formats in which the answers to one prompt are read, and the bounds on their text."""
-
-    reading: Reading = PLAIN
-    grammar: CompiledGrammar | None = None
-    """The grammar that each answer has to match."""
-    thinking: ThinkingBudget | None = None
-    """The bound on the reasoning of each answer."""
-
-
-FREE = Guidance()
