@@ -86,7 +86,7 @@ class Answering:
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
         self._intake = intake
-        self._maker = RequestMaker(service)
+        self._maker = RequestMaker(service, intake.ignore)
         self._scoring = Scoring(service, self._maker)
 
     async def answer(

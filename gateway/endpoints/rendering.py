@@ -34,7 +34,7 @@ class RenderApi(Endpoints):
 
     def __init__(self, service: Service, intake: Intake) -> None:
         super().__init__(service, intake)
-        self._sampling = RequestMaker(service).sampling
+        self._sampling = RequestMaker(service, intake.ignore).sampling
 
     def routes(self) -> list[Route]:
         return [

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from penstock.engine.planning.bans import Words
@@ -23,7 +22,8 @@ from penstock.gateway.sessions.recordings.recording import MAX_KEPT_BYTES
 from penstock.gateway.wire.ask import Ask, Conversation, Turn
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
 from penstock.gateway.wire.efforts import Reasoned
-from penstock.gateway.wire.reading import PLAIN, Reading
+from penstock.gateway.wire.enforced import enforced_form, enforced_tools
+from penstock.gateway.wire.reading import PLAIN, Reading, needs_grammar
 from penstock.gateway.wire.sampling import Room, sampling_params
 from penstock.gateway.wire.structured import Form
 from penstock.gateway.wire.tokenizer import Tokenizer
@@ -54,12 +54,19 @@ FREE = Guidance()
 class RequestMaker:
     """Makes the requests of one service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, ignore: Callable[[str], None]) -> None:
+        """`ignore` is called with each part of a schema that is left out; it may raise 400."""
         self._service = service
+        self._ignore = ignore
 
     async def answer_grammar(self, came: Arrival) -> CompiledGrammar | None:
-        """Returns the grammar that answers without calls have to match; raises as Compiling does."""
-        return await self._compiled(came, came.ask.form)
+        """Returns the grammar that answers without calls have to match; raises as Compiling does, or as `ignore`."""
+        if came.ask.form is None:
+            return None
+        form, left_out = await off_loop(len(came.ask.form.grammar.text), enforced_form, came.ask.form)
+        for field in left_out:
+            self._ignore(field)
+        return await self._service.compiling.compile(came.tenant.name, form)
 
     async def guidance(
         self, came: Arrival, prompting: Prompting, prompt: list[int], answer: CompiledGrammar | None
@@ -75,28 +82,31 @@ class RequestMaker:
         if not isinstance(ask.input, Conversation | Turn):
             return Guidance(grammar=answer)
         reading = formats.reading(prompt, ask.tools, shows_reasoning=ask.shows_reasoning)
-        grammar = await self._grammar(came, prompting, prompt, reading, answer and answer.plain)
-        field = "tools" if ask.tools.tools else "response_format"
+        form = await self._form(came, prompting, prompt, reading, answer and answer.plain)
+        compile_form = self._service.compiling.compile
         return Guidance(
             reading=reading,
-            grammar=await self._compiled(came, None if grammar is None else Form(field, grammar)),
+            grammar=None if form is None else await compile_form(came.tenant.name, form),
             thinking=None if ask.reasoning is None else self._thinking(ask.reasoning, prompt, reading),
         )
 
-    async def _compiled(self, came: Arrival, form: Form | None) -> CompiledGrammar | None:
-        return None if form is None else await self._service.compiling.compile(came.tenant.name, form)
-
-    async def _grammar(
+    async def _form(
         self, came: Arrival, prompting: Prompting, prompt: list[int], reading: Reading, answer: Grammar | None
-    ) -> Grammar | None:
-        """Returns the grammar of a whole reply; None if it is free."""
+    ) -> Form | None:
+        """Returns the form of a whole reply, reasoning and then calls or an answer; None if it is free."""
         use, formats = came.ask.tools, self._service.formats
-        if answer is None and not (use.tools and (use.required or use.strict)):
-            return None
-        write = partial(formats.grammar, prompt, reading, use, answer)
-        if not use.tools:
-            return write()
-        return await prompting.run(_GRAMMAR_WORK * use.num_chars, write)
+        if not needs_grammar(use, answer):
+            grammar = None if answer is None else formats.grammar(prompt, reading, use, answer)
+            return None if grammar is None else Form("response_format", grammar)
+
+        def write() -> tuple[Grammar | None, list[str]]:
+            held, left_out = enforced_tools(use)
+            return formats.grammar(prompt, reading, held, answer, came.tenant.name), left_out
+
+        grammar, left_out = await prompting.run(_GRAMMAR_WORK * use.num_chars, write)
+        for field in left_out:
+            self._ignore(field)
+        return None if grammar is None else Form("tools", grammar)
 
     def _thinking(self, reasoning: Reasoned, prompt: list[int], reading: Reading) -> ThinkingBudget | None:
         prompts = self._service.prompts
