@@ -17,11 +17,11 @@ from penstock.cluster.metrics import Metrics
 from penstock.cluster.position import Position
 from penstock.cluster.upstream import Address, Headers, Upstream, connect, request_bytes
 from penstock.gateway.http.connections import Connection, Timeouts
-from penstock.gateway.http.correlation import ANTHROPIC_PATH
+from penstock.gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
 from penstock.gateway.http.errors import DROPPED_HEADER, ApiError, unavailable
 from penstock.gateway.http.refusals import OLLAMA_PATH, OVERLOADED
-from penstock.gateway.sessions.responses.events import error_event
-from penstock.gateway.wire.frames import KEEPALIVE, last_frames
+from penstock.gateway.sessions.responses import writer as responses
+from penstock.gateway.wire.frames import DONE, KEEPALIVE, error_event, error_frame, error_line
 
 MEND_S = 60.0
 """The longest search for a replica that goes on with a stream."""
@@ -295,8 +295,8 @@ class Relay:
         await connection.sleep()
         if connection.overdue:
             connection.overdue = False
-            if self._is_mending:
-                await connection.send(KEEPALIVE, more=True)
+            if self._is_mending and self._position is not None and self._position.keepalive:
+                await connection.send(self._position.keepalive, more=True)
 
     def _note_sent(self, body: bytes) -> None:
         """Notes that the client has the beginning of a reply: a comment alone is none, and any reply fits behind it."""
@@ -343,9 +343,13 @@ def last_words(path: str) -> bytes:
     """Returns the bytes that end a stream whose replica died, in the API's format; nothing if it has none for that."""
     error = _lost()
     if path.startswith("/v1/responses"):
-        return error_event(error, 0)
-    has_words = "/completions" in path or path.startswith((OLLAMA_PATH, ANTHROPIC_PATH))
-    return last_frames(error, path) if has_words else b""
+        return responses.error_event(error, 0)
+    if path.startswith(OLLAMA_PATH):
+        return error_line(error)
+    if path.startswith(ANTHROPIC_PATH):
+        http = CORRELATION.get()
+        return error_event(error, None if http is None else http.request_id)
+    return error_frame(error) + DONE if "/completions" in path else b""
 
 
 def _kind(status: int, headers: Headers) -> int:

@@ -25,6 +25,7 @@ from penstock.cluster.queries import QueryReader, owner_tag
 from penstock.cluster.relay import Message, Place, Relay, none_ready
 from penstock.cluster.upstream import Address, end_to_end
 from penstock.engine.planning.request import Pooling
+from penstock.gateway.access.idempotency import RESUMABLE_HEADER
 from penstock.gateway.access.keys import Access, Client
 from penstock.gateway.endpoints.files import UPLOAD_S
 from penstock.gateway.endpoints.operation import Operation, Passing
@@ -38,7 +39,7 @@ from penstock.gateway.http.errors import ApiError, not_found, refused, unavailab
 from penstock.gateway.http.hosts import FORWARDED_HOST
 from penstock.gateway.http.limits import Limits, LimitsMiddleware, parse_object
 from penstock.gateway.http.off_loop import off_loop
-from penstock.gateway.http.refusals import answer_fault, refusal
+from penstock.gateway.http.refusals import OLLAMA_PATH, answer_fault, refusal
 from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.wire.frames import Json
@@ -245,7 +246,9 @@ class Switch:
         )
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
         has_key = "idempotency-key" in http.headers
-        is_recorded = asked.get("stream") is True and (has_key or _outlives(asked))
+        streams = asked.get("stream", path.startswith(OLLAMA_PATH)) is True
+        is_resumable = has_key or http.headers.get(RESUMABLE_HEADER) == "true" or _outlives(asked)
+        is_recorded = streams and is_resumable
         is_recorded = is_recorded and Passing.RECORDED in operation.passing
         # The turn would be in the conversation twice.
         once = asked.get("conversation") is not None and not has_key

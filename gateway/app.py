@@ -17,14 +17,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.gateway.access import quotas
+from penstock.gateway.access.idempotency import RESUMABLE_HEADER
+from penstock.gateway.endpoints.answering import Answering
 from penstock.gateway.endpoints.batches import BatchesApi
 from penstock.gateway.endpoints.completions import CompletionsApi
 from penstock.gateway.endpoints.conversations import ConversationsApi
-from penstock.gateway.endpoints.decisions import DecisionsApi
-from penstock.gateway.endpoints.embeddings import EmbeddingsApi
+from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
 from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
-from penstock.gateway.endpoints.input_tokens import InputTokensApi
 from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
@@ -56,7 +56,7 @@ from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 
 _REQUEST_HEADERS = [
     *("authorization", "x-api-key", "content-type", "idempotency-key", "last-event-id", "x-request-id"),
-    *("traceparent", "tracestate", TTFT_HEADER, TPOT_HEADER),
+    *("traceparent", "tracestate", TTFT_HEADER, TPOT_HEADER, RESUMABLE_HEADER),
     *("openai-organization", "openai-project", "openai-beta"),
     *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
     # What OpenAI's own package says of itself in a browser.
@@ -76,10 +76,12 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         static: folder of the chat page, served at `/` and `/static/`; without it there is none.
     """
     intake, files = Intake(service), Files(service.store)
-    completions, embeddings = CompletionsApi(service, intake), EmbeddingsApi(service, intake)
+    answering = Answering(service, intake)
+    completions = CompletionsApi(service, intake, answering)
+    embeddings = EmbeddingsApi(service, intake, answering)
     chats = StoredChatsApi(service, intake, completions)
-    responses = ResponsesApi(service, intake)
-    messages = MessagesApi(service, intake)
+    responses = ResponsesApi(service, intake, answering)
+    messages = MessagesApi(service, intake, answering)
     handlers: dict[Endpoint, Handler] = {
         "/v1/chat/completions": completions.chat,
         "/v1/completions": completions.complete,
@@ -93,15 +95,14 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         chats,
         completions,
         embeddings,
-        DecisionsApi(service, intake),
-        InputTokensApi(service, intake, responses),  # before that of a response whose id it could be
+        DecisionsApi(service, intake, answering),
         responses,
         FilesApi(service, intake, files),
         batches,
         ConversationsApi(service, intake),
+        MessageBatchesApi(service, intake, files, batches.batches),  # before a message whose id it could be
         messages,
-        MessageBatchesApi(service, intake, files, batches.batches),
-        OllamaApi(service, intake, embeddings),
+        OllamaApi(service, intake, answering),
         ModelsApi(service, intake),
         TokensApi(service, intake),
         EventsApi(service, intake),

@@ -19,8 +19,8 @@ from penstock.engine.planning.step import StepReport
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.errors import ApiError, internal, refused, unavailable
 from penstock.gateway.metrics import Metrics
+from penstock.gateway.reply.generation import Generation, joined
 from penstock.gateway.tickets import Tickets
-from penstock.gateway.wire.streams import Generation, joined
 from penstock.priority.lanes import Lane, Urgency
 from penstock.priority.queue import LaneQueue
 from penstock.priority.verdict import Forecast, Refusal
@@ -130,12 +130,12 @@ class Dispatch:
 
     def submit(self, stream: Generation) -> None:
         """Queues all requests of a stream, or none; raises 429 or 503 with Retry-After."""
-        self.check_open()
         self._streams[stream] = None
         self._empty.clear()
         if self._traces is not None:
             self._traces.begin(stream)
         try:
+            self.check_open()
             with self._refusing(stream.lane):
                 self._put(stream)
         except ApiError as error:

@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from math import inf
 
@@ -33,7 +34,9 @@ from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWrit
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
 from penstock.gateway.sessions.prefixes.warming import Warming, WarmUp
 from penstock.gateway.sessions.recordings.journal import Replayer
+from penstock.gateway.sessions.recordings.kinds import writers_of
 from penstock.gateway.sessions.recordings.registry import Recordings
+from penstock.gateway.sessions.responses import records, writer
 from penstock.gateway.store.interface import Store
 from penstock.gateway.tenants import Tenants
 from penstock.gateway.watch import StepWatch, Watches
@@ -159,6 +162,8 @@ class Service:
             self.metrics.resumes.inc,
             clock,
         )
+        self.recordings.writers |= writers_of(tokenizer)
+        self.recordings.writers[records.KIND] = partial(writer.make_writer, tokenizer)
         self._descriptors = Descriptors()
         self._warm_up: asyncio.Task[None] | None = None
         self._rendered = -inf, b""

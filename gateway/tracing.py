@@ -21,7 +21,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, format_trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from penstock.gateway.http.correlation import CORRELATION
-from penstock.gateway.wire.streams import Generation
+from penstock.gateway.reply.generation import Generation
 
 log = logging.getLogger("penstock.gateway")
 

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.engine.planning.tokenizer import Tokenizer
+
+class Spelling(Protocol):
+    """The part of `engine.planning.tokenizer.Tokenizer` that texts are spelt with."""
+
+    is_byte_level: bool
+    special_ids: frozenset[int]
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def piece(self, token_id: int) -> str | None: ...
+
+    def continuation(self, token_ids: Sequence[int]) -> str: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
 
 class Detokenizer(Protocol):
@@ -21,7 +35,7 @@ class Detokenizer(Protocol):
         """Returns the rest when no more tokens come, with incomplete characters as U+FFFD."""
 
 
-def make_detokenizer(tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> Detokenizer:
+def make_detokenizer(tokenizer: Spelling, shown: frozenset[int] = frozenset()) -> Detokenizer:
     """`shown`: special tokens whose text is shown."""
     hidden = tokenizer.special_ids - shown if shown else tokenizer.special_ids
     kind = ByteLevelDetokenizer if tokenizer.is_byte_level else PieceDetokenizer
@@ -33,7 +47,7 @@ class ByteLevelDetokenizer:
 
     __slots__ = ("_decoder", "_hidden", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Spelling, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -56,7 +70,7 @@ class PieceDetokenizer:
 
     __slots__ = ("_begun", "_hidden", "_run", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Spelling, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._begun = False

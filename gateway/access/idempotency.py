@@ -10,7 +10,7 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import TypeVar
 
-from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 
 from penstock.gateway.http.errors import ApiError, invalid
@@ -18,6 +18,8 @@ from penstock.gateway.store.interface import Key, Store, StoreUnavailable
 from penstock.gateway.store.records import Records
 
 HEADER = "Idempotency-Key"
+RESUMABLE_HEADER = "x-penstock-resumable"
+"""The header that asks for a resumable stream; the bodies of some APIs have no field for that."""
 KEPT_S = 600.0
 MAX_KEY_CHARS = 255
 
@@ -67,7 +69,7 @@ class Idempotency:
         self,
         tenant: str,
         key: str | None,
-        body: BaseModel,
+        body: object,
         reply_id: str,
         make: Callable[[], Awaitable[Made]],
     ) -> Made | str:
@@ -81,7 +83,7 @@ class Idempotency:
         if key is None:
             return await make()
         place = Key(_CLAIMS.kind, tenant, sha256(key.encode()).hexdigest())
-        digest = sha256(f"{type(body).__name__} {body.model_dump_json()}".encode()).hexdigest()
+        digest = sha256(f"{type(body).__name__} ".encode() + to_json(body)).hexdigest()
         while (begun := self._starting.get(place)) is not None:
             await begun.wait()
         self._starting[place] = asyncio.Event()

@@ -17,7 +17,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.gateway.endpoints.completions import CHAT_ID, TEXT_ID
 from penstock.gateway.endpoints.operation import JSON, Operation, Passing, SloHeaders
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.http.correlation import ANTHROPIC_PATH
@@ -26,6 +25,7 @@ from penstock.gateway.http.refusals import OLLAMA_PATH, OVERLOADED
 from penstock.gateway.sessions.batches.batch import BATCH_ID
 from penstock.gateway.sessions.batches.files import FILE_ID
 from penstock.gateway.sessions.batches.messages import MESSAGE_BATCH_ID
+from penstock.gateway.sessions.recordings.kinds import CHAT, IDS, LINES, MESSAGE, TEXT
 from penstock.gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
 from penstock.gateway.wire.strict import steps_to
 
@@ -140,7 +140,12 @@ def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -
     return found
 
 
-_IDS = {"/v1/chat": CHAT_ID.pattern, "/v1/completions": TEXT_ID.pattern}
+_IDS = {
+    "/v1/chat": IDS[CHAT].pattern,
+    "/v1/completions": IDS[TEXT].pattern,
+    "/v1/messages": IDS[MESSAGE].pattern,
+    "/api": IDS[LINES].pattern,
+}
 """The patterns of ids, by the beginning of their paths."""
 
 

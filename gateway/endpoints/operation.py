@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from enum import Flag, auto
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from penstock.gateway.access.idempotency import MAX_KEY_CHARS
+from penstock.gateway.access.idempotency import MAX_KEY_CHARS, RESUMABLE_HEADER
 from penstock.gateway.endpoints.events import DETAILS
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 from penstock.gateway.wire.strict import StrictBody
@@ -22,6 +22,7 @@ class IdempotencyHeaders(TypedDict, total=False):
     idempotency_key: Annotated[
         str, Field(alias="Idempotency-Key", min_length=1, max_length=MAX_KEY_CHARS, pattern="^[ -~]+$")
     ]
+    resumable: Annotated[Literal["true", "false"], Field(alias=RESUMABLE_HEADER)]
 
 
 class SloHeaders(TypedDict, total=False):
@@ -108,7 +109,11 @@ class Operation:
     def refusals(self) -> set[int]:
         """The statuses that are answered with an error object."""
         passed = (status for one in self.passing for status in _PASSED.get(one, ()))
-        typed = [(self.body, 415), (self.headers is IdempotencyHeaders, 409), (not self.is_open, 401)]
+        typed = [
+            (self.body, 415),
+            (self.headers is IdempotencyHeaders, 409),
+            (not self.is_open, 401),
+        ]
         return {*ALWAYS, *self.statuses, *passed, *(status for holds, status in typed if holds)}
 
     @property

@@ -6,7 +6,6 @@ from penstock.gateway.endpoints.batches import BatchBody
 from penstock.gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from penstock.gateway.endpoints.cursors import CursorQuery
 from penstock.gateway.endpoints.files import FilesQuery, UploadForm
-from penstock.gateway.endpoints.input_tokens import InputTokensBody
 from penstock.gateway.endpoints.message_batches import MessageBatchBody
 from penstock.gateway.endpoints.operation import (
     EVENTS,
@@ -23,6 +22,7 @@ from penstock.gateway.endpoints.operation import (
     UsageQuery,
 )
 from penstock.gateway.endpoints.stored_chats import ChatsQuery, ChatUpdateBody
+from penstock.gateway.sessions.responses.asks import InputTokensBody
 from penstock.gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from penstock.gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
 from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
@@ -35,6 +35,7 @@ from penstock.gateway.wire.ollama.bodies import (
     OllamaShowBody,
 )
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, LocateBody, TokenizeBody
+from penstock.gateway.wire.strict import StrictBody
 
 ANY, OWN, ONCE = Passing.ANY, Passing.OWN, Passing.ONCE
 BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED
@@ -42,18 +43,17 @@ BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED
 _STREAMED, _LINED = (JSON, EVENTS), (JSON, LINES)
 
 
-def _recorded(summary: str, body: type[ChatBody | CompletionBody | ResponseBody]) -> Operation:
-    passing = BY_PROMPT | RECORDED
-    return Operation(passing, summary, body, headers=IdempotencyHeaders, answers=_STREAMED)
+def _recorded(summary: str, body: type[StrictBody], answers: tuple[str, ...] = _STREAMED) -> Operation:
+    return Operation(BY_PROMPT | RECORDED, summary, body, headers=IdempotencyHeaders, answers=answers)
 
 
-def _followed(summary: str) -> Operation:
+def _followed(summary: str, answers: tuple[str, ...] = _STREAMED) -> Operation:
     return Operation(
         BY_ID | RECORDED,
         summary,
         query=FollowQuery,
         headers=FollowHeaders,
-        answers=_STREAMED,
+        answers=answers,
         statuses=(410, 429),
     )
 
@@ -133,12 +133,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/batches/{batch_id}": {"GET": Operation(BY_ID, "Show a batch")},
     "/v1/batches/{batch_id}/cancel": {"POST": Operation(BY_ID, "Stop a batch")},
     "/v1/messages": {
-        "POST": Operation(
-            BY_PROMPT,
-            "Answer a conversation in Anthropic's format, streamed or whole",
-            MessagesBody,
-            answers=_STREAMED,
-        )
+        "POST": _recorded("Answer a conversation in Anthropic's format, streamed or whole", MessagesBody)
     },
     "/v1/messages/count_tokens": {
         "POST": Operation(
@@ -161,6 +156,10 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             answers=("application/x-jsonl",),
             statuses=(410,),
         )
+    },
+    "/v1/messages/{id}": {
+        "GET": _followed("Follow a resumable message, after the event that was seen last"),
+        "DELETE": Operation(BY_ID, "Stop and forget a resumable message"),
     },
     "/v1/responses": {
         "POST": _recorded("Take a turn of a conversation, waited for or in the background", ResponseBody)
@@ -200,20 +199,21 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "DELETE": Operation(BY_ID, "Forget a message"),
     },
     "/api/chat": {
-        "POST": Operation(
-            BY_PROMPT,
-            "Answer a conversation in Ollama's format, streamed or whole",
-            OllamaChatBody,
-            answers=_LINED,
+        "POST": _recorded(
+            "Answer a conversation in Ollama's format, streamed or whole", OllamaChatBody, answers=_LINED
         )
     },
     "/api/generate": {
-        "POST": Operation(
-            BY_PROMPT,
-            "Answer a prompt in Ollama's format, streamed or whole",
-            OllamaGenerateBody,
-            answers=_LINED,
+        "POST": _recorded(
+            "Answer a prompt in Ollama's format, streamed or whole", OllamaGenerateBody, answers=_LINED
         )
+    },
+    **{
+        f"/api/{name}/{{id}}": {
+            "GET": _followed("Follow a resumable answer, after the line that was seen last", _LINED),
+            "DELETE": Operation(BY_ID, "Stop and forget a resumable answer"),
+        }
+        for name in ("chat", "generate")
     },
     "/api/embed": {
         "POST": Operation(BY_PROMPT, "Turn texts into vectors, for Ollama's clients", OllamaEmbedBody)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from abc import abstractmethod
-from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -14,158 +15,208 @@ from starlette.types import Receive, Scope, Send
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.http.background import meanwhile
 from penstock.gateway.http.connections import Connection
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.reply.live import Live
+from penstock.gateway.reply.whole import whole, whole_json
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.recordings.reader import Reader
-from penstock.gateway.wire.frames import at_once, json_pieces
-from penstock.gateway.wire.streams import Stream, WholeWriter
+from penstock.gateway.sessions.recordings.reader import Reader as RecordingReader
+from penstock.gateway.wire.frames import json_pieces
+from penstock.gateway.wire.writing import Outputs, Writer
 
-_NUMBER_BYTES = 8
-"""The bytes whose reading is as much work as writing one number of an embedding, or a score."""
-
-
-Keep = Callable[[dict[str, Any]], Awaitable[None]]
-"""A Keep takes a whole reply's JSON."""
+Keep = Callable[[dict[str, Any], int], Awaitable[None]]
+"""A Keep takes a whole reply's JSON and its size in bytes."""
 
 
-SourceT = TypeVar("SourceT", Stream, Reader)
+class Reader(Protocol):
+    """The one reader of a live reply, or one of those of a recording."""
+
+    connection: Connection
+    at_end: bool
+    """Whether the reader has everything."""
+
+    @property
+    def reply(self) -> Any:
+        """The reply as its writer reads it."""
+
+    @property
+    def writer(self) -> Writer[Any]:
+        """The writer of the reply; of one that is not streamed it only writes wholes."""
+
+    @property
+    def refusal(self) -> ApiError | None:
+        """The error that is the whole reply if nothing of it was sent yet."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the reply came to its end."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to take at once."""
+
+    async def news(self) -> None:
+        """Returns when there is something to send, or the connection is gone."""
+
+    async def end(self) -> None:
+        """Returns when the reply has ended, or the connection is gone."""
+
+    def take(self) -> bytes:
+        """Returns what can be sent now; empty while a character is incomplete, for example."""
+
+    def outputs(self) -> Outputs:
+        """Returns the whole output of each choice."""
 
 
-class Reply(Response, Generic[SourceT]):
-    """Sends the output of a generation."""
+class Sender(Response):
+    """Sends the output of a reply to one reader, as a stream or as a whole."""
 
     def __init__(
-        self, service: Service, source: SourceT, reservation: Reservation | None, *, streamed: bool
+        self,
+        service: Service,
+        reader: Reader,
+        reservation: Reservation | None,
+        *,
+        begin: Callable[[], None],
+        leave: Callable[[], None],
+        streamed: bool,
+        at_once: bool = False,
+        arrival_s: float | None = None,
+        keep: Keep | None = None,
     ) -> None:
+        """
+        Args:
+            begin: connects the reader and starts its work.
+            leave: detaches the connection when it is gone or has everything; idempotent.
+            at_once: the status is not held back until there is something to show.
+            arrival_s: when the request came that a whole reply answers; None if that is not told.
+            keep: is given the whole reply before the last of it is sent.
+        """
         self._service = service
-        self._source: SourceT = source
-        self._streamed = streamed
+        self._reader = reader
         self._quota_headers = {} if reservation is None else reservation.headers
+        self._begin = begin
+        self._leave = leave
+        self._streamed = streamed
+        self._at_once = at_once
+        self._arrival_s = arrival_s
+        self._keep = keep
         self.background = None
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Connects the source and starts its work."""
-
-    @abstractmethod
-    def _leave(self) -> None:
-        """Detaches the connection when it is gone or has everything. Idempotent."""
-
-    @abstractmethod
-    async def _send_whole(self) -> None:
-        """Sends a finished reply as a whole."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
-        self._source.connection = connection
+        self._reader.connection = connection
         self._begin()
         async with meanwhile(connection.watch(receive, self._leave)):
             try:
                 if self._streamed:
-                    await self._send_stream()
+                    await self._send_stream(connection)
                 else:
-                    await self._source.end()
-                    self._check()
-                    await self._send_whole()
+                    await self._send_whole(connection)
             finally:
                 self._leave()
 
-    async def _end_stream(self) -> None:
-        """Runs before the last piece of a stream is sent."""
-
-    async def _send_stream(self) -> None:
-        source, connection = self._source, self._source.connection
-        while not source.at_end:
-            await source.news()
+    async def _send_stream(self, connection: Connection) -> None:
+        reader = self._reader
+        if self._at_once:
+            await self._commit(connection)
+        while not reader.at_end:
+            await reader.news()
             if connection.gone:
                 return
             if not connection.committed:
                 self._check()  # from here on the status is 200: an error before this is a plain one
-                await connection.commit({"content-type": source.media_type, **self._quota_headers})
-            body = source.take()
-            if source.at_end:
-                await self._end_stream()
+                await self._commit(connection)
+            body = reader.take()
+            if reader.at_end and reader.finished and reader.refusal is None and self._keep is not None:
+                await self._kept(self._keep)
             if connection.overdue:
                 connection.overdue = False
-                body = body or source.keepalive()
-            if body or source.at_end:
-                await connection.send(body, more=not source.at_end)
+                body = body or reader.writer.keepalive
+            if body or reader.at_end:
+                await connection.send(body, more=not reader.at_end)
+            if reader.is_behind:
+                await asyncio.sleep(0)
+
+    async def _commit(self, connection: Connection) -> None:
+        media_type = self._reader.writer.media_type
+        await connection.commit(
+            {**({"content-type": media_type} if media_type else {}), **self._quota_headers}
+        )
+
+    async def _send_whole(self, connection: Connection) -> None:
+        await self._reader.end()
+        self._check()
+        if not self._reader.finished:
+            return
+        headers = dict(self._quota_headers)
+        if self._arrival_s is not None:
+            milliseconds = math.ceil((self._service.clock() - self._arrival_s) * 1000)
+            headers["openai-processing-ms"] = str(milliseconds)
+        reader = self._reader
+        if self._keep is not None:
+            pieces: Iterable[bytes] = [await self._kept(self._keep)]
+        else:
+            pieces = json_pieces(await whole(reader.writer, reader.reply, reader.outputs()))
+        await connection.send_whole(pieces, headers)
 
     def _check(self) -> None:
-        if self._source.refusal is not None:
-            raise self._source.refusal
+        if self._reader.refusal is not None:
+            raise self._reader.refusal
+
+    async def _kept(self, keep: Keep) -> bytes:
+        """Has the whole reply kept, and returns its JSON."""
+        reader = self._reader
+        body, completion = await whole_json(reader.writer, reader.reply, reader.outputs())
+        await keep(completion, len(body))
+        return body
 
 
-class LiveReply(Reply[Stream]):
-    """Submits a stream when the server calls the reply, and sends its output.
+def live(service: Service, reply: Live, keep: Keep | None = None) -> Sender:
+    """Returns what submits a reply when the server calls it, and sends its output.
 
     Its requests are cancelled the moment their client is gone, whatever state they are in.
+
+    Args:
+        keep: is given the whole reply before the last of it is sent; a stream then `keeps` it.
     """
-
-    def __init__(
-        self, service: Service, stream: Stream, writer: WholeWriter, keep: Keep | None = None
-    ) -> None:
-        """`keep` is given the whole reply before the last of it is sent; a stream is then a KeptStream."""
-        super().__init__(service, stream, stream.reservation, streamed=stream.is_streamed)
-        self._writer = writer
-        self._keep = keep
-
-    def _begin(self) -> None:
-        self._service.dispatch.submit(self._source)
-
-    def _leave(self) -> None:
-        self._service.dispatch.release(self._source)
-
-    async def _send_whole(self) -> None:
-        stream = self._source
-        if not stream.finished:
-            return
-        milliseconds = math.ceil((self._service.clock() - stream.requests[0].arrival_s) * 1000)
-        headers = {**self._quota_headers, "openai-processing-ms": str(milliseconds)}
-        deltas = sorted(stream.take_deltas(), key=lambda taken: taken[0])
-        size = _NUMBER_BYTES * sum(len(delta.embedding or delta.scores or ()) for _, delta in deltas)
-        body = await off_loop(size, self._writer.whole, stream, deltas)
-        if self._keep is not None:
-            await self._keep(body := at_once(body))
-        await stream.connection.send_whole(json_pieces(body), headers)
-
-    async def _end_stream(self) -> None:
-        stream = self._source
-        if self._keep is not None and stream.finished and stream.error is None:
-            await self._keep(at_once(self._writer.whole(stream, sorted(stream.kept.items()))))
+    return Sender(
+        service,
+        reply,
+        reply.reservation,
+        begin=partial(service.dispatch.submit, reply),
+        leave=partial(service.dispatch.release, reply),
+        streamed=reply.is_streamed,
+        arrival_s=reply.requests[0].arrival_s,
+        keep=keep,
+    )
 
 
-class Attached(Reply[Reader]):
-    """Follows a recording: sends the events that a reader lacks and new ones, or the whole reply at its end."""
+def follow(
+    service: Service, reader: RecordingReader, *, streamed: bool = True, at_once: bool = False
+) -> Sender:
+    """Returns what sends the events that a reader lacks and new ones, or the whole reply at its end."""
+    recording = reader.recording
 
-    def __init__(
-        self, service: Service, reader: Reader, *, streamed: bool = True, at_once: bool = False
-    ) -> None:
-        """`at_once`: the status is not held back until there is something to show."""
-        super().__init__(service, reader, reader.recording.reservation, streamed=streamed)
-        self._at_once = at_once
+    def begin() -> None:
+        if reader.position >= 0:
+            service.metrics.follows.inc()
+        recording.attach(reader)
 
-    def _begin(self) -> None:
-        if self._source.position >= 0:
-            self._service.metrics.follows.inc()
-        self._source.recording.attach(self._source)
+    def leave() -> None:
+        recording.detach(reader, service.clock())
+        if recording.is_abandoned(service.clock()):
+            service.recordings.cancel(recording)
 
-    def _leave(self) -> None:
-        recording, now = self._source.recording, self._service.clock()
-        recording.detach(self._source, now)
-        if recording.is_abandoned(now):
-            self._service.recordings.cancel(recording)
-
-    async def _send_stream(self) -> None:
-        if self._at_once:
-            await self._source.connection.commit(self._quota_headers)
-        await super()._send_stream()
-
-    async def _send_whole(self) -> None:
-        if self._source.recording.settled:
-            await self._source.connection.send_whole(json_pieces(self._source.whole()), self._quota_headers)
+    return Sender(
+        service,
+        reader,
+        recording.reservation,
+        begin=begin,
+        leave=leave,
+        streamed=streamed,
+        at_once=at_once,
+    )
 
 
 def position_asked(http: HttpRequest) -> int:

@@ -11,17 +11,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.gateway.endpoints.completions import CHAT_ID, CompletionsApi
+from penstock.gateway.endpoints.completions import CompletionsApi
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
 from penstock.gateway.http.errors import ApiError, existing
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import CHATS, KIND, StoredChat, fits
-from penstock.gateway.sessions.recordings.completions import CHAT
+from penstock.gateway.sessions.recordings.kinds import CHAT, IDS
 from penstock.gateway.sessions.responses.objects import page, place_after
-from penstock.gateway.sessions.responses.schemas import PageQuery, check_metadata
+from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.store.interface import Key, StoreUnavailable
 from penstock.gateway.store.records import answering_unavailable
 from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 
 MAX_LISTED = 1000
@@ -53,7 +54,7 @@ class StoredChatsApi(Endpoints):
         super().__init__(service, intake)
         self._store = service.store
         self._make = completions.chat
-        recorded = completions.by_id(CHAT, "chat.completion.deleted")
+        recorded = completions.by_id()
         self._follow, self._discard = recorded["GET"], recorded["DELETE"]
 
     def routes(self) -> list[Route]:
@@ -140,7 +141,7 @@ class StoredChatsApi(Endpoints):
     async def _read(self, tenant: str, http: HttpRequest) -> StoredChat | None:
         """Returns the stored completion, if there is one; raises StoreUnavailable."""
         id = http.path_params["id"]
-        return await CHATS.get(self._store, tenant, id) if CHAT_ID.fullmatch(id) else None
+        return await CHATS.get(self._store, tenant, id) if IDS[CHAT].fullmatch(id) else None
 
 
 async def _alone(recorded: Awaitable[Response]) -> Response:

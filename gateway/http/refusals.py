@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.gateway.faults import anthropic_body, ollama_body
 from penstock.gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
 from penstock.gateway.http.errors import ApiError, internal, log_failed, log_fault
 
@@ -17,16 +17,6 @@ _MODELS_PATH = "/v1/models"
 
 OVERLOADED = 529
 """The status that Anthropic has where others have 503."""
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    501: "api_error",
-    503: "overloaded_error",
-}
 
 
 def speaks_anthropic(http: Request) -> bool:
@@ -42,30 +32,11 @@ def refusal(error: ApiError, path: str, overload_status: int = HTTPStatus.SERVIC
     status, body = overload_status if error.is_overload else error.status, error.body()
     if path.startswith(ANTHROPIC_PATH):
         status = OVERLOADED if status == HTTPStatus.SERVICE_UNAVAILABLE else status
-        body = anthropic_body(error)
+        http = CORRELATION.get()
+        body = anthropic_body(error, None if http is None else http.request_id)
     elif path.startswith(OLLAMA_PATH):
         body = ollama_body(error)
     return Response(body, status, error.headers(), media_type="application/json")
-
-
-def anthropic_body(error: ApiError) -> bytes:
-    """Returns Anthropic's error object as JSON; it is the same in a reply and in an event of a stream."""
-    asked = CORRELATION.get()
-    return json.dumps(
-        {
-            "type": "error",
-            "error": {
-                "type": _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"),
-                "message": error.message,
-            },
-            "request_id": None if asked is None else asked.request_id,
-        }
-    ).encode()
-
-
-def ollama_body(error: ApiError) -> bytes:
-    """Returns Ollama's error as JSON; it is the same in a reply and in a line of a stream."""
-    return json.dumps({"error": error.message}).encode()
 
 
 async def answer_api_error(

@@ -9,12 +9,16 @@ from typing import Any
 
 import orjson
 
+from penstock.gateway.http.off_loop import OFF_LOOP_BYTES, off_loop
 from penstock.gateway.store.interface import Store, StoreUnavailable
 from penstock.gateway.store.records import Records
 
 KIND = "chat_completion"
 KEPT_S = 24 * 3600.0
 """A completion is kept for so long after it was stored or asked for."""
+
+_LARGE = OFF_LOOP_BYTES + 1
+"""The size of work that always leaves the event loop, for nobody knows yet how large it is."""
 
 log = logging.getLogger("penstock.gateway")
 
@@ -40,10 +44,16 @@ class StoredChat:
 CHATS = Records(KIND, StoredChat, KEPT_S, lambda chat: chat.num_bytes)
 
 
-async def keep(store: Store, tenant: str, asked: Mapping[str, Any], completion: dict[str, Any]) -> None:
-    """Stores a completion with the `messages` and `metadata` of its request; its client gets it in any case."""
-    size = len(orjson.dumps([asked["messages"], completion]))
-    chat = StoredChat(completion=completion, num_bytes=size, **asked)
+async def keep(
+    store: Store, tenant: str, request: Mapping[str, Any], completion: dict[str, Any], num_bytes: int
+) -> None:
+    """Stores a completion with the `messages` and `metadata` of its request; its client gets it in any case.
+
+    Args:
+        num_bytes: of the completion as JSON.
+    """
+    messages = await off_loop(_LARGE, orjson.dumps, request["messages"])
+    chat = StoredChat(completion=completion, num_bytes=num_bytes + len(messages), **request)
     try:
         await CHATS.put(store, tenant, completion["id"], chat)
     except StoreUnavailable as error:

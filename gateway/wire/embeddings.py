@@ -14,9 +14,12 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.ask import Ask, Texts
 from penstock.gateway.wire.schemas import ServiceTier, Truncation
-from penstock.gateway.wire.streams import Delta, Generation
 from penstock.gateway.wire.strict import STRICT, Many, StrictBody
+from penstock.gateway.wire.translation import split_prompt
+from penstock.gateway.wire.writing import Counts, Outputs
 
 
 class Embedded(StrictBody):
@@ -96,6 +99,35 @@ def _one_of(body: ScoreBody, *names: str) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
+def embeddings_ask(body: EmbeddingsBody, limits: Limits) -> Ask:
+    texts, token_ids = split_prompt(body.input)
+    if not 1 <= len(texts) + len(token_ids) <= limits.max_inputs:
+        raise invalid(f"'input' must be 1 to {limits.max_inputs} texts.", "input")
+    add_special = body.add_special_tokens is not False
+    inputs = Texts(field="input", texts=texts, token_ids=token_ids, add_special=add_special)
+    return _ask(body, inputs, dimensions=body.dimensions)
+
+
+def rerank_ask(body: RerankBody, _: Limits) -> Ask:
+    return _ask(body, Texts(field="query", texts=[body.query]), Texts(field="documents", texts=body.texts))
+
+
+def score_ask(body: ScoreBody, _: Limits) -> Ask:
+    first, second = body.sides()
+    return _ask(body, Texts(field="text_1", texts=first), Texts(field="text_2", texts=second))
+
+
+def _ask(body: Embedded, *inputs: Texts, dimensions: int | None = None) -> Ask:
+    return Ask(
+        model=body.model,
+        field=inputs[0].field,
+        input=inputs,
+        service_tier=body.service_tier,
+        truncate=body.truncate_prompt_tokens,
+        dimensions=dimensions,
+    )
+
+
 class EmbeddingWriter:
     """Writes the embeddings themselves."""
 
@@ -103,15 +135,15 @@ class EmbeddingWriter:
         self._body = body
         self._is_normalised = is_normalised
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
         return {
             "object": "list",
             "data": (
                 {"object": "embedding", "index": index, "embedding": self._spelt(delta.embedding or [])}
-                for index, delta in deltas
+                for index, delta in outputs
             ),
             "model": self._body.model,
-            "usage": _usage(generation),
+            "usage": _usage(reply),
         }
 
     def _spelt(self, embedding: list[float]) -> list[float] | str:
@@ -126,8 +158,8 @@ class RerankWriter:
         self._id = id
         self._body = body
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        query, *documents = _embeddings(deltas)
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+        query, *documents = _embeddings(outputs)
         scores = [likeness(query, document) for document in documents]
         best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
         texts, shows_texts = self._body.texts, self._body.return_documents is not False
@@ -137,7 +169,7 @@ class RerankWriter:
             | {"relevance_score": scores[index]}
             for index in best_first[: self._body.top_n]
         ]
-        return {"id": self._id, "model": self._body.model, "usage": _usage(generation), "results": results}
+        return {"id": self._id, "model": self._body.model, "usage": _usage(reply), "results": results}
 
 
 class ScoreWriter:
@@ -147,20 +179,20 @@ class ScoreWriter:
         self._head = {"id": id, "object": "list", "created": created, "model": model}
         self._num_first = num_first
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        embeddings = _embeddings(deltas)
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+        embeddings = _embeddings(outputs)
         first, second = embeddings[: self._num_first], embeddings[self._num_first :]
         scores = map(likeness, first * len(second) if len(first) == 1 else first, second)
         data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-        return {**self._head, "data": data, "usage": _usage(generation)}
+        return {**self._head, "data": data, "usage": _usage(reply)}
 
 
-def _embeddings(deltas: Iterable[tuple[int, Delta]]) -> list[list[float]]:
-    return [delta.embedding or [] for _, delta in deltas]
+def _embeddings(outputs: Outputs) -> list[list[float]]:
+    return [delta.embedding or [] for _, delta in outputs]
 
 
-def _usage(generation: Generation) -> dict[str, int]:
-    num_tokens = generation.num_prompt_tokens
+def _usage(reply: Counts) -> dict[str, int]:
+    num_tokens = reply.num_prompt_tokens
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 

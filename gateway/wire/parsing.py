@@ -103,6 +103,10 @@ class Answer:
 
 def answer_of(parser: ReplyParser, text: str) -> Answer:
     """Parses a whole text."""
+    return joined([*parser.feed(text), *parser.finish()])
+
+
+def joined(pieces: Iterable[Piece]) -> Answer:
     answer = Answer()
-    answer.add([*parser.feed(text), *parser.finish()])
+    answer.add(pieces)
     return answer

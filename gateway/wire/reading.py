@@ -164,7 +164,7 @@ class Formats:
             raise invalid(message, "tools", "tools_not_supported")
         return Reading(
             tools=self.tools if use.tools else None,
-            schemas=use.schemas,
+            schemas=use.schemas if use.tools else {},
             one_call=use.one_call,
             reasoning=self.reasoning,
             is_open=self.is_open(prompt),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable
 from typing import Protocol
 
+from penstock.engine.planning.detokenizer import Spelling
 
-class Tokenizer(Protocol):
+
+class Tokenizer(Spelling, Hashable, Protocol):
     """The part of `engine.planning.tokenizer.Tokenizer` that the gateway needs."""
 
     chat_template: str | None
     special_tokens: dict[str, str]
-    special_ids: frozenset[int]
 
     @property
     def vocab_size(self) -> int: ...
@@ -19,7 +20,3 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]: ...
 
     def spell_out(self, text: str, others: frozenset[int] = frozenset()) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...

@@ -11,6 +11,10 @@ from penstock.gateway.wire.frames import DONE, KEEPALIVE
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+LINES = "/api/chat"
+MESSAGE_ID = "msg_" + "0123456789abcdef" * 2
+LINES_ID = "reply_" + "0123456789abcdef" * 2
 CHAT_ID = "chatcmpl-" + "0123456789abcdef" * 2
 RESPONSE_ID = "resp_" + "0123456789abcdef" * 3
 
@@ -24,9 +28,20 @@ def response_event(number: int, kind: str = "delta") -> bytes:
     return f"event: {kind}\ndata: {data}\n\n".encode()
 
 
+def message_event(number: int, kind: str = "delta") -> bytes:
+    data = f'{{"type":"{kind}","message":{{"id":"{MESSAGE_ID}"}}}}'
+    return f"id: {number}\nevent: {kind}\ndata: {data}\n\n".encode()
+
+
+def line(number: int, text: str = "word") -> bytes:
+    return f'{{"id":"{LINES_ID}","text":"{text}","sequence_number":{number}}}\n'.encode()
+
+
 STREAMS = {
     CHAT: (CHAT_ID, [chat_event(0), KEEPALIVE, chat_event(1, r"\nid: 99\n"), chat_event(2), DONE]),
     RESPONSES: (RESPONSE_ID, [response_event(0), response_event(1), KEEPALIVE, response_event(2)]),
+    MESSAGES: (MESSAGE_ID, [message_event(0), message_event(1), message_event(2)]),
+    LINES: (LINES_ID, [line(0), line(1, r"\"sequence_number\":99}"), b'{"text":""}\n', line(2)]),
 }
 
 
@@ -40,7 +55,7 @@ def test_bytes_in_any_pieces_come_to_the_same_events(kind: str, cuts: set[int]) 
     for end in ends:
         out = position.feed(stream[at:end])
         at = end
-        assert out in (b"", KEEPALIVE) or out.endswith(b"\n\n")
+        assert out in (b"", KEEPALIVE) or out.endswith(b"\n" if kind == LINES else b"\n\n")
         passed += out
     assert passed == stream
     assert (position.id, position.number) == (id, 2)
@@ -65,12 +80,20 @@ def test_half_an_event_is_neither_passed_on_nor_counted_and_forgotten_with_its_c
             b'data: {"error": {"message": "x", "code": "server_shutting_down"}}\n\n' + DONE,
         ),
         (RESPONSES, response_event(0), b'event: error\ndata: {"type":"error","code":"engine_failed"}\n\n'),
+        (MESSAGES, message_event(0), b": engine_failed\n" + b'event: error\ndata: {"type":"error"}\n\n'),
     ],
 )
 def test_that_a_replica_goes_down_is_not_told_to_the_client(kind: str, before: bytes, fault: bytes) -> None:
     position = Position(kind)
     assert position.feed(before + KEEPALIVE + fault) == before
     assert position.is_interrupted
+
+
+def test_that_a_replica_of_lines_goes_down_is_not_told_to_the_client() -> None:
+    position = Position(LINES)
+    assert position.feed(line(0) + b'{"error":"x","code":"engine_failed"}\n') == line(0)
+    assert position.is_interrupted
+    assert position.keepalive == b""
 
 
 def test_other_errors_are_told_and_text_that_speaks_of_one_is_no_error() -> None:

@@ -47,6 +47,9 @@ RECORDED = [
         ("/v1/chat/completions", "chatcmpl-", 24),
         ("/v1/completions", "cmpl-", 24),
         ("/v1/responses", "resp_", 40),
+        ("/v1/messages", "msg_", 24),
+        ("/api/chat", "reply_", 24),
+        ("/api/generate", "reply_", 24),
     ]
 ]
 
@@ -87,6 +90,8 @@ def event(kind: str, id: str, number: int) -> bytes:
     if kind == "/v1/responses":
         data = f'{{"type":"x","response":{{"id":"{id}"}},"sequence_number":{number}}}'
         return f"event: x\ndata: {data}\n\n".encode()
+    if kind.startswith("/api/"):
+        return f'{{"id":"{id}","sequence_number":{number}}}\n'.encode()
     return f'id: {number}\ndata: {{"id":"{id}"}}\n\n'.encode()
 
 

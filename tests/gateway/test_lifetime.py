@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 from penstock.engine.engine import EngineState
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.protocol import GatewayProtocol
+from penstock.gateway.reply.live import Live
 from penstock.gateway.service import ServiceOptions
-from penstock.gateway.wire.streams import Stream
 from penstock.priority.lanes import Lane, LanePolicy
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, events, serving, settled
 from tests.gateway.raw_http import connect, post
@@ -171,7 +171,7 @@ async def test_a_reader_that_stalls_is_cut_after_its_time() -> None:
         caller.send(post("/v1/chat/completions", chat_body(stream=True)))
         request = await gateway.taken()
         (stream,) = gateway.service.dispatch._streams
-        assert isinstance(stream, Stream)
+        assert isinstance(stream, Live)
         while stream.connection.sending_since_s is None:
             gateway.bring(request, "x" * 65536)
             await settled()

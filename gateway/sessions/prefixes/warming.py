@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from penstock.engine.planning.prefix_index import block_hash, chain_start
 from penstock.engine.planning.request import Output, Request, SamplingParams
 from penstock.gateway.http.connections import Timeouts
+from penstock.gateway.reply.generation import Generation
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
 from penstock.gateway.store.interface import Durable, PrefixChange, StoreUnavailable
-from penstock.gateway.wire.streams import Generation
 from penstock.priority.lanes import Lane
 
 log = logging.getLogger("penstock.gateway")

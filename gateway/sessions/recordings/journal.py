@@ -14,14 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import isnan, nan
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.off_loop import off_loop
-from penstock.gateway.sessions.recordings.recording import Recording, Script, Turns
+from penstock.gateway.sessions.recordings.kinds import WriterMaker
+from penstock.gateway.sessions.recordings.recording import Recording, Turns
 from penstock.gateway.store.interface import Journal, JournalChange
 
 _HEADER_BYTES = 12
@@ -39,6 +40,8 @@ class CorruptJournal(ValueError):
 class _Header(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    version: Literal[2]
+    """The version of the events: servers of one version give the same numbers to the same events."""
     kind: str
     details: dict[str, Any]
     created: int
@@ -56,10 +59,13 @@ class _End(BaseModel):
     error: dict[str, Any] | None
     timings: dict[str, Any] | None
     num_cached_tokens: int
+    stop: str | None
+    """The stop string that ended the first choice, if one did."""
 
 
 def header_of(recording: Recording) -> bytes:
     header = _Header(
+        version=2,
         kind=recording.kind,
         details=recording.details,
         created=recording.created,
@@ -78,6 +84,7 @@ def end_of(recording: Recording) -> bytes:
         error=None if error is None else json.loads(error.body())["error"] | {"status": error.status},
         timings=recording.timings_json,
         num_cached_tokens=recording.num_cached_tokens,
+        stop=recording.kept[0].stop,
     )
     return end.model_dump_json().encode()
 
@@ -185,10 +192,6 @@ def _float(bits: int) -> float:
     return value
 
 
-ScriptMaker = Callable[[str, dict[str, Any]], Script]
-"""A ScriptMaker makes the script of the reply with that id from what its format has to know."""
-
-
 class Replayer(Protocol):
     """A Replayer makes the texts of tokens again, as `engine.planning.stopping.TextSink` does."""
 
@@ -225,14 +228,14 @@ def replay(request: Request, words: tuple[int, ...], *, replayer: Replayer, max_
 def rebuild(
     journal: Journal,
     now: float,
-    scripts: Mapping[str, ScriptMaker],
+    writers: Mapping[str, WriterMaker],
     replayed: Callable[[Request, tuple[int, ...]], Iterable[Output]],
     prepare: Callable[[Recording], None] = lambda _: None,
 ) -> Recording:
     """Makes the recording again, as far as it was written down.
 
     Args:
-        scripts: by kind.
+        writers: by kind.
         replayed: what the engine brought; see `replay`.
         prepare: called before the recording gets that.
 
@@ -240,9 +243,9 @@ def rebuild(
         CorruptJournal: if it cannot be read.
     """
     header, end = _parsed(journal)
-    if header.kind not in scripts:
+    if header.kind not in writers:
         raise CorruptJournal(f"nobody knows the kind {header.kind!r}")
-    recording = _recording(header, now, scripts[header.kind])
+    recording = _recording(header, now, writers[header.kind])
     prepare(recording)
     for output in replayed(recording.request, journal.token_ids):
         recording.push(output)
@@ -263,13 +266,13 @@ def _parsed(journal: Journal) -> tuple[_Header, _End | None]:
     return header, end
 
 
-def _recording(header: _Header, now: float, script: ScriptMaker) -> Recording:
+def _recording(header: _Header, now: float, make_writer: WriterMaker) -> Recording:
     recording = Recording(
         replace(header.request, arrival_s=now),
         kind=header.kind,
         details=header.details,
         created=header.created,
-        script=script(header.request.request_id, header.details),
+        writer=make_writer(header.request, header.created, header.details),
         detachable=header.detachable,
         journalled=True,
         max_detached_s=header.max_detached_s,
@@ -281,6 +284,7 @@ def _recording(header: _Header, now: float, script: ScriptMaker) -> Recording:
 def _end(recording: Recording, end: _End) -> None:
     recording.timings_json = end.timings
     recording.num_cached_tokens = end.num_cached_tokens
+    recording.kept[0].stop = end.stop
     recording.cancelled = end.reason is FinishReason.CANCELLED
     if end.error is not None:
         recording.error = _error(end.error)

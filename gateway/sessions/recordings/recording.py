@@ -9,8 +9,8 @@ several choices are taken in turns, so that their order, too, follows from them 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import nan
 from typing import Any, Protocol
@@ -18,44 +18,30 @@ from typing import Any, Protocol
 from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.gateway.http.connections import Connection, Timeouts
-from penstock.gateway.http.errors import ApiError, gone
-from penstock.gateway.wire.streams import LOGPROB_BYTES, Generation
+from penstock.gateway.http.errors import ApiError
+from penstock.gateway.reply.generation import Generation
+from penstock.gateway.reply.live import LOGPROB_BYTES
+from penstock.gateway.wire.frames import timings_of
+from penstock.gateway.wire.writing import Delta, Outputs, Writer
 from penstock.priority.verdict import Forecast
 
-MAX_TEXT_BYTES = 8 * 1024 * 1024
-"""The bytes of one recording; the oldest events beyond it are forgotten."""
+MAX_KEPT_BYTES = 8 * 1024 * 1024
+"""The bytes of one recording's events; the oldest beyond it are forgotten."""
 INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
 """Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
-EVENT_BYTES = 160
-"""The bytes of an event without its text."""
-_CHOICE_BYTES = 80
-"""The bytes that an event takes more, where it says which choice it is of."""
-_KNOWN_BYTES = 240
-"""The bytes that an event takes more, where it has log probabilities, without these."""
+ABANDONED = "abandoned"
+"""The error code of a reply that was cancelled since nobody read it."""
+OVERDUE = "generation_timeout"
+"""The error code of a reply that took longer than any may."""
+FRAME_BYTES = 48
+"""The bytes that an event takes beside its frame."""
+_TOKEN_BYTES = 110
+"""The approximate bytes of an output token with its text."""
 _HELD_BYTES = 400
 """The approximate bytes of a token that waits to be turned into events."""
 _OWN_BYTES = 6_000
-"""The approximate bytes of a recording without its events and tokens, with its request and script."""
+"""The approximate bytes of a recording without its events and tokens, with its request and writer."""
 _UNTOLD = TokenLogprobs(nan)
-
-
-class Script(Protocol):
-    """The maker of one reply's events, from its texts: plain objects, which a Format writes for each reader."""
-
-    def feed(self, text: str, index: int = 0) -> Sequence[object]:
-        """Takes more text of the choice of that number."""
-
-    def note(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], index: int, num_reasoning: int
-    ) -> None:
-        """Log probabilities of tokens, if they were asked for, before their text is fed.
-
-        Args:
-            num_reasoning: so many of them, the first ones, are reasoning.
-        """
-
-    def finish(self, reason: FinishReason, index: int = 0) -> Sequence[object]:
-        """Returns the last events of a choice, when no more text comes."""
 
 
 class Turns:
@@ -80,23 +66,12 @@ class Turns:
             self._place = 0
 
 
-@dataclass(slots=True)
-class Choice:
-    """The tokens of one choice."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """The log probabilities of all of them; none if they are not told."""
-    ended: bool = False
-
-
 class Follower(Protocol):
     """One connection that follows a recording."""
 
     connection: Connection
-
-    def tell(self, event: object) -> None:
-        """The recording has one more event; it is its last."""
+    position: int
+    """The number of the last event that the connection was sent; -1 for none."""
 
 
 class Recording(Generation):
@@ -111,15 +86,15 @@ class Recording(Generation):
         kind: str,
         details: dict[str, Any],
         created: int,
-        script: Script,
+        writer: Writer[Recording],
         detachable: bool,
         journalled: bool,
         max_detached_s: float | None = None,
     ) -> None:
         """
         Args:
-            kind: whose format and script it has, "chat" say.
-            details: what that format has to know; JSON, for it goes into the journal.
+            kind: the API that it is written for, "chat" say.
+            details: what the writer is made of; JSON, for it goes into the journal.
             created: in seconds since 1970.
             detachable: it goes on when nobody reads it.
             max_detached_s: but for no longer than this.
@@ -127,12 +102,16 @@ class Recording(Generation):
         super().__init__([request])
         self.request = request
         """The request as it was sent; the part of it on which the engine still works is in `requests`."""
+        self.writer = writer
         self.kind = kind
         self.details = details
         self.created = created
         self.detachable = detachable
         self.journalled = journalled
         self.max_detached_s = max_detached_s
+        self.is_streamed = bool(details.get("stream", True))
+        """Whether it has events; otherwise it can only be had as a whole."""
+        self.kept = {index: Delta() for index in range(request.n)}
         self.token_ids: list[int] = []
         """The tokens of all choices, in turns."""
         self.logprobs: list[TokenLogprobs] = []
@@ -146,8 +125,8 @@ class Recording(Generation):
         """Whether it has ended and was kept."""
         self.started = False
         """Whether the first token has come."""
-        self.timings_json: dict[str, object] | None = None
-        """The `timings` of the reply, once it has ended; None if they are not known."""
+        self._begun_s: float | None = None
+        """The time about which its first token came here."""
         self.ended_s: float | None = None
         self.attempts = 1
         """The number of processes that have worked on it."""
@@ -155,20 +134,13 @@ class Recording(Generation):
         """The time since which nobody reads it; None while somebody does."""
         self.on_news: Callable[[Recording], None] = _ignore
         """A function that is called when there is something to write down."""
-        self.num_dropped = 0
-        self._script = script
+        self.num_events = 0
+        """The number of its events, forgotten ones included."""
         self._tells_logprobs = request.sampling.num_logprobs is not None
-        self._event_bytes = (
-            EVENT_BYTES + _CHOICE_BYTES * (request.n > 1) + _KNOWN_BYTES * self._tells_logprobs
-        )
         self._turns = Turns(request.n)
         self._held: list[deque[Output]] = [deque() for _ in range(request.n)]
         """The outputs of each choice that wait for their turn."""
-        self._events: deque[object] = deque()
-        self._sizes: deque[int] = deque()
-        """The bytes that each event takes, about."""
-        self._num_held = 0
-        """The number of characters that came since the last event."""
+        self._frames: deque[bytes] = deque()
         self._num_bytes = 0
         self._readers: dict[Follower, None] = {}
 
@@ -191,6 +163,20 @@ class Recording(Generation):
         return self.journalled and self.error is not None and self.error.code in INTERRUPTED
 
     @property
+    def may_come_again(self) -> bool:
+        """Whether the request came to nothing, and may be answered if it is sent again."""
+        error = self.error
+        if error is None or self.is_interrupted:
+            return False
+        return error.code in (ABANDONED, OVERDUE) or error.is_fault or error.retry_after_s is not None
+
+    def is_overdue(self, now: float, max_age_s: float) -> bool:
+        """Returns whether it is still being made so long after its first token; it is asked several times a second."""
+        if self.started and self._begun_s is None:
+            self._begun_s = now
+        return self._begun_s is not None and now - self._begun_s > max_age_s
+
+    @property
     def reason(self) -> FinishReason:
         """The reason for which the reply ended, once it has."""
         if self.cancelled:
@@ -200,66 +186,72 @@ class Recording(Generation):
         return self.reasons[0]
 
     @property
-    def num_events(self) -> int:
-        """The number of its events, forgotten ones included."""
-        return self.num_dropped + len(self._events)
+    def num_dropped(self) -> int:
+        """The number of its events that are forgotten."""
+        return self.num_events - len(self._frames)
 
     @property
     def num_bytes(self) -> int:
         """The memory that it takes, about."""
         num_held = sum(map(len, self._held)) if self.request.n > 1 else 0
-        each = _HELD_BYTES + self._logprob_bytes(1)
+        num_logprobs = len(self.logprobs) * (1 + (self.request.sampling.num_logprobs or 0))
         return (
             _OWN_BYTES
             + self._num_bytes
-            + each * num_held
-            + 36 * (len(self.token_ids) + self.num_prompt_tokens)
+            + _HELD_BYTES * num_held
+            + LOGPROB_BYTES * num_logprobs
+            + _TOKEN_BYTES * len(self.token_ids)
+            + 36 * self.num_prompt_tokens
         )
 
     @property
-    def choices(self) -> list[Choice]:
-        """The tokens of each choice."""
-        found, turns = [Choice() for _ in range(self.request.n)], Turns(self.request.n)
-        for place, token_id in enumerate(self.token_ids):
-            choice = found[turns.next]
-            choice.token_ids.append(token_id)
-            choice.logprobs += self.logprobs[place : place + 1]
-            choice.ended = place in self.ends
-            turns.pass_on(ends=choice.ended)
-        return found
+    def choices(self) -> list[Delta]:
+        """The whole output of each choice."""
+        return list(self.kept.values())
 
-    @property
-    def events(self) -> list[Any]:
-        """All events so far; raises 410 if the beginning is forgotten."""
-        if self.num_dropped:
-            raise gone(f"The beginning of '{self.id}' is no longer kept.", "position_expired")
-        return list(self._events)
+    def outputs(self) -> Outputs:
+        return self.kept.items()
 
-    def events_from(self, number: int) -> list[Any]:
-        """Returns the events from the `number`-th on, counted from 0, forgotten ones included."""
-        return list(islice(self._events, max(0, number - self.num_dropped), None))
+    # Events
 
-    def add_text(self, text: str, index: int = 0) -> None:
-        self._num_held += len(text)
-        self._add(self._script.feed(text, index))
+    def frames_from(self, number: int, most: int | None = None) -> list[bytes]:
+        """Returns at most `most` events from that number on, as far as they are kept."""
+        start = max(0, number - self.num_dropped)
+        return list(islice(self._frames, start, None if most is None else start + most))
+
+    def open(self) -> None:
+        """Adds the events that open the reply, unless they are there."""
+        if not self.num_events and self.is_streamed:
+            self._add(self.writer.begin(self))
 
     def close(self) -> None:
-        """Adds the last events; no more text comes."""
-        for index in range(self.request.n):
-            self._add(self._script.finish(self.reason, index))
+        """Adds the last events of the choices that came to no end; no more text comes."""
+        if self.is_streamed:
+            self.open()
+            for index, choice in self.kept.items():
+                if not choice.ended:
+                    self._add(self.writer.more(self, index, Delta(finish_reason=self.reason)))
 
-    def _add(self, events: Iterable[object]) -> None:
-        for event in events:
-            self._events.append(event)
-            self._sizes.append(self._num_held + self._event_bytes)
-            self._num_bytes += self._sizes[-1]
-            self._num_held = 0
-            while self._num_bytes > MAX_TEXT_BYTES:
-                self._events.popleft()
-                self._num_bytes -= self._sizes.popleft()
-                self.num_dropped += 1
+    def settle(self) -> None:
+        """Adds the events that say how it ended, once nothing of that changes any more."""
+        self.timings_json = timings_of(self)
+        if self.is_streamed and not self.is_interrupted:
+            self._add(self.writer.end(self))
+        self.settled = True
+
+    def _add(self, frames: Sequence[bytes]) -> None:
+        for frame in frames:
+            number, self.num_events = self.num_events, self.num_events + 1
+            self._frames.append(frame)
+            self._num_bytes += len(frame) + FRAME_BYTES
+            while self._num_bytes > MAX_KEPT_BYTES:
+                self._num_bytes -= len(self._frames.popleft()) + FRAME_BYTES
             for reader in self._readers:
-                reader.tell(event)
+                if reader.position == number - 1 and reader.connection.is_ready:
+                    reader.connection.send_now(frame)
+                    reader.position = number
+                else:
+                    reader.connection.wake()
 
     def go_on(self) -> None:
         """Lets the engine continue after the tokens that were replayed, with the choices that have not ended.
@@ -322,27 +314,25 @@ class Recording(Generation):
         self._turns.pass_on(ends=ends)
 
     def _take(self, output: Output) -> None:
-        self.started = True
+        choice, index = self.kept[output.index], output.index
+        if not self.started:
+            self.started = True
+            self.open()
+        choice.add(output)
         self.token_ids += output.token_ids
         if self._tells_logprobs:
             self.logprobs += output.logprobs or [_UNTOLD] * len(output.token_ids)
-        if output.logprobs:
-            self._note_logprobs(output.token_ids, output.logprobs, output.index)
-        if output.text:
-            self.add_text(output.text, output.index)
         if output.finish_reason is not None:
-            self.reasons[output.index] = output.finish_reason
+            self.reasons[index] = output.finish_reason
+        if self.is_streamed:
+            is_plain = output.finish_reason is None and not output.logprobs
+            self._add(self.writer.text(index, output.text) if is_plain else self._more(output))
 
-    def _note_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs], index: int) -> None:
-        """Notes the log probabilities of tokens, and how many of these are reasoning, which comes first."""
-        num_before = self.num_output_tokens - len(token_ids)
-        num_reasoning = max(0, self.num_reasoning_tokens - num_before)
-        self._script.note(token_ids, logprobs, index, num_reasoning)
-        self._num_held += self._logprob_bytes(len(logprobs))
-
-    def _logprob_bytes(self, num_tokens: int) -> int:
-        num_top = self.request.sampling.num_logprobs
-        return 0 if num_top is None else LOGPROB_BYTES * (1 + num_top) * num_tokens
+    def _more(self, output: Output) -> list[bytes]:
+        num_before = self.num_output_tokens - len(output.token_ids)
+        delta = Delta(num_reasoning=max(0, self.num_reasoning_tokens - num_before))
+        delta.add(output)
+        return self.writer.more(self, output.index, delta)
 
     def fail(self, error: ApiError) -> None:
         super().fail(error)

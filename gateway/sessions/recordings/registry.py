@@ -22,12 +22,12 @@ from penstock.gateway.sessions.recordings.ended import EndedRecordings
 from penstock.gateway.sessions.recordings.journal import (
     CorruptJournal,
     Replayer,
-    ScriptMaker,
     change_of,
     rebuild,
     replay,
 )
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.kinds import WriterMaker
+from penstock.gateway.sessions.recordings.recording import ABANDONED, OVERDUE, Recording
 from penstock.gateway.store.interface import (
     Durable,
     Journal,
@@ -38,7 +38,6 @@ from penstock.gateway.store.interface import (
 )
 from penstock.gateway.store.patience import PATIENCE, insist, insistent
 from penstock.gateway.wire.compiling import Compiling
-from penstock.gateway.wire.frames import timings_of
 from penstock.gateway.wire.reading import Formats, Reading
 from penstock.gateway.wire.structured import Form
 
@@ -50,8 +49,6 @@ _WRITES = 2
 """A reply is tried to be written down so often before it begins: a store that has much to do may be late once."""
 _TAKEN_OVER = 25
 """The number of journals that one call reads."""
-ABANDONED = "abandoned"
-"""The error code of a reply that was cancelled since nobody read it."""
 MAX_ATTEMPTS = 3
 """The number of processes that may die during one request before it fails."""
 
@@ -63,7 +60,7 @@ class Keeping:
     keep_s: float = 300.0
     """A recording is kept for so long after its end."""
     max_age_s: float = 3_600.0
-    """Nothing is generated for longer than this."""
+    """Nothing is generated for longer than this after its first token."""
     max_bytes: int = 64 * 1024 * 1024
     """The bytes that all ended replies may take; the oldest are forgotten first."""
     flush_s: float = 0.05
@@ -102,8 +99,8 @@ class Recordings:
         self.keeping = Keeping()
         self.on_end: dict[str, EndHook] = {}
         """The work to do, by kind of reply, before the client gets the end of its reply."""
-        self.scripts: dict[str, ScriptMaker] = {}
-        """The function that makes the script of a reply, by kind."""
+        self.writers: dict[str, WriterMaker] = {}
+        """The function that makes the writer of a reply, by kind."""
         self._all: dict[str, Recording] = {}
         self._unsettled: dict[str, Recording] = {}
         self._ended = EndedRecordings()
@@ -147,7 +144,7 @@ class Recordings:
             kind=kind,
             details=details,
             created=created,
-            script=self.scripts[kind](request.request_id, details),
+            writer=self.writers[kind](request, created, details),
             detachable=detachable,
             journalled=journalled and self._journals is not None,
             max_detached_s=max_detached_s,
@@ -231,8 +228,9 @@ class Recordings:
         for recording in list(self._unsettled.values()):
             if recording.is_abandoned(now):
                 self.cancel(recording, ABANDONED)
-            elif now - recording.request.arrival_s > self.keeping.max_age_s:
-                self.cancel(recording)
+            elif recording.is_overdue(now, self.keeping.max_age_s):
+                message = f"The reply was not complete after {self.keeping.max_age_s:g} seconds."
+                recording.fail(ApiError(504, message, type="server_error", code=OVERDUE))
         for recording in self._ended.surplus(now - self.keeping.keep_s, self.keeping.max_bytes):
             self._forget(recording, keep_journal=True)
 
@@ -258,7 +256,6 @@ class Recordings:
         self._dispatch.release(recording)
         if (grammar := recording.request.sampling.grammar) is not None:
             recording.hold_to(grammar.plain)
-        recording.timings_json = timings_of(recording) if recording.timings else None
         hook = self.on_end.get(recording.kind)
         if hook is not None and not recording.is_interrupted:
             try:
@@ -266,11 +263,11 @@ class Recordings:
             except Exception:
                 log.exception("keeping the reply %s failed", recording.id)
                 recording.error = recording.error or internal("The server could not keep the reply.")
-        if recording.error is not None and recording.error.code == ABANDONED:
+        if recording.may_come_again:
             await self._idempotency.forget(recording.tenant, recording.id)
         if recording.error is not None and recording.error.is_fault and not recording.is_read:
             log.error("the reply %s failed, and nobody reads it: %s", recording.id, recording.error.message)
-        recording.settled = True
+        recording.settle()
         if self._unsettled.pop(recording.id, None) is not None:
             self._ended.add(recording)
         self._dirty[recording.id] = None
@@ -424,8 +421,8 @@ class Recordings:
         recording = await self._load(journal)
         if recording is not None and recording.id not in self._all:
             recording.ended_s = self._clock()
-            recording.settled = True
             recording.close()
+            recording.settle()
             self._all[recording.id] = recording
             self._ended.add(recording)
 
@@ -440,7 +437,7 @@ class Recordings:
 
     def _replayed(self, journal: Journal) -> Recording:
         replayed = partial(replay, replayer=self._replayer, max_len=self._dispatch.context_length)
-        return rebuild(journal, self._clock(), self.scripts, replayed, self._count_thoughts)
+        return rebuild(journal, self._clock(), self.writers, replayed, self._count_thoughts)
 
     def _count_thoughts(self, recording: Recording) -> None:
         recording.thoughts = self._formats.thoughts(Reading(**recording.details.get("reading", {})))

@@ -11,9 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from penstock.engine.planning.request import FinishReason
-from penstock.gateway.http.errors import ApiError, invalid
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.http.errors import invalid
 from penstock.gateway.sessions.responses.schemas import (
     AllowedTools,
     InputCall,
@@ -29,19 +27,15 @@ from penstock.gateway.sessions.responses.schemas import (
     TextConfig,
     TextPart,
 )
-from penstock.gateway.sessions.responses.threads import Message
+from penstock.gateway.wire.conversation import TemplateMessage as Message
 from penstock.gateway.wire.conversation import as_call
-from penstock.gateway.wire.frames import response_usage_of
-from penstock.gateway.wire.lanes import tier_of
 from penstock.gateway.wire.parsing import Call
 from penstock.gateway.wire.reading import PLAIN, Reading
-from penstock.gateway.wire.shapes import ChosenLogprob
 from penstock.gateway.wire.strict import StrictBody
 from penstock.gateway.wire.tools.use import ToolUse, tool_use
 
 JsonObject = dict[str, Any]
 
-ITEM_DONE = "response.output_item.done"
 _SEAL = "penstock1."
 
 
@@ -58,7 +52,8 @@ class OutputText(TypedDict):
     type: Literal["output_text"]
     text: str
     annotations: list[object]
-    logprobs: list[ChosenLogprob]
+    logprobs: list[Any]
+    """OpenAI's entries of its tokens."""
 
 
 class MessageItem(TypedDict):
@@ -145,11 +140,7 @@ def _texts(content: str | Sequence[TextPart]) -> list[str]:
 
 
 def message_item(
-    item_id: str,
-    role: Role,
-    texts: Sequence[str],
-    status: ItemStatus,
-    logprobs: Sequence[ChosenLogprob] = (),
+    item_id: str, role: Role, texts: Sequence[str], status: ItemStatus, logprobs: Sequence[Any] = ()
 ) -> MessageItem:
     """`logprobs` are those of an assistant's only text."""
     said = role == "assistant"
@@ -204,7 +195,7 @@ def _unsealed(text: str | None) -> str | None:
         return None
 
 
-def text_part(text: str, logprobs: Sequence[ChosenLogprob] = ()) -> OutputText:
+def text_part(text: str, logprobs: Sequence[Any] = ()) -> OutputText:
     return {"type": "output_text", "annotations": [], "logprobs": list(logprobs), "text": text}
 
 
@@ -358,62 +349,6 @@ def _format(text: TextConfig | None) -> JsonObject:
     if text is None or text.format is None:
         return {"type": "text"}
     return text.format.model_dump(by_alias=True, exclude_unset=True)
-
-
-def status_of(recording: Recording) -> str:
-    if not recording.ended or recording.is_interrupted:
-        return "queued" if recording.details["background"] and not recording.started else "in_progress"
-    if recording.cancelled:
-        return "cancelled"
-    if recording.error is not None or recording.finish_reason is None:
-        return "failed"
-    return "incomplete" if recording.finish_reason is FinishReason.LENGTH else "completed"
-
-
-def beginning(recording: Recording, status: str) -> JsonObject:
-    """Returns the response as it was before the first token."""
-    sampling = recording.request.sampling
-    return {
-        "id": recording.id,
-        "object": "response",
-        "created_at": recording.created,
-        "status": status,
-        "error": None,
-        "incomplete_details": None,
-        "output": [],
-        "usage": None,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "service_tier": tier_of(recording.lane),
-        **recording.details["echo"],
-    }
-
-
-def response(recording: Recording) -> JsonObject:
-    """Returns the response as it is now; its output is there when it has ended."""
-    status = status_of(recording)
-    found = beginning(recording, status)
-    if status in ("queued", "in_progress"):
-        return found
-    found["output"] = output_items(recording)
-    if status == "failed":
-        return found | {"error": _error(recording.error)}
-    found["usage"] = response_usage_of(recording)
-    if status == "incomplete":
-        found["incomplete_details"] = {"reason": "max_output_tokens"}
-    return found if recording.timings_json is None else found | {"timings": recording.timings_json}
-
-
-def output_items(recording: Recording) -> list[Item]:
-    """Returns the items of a response that has ended."""
-    return [event.fields["item"] for event in recording.events if event.kind == ITEM_DONE]
-
-
-def _error(error: ApiError | None) -> JsonObject:
-    if error is None:
-        return {"code": "server_error", "message": "The server ended the request."}
-    code = "rate_limit_exceeded" if error.type == "rate_limit_error" else "server_error"
-    return {"code": code, "message": error.message}
 
 
 def deleted(response_id: str) -> JsonObject:

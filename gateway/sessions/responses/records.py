@@ -17,15 +17,9 @@ import orjson
 
 from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.sessions.recordings.recording import Recording
-from penstock.gateway.sessions.responses.objects import (
-    Item,
-    JsonObject,
-    as_messages,
-    output_items,
-    response,
-    status_of,
-)
+from penstock.gateway.sessions.responses.objects import Item, JsonObject, as_messages
 from penstock.gateway.sessions.responses.threads import Thread, num_chars
+from penstock.gateway.sessions.responses.writer import output_items, plain, response, status_of
 from penstock.gateway.store.interface import Store
 from penstock.gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
 from penstock.gateway.store.patience import insist
@@ -119,7 +113,7 @@ def continued(recording: Recording) -> Thread | None:
 def kept_response(recording: Recording) -> tuple[KeptResponse, dict[str, bytes]]:
     """The record of a response that has ended, and the pieces that it names."""
     thread = continued(recording)
-    object, input = response(recording), recording.details["input"]
+    object, input = plain(response(recording)), recording.details["input"]
     if thread is None:
         return KeptResponse(object=object, input=input, thread=None), {}
     messages, pieces = cut(orjson.dumps(message) + b"," for message in thread.messages)
@@ -131,7 +125,7 @@ def kept_response(recording: Recording) -> tuple[KeptResponse, dict[str, bytes]]
 
 async def keep(store: Store, recording: Recording) -> None:
     if recording.details["store"]:
-        size = TOKEN_BYTES * (recording.num_prompt_tokens + len(recording.token_ids))
+        size = TOKEN_BYTES * recording.num_prompt_tokens + recording.num_bytes
         kept, pieces = await off_loop(size, kept_response, recording)
         await keep_pieces(store, recording.tenant, pieces, _PIECES_S)
         await RECORDS.put(store, recording.tenant, recording.id, kept)

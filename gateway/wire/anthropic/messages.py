@@ -7,134 +7,145 @@ from collections.abc import Iterable
 from json.encoder import encode_basestring_ascii
 
 from penstock.engine.planning.request import FinishReason
-from penstock.gateway.http.connections import EVENT_STREAM
-from penstock.gateway.http.correlation import ANTHROPIC_PATH
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.wire.frames import last_frames, timings_of
+from penstock.gateway.faults import Fault
+from penstock.gateway.wire.frames import error_event, timings_of
 from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
     CallBegun,
     Piece,
     ReasoningDelta,
-    ReplyParser,
     TextDelta,
     answer_of,
 )
-from penstock.gateway.wire.shapes import Head
-from penstock.gateway.wire.streams import Delta, Generation
+from penstock.gateway.wire.reading import Reading
+from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs
 from penstock.priority.lanes import Lane
 
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_PING = 'event: ping\ndata: {"type":"ping"}\n\n'
 _TIERS = {Lane.INTERACTIVE: "priority", Lane.STANDARD: "standard", Lane.BATCH: "batch"}
 
 
 class MessageWriter:
-    """The `gateway.wire.streams.Writer` of one message."""
+    """The `gateway.wire.writing.Writer` of one message."""
 
-    media_type = EVENT_STREAM
+    media_type = ""
+    keepalive = _PING.encode()
+    tail = b""
+    opens_early = True
 
-    def __init__(self, head: Head, max_tokens: int, parser: ReplyParser) -> None:
+    def __init__(self, head: Head, max_tokens: int, reading: Reading, *, is_recorded: bool = False) -> None:
         """
         Args:
             max_tokens: as it was asked for; the context may have room for less.
-            parser: finds thoughts and calls of tools in the text.
+            is_recorded: every event has its number as its id.
         """
         self._head = head
         self._max_tokens = max_tokens
-        self._parser = parser
-        self._has_begun = False
+        self._reading = reading
+        self._parser = reading.parser(head.id)
+        self._is_numbered = is_recorded
+        self._number = 0
         self._kind = ""
         """The kind of the block that is open; empty before the first."""
-        self._number = -1
+        self._block = -1
         """The number of the block that is open."""
         self._opening = ""
         """The beginning of a delta of that block, up to its text."""
         self._has_called = False
+        self._ending = Delta()
+        """The last delta."""
 
     # Streamed
 
-    def text(self, index: int, text: str) -> bytes:  # noqa: ARG002
-        return self._pieces(self._parser.feed(text))
-
-    def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
-        events = [] if self._has_begun else [self._begin(generation)]
-        for index, delta in deltas:
-            events.append(self.text(index, delta.text))
-            if delta.finish_reason is not None and generation.error is None:
-                events.append(self._end(generation, delta))
-        return b"".join(events)
-
-    def fault(self, error: ApiError) -> bytes:
-        return last_frames(error, ANTHROPIC_PATH)
-
-    def keepalive(self) -> bytes:
-        return _PING
-
-    def _begin(self, generation: Generation) -> bytes:
-        self._has_begun = True
+    def begin(self, reply: Counts) -> list[bytes]:
         usage = {
-            "input_tokens": generation.num_prompt_tokens,
+            "input_tokens": reply.num_prompt_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
-            "service_tier": _TIERS[generation.lane],
+            "service_tier": _TIERS[reply.lane],
         }
-        return _event("message_start", message=self._message([], None, None, usage)).encode("ascii")
+        return self._frames([_event("message_start", message=self._message([], None, None, usage))])
 
-    def _end(self, generation: Generation, delta: Delta) -> bytes:
-        last = self._pieces(self._parser.finish())
-        reason = {"stop_reason": self._stop_reason(generation, delta), "stop_sequence": delta.stop}
-        events = (
-            self._close(),
-            _event("message_delta", delta=reason, usage=_usage(generation), timings=timings_of(generation)),
-            _event("message_stop"),
-        )
-        return last + "".join(events).encode("ascii")
+    def text(self, index: int, text: str) -> list[bytes]:  # noqa: ARG002
+        pieces = self._parser.feed(text)
+        if len(pieces) == 1:
+            (piece,) = pieces
+            if not isinstance(piece, CallBegun) and piece.text and _KINDS[type(piece)] == self._kind:
+                frame = f"{self._opening}{encode_basestring_ascii(piece.text)}}}}}\n\n"
+                if self._is_numbered:  # not by `_frames`: a call for every token
+                    frame = f"id: {self._number}\n{frame}"
+                    self._number += 1
+                return [frame.encode("ascii")]
+        return self._pieces(pieces)
 
-    def _pieces(self, pieces: Iterable[Piece]) -> bytes:
-        return "".join(map(self._piece, pieces)).encode("ascii")
+    def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
+        pieces = self._parser.feed(delta.text)
+        if not delta.ended:
+            return self._pieces(pieces)
+        self._ending = delta
+        frames = self._pieces([*pieces, *self._parser.finish()])
+        return frames + (self._frames(self._close()) if delta.finish_reason in ANSWERED else [])
 
-    def _piece(self, piece: Piece) -> str:
-        match piece:
-            case TextDelta(text):
-                return self._more("text", text)
-            case ReasoningDelta(text):
-                return self._more("thinking", text)
-            case ArgumentsDelta(text=text):
-                return self._more("tool_use", text)
-            case CallBegun(id=id, name=name):
-                self._has_called = True
-                return self._open("tool_use", id=id, name=name, input={})
+    def end(self, reply: Counts) -> list[bytes]:
+        if reply.error is not None:
+            return [error_event(reply.error, reply.correlation)]
+        reason = {
+            "stop_reason": self._stop_reason(reply, self._ending, has_called=self._has_called),
+            "stop_sequence": self._ending.stop,
+        }
+        last = _event("message_delta", delta=reason, usage=_usage(reply), timings=timings_of(reply))
+        return self._frames([last, _event("message_stop")])
 
-    def _more(self, kind: str, text: str) -> str:
-        if not text:
-            return ""
-        opened = "" if kind == self._kind else self._open(kind, **_EMPTY[kind])
-        return f"{opened}{self._opening}{encode_basestring_ascii(text)}}}}}\n\n"
+    def fault(self, reply: Counts, error: Fault, position: int) -> bytes:  # noqa: ARG002
+        # The comment is for a switch, which goes on with an interrupted stream elsewhere.
+        comment = f": {error.code}\n" if error.code else ""
+        return comment.encode() + error_event(error, reply.correlation)
 
-    def _open(self, kind: str, **fields: object) -> str:
+    def _frames(self, events: Iterable[str]) -> list[bytes]:
+        frames = []
+        for event in events:
+            if self._is_numbered:
+                event = f"id: {self._number}\n{event}"
+                self._number += 1
+            frames.append(event.encode("ascii"))
+        return frames
+
+    def _pieces(self, pieces: Iterable[Piece]) -> list[bytes]:
+        return self._frames(event for piece in pieces for event in self._piece(piece))
+
+    def _piece(self, piece: Piece) -> list[str]:
+        if isinstance(piece, CallBegun):
+            self._has_called = True
+            return self._open("tool_use", id=piece.id, name=piece.name, input={})
+        if not piece.text:
+            return []
+        kind = _KINDS[type(piece)]
+        opened = [] if kind == self._kind else self._open(kind, **_EMPTY[kind])
+        return [*opened, f"{self._opening}{encode_basestring_ascii(piece.text)}}}}}\n\n"]
+
+    def _open(self, kind: str, **fields: object) -> list[str]:
         """Ends the block before, and begins one."""
         closed = self._close()
-        self._kind, self._number = kind, self._number + 1
-        start = _event("content_block_start", index=self._number, content_block={"type": kind, **fields})
-        event = _event("content_block_delta", index=self._number, delta=_DELTAS[kind])
+        self._kind, self._block = kind, self._block + 1
+        start = _event("content_block_start", index=self._block, content_block={"type": kind, **fields})
+        event = _event("content_block_delta", index=self._block, delta=_DELTAS[kind])
         self._opening = event.removesuffix('""}}\n\n')
-        return closed + start + ("" if self._number else _PING.decode())
+        return [*closed, start] if self._block else [*closed, start, _PING]
 
-    def _close(self) -> str:
-        return _event("content_block_stop", index=self._number) if self._kind else ""
+    def _close(self) -> list[str]:
+        return [_event("content_block_stop", index=self._block)] if self._kind else []
 
     # Whole
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        ((_, delta),) = deltas
-        answer = answer_of(self._parser, delta.text)
-        self._has_called = bool(answer.calls)
-        reason, usage = self._stop_reason(generation, delta), _usage(generation)
-        usage["service_tier"] = _TIERS[generation.lane]
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+        ((_, delta),) = outputs
+        answer = answer_of(self._reading.parser(self._head.id), delta.text)
+        reason = self._stop_reason(reply, delta, has_called=bool(answer.calls))
+        usage = {**_usage(reply), "service_tier": _TIERS[reply.lane]}
         message = self._message(_content(answer), reason, delta.stop, usage)
-        return {**message, "timings": timings_of(generation)}
+        return {**message, "timings": timings_of(reply)}
 
     def _message(
         self, content: list[object], reason: str | None, stop: str | None, usage: dict[str, object]
@@ -150,15 +161,21 @@ class MessageWriter:
             "usage": usage,
         }
 
-    def _stop_reason(self, generation: Generation, delta: Delta) -> str:
+    def _stop_reason(self, reply: Counts, delta: Delta, *, has_called: bool) -> str:
         if delta.finish_reason is FinishReason.LENGTH:
-            had_room = generation.requests[0].sampling.max_tokens == self._max_tokens
+            had_room = reply.requests[0].sampling.max_tokens == self._max_tokens
             return "max_tokens" if had_room else "model_context_window_exceeded"
         if delta.stop is not None:
             return "stop_sequence"
-        return "tool_use" if self._has_called else "end_turn"
+        return "tool_use" if has_called else "end_turn"
 
 
+_KINDS: dict[type[Piece], str] = {
+    TextDelta: "text",
+    ReasoningDelta: "thinking",
+    ArgumentsDelta: "tool_use",
+}
+"""The kind of the block that a piece is more of."""
 _EMPTY: dict[str, dict[str, object]] = {
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},
@@ -176,14 +193,14 @@ def _event(name: str, **fields: object) -> str:
     return f"event: {name}\ndata: {json.dumps({'type': name, **fields}, separators=(',', ':'))}\n\n"
 
 
-def _usage(generation: Generation) -> dict[str, object]:
+def _usage(reply: Counts) -> dict[str, object]:
     """Anthropic counts what was found in the cache apart from the other tokens of the prompt."""
     return {
-        "input_tokens": generation.num_prompt_tokens - generation.num_cached_tokens,
+        "input_tokens": reply.num_prompt_tokens - reply.num_cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": generation.num_cached_tokens,
-        "output_tokens": generation.num_output_tokens,
-        "output_tokens_details": {"thinking_tokens": generation.num_reasoning_tokens},
+        "cache_read_input_tokens": reply.num_cached_tokens,
+        "output_tokens": reply.num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": reply.num_reasoning_tokens},
     }
 
 

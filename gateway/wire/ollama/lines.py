@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from json.encoder import encode_basestring_ascii
+from typing import Any
 
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.refusals import OLLAMA_PATH
+from penstock.gateway.faults import Fault
+from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.embeddings import shortened
-from penstock.gateway.wire.frames import last_frames, timings_of
-from penstock.gateway.wire.ollama.bodies import EmbeddingAsked
+from penstock.gateway.wire.frames import ascii_json, error_line, timings_of
+from penstock.gateway.wire.logprobs import TokenText, logprob_entries
 from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
-    Call,
     CallBegun,
     Piece,
     ReasoningDelta,
-    ReplyParser,
     TextDelta,
     answer_of,
+    joined,
 )
-from penstock.gateway.wire.shapes import Head, TokenText, chosen_logprob
-from penstock.gateway.wire.streams import Delta, Generation
+from penstock.gateway.wire.reading import PLAIN, Reading
+from penstock.gateway.wire.writing import Counts, Delta, Head, Outputs
 
 
 class LineWriter:
-    """The `gateway.wire.streams.Writer` of a reply to `/api/chat` or `/api/generate`."""
+    """The `gateway.wire.writing.Writer` of a reply to `/api/chat` or `/api/generate`."""
 
     media_type = "application/x-ndjson"
+    tail = b""
 
     def __init__(
         self,
@@ -38,113 +39,123 @@ class LineWriter:
         *,
         is_chat: bool,
         tells_context: bool = False,
-        parser: ReplyParser,
+        reading: Reading = PLAIN,
         tokens: TokenText | None = None,
         num_top: int = 0,
+        is_recorded: bool = False,
     ) -> None:
         """
         Args:
-            tells_context: whether its end has the tokens of prompt and answer; a stream is then a KeptStream.
-            parser: finds thoughts and calls of tools in the text.
+            tells_context: whether its end has the tokens of prompt and answer; a stream is then kept.
             tokens, num_top: spell log probabilities, where they are asked for.
+            is_recorded: every line has the reply's id and its own number.
         """
+        self.opens_early = False
         self._tokens = tokens
         self._num_top = num_top
         self._head = {"model": head.model, "created_at": timestamp(head.created)}
+        if is_recorded:
+            self._head["id"] = head.id
         self._is_chat = is_chat
         self._tells_context = tells_context
-        self._parser = parser
-        self._call: Call | None = None
-        """The call that is being written; it is sent when it is whole."""
+        self._new_parser = partial(reading.parser, head.id)
+        self._parser = self._new_parser()
+        self._is_numbered = is_recorded
+        self._number = 0
+        self._calls: list[Piece] = []
+        """The pieces of the call that is being written; it is sent when it is whole."""
+        self._ending = Delta()
+        """The last delta."""
         self._before, _, self._after = self._line(Answer()).partition('""')
+        self.keepalive = f'{self._before}""{self._after}'.encode("ascii")
+        """A line with no new text: an empty line would be no JSON to clients."""
 
     # Streamed
 
-    def text(self, index: int, text: str) -> bytes:  # noqa: ARG002
-        return self._pieces(self._parser.feed(text))
+    def begin(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
+        return []
 
-    def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
-        lines = []
-        for index, delta in deltas:
-            lines.append(self._told(delta) if delta.logprobs else self.text(index, delta.text))
-            if delta.finish_reason is not None and generation.error is None:
-                lines.append(self._end(generation, delta))
-        return b"".join(lines)
+    def text(self, index: int, text: str) -> list[bytes]:  # noqa: ARG002
+        pieces = self._parser.feed(text)
+        if len(pieces) == 1 and not (self._is_numbered or self._calls):
+            (piece,) = pieces
+            if isinstance(piece, TextDelta):
+                line = f"{self._before}{encode_basestring_ascii(piece.text)}{self._after}"
+                return [line.encode("ascii")]
+        return self._frames(self._pieces(pieces))
 
-    def fault(self, error: ApiError) -> bytes:
-        return last_frames(error, OLLAMA_PATH)
-
-    def keepalive(self) -> bytes:
-        """Returns a line with no new text: an empty line would be no JSON to clients."""
-        return self._more("").encode("ascii")
-
-    def _told(self, delta: Delta) -> bytes:
-        """Returns the line of what is new, with the log probabilities of its tokens."""
+    def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
         pieces = self._parser.feed(delta.text)
+        lines = self._with_logprobs(pieces, delta) if delta.logprobs else self._pieces(pieces)
+        if delta.ended:
+            self._ending = delta
+            lines += [*self._pieces(self._parser.finish()), *self._whole_call()]
+        return self._frames(lines)
+
+    def end(self, reply: Counts) -> list[bytes]:
+        if reply.error is not None:
+            return [error_line(reply.error)]
+        delta = reply.kept.get(0, self._ending)
+        line = {**self._head, **self._said(Answer()), **self._last(reply, delta)}
+        return self._frames([ascii_json(line) + "\n"])
+
+    def fault(self, reply: Counts, error: Fault, position: int) -> bytes:  # noqa: ARG002
+        return f"{ascii_json({'error': error.message, 'code': error.code})}\n".encode()
+
+    def _frames(self, lines: Iterable[str]) -> list[bytes]:
+        frames = []
+        for line in lines:
+            if self._is_numbered:
+                line = f'{line[:-2]},"sequence_number":{self._number}}}\n'
+                self._number += 1
+            frames.append(line.encode("ascii"))
+        return frames
+
+    def _with_logprobs(self, pieces: Sequence[Piece], delta: Delta) -> list[str]:
+        """Returns the line of what is new, with the log probabilities of its tokens, and those of calls."""
         shown = [piece for piece in pieces if isinstance(piece, TextDelta | ReasoningDelta)]
-        answer = Answer()
-        answer.add(shown)
-        line = {**self._head, **self._said(answer), **self._logprobs(delta), "done": False}
-        calls = self._pieces(piece for piece in pieces if piece not in shown)
-        return f"{json.dumps(line)}\n".encode("ascii") + calls
+        line = {**self._head, **self._said(joined(shown)), **self._logprobs(delta), "done": False}
+        return [ascii_json(line) + "\n", *self._pieces(piece for piece in pieces if piece not in shown)]
 
     def _logprobs(self, delta: Delta) -> dict[str, object]:
         if self._tokens is None:
             return {}
-        pairs = zip(delta.token_ids, delta.logprobs, strict=False)
-        told = [chosen_logprob(self._tokens, token, found, self._num_top) for token, found in pairs if found]
-        return {"logprobs": told}
+        return {"logprobs": logprob_entries(self._tokens, delta, self._num_top)}
 
-    def _pieces(self, pieces: Iterable[Piece]) -> bytes:
-        return "".join(map(self._piece, pieces)).encode("ascii")
+    def _pieces(self, pieces: Iterable[Piece]) -> list[str]:
+        return [line for piece in pieces for line in self._piece(piece)]
 
-    def _piece(self, piece: Piece) -> str:
-        match piece:
-            case TextDelta(text):
-                return self._told_call() + self._more(text)
-            case ReasoningDelta(text):
-                return self._told_call() + self._line(Answer(reasoning=text))
-            case CallBegun(id=id, name=name):
-                told, self._call = self._told_call(), Call(id, name)
-                return told
-            case ArgumentsDelta(text=text):
-                assert self._call is not None
-                self._call.arguments += text
-                return ""
+    def _piece(self, piece: Piece) -> list[str]:
+        if isinstance(piece, ArgumentsDelta):
+            self._calls.append(ArgumentsDelta(0, piece.text))
+            return []
+        lines = self._whole_call()
+        if isinstance(piece, CallBegun):
+            self._calls = [piece]
+        elif isinstance(piece, TextDelta):
+            lines.append(f"{self._before}{encode_basestring_ascii(piece.text)}{self._after}")
+        else:
+            lines.append(self._line(Answer(reasoning=piece.text)))
+        return lines
 
-    def _more(self, text: str) -> str:
-        return f"{self._before}{encode_basestring_ascii(text)}{self._after}"
-
-    def _told_call(self) -> str:
-        call, self._call = self._call, None
-        return "" if call is None else self._line(Answer(calls=[call]))
+    def _whole_call(self) -> list[str]:
+        pieces, self._calls = self._calls, []
+        return [self._line(joined(pieces))] if pieces else []
 
     def _line(self, answer: Answer) -> str:
-        line = {**self._head, **self._said(answer), "done": False}
-        return json.dumps(line, separators=(",", ":")) + "\n"
-
-    def _end(self, generation: Generation, delta: Delta) -> bytes:
-        last = self._pieces(self._parser.finish())
-        line = {**self._head, **self._said(Answer()), **self._ending(generation, delta)}
-        return last + f"{self._told_call()}{json.dumps(line)}\n".encode("ascii")
+        return ascii_json({**self._head, **self._said(answer), "done": False}) + "\n"
 
     # Whole
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        ((_, delta),) = deltas
-        answer = answer_of(self._parser, delta.text)
-        return {
-            **self._head,
-            **self._said(answer),
-            **self._logprobs(delta),
-            **self._ending(generation, delta),
-        }
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+        ((_, delta),) = outputs
+        answer = answer_of(self._new_parser(), delta.text)
+        return {**self._head, **self._said(answer), **self._logprobs(delta), **self._last(reply, delta)}
 
-    def _ending(self, generation: Generation, delta: Delta) -> dict[str, object]:
-        ending = _ending(generation, delta)
+    def _last(self, reply: Counts, delta: Delta) -> dict[str, object]:
+        ending = _ending(reply, delta)
         if self._tells_context:
-            told = generation.kept.get(0, delta).token_ids
-            ending["context"] = [*generation.requests[0].prompt_token_ids, *told]
+            ending["context"] = [*reply.requests[0].prompt_token_ids, *delta.token_ids]
         return ending
 
     def _said(self, answer: Answer) -> dict[str, object]:
@@ -164,28 +175,28 @@ class LineWriter:
 class EmbedWriter:
     """The writer of a reply to `/api/embed`, whose embeddings have a length of 1."""
 
-    def __init__(self, asked: EmbeddingAsked) -> None:
-        self._asked = asked
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        dimensions, timings = self._asked.dimensions, generation.timings
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+        dimensions, timings = self._ask.dimensions, reply.timings
         arrival_s = timings[0].arrival_s
         return {
-            "model": self._asked.model,
+            "model": self._ask.model,
             "embeddings": [
-                shortened(delta.embedding or [], dimensions, is_normalised=True) for _, delta in deltas
+                shortened(delta.embedding or [], dimensions, is_normalised=True) for _, delta in outputs
             ],
             "total_duration": _ns(max(one.finished_s for one in timings) - arrival_s),
             "load_duration": _ns(min(one.scheduled_s for one in timings) - arrival_s),
-            "prompt_eval_count": generation.num_prompt_tokens,
+            "prompt_eval_count": reply.num_prompt_tokens,
         }
 
 
 class EmbeddingWriter:
     """The writer of a reply to `/api/embeddings`: the embedding as the model has it."""
 
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:  # noqa: ARG002
-        ((_, delta),) = deltas
+    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:  # noqa: ARG002
+        ((_, delta),) = outputs
         return {"embedding": delta.embedding or []}
 
 
@@ -202,19 +213,22 @@ def timestamp(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _ending(generation: Generation, delta: Delta) -> dict[str, object]:
+def _ending(reply: Counts, delta: Delta) -> dict[str, object]:
     """Returns the fields of the last line; in Ollama, too, loading lasts as long as a request waits for its turn."""
-    (timings,) = generation.timings
+    timings: Any = timings_of(reply)
+    queue_ms, ttft_ms, ended_ms = (
+        (timings["queue_ms"], timings["ttft_ms"], timings["timeline"]["ended_ms"]) if timings else (0, 0, 0)
+    )
     return {
         "done": True,
         "done_reason": delta.finish_reason,
-        "total_duration": _ns(timings.finished_s - timings.arrival_s),
-        "load_duration": _ns(timings.scheduled_s - timings.arrival_s),
-        "prompt_eval_count": generation.num_prompt_tokens,
-        "prompt_eval_duration": _ns(timings.first_token_s - timings.scheduled_s),
-        "eval_count": generation.num_output_tokens,
-        "eval_duration": _ns(timings.finished_s - timings.first_token_s),
-        "timings": timings_of(generation),
+        "total_duration": _ns(ended_ms / 1000),
+        "load_duration": _ns(queue_ms / 1000),
+        "prompt_eval_count": reply.num_prompt_tokens,
+        "prompt_eval_duration": _ns((ttft_ms - queue_ms) / 1000),
+        "eval_count": reply.num_output_tokens,
+        "eval_duration": _ns((ended_ms - ttft_ms) / 1000),
+        "timings": timings,
     }
 
 

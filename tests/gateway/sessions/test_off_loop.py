@@ -6,19 +6,27 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from penstock.gateway.http import off_loop
+from penstock.gateway.reply.generation import Generation
+from penstock.gateway.reply.whole import whole, whole_json
+from penstock.gateway.sessions import chats
 from penstock.gateway.sessions.conversations import CONVERSATIONS, Conversation
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses import records
 from penstock.gateway.sessions.responses.objects import input_items
 from penstock.gateway.sessions.responses.threads import Thread
+from penstock.gateway.wire.completions import ChatWriter, Extras
+from penstock.gateway.wire.frames import json_pieces
+from penstock.gateway.wire.reading import Reading
+from penstock.gateway.wire.writing import Delta, Head
 from tests.clock import Clock
-from tests.gateway.harness import Gateway
-from tests.gateway.sessions.recordings.fakes import make_recording
+from tests.gateway.harness import Gateway, make_tokenizer
+from tests.gateway.sessions.recordings.fakes import make_recording, make_request
 from tests.gateway.sessions.recordings.orphaning_store import OrphaningStore
 from tests.gateway.sessions.responses.recorded_responses import finish, recording_of
 
@@ -77,6 +85,33 @@ async def change_conversation(gateway: Gateway) -> None:
     assert await CONVERSATIONS.change(store, TENANT, talk.id, lambda found: found.metadata.clear())
 
 
+TOOL_NAMES = {"f": {"type": "object", "properties": {}}}
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+TOLD = [TokenLogprobs(-0.5, tuple((5 + i, -0.5 - i) for i in range(20)))] * 400
+
+
+def writer_of(**fields: Any) -> ChatWriter:
+    head = Head(id="chatcmpl-1", created=7, model="fake")
+    return ChatWriter(make_tokenizer(), head, Extras(num_top=20), **fields)
+
+
+async def parse_calls(_: Gateway) -> None:
+    """A whole reply with as many calls as fit into a context."""
+    reply, reading = Generation([make_request()]), Reading(tools="hermes", schemas=TOOL_NAMES)
+    outputs = [(0, Delta([CALL * 400], finish_reason=FinishReason.STOP))]
+    made = await whole(writer_of(reading=reading), reply, outputs)
+    assert next(json_pieces(made))
+
+
+async def store_logprobs(gateway: Gateway) -> None:
+    reply, ids = Generation([make_request()]), [5] * len(TOLD)
+    outputs = [(0, Delta(["a"], ids, [*TOLD], finish_reason=FinishReason.STOP))]
+    body, completion = await whole_json(writer_of(), reply, outputs)
+    request = {"messages": [{"role": "user", "content": "All work and no play. " * 20_000}]}
+    await chats.keep(gateway.service.store, TENANT, request, completion, len(body))
+    assert await chats.CHATS.get(gateway.service.store, TENANT, "chatcmpl-1") is not None
+
+
 async def held_s(work: Work, monkeypatch: pytest.MonkeyPatch) -> float:
     """For how long the loop's thread was busy with it in one piece, by a clock that is deaf to other threads."""
     longest_s, run = 0.0, asyncio.Handle._run
@@ -95,7 +130,18 @@ async def held_s(work: Work, monkeypatch: pytest.MonkeyPatch) -> float:
     return longest_s
 
 
-@pytest.mark.parametrize("work", [write_journal, take_up, keep_response, read_response, change_conversation])
+@pytest.mark.parametrize(
+    "work",
+    [
+        write_journal,
+        take_up,
+        keep_response,
+        read_response,
+        change_conversation,
+        parse_calls,
+        store_logprobs,
+    ],
+)
 async def test_large_things_are_packed_and_read_beside_the_loop(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
-from penstock.gateway.wire.parsing import Piece
-from penstock.gateway.wire.shapes import Head
-from penstock.gateway.wire.streams import Delta, Generation, Writer
+from penstock.gateway.reply.generation import Generation
+from penstock.gateway.wire.parsing import Piece, ReplyParser
+from penstock.gateway.wire.reading import Reading
+from penstock.gateway.wire.writing import Counts, Delta, Head, Writer
 from tests.gateway.harness import make_timings
 
 HEAD = Head(id="id-1", created=7, model="m")
@@ -28,6 +29,23 @@ class ScriptedParser:
 
     def finish(self) -> list[Piece]:
         return self._pieces
+
+
+class ScriptedReading(Reading):
+    """A reading whose parsers all make these pieces."""
+
+    script: tuple[Piece, ...]
+
+    def __init__(self, *pieces: Piece) -> None:
+        super().__init__()
+        object.__setattr__(self, "script", pieces)
+
+    @property
+    def text(self) -> str:
+        return ScriptedParser(*self.script).text
+
+    def parser(self, reply_id: str, choice: int = 0) -> ReplyParser:  # noqa: ARG002
+        return ScriptedParser(*self.script)
 
 
 class EndedGeneration(Generation):
@@ -61,9 +79,14 @@ def ending(
     return generation, Delta(finish_reason=reason, stop=stop)
 
 
-def streamed(writer: Writer, text: str, reason: FinishReason = FinishReason.STOP) -> str:
+def streamed(writer: Writer[Counts], text: str, reason: FinishReason = FinishReason.STOP) -> str:
     """All that is said of a text that comes a character at a time."""
-    generation, last = ending(reason)
-    said = writer.news(EndedGeneration(), [])
-    said += b"".join(writer.text(0, character) for character in text)
-    return (said + writer.news(generation, [(0, last)])).decode("ascii")
+    frames = writer.begin(EndedGeneration())
+    for character in text:
+        frames += writer.text(0, character)
+    return (b"".join(frames) + ended(writer, *ending(reason))).decode("ascii")
+
+
+def ended(writer: Writer[Counts], generation: EndedGeneration, last: Delta) -> bytes:
+    """All that is said at the end."""
+    return b"".join([*writer.more(generation, 0, last), *writer.end(generation), writer.tail])

@@ -174,8 +174,16 @@ async def test_a_streamed_completion_adds_up_to_the_whole_one() -> None:
         for name, values in choice["logprobs"].items():
             assert [value for logprobs_ in found for value in logprobs_[name]] == values
         offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
-        lengths = [1 if token.startswith("bytes:") else len(token) for token in tokens]
-        assert offsets == [sum(lengths[:number]) for number in range(len(tokens))]
+        # A character of several tokens is where the first of them is.
+        spelt = [bytes_of(token) for token in tokens]
+        before = [b"".join(spelt[:number]).decode(errors="ignore") for number in range(len(tokens))]
+        assert offsets == [len(text) for text in before]
+
+
+def bytes_of(token: str) -> bytes:
+    """The bytes that a token's text stands for."""
+    spelt = token.removeprefix("bytes:").encode()
+    return spelt.decode("unicode_escape").encode("latin-1") if token.startswith("bytes:") else spelt
 
 
 async def test_the_choices_of_several_prompts_are_told_apart() -> None:

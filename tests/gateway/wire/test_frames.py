@@ -17,9 +17,10 @@ from penstock.engine.planning.request import (
     SamplingParams,
 )
 from penstock.gateway.http.errors import ApiError
-from penstock.gateway.wire.frames import StreamWriter, error_frame, timings_of
-from penstock.gateway.wire.shapes import ChatShape, CompletionShape, Extras, Head
-from penstock.gateway.wire.streams import Delta, Generation
+from penstock.gateway.reply.generation import Generation
+from penstock.gateway.wire.completions import ChatWriter, CompletionWriter, Extras, TextWriter
+from penstock.gateway.wire.frames import error_frame, timings_of
+from penstock.gateway.wire.writing import Delta, Head
 from penstock.priority.lanes import Lane
 from tests.gateway.harness import events, logprobs, make_timings, make_tokenizer
 
@@ -27,12 +28,14 @@ TOKENIZER = make_tokenizer()
 ANYTHING = st.text(st.characters(), max_size=40)
 
 
-def writer_of(name: str, model: str = "m", *, include_usage: bool = False) -> StreamWriter:
-    shape = (ChatShape if name == "chat" else CompletionShape)(TOKENIZER, Extras(num_top=2))
+def writer_of(
+    name: str, reply: Generation, model: str = "m", *, include_usage: bool = False
+) -> tuple[CompletionWriter, list[bytes]]:
+    """A writer that has begun, and the frames with which it did."""
     head = Head(id="id-1", created=7, model=model)
-    writer = StreamWriter(shape, head, include_usage=include_usage)
-    writer.begin(Lane.STANDARD)
-    return writer
+    make = ChatWriter if name == "chat" else TextWriter
+    writer = make(TOKENIZER, head, Extras(num_top=2), include_usage=include_usage)
+    return writer, writer.begin(reply)
 
 
 def said(chunk: Any, name: str) -> str:
@@ -44,9 +47,13 @@ def said(chunk: Any, name: str) -> str:
 
 @given(st.lists(ANYTHING, max_size=6), ANYTHING, st.sampled_from(["chat", "text"]), st.booleans())
 def test_any_text_survives(texts: list[str], model: str, name: str, include_usage: bool) -> None:
-    writer = writer_of(name, model, include_usage=include_usage)
-    frames = [writer.chunk(0, Delta(text=text)) for text in texts]
-    frames.append(writer.finish(0, FinishReason.STOP, {"lane": "standard"}))
+    reply = Generation([_request()])
+    reply.timings_json = {"lane": "standard"}
+    writer, frames = writer_of(name, reply, model, include_usage=include_usage)
+    for text in texts:
+        frames += writer.more(reply, 0, Delta([text]))
+    frames += writer.more(reply, 0, Delta(finish_reason=FinishReason.STOP))
+    frames += writer.end(reply)[:1]
     stream = b"".join(frames).decode("ascii")
     # Also for clients that split lines at everything Python calls a line end.
     assert all(line.startswith("data: ") or not line for line in stream.splitlines())
@@ -65,12 +72,10 @@ def test_any_error_message_survives(message: str) -> None:
 
 
 def test_offsets_of_streamed_logprobs_go_on() -> None:
-    writer = writer_of("text")
-    ids = TOKENIZER.encode("ab")
-    frames = [
-        writer.chunk(0, Delta(text=text, token_ids=[i], logprobs=[logprobs((i, -1.0))]))
-        for text, i in zip("ab", ids, strict=True)
-    ]
+    reply = Generation([_request()])
+    writer, frames = writer_of("text", reply)
+    for text, i in zip("ab", TOKENIZER.encode("ab"), strict=True):
+        frames += writer.more(reply, 0, Delta([text], token_ids=[i], logprobs=[logprobs((i, -1.0))]))
     found = [chunk["choices"][0]["logprobs"] for chunk in events(b"".join(frames).decode())]
     assert [logprob["tokens"] for logprob in found] == [["a"], ["b"]]
     assert [logprob["text_offset"] for logprob in found] == [[0], [1]]
@@ -80,7 +85,9 @@ def test_offsets_of_streamed_logprobs_go_on() -> None:
 def test_usage_is_openais() -> None:
     generation = Generation([_request()])
     generation.num_output_tokens = 2
-    (chunk,) = events(writer_of("chat").usage(generation).decode())
+    writer, _ = writer_of("chat", generation, include_usage=True)
+    writer.more(generation, 0, Delta(finish_reason=FinishReason.STOP))
+    (_, chunk) = events(b"".join(writer.end(generation)).decode())
     assert chunk["choices"] == []
     assert chunk["usage"]["total_tokens"] == 5
     assert chunk["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
@@ -99,7 +106,7 @@ def test_timings_of_several_choices_are_one() -> None:
     generation.num_cached_tokens, generation.predicted_ttft_s = 4, 0.25
     generation.promised_ttft_s = 3.0
     generation.timings = [late, early, single]
-    timings = timings_of(generation)
+    timings = told_timings(generation)
     assert (timings["ttft_ms"], timings["lane"], timings["cached_tokens"]) == (30.0, "batch", 4)
     assert (timings["preemptions"], timings["draft_tokens"], timings["accepted_tokens"]) == (3, 12, 4)
     assert timings["drafts"] == {
@@ -119,7 +126,7 @@ def test_timings_of_several_choices_are_one() -> None:
     assert timings["tpot_ms"] == 135.0
     assert (timings["promised_ttft_ms"], timings["predicted_ttft_ms"]) == (3000.0, 250.0)
     generation.timings = [single]
-    assert timings_of(generation)["tpot_ms"] is None
+    assert told_timings(generation)["tpot_ms"] is None
     json.dumps(timings)
 
 
@@ -131,9 +138,9 @@ def test_the_experts_of_a_layer_are_told_where_they_were_counted() -> None:
         make_timings(request, experts=ExpertSums(100, 6)),
         make_timings(request, experts=ExpertSums(28, 3)),
     ]
-    assert timings_of(generation)["experts_per_layer"] == round(128 / 9, 2)
+    assert told_timings(generation)["experts_per_layer"] == round(128 / 9, 2)
     del generation.timings[1:]
-    assert timings_of(generation)["experts_per_layer"] is None
+    assert told_timings(generation)["experts_per_layer"] is None
 
 
 def test_the_timeline_is_of_the_first_choice_and_bounded() -> None:
@@ -148,7 +155,7 @@ def test_the_timeline_is_of_the_first_choice_and_bounded() -> None:
     late = make_timings(request, first_token_s=request.arrival_s + 0.5, prefills=((11.0, 1),))
     generation = Generation([request])
     generation.timings = [late, early]
-    timeline = json.loads(json.dumps(timings_of(generation)["timeline"]))
+    timeline = json.loads(json.dumps(told_timings(generation)["timeline"]))
     assert len(timeline["preempted_ms"]) == MAX_MARKS
     assert timeline | {"preempted_ms": timeline["preempted_ms"][:2]} == {
         "prefills": [[20.0, 16], [30.0, 4]],
@@ -157,6 +164,10 @@ def test_the_timeline_is_of_the_first_choice_and_bounded() -> None:
         "drafts": [[65.0, 4, 2]],
         "ended_ms": 70.0,
     }
+
+
+def told_timings(generation: Generation) -> Any:
+    return timings_of(generation)
 
 
 def _request() -> Request:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from penstock.engine.planning.request import Output, Request
 from penstock.engine.planning.step import StepReport
 from penstock.gateway.http.connections import WRITABLE
+from penstock.gateway.reply import live
 from penstock.gateway.service import ServiceOptions
-from penstock.gateway.wire import streams
 from tests.gateway.endpoints.test_tools import TEMPLATE, TOOL
 from tests.gateway.harness import (
     MODEL,
@@ -119,6 +120,28 @@ async def calls_for_a_token(gateway: Gateway, *texts: str, **fields: Any) -> int
     gateway.finish(request)
     assert contents(await client.answered())[-1:] == [" token"] or texts[-1:] == ("Hm,",)
     return events.count("call")
+
+
+@pytest.mark.parametrize(("options", "most"), [(None, 11), ({"resumable": True}, 17)])
+async def test_a_token_takes_few_calls_from_its_reply_to_the_socket(
+    options: dict[str, bool] | None, most: int
+) -> None:
+    """Two of them are this file's own: how the connection says that it is writable, and its `send`."""
+    gateway = Gateway()
+    client, request = await begun(gateway, stream_options=options)
+    report, calls = step_report(gateway.output(request, " token")), []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    gateway.service.deliver(report)
+    sys.setprofile(None)
+    gateway.finish(request)
+    assert contents(await client.answered()) == ["<", " token"]
+    own = calls[calls.index("Generation.push") :]
+    assert len(own) <= most, own
 
 
 async def test_reasoning_and_tools_cost_a_token_a_few_calls_more_than_plain_text() -> None:
@@ -295,7 +318,7 @@ async def test_what_the_engine_brings_after_a_failed_push_harms_nobody() -> None
 async def test_log_probabilities_that_nobody_reads_count_as_what_they_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "MAX_PENDING_BYTES", 100_000)
+    monkeypatch.setattr(live, "MAX_PENDING_BYTES", 100_000)
     gateway, cut = Gateway(), 0
     asked = chat_body(stream=True, logprobs=True, top_logprobs=20)
     async with serving(gateway.app) as url, connect(url) as connection:

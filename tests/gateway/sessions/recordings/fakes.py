@@ -6,11 +6,11 @@ from typing import Any, cast
 
 from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
 from penstock.gateway.http.connections import Connection, Timeouts
-from penstock.gateway.sessions.recordings.completions import CompletionFormat, details_of, script
+from penstock.gateway.sessions.recordings.kinds import details_of, writers_of
 from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.wire.reading import PLAIN, Reading
-from penstock.gateway.wire.shapes import Head
+from penstock.gateway.wire.writing import Head
 from tests.gateway.harness import make_timings, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -27,12 +27,13 @@ def make_recording(
 ) -> Recording:
     head = Head(id="chatcmpl-1", created=7, model="fake")
     known = details_of(head, reading, stream=True, include_usage=include_usage)
+    request = request or make_request()
     return Recording(
-        request or make_request(),
+        request,
         kind="chat",
         details=known,
         created=7,
-        script=script("chatcmpl-1", known),
+        writer=writers_of(TOKENIZER)["chat"](request, 7, known),
         detachable=True,
         journalled=True,
         max_detached_s=60.0,
@@ -48,7 +49,7 @@ def end(recording: Recording) -> None:
     last = Output(request_id=recording.id, index=0, finish_reason=FinishReason.STOP, timings=timings)
     recording.push(last)
     recording.close()
-    recording.settled = True
+    recording.settle()
 
 
 class FakeConnection:
@@ -81,8 +82,7 @@ class FakeReader:
 
     def __init__(self, recording: Recording, position: int = -1) -> None:
         self.connection = FakeConnection()
-        format = CompletionFormat(recording, TOKENIZER)
-        self.reader = Reader(recording, format, position)
+        self.reader = Reader(recording, position)
         self.reader.connection = cast(Connection, self.connection)
         recording.attach(self.reader)
 

@@ -15,7 +15,6 @@ from penstock.engine.planning.request import FinishReason
 from penstock.gateway.access.keys import Client
 from penstock.gateway.http.connections import Connection
 from penstock.gateway.http.errors import ApiError
-from penstock.gateway.sessions.recordings.completions import CompletionFormat
 from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.store.interface import Quota, StoreUnavailable
@@ -108,7 +107,7 @@ class RecordingsMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def a_reader_comes(self, pick: int) -> None:
         recording = self.picked(pick)
-        reader = Reader(recording, CompletionFormat(recording, self.gateway.service.tokenizer))
+        reader = Reader(recording)
         reader.connection = cast(Connection, FakeConnection())
         recording.attach(reader)
         self.readers.append((recording, reader))

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.sessions.recordings.recording import EVENT_BYTES
-from penstock.gateway.wire.parsing import TextDelta
+from penstock.gateway.sessions.recordings.recording import FRAME_BYTES
 from tests.few import examples
 from tests.gateway.sessions.recordings.fakes import FakeReader, bring, end, make_recording
 
@@ -66,8 +65,6 @@ def test_what_replaying_brings_is_what_was_said() -> None:
     for text in ("a", "", "b"):
         bring(again, text)
     end(again)
-    again.timings_json = recording.timings_json
-    again.settled = True
     first, second = FakeReader(recording), FakeReader(again)
     first.take()
     second.take()
@@ -75,7 +72,7 @@ def test_what_replaying_brings_is_what_was_said() -> None:
 
 
 def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 500)
+    monkeypatch.setattr("penstock.gateway.sessions.recordings.recording.MAX_KEPT_BYTES", 1000)
     recording = make_recording()
     reader = FakeReader(recording)
     reader.connection.writable = False
@@ -88,17 +85,46 @@ def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.Mon
     assert reader.reader.at_end
 
 
+def test_a_long_reply_is_taken_in_batches() -> None:
+    """Other work of the event loop has its turn between them."""
+    recording = make_recording()
+    for _ in range(1000):
+        bring(recording, "a")
+    end(recording)
+    reader, sizes = FakeReader(recording), []
+    while not reader.reader.at_end:
+        taken = reader.reader.take()
+        reader.connection.sent.append(taken)
+        sizes.append(taken.count(b"id: "))
+        assert reader.reader.is_behind != reader.reader.at_end
+    assert max(sizes) <= 256
+    assert sum(sizes) == recording.num_events == 1002
+    assert reader.frames[:-1] == recording.frames_from(0)
+
+
+def test_what_all_readers_are_sent_is_made_once() -> None:
+    recording = make_recording()
+    readers = [FakeReader(recording) for _ in range(3)]
+    bring(recording, "a")
+    (first, *others) = [reader.connection.sent[-1] for reader in readers]
+    assert all(other is first for other in others)
+
+
 @given(st.integers(1, 30), st.integers(0, 20))
 def test_what_is_forgotten_is_the_oldest(number: int, kept: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "penstock.gateway.sessions.recordings.recording.MAX_TEXT_BYTES", (EVENT_BYTES + 1) * kept
-        )
+        whole = make_recording()
+        for i in range(number):
+            bring(whole, chr(97 + i))
+        opening, *frames = whole.frames_from(0)
+        size = sum(len(frame) + FRAME_BYTES for frame in frames[max(0, number - kept) :])
+        patch.setattr("penstock.gateway.sessions.recordings.recording.MAX_KEPT_BYTES", size)
         recording = make_recording()
         for i in range(number):
             bring(recording, chr(97 + i))
-    assert recording.num_events == number
-    assert recording.num_dropped == max(0, number - kept)
-    kept_events = [TextDelta(chr(97 + i)) for i in range(recording.num_dropped, number)]
-    assert recording.events_from(0) == kept_events
-    assert recording.events_from(number - 1) == kept_events[-1:]
+    assert recording.num_events == number + 1
+    assert recording.num_dropped == max(0, number - kept) + 1
+    kept_events = frames[recording.num_dropped - 1 :]
+    assert opening not in kept_events
+    assert recording.frames_from(0) == kept_events
+    assert recording.frames_from(number) == kept_events[-1:]

@@ -14,11 +14,10 @@ from penstock.engine.planning.request import FinishReason, Output, Request, Samp
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.sessions.recordings.recording import Recording
-from penstock.gateway.sessions.responses.events import ResponseFormat
 from penstock.gateway.sessions.responses.objects import details_of, input_items
 from penstock.gateway.sessions.responses.records import KIND
 from penstock.gateway.sessions.responses.schemas import ResponseBody, check_response
-from penstock.gateway.sessions.responses.script import script
+from penstock.gateway.sessions.responses.writer import make_writer
 from penstock.gateway.wire.frames import timings_of
 from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.strict import read
@@ -63,7 +62,7 @@ def recording_of(
         kind=KIND,
         details=known,
         created=1_700_000_000,
-        script=script(make_tokenizer(), request.request_id, known),
+        writer=make_writer(make_tokenizer(), request, 1_700_000_000, known),
         detachable=bool(body.background),
         journalled=bool(body.background),
     )
@@ -103,12 +102,9 @@ def _output(recording: Recording, text: str, token_id: int, **fields: Any) -> Ou
 
 def frames_of(recording: Recording) -> list[bytes]:
     """All events of a response, as a client is sent them."""
-    form = ResponseFormat()
-    events = [form.event(form.num_opening + k, event) for k, event in enumerate(recording.events)]
-    frames = [*form.opening(recording), *events]
-    if recording.error is not None:
-        return [*frames, *form.fault(recording, recording.error, len(frames))]
-    return [*frames, *form.closing(recording, len(frames))]
+    if not recording.settled:
+        recording.settle()
+    return recording.frames_from(0)
 
 
 def data_of(frame: bytes) -> Any:

@@ -21,15 +21,7 @@ from penstock.engine.planning.stopping import TextSink
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.sessions.recordings.journal import end_of, header_of, rebuild, replay, words_of
 from penstock.gateway.sessions.recordings.recording import Recording
-from penstock.gateway.sessions.responses.events import ResponseFormat
-from penstock.gateway.sessions.responses.objects import (
-    beginning,
-    deleted,
-    input_items,
-    page,
-    response,
-    status_of,
-)
+from penstock.gateway.sessions.responses.objects import deleted, input_items, page
 from penstock.gateway.sessions.responses.records import (
     KIND,
     RECORDS,
@@ -40,8 +32,8 @@ from penstock.gateway.sessions.responses.records import (
     kept_response,
 )
 from penstock.gateway.sessions.responses.schemas import LOGPROBS, PageQuery
-from penstock.gateway.sessions.responses.script import ItemDelta, script
 from penstock.gateway.sessions.responses.threads import Thread
+from penstock.gateway.sessions.responses.writer import beginning, make_writer, response, status_of
 from penstock.gateway.store.interface import Journal, Key
 from penstock.gateway.store.memory import MemoryStore
 from tests.few import examples
@@ -197,7 +189,7 @@ def test_a_restarted_server_tells_the_same(how: str, text: str) -> None:
         finish(recording, reason, texts[-1], token_ids[-1])
     journal = Journal(recording.id, header_of(recording), tuple(recording.token_ids), end_of(recording))
     replayed = partial(replay, replayer=sink, max_len=10_000)
-    rebuilt = rebuild(journal, 99.0, {KIND: partial(script, make_tokenizer())}, replayed)
+    rebuilt = rebuild(journal, 99.0, {KIND: partial(make_writer, make_tokenizer())}, replayed)
     assert rebuilt.request.sampling == recording.request.sampling
     rebuilt.close()
     assert status_of(rebuilt) == status_of(recording) == how
@@ -220,9 +212,10 @@ def test_a_restarted_server_tells_the_same_log_probabilities() -> None:
         output.finish_reason = reason if is_last else None
         recording.push(output)
     recording.close()
+    recording.settle()
     journal = Journal(recording.id, header_of(recording), words_of(recording)[1](), end_of(recording))
     replayed = partial(replay, replayer=sink, max_len=10_000)
-    rebuilt = rebuild(journal, 99.0, {KIND: partial(script, tokenizer)}, replayed)
+    rebuilt = rebuild(journal, 99.0, {KIND: partial(make_writer, tokenizer)}, replayed)
     rebuilt.close()
     assert b'"logprob":' in b"".join(frames_of(recording))
     assert frames_of(rebuilt) == frames_of(recording)
@@ -321,56 +314,49 @@ def test_numbers_do_not_depend_on_how_tokens_came(texts: list[str], data: st.Dat
     whole = ended("completed", *texts)
     grouped = recording_of()
     grouped.details = whole.details
-    frames = ResponseFormat().opening(grouped)
+    frames: list[bytes] = []
     for text in texts:
         say(grouped, text)
         if data.draw(st.booleans()):
-            frames = _caught_up(grouped, frames)
+            frames += grouped.frames_from(len(frames))
     finish(grouped)
-    assert _closed(grouped, _caught_up(grouped, frames)) == frames_of(whole)
-
-
-def _caught_up(recording: Recording, frames: list[bytes]) -> list[bytes]:
-    """With a format of its own: it knows nothing but the recording."""
-    form = ResponseFormat()
-    new = recording.events_from(len(frames) - form.num_opening)
-    return [*frames, *(form.event(len(frames) + k, event) for k, event in enumerate(new))]
-
-
-def _closed(recording: Recording, frames: list[bytes]) -> list[bytes]:
-    return [*frames, *ResponseFormat().closing(recording, len(frames))]
+    grouped.settle()
+    assert frames + grouped.frames_from(len(frames)) == frames_of(whole)
 
 
 def test_how_it_opens_does_not_depend_on_when_that_is_told() -> None:
-    recording = recording_of(background=True)
-    early = ResponseFormat().opening(recording)
-    say(recording, "Hello")
-    finish(recording)
-    assert ResponseFormat().opening(recording) == early
-    assert data_of(early[0])["response"] == beginning(recording, "queued")
-    assert data_of(early[1])["response"]["status"] == "in_progress"
-    assert data_of(recording_of_first_frame())["response"]["status"] == "in_progress"
+    early, late = recording_of(background=True), recording_of(background=True)
+    early.open()
+    opening = early.frames_from(0)
+    for recording in (early, late):
+        say(recording, "Hello")
+        finish(recording)
+        assert frames_of(recording)[:2] == opening
+    assert data_of(opening[0])["response"] == beginning(early, "queued")
+    assert data_of(opening[1])["response"]["status"] == "in_progress"
+    assert data_of(first_frame(recording_of()))["response"]["status"] == "in_progress"
 
 
-def recording_of_first_frame() -> bytes:
-    recording = recording_of()
-    return ResponseFormat().opening(recording)[0]
+def first_frame(recording: Recording) -> bytes:
+    recording.open()
+    return recording.frames_from(0)[0]
 
 
 @given(ANYTHING)
 def test_any_text_survives_on_one_line(text: str) -> None:
-    event = ItemDelta("d", 'event: d\ndata: {"type":"d","delta":', text, "")
-    frame = ResponseFormat().event(9, event)
+    recording = recording_of()
+    say(recording, "a", f"b{text}")
+    frame = recording.frames_from(0)[-1]
     # Also for clients that split lines at everything Python calls a line end.
     assert len(frame.decode("ascii").splitlines()) == 3
-    assert (data_of(frame)["delta"], data_of(frame)["sequence_number"]) == (text, 9)
+    assert (data_of(frame)["delta"], data_of(frame)["sequence_number"]) == (f"b{text}", 5)
 
 
 def test_a_stream_that_another_process_goes_on_with_has_not_failed() -> None:
     recording = recording_of(background=True)
     say(recording, "Hel", "lo")
     error = fail(recording, "server_shutting_down")
-    (frame,) = ResponseFormat().fault(recording, error, 6)
+    frame = recording.writer.fault(recording, error, 5)
     event = EVENT.validate_json(json.dumps(data_of(frame)), strict=True)
     # A client that goes on after this event misses none.
     assert (event.type, event.code, event.sequence_number) == ("error", "server_shutting_down", 5)

@@ -14,8 +14,16 @@ from penstock.gateway.http.errors import ApiError
 from penstock.gateway.wire.anthropic.messages import MessageWriter
 from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
 from penstock.gateway.wire.reading import PLAIN
-from penstock.gateway.wire.streams import Delta
-from tests.gateway.wire.scripted_parser import HEAD, MAX_TOKENS, ScriptedParser, ending, streamed
+from penstock.gateway.wire.writing import Delta
+from tests.gateway.wire.scripted_parser import (
+    HEAD,
+    MAX_TOKENS,
+    EndedGeneration,
+    ScriptedReading,
+    ended,
+    ending,
+    streamed,
+)
 
 PIECES: list[Piece] = [
     ReasoningDelta("Two "),
@@ -39,7 +47,7 @@ def events_of(text: str) -> list[Any]:
 
 
 def test_every_piece_is_in_a_block_of_its_kind() -> None:
-    script = ScriptedParser(*PIECES)
+    script = ScriptedReading(*PIECES)
     events = events_of(streamed(MessageWriter(HEAD, MAX_TOKENS, script), script.text))
     assert [event["type"] for event in events if event["type"] != "ping"] == [
         "message_start",
@@ -72,10 +80,10 @@ def test_every_piece_is_in_a_block_of_its_kind() -> None:
 
 
 def test_the_same_in_one_piece() -> None:
-    script = ScriptedParser(*PIECES)
+    script = ScriptedReading(*PIECES)
     generation, last = ending()
     body: Any = MessageWriter(HEAD, MAX_TOKENS, script).whole(
-        generation, [(0, Delta(script.text, finish_reason=last.finish_reason))]
+        generation, [(0, Delta([script.text], finish_reason=last.finish_reason))]
     )
     assert body["content"] == [
         {"type": "thinking", "thinking": "Two calls.", "signature": ""},
@@ -105,26 +113,27 @@ def test_the_same_in_one_piece() -> None:
 )
 def test_why_it_ended(reason: FinishReason, stop: str | None, asked: int, expected: str) -> None:
     generation, last = ending(reason, stop)
-    body = MessageWriter(HEAD, asked, PLAIN.parser(HEAD.id)).whole(generation, [(0, last)])
+    body = MessageWriter(HEAD, asked, PLAIN).whole(generation, [(0, last)])
     assert (body["stop_reason"], body["stop_sequence"]) == (expected, stop)
-    stream = MessageWriter(HEAD, asked, PLAIN.parser(HEAD.id)).news(generation, [(0, last)])
+    stream = ended(MessageWriter(HEAD, asked, PLAIN), generation, last)
     assert events_of(stream.decode())[-2]["delta"] == {"stop_reason": expected, "stop_sequence": stop}
 
 
 def test_a_call_that_is_cut_off_has_no_input() -> None:
-    script = ScriptedParser(CallBegun(0, "call_0", "add"), ArgumentsDelta(0, '{"a":'))
+    script = ScriptedReading(CallBegun(0, "call_0", "add"), ArgumentsDelta(0, '{"a":'))
     generation, last = ending(FinishReason.LENGTH)
     body: Any = MessageWriter(HEAD, MAX_TOKENS, script).whole(
-        generation, [(0, Delta(script.text, finish_reason=last.finish_reason))]
+        generation, [(0, Delta([script.text], finish_reason=last.finish_reason))]
     )
     assert (body["content"][0]["input"], body["stop_reason"]) == ({}, "max_tokens")
 
 
 @given(st.lists(st.text(st.characters(), max_size=40), max_size=6))
 def test_any_text_survives(texts: list[str]) -> None:
-    writer = MessageWriter(HEAD, MAX_TOKENS, PLAIN.parser(HEAD.id))
+    writer = MessageWriter(HEAD, MAX_TOKENS, PLAIN)
     generation, last = ending()
-    stream = b"".join([*(writer.text(0, text) for text in texts), writer.news(generation, [(0, last)])])
+    frames = [frame for text in texts for frame in writer.text(0, text)]
+    stream = b"".join(frames) + ended(writer, generation, last)
     found = [
         event["delta"]["text"]
         for event in events_of(stream.decode("ascii"))
@@ -134,5 +143,6 @@ def test_any_text_survives(texts: list[str]) -> None:
 
 
 def test_an_error_is_an_event() -> None:
-    (event,) = events_of(MessageWriter(HEAD, 1, PLAIN.parser(HEAD.id)).fault(ApiError(503, "No.")).decode())
+    fault = MessageWriter(HEAD, 1, PLAIN).fault(EndedGeneration(), ApiError(503, "No."), 7)
+    (event,) = events_of(fault.decode())
     assert event["error"] == {"type": "overloaded_error", "message": "No."}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock.gateway.wire.ollama.lines import LineWriter
 from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, ReasoningDelta, TextDelta
 from penstock.gateway.wire.reading import PLAIN
-from penstock.gateway.wire.streams import Delta
-from tests.gateway.wire.scripted_parser import HEAD, ScriptedParser, ending, streamed
+from penstock.gateway.wire.writing import Delta
+from tests.gateway.wire.scripted_parser import HEAD, ScriptedReading, ended, ending, streamed
 
 CALLS: list[Any] = [
     {"id": "call_0", "function": {"name": "clock", "arguments": {}}},
@@ -21,8 +21,8 @@ CALLS: list[Any] = [
 ]
 
 
-def script() -> ScriptedParser:
-    return ScriptedParser(
+def script() -> ScriptedReading:
+    return ScriptedReading(
         ReasoningDelta("Hm."),
         TextDelta("I look."),
         CallBegun(0, "call_0", "clock"),
@@ -33,8 +33,8 @@ def script() -> ScriptedParser:
 
 
 def test_a_call_is_told_of_when_it_is_whole() -> None:
-    parser = script()
-    lines = streamed(LineWriter(HEAD, is_chat=True, parser=parser), parser.text).splitlines()
+    reading = script()
+    lines = streamed(LineWriter(HEAD, is_chat=True, reading=reading), reading.text).splitlines()
     messages = [json.loads(line)["message"] for line in lines]
     assert messages == [
         {"role": "assistant", "content": "", "thinking": "Hm."},
@@ -46,10 +46,10 @@ def test_a_call_is_told_of_when_it_is_whole() -> None:
 
 
 def test_the_same_in_one_piece() -> None:
-    parser = script()
+    reading = script()
     generation, last = ending()
-    body = LineWriter(HEAD, is_chat=True, parser=parser).whole(
-        generation, [(0, Delta(parser.text, finish_reason=last.finish_reason))]
+    body = LineWriter(HEAD, is_chat=True, reading=reading).whole(
+        generation, [(0, Delta([reading.text], finish_reason=last.finish_reason))]
     )
     assert body["message"] == {
         "role": "assistant",
@@ -63,9 +63,10 @@ def test_the_same_in_one_piece() -> None:
 @pytest.mark.parametrize("is_chat", [True, False])
 @given(texts=st.lists(st.text(st.characters(), max_size=40), max_size=6))
 def test_any_text_survives(is_chat: bool, texts: list[str]) -> None:
-    writer = LineWriter(HEAD, is_chat=is_chat, parser=PLAIN.parser(HEAD.id))
+    writer = LineWriter(HEAD, is_chat=is_chat, reading=PLAIN)
     generation, last = ending()
-    stream = b"".join([*(writer.text(0, text) for text in texts), writer.news(generation, [(0, last)])])
+    frames = [frame for text in texts for frame in writer.text(0, text)]
+    stream = b"".join(frames) + ended(writer, generation, last)
     lines: list[Any] = [json.loads(line) for line in stream.decode("ascii").splitlines()]
     said = [line["message"]["content"] if is_chat else line["response"] for line in lines]
     assert "".join(said) == "".join(texts)

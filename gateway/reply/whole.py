@@ -1,0 +1,47 @@
+"""Whole replies, made of all output at once; off the event loop if that takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+
+from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.reply.live import LOGPROB_BYTES
+from penstock.gateway.wire.frames import json_pieces
+from penstock.gateway.wire.writing import Delta, ReplyT, WholeWriter
+
+_NUMBER_BYTES = 8
+"""The bytes whose reading is as much work as writing one number of an embedding, or a score."""
+_CHARACTER_BYTES = 8
+"""The bytes whose reading is as much work as parsing a character for calls of tools."""
+
+
+async def whole(
+    writer: WholeWriter[ReplyT], reply: ReplyT, outputs: Iterable[tuple[int, Delta]]
+) -> dict[str, object]:
+    """Returns a reply's JSON; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
+    outputs = list(outputs)
+    return await off_loop(_work(outputs), writer.whole, reply, outputs)
+
+
+async def whole_json(
+    writer: WholeWriter[ReplyT], reply: ReplyT, outputs: Iterable[tuple[int, Delta]]
+) -> tuple[bytes, dict[str, Any]]:
+    """Returns a reply as JSON and as its objects, to be kept."""
+    outputs = list(outputs)
+
+    def make() -> tuple[bytes, dict[str, Any]]:
+        body = b"".join(json_pieces(writer.whole(reply, outputs)))
+        return body, orjson.loads(body)
+
+    num_logprobs = sum(1 + len(one.top) for _, delta in outputs for one in delta.logprobs if one is not None)
+    return await off_loop(_work(outputs) + LOGPROB_BYTES * num_logprobs, make)
+
+
+def _work(outputs: list[tuple[int, Delta]]) -> int:
+    """Returns the bytes whose reading is as much work as writing these outputs without their log probabilities."""
+    num_numbers = sum(len(delta.embedding or delta.scores or ()) for _, delta in outputs)
+    num_characters = sum(len(text) for _, delta in outputs for text in delta.texts)
+    return _NUMBER_BYTES * num_numbers + _CHARACTER_BYTES * num_characters
