@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -23,6 +23,8 @@ from penstock.gateway.store.scripts import SCRIPTS
 
 MAX_COMMANDS = 100
 """The number of commands that are sent together."""
+BATCH_BYTES = 1024 * 1024
+"""What is written in one call has so many bytes at most, or is one thing: 8 ms at 1 Gbit a second."""
 MAX_CONNECTIONS = 8
 POOL_WAIT_S = 0.05
 WORK_S = 0.08
@@ -39,6 +41,17 @@ Argument: TypeAlias = str | bytes | int | float
 Command: TypeAlias = tuple[Argument, ...]
 """A Command may call a script, by its SHA-1; the script is sent as a whole only if Redis does not have it."""
 log = logging.getLogger("penstock.store")
+
+
+def batch_of(sizes: Iterable[int], most: int = MAX_COMMANDS) -> int:
+    """Returns how many things of these sizes go in one call: as many as are written in time, and at least one."""
+    number = num_bytes = 0
+    for size in sizes:
+        num_bytes += size
+        if number and (number >= most or num_bytes > BATCH_BYTES):
+            break
+        number += 1
+    return number
 
 
 class Link:

@@ -26,6 +26,7 @@ from penstock.gateway.sessions.recordings.journal import (
     change_of,
     rebuild,
     replay,
+    unwritten_bytes,
 )
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.store.interface import (
@@ -36,6 +37,7 @@ from penstock.gateway.store.interface import (
     Store,
     StoreUnavailable,
 )
+from penstock.gateway.store.link import batch_of
 from penstock.gateway.store.patience import PATIENCE, insist, insistent
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.frames import timings_of
@@ -307,11 +309,13 @@ class Recordings:
             self._written.clear()
             self._dirty.update(dict.fromkeys(self._all))
         # What becomes new meanwhile is written next time: steps may bring it faster than the store takes it.
-        ids = list(self._dirty)
-        for start in range(0, len(ids), self.keeping.batch):
-            batch = ids[start : start + self.keeping.batch]
-            if not await self._write([self._all[i] for i in batch if i in self._all]):
+        new = [self._all[i] for i in self._dirty if i in self._all]
+        while new:
+            sizes = (unwritten_bytes(one, self._written.get(one.id)) for one in new)
+            number = batch_of(sizes, self.keeping.batch)
+            if not await self._write([one for one in new[:number] if one.id in self._all]):
                 return
+            del new[:number]
 
     async def _write(self, recordings: Sequence[Recording]) -> bool:
         """Writes the new events of these; returns False if the store is away, and keeps them for later."""
@@ -342,6 +346,11 @@ class Recordings:
             self._dirty[recording.id] = None
             return
         self._written[recording.id] = change.offset + len(change.token_ids)
+        if outcome == "full":
+            recording.journalled = False
+            log.warning(
+                "%s has too many replies in Redis: %s is not written down", recording.tenant, recording.id
+            )
         if outcome == "foreign":
             recording.journalled = False
             log.warning(

@@ -633,3 +633,47 @@ async def test_a_piece_that_redis_gave_up_is_there_again_once_it_is_asked_for(se
     assert await store.shared([key], 6000) == [b"x"]
     await store.flush()
     assert await redis_store(server, replica="b").shared([key], 6000) == [b"x"]
+
+
+async def test_a_reservation_that_redis_made_and_answered_too_late_is_charged_once(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, quota = shared_store(server, Clock()), Quota(requests_per_minute=60, tokens_per_minute=1000)
+    ask = store.remote.link.one
+
+    async def lost(command: Command) -> None:
+        await ask(command)
+        raise StoreUnavailable("its answer is lost")
+
+    for lease, is_settled_before in (("long", False), ("short", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(store.remote.link, "one", lost)
+            assert (await store.reserve("t", quota, 300, lease)).refused is None
+        if not is_settled_before:
+            await store.renew([("t", lease)])
+            await store.flush()
+            await store.renew([("t", lease)])
+        await store.settle("t", quota, -200, lease)
+        await store.release("t", lease)
+    grant = await store.remote.reserve("t", quota, 1, "probe")
+    assert grant.tokens is not None
+    assert grant.tokens.remaining == pytest.approx(1000 - 2 * 100 - 1, abs=20)
+
+
+async def test_a_lease_that_redis_does_not_know_is_no_proof_of_a_charge(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a renewal alone would make one."""
+    store, quota = shared_store(server, Clock()), Quota(tokens_per_minute=1000)
+
+    async def away(command: Command) -> None:  # noqa: ARG001
+        raise StoreUnavailable("it is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.remote.link, "one", away)
+        assert (await store.reserve("t", quota, 300, "lease")).refused is None
+    await store.renew([("t", "lease")])
+    await store.settle("t", quota, -100, "lease")
+    grant = await store.remote.reserve("t", quota, 1, "probe")
+    assert grant.tokens is not None
+    assert grant.tokens.remaining == pytest.approx(1000 - 200 - 1, abs=20)
