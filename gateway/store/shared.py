@@ -309,12 +309,15 @@ class SharedStore:
     async def settle(
         self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
     ) -> None:
-        await self.local.settle(tenant, quota, num_tokens, lease_id, windows)
-        if (tenant, lease_id) in self._unsure:
-            with suppress(StoreUnavailable):
-                await self._make_sure()
+        # Before anything is waited for: the lease's release may be under way as well.
+        is_unsure = self._unsure.pop((tenant, lease_id), self) is None
         num_requests = int(lease_id in self._unshared)
-        num_tokens += self._unshared.pop(lease_id, 0)
+        num_unshared = self._unshared.pop(lease_id, 0)
+        await self.local.settle(tenant, quota, num_tokens, lease_id, windows)
+        with suppress(StoreUnavailable):
+            if is_unsure and (await self.remote.holds([(tenant, lease_id)]))[0]:
+                num_requests = num_unshared = 0
+        num_tokens += num_unshared
         try:
             await self.remote.settle(tenant, quota, num_tokens, lease_id, windows, num_requests=num_requests)
         except StoreUnavailable:
