@@ -26,6 +26,7 @@ from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.input_tokens import InputTokensApi
 from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
+from penstock.gateway.endpoints.lookups import counted
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
 from penstock.gateway.endpoints.models import ModelsApi, TokensApi
@@ -108,7 +109,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         UsageApi(service, intake),
     ]
     routes = [
-        *(route for endpoints in described for route in endpoints.routes()),
+        *(counted(route, intake) for endpoints in described for route in endpoints.routes()),
         *StateApi(service).routes(),
         *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),
         *(_page_routes(static) if static else ()),

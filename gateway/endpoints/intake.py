@@ -33,7 +33,7 @@ from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.replies import Keep, LiveReply
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.errors import ApiError, model_not_found, not_found, unavailable, unsupported
-from penstock.gateway.http.limits import Limits, parse_object
+from penstock.gateway.http.limits import Limits, forget_body, parse_object
 from penstock.gateway.http.off_loop import FairThreads, off_loop
 from penstock.gateway.http.refusals import OLLAMA_PATH
 from penstock.gateway.service import Service
@@ -305,6 +305,11 @@ class Intake:
         finally:
             reservation.end(0)
 
+    async def count(self, client: Client) -> Mapping[str, str]:
+        """Counts a request that looks something up; see `Quotas.count`."""
+        with self._noting_refusals(client.tenant.sure_lane):
+            return await self._service.quotas.count(client)
+
     async def recording(self, tenant: str, recording_id: str) -> Recording:
         """Returns the tenant's recording; raises 404 if there is none, 503 if that cannot be said now."""
         recording = await self.find_recording(tenant, recording_id)
@@ -370,7 +375,9 @@ def route(path: str, **handlers: Handler) -> Route:
     """Makes one route for all methods of a path, so that a 405 names them all."""
 
     async def handle(http: HttpRequest) -> Response:
-        return await handlers["GET" if http.method == "HEAD" else http.method](http)
+        response = await handlers["GET" if http.method == "HEAD" else http.method](http)
+        forget_body(http)
+        return response
 
     return Route(path, handle, methods=list(handlers))
 

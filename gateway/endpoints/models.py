@@ -138,6 +138,9 @@ class TokensApi(Endpoints):
         async with self._intake.counted(client) as headers:
             body = await self._intake.read(http, DetokenizeBody)
             self._intake.check_model(body.model or self._service.options.models[0])
+            most = self._service.dispatch.context_length
+            if len(body.tokens) > most:
+                raise invalid(f"'tokens' may have at most {most} tokens, as many as the context.", "tokens")
             decode = partial(self._decode, body.tokens)
             text = await self._intake.counting(client.tenant).run(4 * len(body.tokens), decode)
             return Json({"prompt": text}, headers=headers)

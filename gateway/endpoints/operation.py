@@ -101,6 +101,8 @@ class Operation:
     """A supervisor asks it: a 503 has the JSON of a 200."""
     is_list: bool = False
     """The JSON of a 200 is a list, and no object."""
+    is_lookup: bool = False
+    """It shows, lists or follows what is kept, and counts as a request."""
     is_cached: bool = False
     """A client that already has the answer gets 304."""
 
@@ -108,7 +110,12 @@ class Operation:
     def refusals(self) -> set[int]:
         """The statuses that are answered with an error object."""
         passed = (status for one in self.passing for status in _PASSED.get(one, ()))
-        typed = [(self.body, 415), (self.headers is IdempotencyHeaders, 409), (not self.is_open, 401)]
+        typed = [
+            (self.body, 415),
+            (self.headers is IdempotencyHeaders, 409),
+            (not self.is_open, 401),
+            (self.is_lookup, 429),
+        ]
         return {*ALWAYS, *self.statuses, *passed, *(status for holds, status in typed if holds)}
 
     @property
