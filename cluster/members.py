@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import orjson
 
 from penstock.cluster.upstream import Address, Headers, connect, request_bytes
+from penstock.gateway.background import end
 from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
-from penstock.gateway.http.background import end
 from penstock.gateway.sessions.owners import tag_of
 from penstock.priority.routing.router import Router
 from penstock.priority.routing.state import Snapshot, StateError, parse_change, parse_snapshot

@@ -14,8 +14,9 @@ from penstock.engine.planning.request import Pooling
 from penstock.gateway.endpoints.params import salt_of
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.http.off_loop import FairThreads, off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.sessions.responses.objects import as_messages, input_items
 from penstock.gateway.sessions.responses.schemas import ResponseBody

@@ -27,20 +27,20 @@ from penstock.cluster.relay import Message, Place, Relay, none_ready
 from penstock.cluster.upstream import Address, end_to_end
 from penstock.engine.planning.request import Pooling
 from penstock.gateway.access.keys import Access, Client
+from penstock.gateway.background import every, meanwhile
 from penstock.gateway.endpoints.files import UPLOAD_S
 from penstock.gateway.endpoints.operation import Operation, Passing
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.endpoints.replies import position_asked
 from penstock.gateway.endpoints.state import SECRET_HEADER
-from penstock.gateway.http.background import every, meanwhile
 from penstock.gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
 from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
 from penstock.gateway.http.errors import ApiError, not_found, refused, unavailable
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
 from penstock.gateway.http.limits import Limits, LimitsMiddleware, forget_body, parse_object
-from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.http.refusals import answer_fault, refusal
 from penstock.gateway.instruments import CONTENT_TYPE
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.tickets import ticket_of
 from penstock.gateway.wire.frames import Json

@@ -52,7 +52,6 @@ from penstock.gateway.http.refusals import (
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.batches.batch import Endpoint
 from penstock.gateway.sessions.batches.files import Files
-from penstock.gateway.store.patience import PatienceMiddleware
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 
 _REQUEST_HEADERS = [
@@ -125,7 +124,6 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
                 hosts=options.allowed_hosts,
                 uploads=frozenset({"/v1/files"}),
             ),
-            Middleware(PatienceMiddleware),
         ],
         exception_handlers={
             ApiError: partial(answer_api_error, overload_status=options.overload_status),

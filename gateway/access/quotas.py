@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from penstock.gateway.access.keys import UNBOUNDED, Client
 from penstock.gateway.access.windows import allotments, windows_of
-from penstock.gateway.http.background import every, meanwhile
+from penstock.gateway.background import every, meanwhile
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.store.interface import LEASE_S, Grant, Quota, Store, StoreUnavailable, Window
 

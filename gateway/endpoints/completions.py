@@ -18,7 +18,7 @@ from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake, as_sen
 from penstock.gateway.endpoints.params import Arrival, GenerationParams, is_compared
 from penstock.gateway.endpoints.replies import Attached, Keep, position_asked
 from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
 from penstock.gateway.sessions.owners import owned_id

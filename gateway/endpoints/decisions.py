@@ -17,7 +17,7 @@ from penstock.gateway.endpoints.params import Arrival, salt_of
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.replies import LiveReply
 from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.wire.decided import DecisionsWriter, SystemOneWriter
 from penstock.gateway.wire.decisions import (
     Asked,

@@ -17,7 +17,7 @@ from penstock.gateway.endpoints.intake import Endpoints, as_sent, route
 from penstock.gateway.endpoints.params import REQUEST_BYTES, Arrival, salt_of
 from penstock.gateway.endpoints.replies import LiveReply
 from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.wire.embeddings import (
     EmbeddingsBody,
     EmbeddingWriter,

@@ -33,13 +33,14 @@ from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.replies import Keep, LiveReply
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.errors import ApiError, model_not_found, not_found, unavailable, unsupported
+from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.http.limits import Limits, forget_body, parse_object
-from penstock.gateway.http.off_loop import FairThreads, off_loop
 from penstock.gateway.http.refusals import OLLAMA_PATH
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.store.interface import StoreUnavailable
-from penstock.gateway.store.patience import INSIST_S
+from penstock.gateway.store.time_budget import RETRY_S
 from penstock.gateway.wire.beams import check_beams
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.lanes import Tiered, slo_of, urgency_of
@@ -324,7 +325,7 @@ class Intake:
             return await self._service.recordings.find(tenant, recording_id)
         except StoreUnavailable:
             raise unavailable(
-                f"The store did not answer for {INSIST_S:g} seconds.", "store_unavailable"
+                f"The store did not answer for {RETRY_S:g} seconds.", "store_unavailable"
             ) from None
 
     async def prompt(

@@ -17,7 +17,7 @@ from penstock.gateway.endpoints.files import begun
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
 from penstock.gateway.http.errors import existing, invalid
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.batches.batch import BATCHES, KIND, MAX_LINES, MAX_RESULT_BYTES, Batch
 from penstock.gateway.sessions.batches.files import Files, answering, new_file_id

@@ -18,8 +18,8 @@ from penstock.gateway.endpoints.params import salt_of, salts_of
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import parse_messages
-from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.http.refusals import speaks_anthropic
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.prefixes.sharing import parse_token_ids
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.frames import Json

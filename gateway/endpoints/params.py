@@ -13,7 +13,7 @@ from penstock.engine.planning.request import Request, SamplingParams
 from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.access.keys import Client
 from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from penstock.gateway.sessions.recordings.recording import MAX_TEXT_BYTES

@@ -9,8 +9,9 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.http.off_loop import FairThreads, off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.responses.objects import response_tools
 from penstock.gateway.sessions.responses.schemas import ResponseBody
 from penstock.gateway.sessions.responses.threads import Message as ThreadMessage

@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.access.quotas import Reservation
-from penstock.gateway.http.background import meanwhile
+from penstock.gateway.background import meanwhile
 from penstock.gateway.http.connections import Connection
 from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.wire.frames import at_once, json_pieces

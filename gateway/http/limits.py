@@ -16,6 +16,7 @@ from penstock.gateway.http.correlation import PROBES
 from penstock.gateway.http.errors import ApiError, invalid, refused
 from penstock.gateway.http.hosts import Hosts
 from penstock.gateway.http.refusals import refusal
+from penstock.gateway.store.time_budget import TIME_BUDGET, TimeBudget
 
 _STRING = re.compile(rb'"[^"]*"?')
 _PIECE_BYTES = 64 * 1024
@@ -75,7 +76,10 @@ class Limits:
 
 
 class LimitsMiddleware:
-    """Refuses requests to other hosts, too many headers, too long ones, and too long bodies, declared or not."""
+    """Refuses requests to other hosts, too many headers, too long ones, and too long bodies, declared or not.
+
+    Every other request gets its time for the store.
+    """
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        TIME_BUDGET.set(TimeBudget())
         is_upload = scope["path"] in self.uploads
         max_bytes = self.limits.max_upload_bytes if is_upload else self.limits.max_body_bytes
         headers = scope["headers"]

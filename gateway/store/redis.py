@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import quote, unquote
 
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.store import scripts
 from penstock.gateway.store.gcra import SECOND_US, Standing, cost_us, judge
 from penstock.gateway.store.interface import (

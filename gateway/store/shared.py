@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from penstock.gateway.http.background import every, meanwhile
+from penstock.gateway.background import every, meanwhile
 from penstock.gateway.store.interface import (
     HEARTBEAT_S,
     Grant,

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.recording import Recording, Script, Turns
 from penstock.gateway.store.interface import Journal, JournalChange
 from penstock.gateway.store.packing import TOKEN_BYTES, Tokens

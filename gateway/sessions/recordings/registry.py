@@ -14,10 +14,10 @@ from penstock.engine.engine import EngineState
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.background import Rounds, every, meanwhile
 from penstock.gateway.dispatch import Dispatch
-from penstock.gateway.http.background import Rounds, every, meanwhile
 from penstock.gateway.http.errors import ApiError, internal
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.ended import EndedRecordings
 from penstock.gateway.sessions.recordings.journal import (
     CorruptJournal,
@@ -38,7 +38,7 @@ from penstock.gateway.store.interface import (
     StoreUnavailable,
 )
 from penstock.gateway.store.link import batch_of
-from penstock.gateway.store.patience import PATIENCE, insist, insistent
+from penstock.gateway.store.time_budget import TIME_BUDGET, retry_budget, retrying
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.frames import timings_of
 from penstock.gateway.wire.reading import Formats, Reading
@@ -165,11 +165,11 @@ class Recordings:
         """Finds a recording of the tenant's that runs or has ended lately, wherever it ran.
 
         Raises:
-            StoreUnavailable: nobody could say for `INSIST_S` whether there is one.
+            StoreUnavailable: nobody could say for `RETRY_S` whether there is one.
             ApiError: 503, for the same reason: what was interrupted is known when the engine is ready.
         """
         if recording_id not in self._all and self._journals is not None:
-            await insist(partial(self._look_for, recording_id, self._journals))
+            await retrying(partial(self._look_for, recording_id, self._journals))
         return self.here(tenant, recording_id)
 
     async def _look_for(self, recording_id: str, journals: Durable) -> None:
@@ -382,7 +382,7 @@ class Recordings:
         What is claimed and not taken over, because the store went away between the two, is told again next time.
         """
         assert self._journals is not None
-        PATIENCE.set(insistent())
+        TIME_BUDGET.set(retry_budget())
         claimed = await self._journals.claim()
         new = [
             stream_id for stream_id in claimed if stream_id not in self._all and stream_id not in self._doomed

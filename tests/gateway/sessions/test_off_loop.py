@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams
-from penstock.gateway.http import off_loop
+from penstock.gateway import off_loop
 from penstock.gateway.sessions.conversations import CONVERSATIONS, Conversation
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses import records

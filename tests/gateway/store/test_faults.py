@@ -11,14 +11,14 @@ from contextlib import suppress
 import pytest
 
 from penstock.gateway.store import link as link_module
-from penstock.gateway.store import patience
+from penstock.gateway.store import time_budget
 from penstock.gateway.store.breaker import MAX_FAILURES
 from penstock.gateway.store.interface import PIECE, JournalChange, Key, Quota, StoreUnavailable
 from penstock.gateway.store.link import Command
 from penstock.gateway.store.memory import MemoryStore
-from penstock.gateway.store.patience import PATIENCE, Patience, insistent
 from penstock.gateway.store.redis import RedisStore
 from penstock.gateway.store.shared import SharedStore
+from penstock.gateway.store.time_budget import TIME_BUDGET, TimeBudget, retry_budget
 from tests.clock import Clock
 from tests.gateway.store.stores import block, record, redis_store
 from tests.redis_server import RedisServer
@@ -102,7 +102,7 @@ async def test_the_calls_of_one_request_wait_no_longer_than_one_call(
 ) -> None:
     store = redis_store(server)
     await store.put(record(), b"x", 60)
-    before = PATIENCE.set(Patience())
+    before = TIME_BUDGET.set(TimeBudget())
     server.pause()
     try:
         with monkeypatch.context() as hurried:
@@ -110,7 +110,7 @@ async def test_the_calls_of_one_request_wait_no_longer_than_one_call(
             results = [await timed(store.get(record())) for _ in range(4)]
     finally:
         server.resume()
-        PATIENCE.reset(before)
+        TIME_BUDGET.reset(before)
     assert not any(done for done, _ in results)
     assert store.stats().num_rejected == 3  # although the breaker is closed: one failure is none
     assert store.stats().state == "ok"
@@ -120,16 +120,16 @@ async def test_the_calls_of_one_request_wait_no_longer_than_one_call(
 async def test_who_can_go_on_with_nothing_else_waits_for_a_slow_redis_in_one_call(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "INSIST_S", 60.0)
+    monkeypatch.setattr(time_budget, "RETRY_S", 60.0)
     monkeypatch.setattr(link_module, "WORK_S", 0.08)
     store = redis_store(server)
-    before = PATIENCE.set(insistent())
+    before = TIME_BUDGET.set(retry_budget())
     try:
         await store.put(record(), b"x", 60)
         server.call("CLIENT", "PAUSE", 500)
         assert await store.get(record()) == b"x"
     finally:
-        PATIENCE.reset(before)
+        TIME_BUDGET.reset(before)
     assert store.stats().failures == {}
 
 
