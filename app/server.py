@@ -29,7 +29,7 @@ from penstock.app.settings import Settings
 from penstock.engine.engine import EngineState
 from penstock.gateway.access.keys import Client
 from penstock.gateway.app import create_metrics_app
-from penstock.gateway.http.background import meanwhile
+from penstock.gateway.background import meanwhile
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STEP_THREAD_S = 5.0

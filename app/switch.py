@@ -26,7 +26,7 @@ from penstock.engine.config import LoadOptions
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_tokenizer
 from penstock.engine.planning.embedding import read_embedding
-from penstock.gateway.http.background import meanwhile
+from penstock.gateway.background import meanwhile
 from penstock.priority.routing.router import Router
 
 _LOOK_AGAIN_S = 0.25

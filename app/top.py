@@ -42,12 +42,14 @@ def run(options: argparse.Namespace) -> int:
 
 def screen(url: str, server: Mapping[str, Any], tenants: Mapping[str, Any]) -> str:
     """Returns the server's state, its tenants and its lanes, as text."""
-    engine = server["engine"]
-    used = 1 - engine["kv_free_blocks"] / max(1, engine["kv_blocks"])
-    head = (
-        f"{url}  {server['state']}: {engine['running']} running, {engine['waiting']} waiting, "
-        f"{percent(used)} of KV blocks in use"
-    )
+    head = f"{url}  {server['state']}: "
+    if (engine := server.get("engine")) is None:  # the key is no operator's
+        head += f"{server['streams']} requests of your own"
+    else:
+        used = 1 - engine["kv_free_blocks"] / max(1, engine["kv_blocks"])
+        head += (
+            f"{engine['running']} running, {engine['waiting']} waiting, {percent(used)} of KV blocks in use"
+        )
     return "\n\n".join((head, _tenants(tenants), _lanes(server["lanes"])))
 
 
@@ -67,11 +69,11 @@ def _lanes(lanes: Mapping[str, Any]) -> str:
     rows = [
         [
             name,
-            str(lane["waiting"]),
+            number(lane.get("waiting")),
             number(lane["forecast_ttft_ms"], 0.001),
             number(lane["promised_ttft_ms"], 0.001),
-            percent(lane["attainment"]),
-            _interval(lane["coverage"]),
+            percent(lane.get("attainment")),
+            _interval(lane.get("coverage")),
         ]
         for name, lane in lanes.items()
     ]

@@ -11,14 +11,13 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from time import monotonic
 from urllib.parse import urlsplit
 
 import orjson
 
 from penstock.cluster.upstream import Address, Headers, connect, request_bytes
+from penstock.gateway.background import end
 from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
-from penstock.gateway.http.background import end
 from penstock.gateway.sessions.owners import tag_of
 from penstock.priority.routing.router import Router
 from penstock.priority.routing.state import Snapshot, StateError, parse_change, parse_snapshot
@@ -29,6 +28,8 @@ AGAIN_S = 0.25
 """The pause before a stream that broke is opened again."""
 SILENT_S = 5.0
 """The silence after which a stream is given up."""
+_CHECKS = 5
+"""The checks in that time. A switch whose own loop is held up makes none, and blames nobody."""
 MAX_LINE_BYTES = 256 * 1024 * 1024
 
 
@@ -61,11 +62,20 @@ class Member:
 class Members:
     """All replicas of a switch, known or not."""
 
-    def __init__(self, router: Router, switch: str, secret: str, identity: str, block_size: int) -> None:
+    def __init__(
+        self,
+        router: Router,
+        switch: str,
+        secret: str,
+        identity: str,
+        block_size: int,
+        clock: Callable[[], float],
+    ) -> None:
         """
         Args:
             switch: the name that tickets go by.
             identity: what every replica has to serve.
+            clock: the router's.
         """
         self.known: dict[str, Member] = {}
         """The replicas whose state is known, by name."""
@@ -74,6 +84,7 @@ class Members:
         self._secret = secret
         self._identity = identity
         self._block_size = block_size
+        self._clock = clock
         self._tasks: dict[Address, asyncio.Task[None]] = {}
         self._told: dict[Address, str] = {}
         """The last line of the log about each replica."""
@@ -117,12 +128,15 @@ class Members:
         except OSError:
             return "nobody listens there"
         try:
+            num_silent = 0
             while not stream.over.is_set():
+                heard_s = upstream.heard_s
                 # Not `wait_for`: until Python 3.12 it forgets that it was cancelled if what it waits for has just come.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SILENT_S):
+                    async with asyncio.timeout(SILENT_S / _CHECKS):
                         await stream.over.wait()
-                if asyncio.get_running_loop().time() - upstream.heard_s > SILENT_S:
+                num_silent = num_silent + 1 if upstream.heard_s == heard_s else 0
+                if num_silent == _CHECKS:
                     return "it says nothing any more"
             return stream.reason
         finally:
@@ -138,7 +152,7 @@ class Members:
             stream.name = self._enter(address, parse_snapshot(message))
             return
         change = parse_change(message)
-        self._router.on_change(stream.name, change, monotonic())
+        self._router.on_change(stream.name, change, self._clock())
         if change.load is not None:
             self.known[stream.name].is_draining = change.load.is_draining
 
@@ -151,7 +165,7 @@ class Members:
             raise StateError(f"its blocks have {snapshot.block_size} tokens, not {self._block_size}")
         if name in self.known:
             raise StateError(f"another replica is called {name}, too; set --replica")
-        self._router.on_snapshot(snapshot, monotonic())
+        self._router.on_snapshot(snapshot, self._clock())
         self.known[name] = Member(name, tag_of(name), address, snapshot.load.is_draining)
         self._tell(address, "")
         return name

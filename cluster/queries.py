@@ -16,8 +16,9 @@ from penstock.gateway.endpoints.asks import read_ask
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import ask_salt
 from penstock.gateway.http.errors import ApiError
+from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.http.off_loop import TOKEN_BYTES, FairThreads, off_loop
+from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.wire.ask import Ask, Turn
 from penstock.gateway.wire.lanes import Slo, urgency_of

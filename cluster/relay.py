@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Protocol
 
@@ -227,6 +227,7 @@ class Relay:
         self._turn_to(place)
         try:
             await self._send(place, message)
+            del message  # its body, which nobody needs from here on unless it is sent again
             if not await self._head() or self._kind in passed_over:
                 return False
             if not self.connection.committed:
@@ -264,7 +265,8 @@ class Relay:
         replica = self._replica.encode("latin-1", "replace")
         await self.connection.start(self._status, [*told, (REPLICA_HEADER, replica)])
         self._streams = self._is_stream
-        self._has_begun = not self._is_stream
+        if not self._is_stream:
+            self._begin()
 
     async def _head(self) -> bool:
         """Waits for the head of the reply; False if there will be none."""
@@ -300,7 +302,12 @@ class Relay:
 
     def _note_sent(self, body: bytes) -> None:
         """Notes that the client has the beginning of a reply: a comment alone is none, and any reply fits behind it."""
-        self._has_begun = self._has_begun or body not in (b"", KEEPALIVE)
+        if not self._has_begun and body not in (b"", KEEPALIVE):
+            self._begin()
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        self._message = replace(self._message, body=b"")
 
     # When it died
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.cluster.clock import AwakeClock
 from penstock.cluster.members import Member, Members
 from penstock.cluster.metrics import Metrics
 from penstock.cluster.position import Position
@@ -27,24 +28,26 @@ from penstock.cluster.upstream import Address, end_to_end
 from penstock.engine.planning.request import Pooling
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
 from penstock.gateway.access.keys import Access, Client
+from penstock.gateway.background import every, meanwhile
 from penstock.gateway.endpoints.files import UPLOAD_S
 from penstock.gateway.endpoints.operation import Operation, Passing
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.endpoints.replies import position_asked
 from penstock.gateway.endpoints.state import SECRET_HEADER
-from penstock.gateway.http.background import every, meanwhile
 from penstock.gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
 from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
 from penstock.gateway.http.errors import ApiError, not_found, refused, unavailable
-from penstock.gateway.http.hosts import FORWARDED_HOST
-from penstock.gateway.http.limits import Limits, LimitsMiddleware, parse_object
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
+from penstock.gateway.http.limits import Limits, LimitsMiddleware, forget_body, parse_object
 from penstock.gateway.http.refusals import OLLAMA_PATH, answer_fault, refusal
 from penstock.gateway.instruments import CONTENT_TYPE
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.owners import tag_in
+from penstock.gateway.tickets import ticket_of
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.lanes import slo_of
 from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.schemas import ChatBody
 from penstock.priority.routing.router import RouteQuery, Router
 from penstock.priority.verdict import Refusal
 
@@ -99,8 +102,11 @@ class Switch:
         self.draining = False
         """No new request is taken in."""
         self.router = router or Router()
+        self.clock = AwakeClock()
         name = secrets.token_hex(8)
-        self.members = Members(self.router, name, options.secret, options.identity, options.block_size)
+        self.members = Members(
+            self.router, name, options.secret, options.identity, options.block_size, self.clock
+        )
         self.name = name
         self._queries = QueryReader(prompts, options.block_size, options.limits, options.pooling)
         self._relays: dict[Relay, None] = {}
@@ -128,6 +134,7 @@ class Switch:
                 await self._empty.wait()
 
     async def _tick(self) -> None:
+        self.clock()
         now = asyncio.get_running_loop().time()
         for relay in list(self._relays):
             relay.look_after(now, self.options.timeouts, stall_s=STALL_S, lost_s=LOST_S)
@@ -192,14 +199,23 @@ class Switch:
 
     async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:
         self._check_open()
-        read = asyncio.Event()
-        is_upload = http.method == "POST" and http.scope["path"] in _UPLOADS
-        body = _parts(http, read) if is_upload else await http.body()
-        way = await self._way(http, http.scope["path"])
-        message = _message(http, body, way)
-        relay = Relay(message, way.guide, connection, self.metrics, way.position)
-        if isinstance(body, bytes):
+        path, read = http.scope["path"], asyncio.Event()
+        operation, _ = _operation(http.method, path)
+        is_open = operation.is_open or operation is _UNKNOWN
+        if not is_open:
+            self._client(http)  # before a byte of the body is kept
+        parts = _parts(http, read) if operation.is_form else None
+        if parts is None:
             read.set()
+        way = await self._way(http, path)
+        relay = Relay(
+            _message(http, parts or (b"" if is_open else await http.body()), way),
+            way.guide,
+            connection,
+            self.metrics,
+            way.position,
+        )
+        forget_body(http)
 
         async def watch() -> None:
             await read.wait()
@@ -250,8 +266,10 @@ class Switch:
         is_resumable = has_key or http.headers.get(RESUMABLE_HEADER) == "true" or _outlives(asked)
         is_recorded = streams and is_resumable
         is_recorded = is_recorded and Passing.RECORDED in operation.passing
-        # The turn would be in the conversation twice.
-        once = asked.get("conversation") is not None and not has_key
+        # It would be in the conversation, or kept, twice: what a dead replica began another one takes over.
+        stays = asked.get("conversation") is not None or asked.get("background") is True
+        stays = stays or (operation.body is ChatBody and asked.get("store") is True)
+        once = stays and not has_key
         guide = _Guide(self, ask, owner_tag(asked))
         return _Way(guide, position=Position(path) if is_recorded else None, once=once)
 
@@ -317,7 +335,7 @@ class _Guide:
 
     def _by_forecast(self, ask: RouteQuery, excluded: frozenset[str]) -> Place:
         router, known = self._switch.router, self._switch.members.known
-        now = monotonic()
+        now = self._switch.clock()
         owner = next((name for name, member in known.items() if member.tag == self._owner), None)
         found: Any = None
         if owner is not None and owner not in excluded:
@@ -328,7 +346,7 @@ class _Guide:
             raise self._refused(found)
         self._switch.metrics.prompt_tokens.inc(ask.num_prompt)
         self._switch.metrics.cached_tokens.inc(found.num_cached)
-        ticket = f"{self._switch.name}/{found.ticket}".encode()
+        ticket = ticket_of(self._switch.options.secret, self._switch.name, found.ticket).encode()
         leave = partial(router.note_done, found.ticket)
         return Place(found.replica, known[found.replica].address, [(TICKET_HEADER.encode(), ticket)], leave)
 
@@ -388,8 +406,12 @@ def _message(http: HttpRequest, body: bytes | AsyncIterator[bytes], way: _Way) -
     ]
     if asked is not None and asked.address:
         headers.append((_FORWARDED_FOR, asked.address.encode()))
-    if FORWARDED_HOST not in http.headers:
-        headers.append((FORWARDED_HOST.encode(), http.headers.get("host", "").encode("latin-1")))
+    reached = {FORWARDED_HOST: http.headers.get("host", ""), FORWARDED_PROTO: http.url.scheme}
+    headers += [
+        (name.encode(), value.encode("latin-1"))
+        for name, value in reached.items()
+        if name not in http.headers
+    ]
     return Message(http.method, http.scope["path"], target, headers, body, way.once, way.guide.id)
 
 

@@ -26,6 +26,7 @@ from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
 from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
+from penstock.gateway.endpoints.lookups import counted
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
 from penstock.gateway.endpoints.models import ModelsApi, TokensApi
@@ -51,7 +52,6 @@ from penstock.gateway.http.refusals import (
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.batches.batch import Endpoint
 from penstock.gateway.sessions.batches.files import Files
-from penstock.gateway.store.patience import PatienceMiddleware
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 
 _REQUEST_HEADERS = [
@@ -109,7 +109,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         UsageApi(service, intake),
     ]
     routes = [
-        *(route for endpoints in described for route in endpoints.routes()),
+        *(counted(route, intake) for endpoints in described for route in endpoints.routes()),
         *StateApi(service).routes(),
         *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),
         *(_page_routes(static) if static else ()),
@@ -125,7 +125,6 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
                 hosts=options.allowed_hosts,
                 uploads=frozenset({"/v1/files"}),
             ),
-            Middleware(PatienceMiddleware),
         ],
         exception_handlers={
             ApiError: partial(answer_api_error, overload_status=options.overload_status),

@@ -81,6 +81,8 @@ class Dispatch:
         self._traces = traces
         self._streams: dict[Generation, None] = {}
         self._by_request: dict[str, Generation] = {}
+        self._by_name: dict[tuple[str, str], dict[Generation, None]] = {}
+        """The generations of each tenant's `x-request-id`."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -101,9 +103,7 @@ class Dispatch:
 
     def waiting(self, tenant: str, correlation: str) -> dict[str, object] | None:
         """Returns the queue place of the tenant's request with that `x-request-id`; None if it does not wait there."""
-        for stream in self._streams:
-            if stream.correlation != correlation or stream.requests[0].tenant != tenant:
-                continue
+        for stream in self._by_name.get((tenant, correlation), ()):
             places = [self._queue.position(request.request_id) for request in stream.requests]
             if (place := max((place for place in places if place is not None), default=None)) is not None:
                 waited_s = self._clock() - stream.requests[0].arrival_s
@@ -130,8 +130,7 @@ class Dispatch:
 
     def submit(self, stream: Generation) -> None:
         """Queues all requests of a stream, or none; raises 429 or 503 with Retry-After."""
-        self._streams[stream] = None
-        self._empty.clear()
+        self._enter(stream)
         if self._traces is not None:
             self._traces.begin(stream)
         try:
@@ -147,8 +146,7 @@ class Dispatch:
 
     def resume(self, stream: Generation) -> None:
         """Queues requests that another process admitted and did not finish, without asking for room again."""
-        self._streams[stream] = None
-        self._empty.clear()
+        self._enter(stream)
         for request in stream.requests:
             self._queue.readmit(request, self._clock())
             self._by_request[request.request_id] = stream
@@ -166,8 +164,17 @@ class Dispatch:
             self._traces.end(stream)
         stream.leave()
         self._streams.pop(stream, None)
+        if alike := self._by_name.get(name := _name(stream)):
+            alike.pop(stream, None)
+            if not alike:
+                del self._by_name[name]
         if not self._streams:
             self._empty.set()
+
+    def _enter(self, stream: Generation) -> None:
+        self._streams[stream] = None
+        self._by_name.setdefault(_name(stream), {})[stream] = None
+        self._empty.clear()
 
     def _cancel(self, stream: Generation, request: Request) -> None:
         if not self._queue.cancel(request.request_id):
@@ -280,3 +287,7 @@ class Dispatch:
         error = unavailable(message, code, close=True)
         for stream in list(self._streams):
             stream.fail(error)
+
+
+def _name(stream: Generation) -> tuple[str, str]:
+    return stream.requests[0].tenant, stream.correlation

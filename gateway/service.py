@@ -22,8 +22,8 @@ from penstock.engine.planning.step import StepReport
 from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.keys import Access, Client
 from penstock.gateway.access.quotas import Quotas
+from penstock.gateway.background import end, meanwhile
 from penstock.gateway.dispatch import Dispatch, Engine, Tracing
-from penstock.gateway.http.background import end, meanwhile
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
 from penstock.gateway.http.limits import Limits

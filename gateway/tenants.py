@@ -50,14 +50,16 @@ class Tenants:
         return self._shown(self._counts.load(tenant))
 
     def told(self, client: Client) -> dict[str, object]:
-        """Returns the event `tenants`: an operator's names those who take most, anybody else's the client alone."""
+        """Returns the event `tenants`: for an operator those who take most, for anybody else the client alone."""
         self._count()
-        names = self._counts.names()
-        named = [client.tenant.name]
+        names, total = self._counts.names(), self._total
         if client.is_operator:
             named = nlargest(MOST_NAMED, names, key=lambda name: (self._counts.load(name), name))
+        else:
+            named = [client.tenant.name]
+            names, total = {*named}, self._counts.load(client.tenant.name)
         loads = [self._counts.load(tenant) for tenant in named]
-        others = _Load(*(total - sum(some) for total, *some in zip(self._total, *loads, strict=True)))
+        others = _Load(*(total - sum(some) for total, *some in zip(total, *loads, strict=True)))
         return {
             "tenants": [
                 {"tenant": tenant, **asdict(self._shown(load))}

@@ -25,7 +25,7 @@ from penstock.gateway.reply.generation import Generation
 
 log = logging.getLogger("penstock.gateway")
 
-_GOODBYE_S = 2.0
+_EXPORT_S = 2.0
 """The seconds that the last spans get to be exported when the server ends."""
 _TEXT_COMPLETIONS = "/v1/completions"
 
@@ -96,10 +96,10 @@ class Traces:
         span.end(zero_ns + _ns(self._clock()))
 
     def close(self) -> None:
-        """Exports the remaining spans, waiting at most `_GOODBYE_S`. Must not be called on the event loop."""
+        """Exports the remaining spans, waiting at most `_EXPORT_S`. Must not be called on the event loop."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
-        closing.join(_GOODBYE_S)
+        closing.join(_EXPORT_S)
 
 
 def _ns(seconds: float) -> int:

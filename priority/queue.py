@@ -12,6 +12,7 @@ so the same calls give the same schedule.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager, suppress
@@ -175,7 +176,7 @@ class LaneQueue:
             ticket = self._tickets.get(request_id)
             if ticket is None or ticket.stage is not Stage.WAITING:
                 return None
-            return sum(1 for other in ticket.account.lane.waiting() if other.key < ticket.key)
+            return bisect_left(ticket.account.lane.tickets, (ticket.key,))
 
     def tenants(self) -> dict[str, int]:
         """Returns each tenant's charges over all lanes, in 2048ths of a prompt token."""

@@ -14,13 +14,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
+from dataclasses import replace
 from datetime import UTC, datetime
 from http import HTTPStatus
 from weakref import WeakSet
 
 from penstock.gateway.access.keys import UNBOUNDED, Client
 from penstock.gateway.access.windows import allotments, windows_of
-from penstock.gateway.http.background import every, meanwhile
+from penstock.gateway.background import every, meanwhile
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.store.interface import LEASE_S, Grant, Quota, Store, StoreUnavailable, Window
 
@@ -120,6 +121,8 @@ class Quotas:
     ) -> Reservation:
         """Reserves room for one request with all its prompts and choices. A store in trouble refuses nobody.
 
+        Without an id of a lease it does not count as one at work, and has no end.
+
         Raises:
             ApiError: 429 if a bound is reached; without Retry-After if the prompt alone is more than ever fits.
         """
@@ -127,7 +130,7 @@ class Quotas:
             return Reservation(self, client, lease_id, num_prompt_tokens, None, ())
         windows = windows_of(client.quota, self._wall_clock())
         reservation = Reservation(self, client, lease_id, num_prompt_tokens, None, windows)
-        num_tokens = self._cost(client, num_prompt_tokens, max_output_tokens)
+        num_tokens = self._cost(client, num_prompt_tokens, max_output_tokens) if lease_id else 0
         try:
             grant = await self._store.reserve(client.tenant.name, client.quota, num_tokens, lease_id, windows)
         except StoreUnavailable:
@@ -139,7 +142,8 @@ class Quotas:
             raise _refusal(grant, client.quota, num_tokens, windows)
         reservation.num_reserved = num_tokens
         reservation.headers = _headers(grant, windows)
-        self._open.add(reservation)
+        if lease_id:
+            self._open.add(reservation)
         return reservation
 
     def settle(self, reservation: Reservation, num_tokens_used: int) -> None:
@@ -154,6 +158,15 @@ class Quotas:
         if reservation.num_reserved is not None and counts_tokens:
             self._spawn(self._charge(reservation, num_tokens_used - reservation.num_reserved))
         self._spawn(self._release(reservation))
+
+    async def count(self, client: Client) -> Mapping[str, str]:
+        """Counts a request that is never at work, as one that looks something up; returns the quota's headers.
+
+        Raises:
+            ApiError: 429 if the bound of requests is reached.
+        """
+        quota = replace(client.quota.of_requests(), max_streams=None)
+        return (await self.reserve(replace(client, quota=quota), 0, 0, "")).headers
 
     async def renew(self) -> None:
         """Renews the leases of all requests at work. `running` does it often enough."""

@@ -22,7 +22,7 @@ from penstock.gateway.endpoints.replies import Sender, live
 from penstock.gateway.endpoints.requests import FREE, Guidance, RequestMaker
 from penstock.gateway.endpoints.scoring import Scoring
 from penstock.gateway.http.errors import invalid, unsupported
-from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.reply.live import Live
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
-from itertools import islice
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import orjson
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.access.keys import Client
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
 from penstock.gateway.endpoints.requests import salts_of
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.errors import invalid, refused
 from penstock.gateway.service import Service
 
 EVERY_S = 0.5
@@ -29,6 +31,11 @@ MAP_EVERY_S = 1.0
 MAP_PART = 0.002
 """The part of the time, at most, that is spent on drawing the KV blocks."""
 DETAILS = ("steps", "kv", "tenants")
+_OF_EVERYBODY = frozenset({"steps", "kv"})
+"""The details that show the work for all tenants, and are for operators alone."""
+_PROMISED = ("forecast_ttft_ms", "promised_ttft_ms")
+MOST_LISTENERS = 64
+"""The event streams that one tenant may have open."""
 MAX_HASHES = 1000
 """The most hashes of blocks in one event."""
 
@@ -41,10 +48,13 @@ class EventsApi(Endpoints):
 
     def __init__(self, service: Service, intake: Intake) -> None:
         super().__init__(service, intake)
-        self._status = b""
+        self._status: Mapping[str, Any] = {}
+        self._whole_status = b""
         self._status_s = float("-inf")
         self._map = b""
         self._map_due_s = float("-inf")
+        self._listeners: Counter[str] = Counter()
+        """The open event streams by tenant."""
 
     def routes(self) -> list[Route]:
         return [route("/v1/events", GET=self.server), route("/v1/prefixes/events", GET=self.prefixes)]
@@ -55,9 +65,17 @@ class EventsApi(Endpoints):
         With `request_id`, also the place in the queue of the caller's request of that name; with `detail`, also the
         engine's steps, its KV blocks, and the tenants that take most.
         """
-        request_id = http.query_params.get("request_id")
-        details = _details(http.query_params.get("detail"))
-        return _response(self._server_events(self._intake.client(http), request_id, details))
+        client, request_id = self._intake.client(http), http.query_params.get("request_id")
+        details = _details(http.query_params.get("detail"), client)
+        return await self._listened(client, self._server_events(client, request_id, details))
+
+    async def _listened(self, client: Client, events: AsyncIterator[ServerSentEvent]) -> EventSourceResponse:
+        """Raises 429 if that is one request, or one event stream, too many of the client's."""
+        await self._intake.count(client)
+        if self._listeners[client.tenant.name] >= MOST_LISTENERS:
+            message = f"You have {MOST_LISTENERS} event streams open, and no more are allowed."
+            raise refused(message, "too_many_event_streams", 5.0, tenant_limit=True)
+        return _Listened(self._listeners, client.tenant.name, events)
 
     async def _server_events(
         self, client: Client, request_id: str | None, details: frozenset[str]
@@ -66,7 +84,7 @@ class EventsApi(Endpoints):
         with contextlib.ExitStack() as stack:
             watch = stack.enter_context(service.watching()) if "steps" in details else None
             async for _ in self._ticks():
-                yield _event("server", self._status_now())
+                yield _event("server", self._status_for(client))
                 if request_id and (found := service.dispatch.waiting(client.tenant.name, request_id)):
                     yield _event("request", orjson.dumps({"request_id": request_id, **found}))
                 if "tenants" in details:
@@ -77,12 +95,21 @@ class EventsApi(Endpoints):
                     yield _event("kv", drawn)
                     told_map = drawn
 
-    def _status_now(self) -> bytes:
-        """Returns the status, made once for all listeners."""
+    def _status_for(self, client: Client) -> bytes:
+        """Returns the status, made once for all listeners; tenants are shown their own streams and the promises."""
         now = self._service.clock()
         if now - self._status_s >= EVERY_S / 2:
-            self._status, self._status_s = orjson.dumps(self._service.status()), now
-        return self._status
+            self._status, self._status_s = self._service.status(), now
+            self._whole_status = orjson.dumps(self._status)
+        if client.is_operator:
+            return self._whole_status
+        load = self._service.tenants.load(client.tenant.name)
+        lanes = {
+            name: {figure: lane[figure] for figure in _PROMISED}
+            for name, lane in self._status["lanes"].items()
+        }
+        own = {"state": self._status["state"], "streams": load.waiting + load.running, "lanes": lanes}
+        return orjson.dumps(own)
 
     def _map_now(self) -> bytes:
         """Returns the block map, made once for all listeners and less often; empty before there is one."""
@@ -97,14 +124,20 @@ class EventsApi(Endpoints):
 
     async def prefixes(self, http: HttpRequest) -> EventSourceResponse:
         """Streams the hashes of the caller's cached blocks, then changes to them."""
-        return _response(self._prefix_events(salts_of(self._intake.client(http).tenant)))
+        client = self._intake.client(http)
+        return await self._listened(client, self._prefix_events(salts_of(client.tenant)))
 
     async def _prefix_events(self, salts: tuple[bytes, ...]) -> AsyncIterator[ServerSentEvent]:
         with self._service.prefixes.listening(salts) as changes:
             async for _ in self._ticks():
-                for kind, hashes in (("removed", changes.removed), ("stored", changes.stored)):
-                    for some in _batches(hashes):
-                        yield _event(kind, orjson.dumps({"blocks": [known.hex() for known in some]}))
+                most = MAX_HASHES
+                while most == MAX_HASHES or changes.is_behind:
+                    stored, removed = changes.take(MAX_HASHES)
+                    for kind, hashes in (("removed", removed), ("stored", stored)):
+                        if hashes:
+                            yield _event(kind, orjson.dumps({"blocks": [known.hex() for known in hashes]}))
+                    most = max(len(stored), len(removed))
+                    await asyncio.sleep(0)  # others have their turn
 
     async def _ticks(self) -> AsyncIterator[None]:
         """Ticks until the last token stream of a server that drains has ended."""
@@ -115,25 +148,35 @@ class EventsApi(Endpoints):
             await asyncio.sleep(EVERY_S)
 
 
-def _details(asked: str | None) -> frozenset[str]:
-    """Raises 400 if one of them is unknown."""
+def _details(asked: str | None, client: Client) -> frozenset[str]:
+    """Raises 400 if one of them is unknown, or not for this client."""
     details = frozenset(asked.split(",")) if asked else frozenset[str]()
     if not details <= set(DETAILS):
         raise invalid(f"detail must be a list of {', '.join(DETAILS)}, with commas between them.", "detail")
+    if details & _OF_EVERYBODY and not client.is_operator:
+        message = (
+            "detail=steps and detail=kv show the work for all tenants: they need a key with role=operator."
+        )
+        raise invalid(message, "detail", "operators_only")
     return details
 
 
-def _response(events: AsyncIterator[ServerSentEvent]) -> EventSourceResponse:
-    return EventSourceResponse(events, sep="\n", headers={"cache-control": "no-cache, no-transform"})
+class _Listened(EventSourceResponse):
+    """An event stream that counts as one of its tenant's while it is sent."""
+
+    def __init__(self, listeners: Counter[str], tenant: str, events: AsyncIterator[ServerSentEvent]) -> None:
+        super().__init__(events, sep="\n", headers={"cache-control": "no-cache, no-transform"})
+        self._all = listeners
+        self._tenant = tenant
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._all[self._tenant] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._all[self._tenant] -= 1
+            self._all += Counter()  # those that are 0 are dropped
 
 
 def _event(kind: str, data: bytes) -> ServerSentEvent:
     return ServerSentEvent(data.decode(), event=kind)
-
-
-def _batches(hashes: dict[bytes, None]) -> Iterator[list[bytes]]:
-    """Takes the hashes out in batches."""
-    while some := list(islice(hashes, MAX_HASHES)):
-        for known in some:
-            del hashes[known]
-        yield some

@@ -22,14 +22,15 @@ from penstock.gateway.endpoints.asks import read_ask
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.errors import ApiError, model_not_found, not_found, unavailable, unsupported
-from penstock.gateway.http.limits import parse_object
-from penstock.gateway.http.off_loop import FairThreads, off_loop
+from penstock.gateway.http.fair_threads import FairThreads
+from penstock.gateway.http.limits import forget_body, parse_object
 from penstock.gateway.http.refusals import OLLAMA_PATH
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
 from penstock.gateway.store.interface import StoreUnavailable
-from penstock.gateway.store.patience import INSIST_S
+from penstock.gateway.store.time_budget import RETRY_S
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.lanes import slo_of, urgency_of
 from penstock.gateway.wire.strict import Body, read
@@ -202,6 +203,11 @@ class Intake:
         finally:
             reservation.end(0)
 
+    async def count(self, client: Client) -> Mapping[str, str]:
+        """Counts a request that looks something up; see `Quotas.count`."""
+        with self._noting_refusals(client.tenant.sure_lane):
+            return await self._service.quotas.count(client)
+
     async def recording(self, tenant: str, recording_id: str) -> Recording:
         """Returns the tenant's recording; raises 404 if there is none, 503 if that cannot be said now."""
         recording = await self.find_recording(tenant, recording_id)
@@ -216,7 +222,7 @@ class Intake:
             return await self._service.recordings.find(tenant, recording_id)
         except StoreUnavailable:
             raise unavailable(
-                f"The store did not answer for {INSIST_S:g} seconds.", "store_unavailable"
+                f"The store did not answer for {RETRY_S:g} seconds.", "store_unavailable"
             ) from None
 
     def ignore(self, field: str) -> None:
@@ -254,7 +260,9 @@ def route(path: str, **handlers: Handler) -> Route:
     """Makes one route for all methods of a path, so that a 405 names them all."""
 
     async def handle(http: HttpRequest) -> Response:
-        return await handlers["GET" if http.method == "HEAD" else http.method](http)
+        response = await handlers["GET" if http.method == "HEAD" else http.method](http)
+        forget_body(http)
+        return response
 
     return Route(path, handle, methods=list(handlers))
 

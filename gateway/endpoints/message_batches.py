@@ -16,7 +16,8 @@ from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from penstock.gateway.endpoints.files import begun
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
 from penstock.gateway.http.errors import existing, invalid
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.batches.batch import BATCHES, KIND, MAX_LINES, MAX_RESULT_BYTES, Batch
 from penstock.gateway.sessions.batches.files import Files, answering, new_file_id
@@ -172,4 +173,10 @@ def _input_of(body: MessageBatchBody) -> bytes:
 
 
 def _url(http: HttpRequest, batch_id: str) -> str:
-    return f"{http.base_url}v1/messages/batches/{batch_id}"
+    """Returns the batch's URL as its client can reach it: Anthropic's clients follow it as it is, with their key."""
+    # Of several proxies the first one is the client's.
+    scheme, host = (
+        http.headers.get(name, given).partition(",")[0].strip()
+        for name, given in ((FORWARDED_PROTO, http.url.scheme), (FORWARDED_HOST, http.url.netloc))
+    )
+    return f"{scheme}://{host}/v1/messages/batches/{batch_id}"

@@ -18,8 +18,8 @@ from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import salt_of, salts_of
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import parse_messages
-from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.http.refusals import speaks_anthropic
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.prefixes.sharing import parse_token_ids
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.frames import Json
@@ -138,6 +138,9 @@ class TokensApi(Endpoints):
         async with self._intake.counted(client) as headers:
             body = await self._intake.read(http, DetokenizeBody)
             self._intake.check_model(body.model or self._service.options.models[0])
+            most = self._service.dispatch.context_length
+            if len(body.tokens) > most:
+                raise invalid(f"'tokens' may have at most {most} tokens, as many as the context.", "tokens")
             decode = partial(self._decode, body.tokens)
             text = await self._intake.counting(client.tenant).run(4 * len(body.tokens), decode)
             return Json({"prompt": text}, headers=headers)

@@ -102,6 +102,8 @@ class Operation:
     """A supervisor asks it: a 503 has the JSON of a 200."""
     is_list: bool = False
     """The JSON of a 200 is a list, and no object."""
+    is_lookup: bool = False
+    """It shows, lists or follows what is kept, and counts as a request."""
     is_cached: bool = False
     """A client that already has the answer gets 304."""
 
@@ -113,6 +115,7 @@ class Operation:
             (self.body, 415),
             (self.headers is IdempotencyHeaders, 409),
             (not self.is_open, 401),
+            (self.is_lookup, 429),
         ]
         return {*ALWAYS, *self.statuses, *passed, *(status for holds, status in typed if holds)}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.gateway.endpoints.batches import BatchBody
 from penstock.gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from penstock.gateway.endpoints.cursors import CursorQuery
@@ -54,8 +56,13 @@ def _followed(summary: str, answers: tuple[str, ...] = _STREAMED) -> Operation:
         query=FollowQuery,
         headers=FollowHeaders,
         answers=answers,
-        statuses=(410, 429),
+        statuses=(410,),
+        is_lookup=True,
     )
+
+
+def _kept(passing: Passing, summary: str, **details: Any) -> Operation:
+    return Operation(passing, summary, is_lookup=True, **details)
 
 
 def _open(passing: Passing, summary: str, media_type: str = JSON) -> Operation:
@@ -67,7 +74,7 @@ _SCORE = Operation(BY_PROMPT, "Say how alike texts are", ScoreBody)
 
 OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/chat/completions": {
-        "GET": Operation(ANY, "List stored answers", query=ChatsQuery, statuses=(503,)),
+        "GET": _kept(ANY, "List stored answers", query=ChatsQuery, statuses=(503,)),
         "POST": _recorded("Answer a conversation, streamed or whole", ChatBody),
     },
     "/v1/chat/completions/render": {
@@ -86,7 +93,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "DELETE": Operation(BY_ID, "Forget a stored answer, or stop and forget a resumable one"),
     },
     "/v1/chat/completions/{id}/messages": {
-        "GET": Operation(BY_ID, "List the messages that a stored answer is for", query=PageQuery)
+        "GET": _kept(BY_ID, "List the messages that a stored answer is for", query=PageQuery)
     },
     "/v1/completions": {"POST": _recorded("Continue texts, streamed or whole", CompletionBody)},
     "/v1/completions/render": {
@@ -112,25 +119,25 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     **{path: {"POST": _RERANK} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     **{path: {"POST": _SCORE} for path in ("/score", "/v1/score")},
     "/v1/files": {
-        "GET": Operation(
+        "GET": _kept(
             ANY, "List the files that were uploaded or made by batches", query=FilesQuery, statuses=(503,)
         ),
         "POST": Operation(ONCE, "Upload the input of a batch", UploadForm, is_form=True, statuses=(403, 503)),
     },
     "/v1/files/{file_id}": {
-        "GET": Operation(BY_ID, "Show a file"),
+        "GET": _kept(BY_ID, "Show a file"),
         "DELETE": Operation(BY_ID, "Forget a file"),
     },
     "/v1/files/{file_id}/content": {
-        "GET": Operation(
+        "GET": _kept(
             BY_ID, "Give the content of a file", answers=("application/octet-stream",), statuses=(410,)
         )
     },
     "/v1/batches": {
-        "GET": Operation(ANY, "List batches", query=PageQuery, statuses=(503,)),
+        "GET": _kept(ANY, "List batches", query=PageQuery, statuses=(503,)),
         "POST": Operation(ONCE, "Run the requests in a file", BatchBody, statuses=(404, 429, 503)),
     },
-    "/v1/batches/{batch_id}": {"GET": Operation(BY_ID, "Show a batch")},
+    "/v1/batches/{batch_id}": {"GET": _kept(BY_ID, "Show a batch")},
     "/v1/batches/{batch_id}/cancel": {"POST": Operation(BY_ID, "Stop a batch")},
     "/v1/messages": {
         "POST": _recorded("Answer a conversation in Anthropic's format, streamed or whole", MessagesBody)
@@ -141,16 +148,16 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         )
     },
     "/v1/messages/batches": {
-        "GET": Operation(ANY, "List batches of messages", query=CursorQuery, statuses=(503,)),
+        "GET": _kept(ANY, "List batches of messages", query=CursorQuery, statuses=(503,)),
         "POST": Operation(ONCE, "Run requests for messages", MessageBatchBody, statuses=(429, 503)),
     },
     "/v1/messages/batches/{message_batch_id}": {
-        "GET": Operation(BY_ID, "Show a batch of messages"),
+        "GET": _kept(BY_ID, "Show a batch of messages"),
         "DELETE": Operation(BY_ID, "Forget a batch of messages that has ended"),
     },
     "/v1/messages/batches/{message_batch_id}/cancel": {"POST": Operation(BY_ID, "Stop a batch of messages")},
     "/v1/messages/batches/{message_batch_id}/results": {
-        "GET": Operation(
+        "GET": _kept(
             BY_ID,
             "Give the results of a batch of messages that has ended",
             answers=("application/x-jsonl",),
@@ -168,7 +175,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "POST": Operation(ANY, "Count the tokens of a turn", InputTokensBody, statuses=(404, 429, 503))
     },
     "/v1/responses/{id}": {
-        "GET": Operation(
+        "GET": _kept(
             BY_ID | RECORDED,
             "Show a response as it is now, or its events",
             query=StreamQuery,
@@ -179,23 +186,23 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/responses/{id}/cancel": {"POST": Operation(BY_ID, "End a response in the background")},
     "/v1/responses/{id}/input_items": {
-        "GET": Operation(BY_ID, "List what a response was given", query=PageQuery)
+        "GET": _kept(BY_ID, "List what a response was given", query=PageQuery)
     },
     "/v1/conversations": {
-        "GET": Operation(ANY, "List the caller's conversations", query=PageQuery, statuses=(503,)),
+        "GET": _kept(ANY, "List the caller's conversations", query=PageQuery, statuses=(503,)),
         "POST": Operation(ONCE, "Begin a conversation", CreateBody, statuses=(503,)),
     },
     "/v1/conversations/{conversation_id}": {
-        "GET": Operation(BY_ID, "Show a conversation"),
+        "GET": _kept(BY_ID, "Show a conversation"),
         "POST": Operation(BY_ID, "Replace the metadata of a conversation", UpdateBody),
         "DELETE": Operation(BY_ID, "Forget a conversation"),
     },
     "/v1/conversations/{conversation_id}/items": {
-        "GET": Operation(BY_ID, "List the messages of a conversation", query=PageQuery),
+        "GET": _kept(BY_ID, "List the messages of a conversation", query=PageQuery),
         "POST": Operation(BY_ID | ONCE, "Add messages to a conversation", AddBody),
     },
     "/v1/conversations/{conversation_id}/items/{item_id}": {
-        "GET": Operation(BY_ID, "Show a message"),
+        "GET": _kept(BY_ID, "Show a message"),
         "DELETE": Operation(BY_ID, "Forget a message"),
     },
     "/api/chat": {
@@ -237,13 +244,15 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "POST": Operation(ANY, "Give the tokens of a text or of messages", TokenizeBody, statuses=(404, 429))
     },
     "/detokenize": {"POST": Operation(ANY, "Give the text of tokens", DetokenizeBody, statuses=(404, 429))},
-    "/v1/prefixes": {"GET": Operation(ANY, "List the prefixes that are cached")},
+    "/v1/prefixes": {"GET": _kept(ANY, "List the prefixes that are cached")},
     "/v1/prefixes/locate": {
         "GET": Operation(ANY, "Say which replica is warm for a prompt", query=LocateQuery, statuses=(429,)),
         "POST": Operation(ANY, "Say which replica is warm for a prompt", LocateBody, statuses=(429,)),
     },
     "/v1/prefixes/events": {
-        "GET": Operation(ANY, "Tell of blocks as they are stored and removed", answers=(EVENTS,))
+        "GET": Operation(
+            ANY, "Tell of blocks as they are stored and removed", answers=(EVENTS,), statuses=(429,)
+        )
     },
     "/internal/state": {
         "GET": Operation(
@@ -260,6 +269,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             "Tell of the server's state; of a request that waits; in detail, of steps, KV blocks and tenants",
             query=EventsQuery,
             answers=(EVENTS,),
+            statuses=(429,),
         )
     },
     "/v1/usage": {

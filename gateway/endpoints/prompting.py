@@ -10,8 +10,9 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.http.off_loop import TOKEN_BYTES, FairThreads, off_loop
+from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread, extend, num_chars, since, turns
 from penstock.gateway.wire.ask import Ask, Conversation, Texts, Turn
 from penstock.gateway.wire.conversation import as_dict, check_messages, num_chars_of, thinking_switches

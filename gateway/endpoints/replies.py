@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.access.quotas import Reservation
-from penstock.gateway.http.background import meanwhile
+from penstock.gateway.background import meanwhile
 from penstock.gateway.http.connections import Connection
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.reply.live import Live

@@ -14,7 +14,7 @@ from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.endpoints.intake import Arrival
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.reply.live import LOGPROB_BYTES
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE

@@ -14,7 +14,7 @@ from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints
 from penstock.gateway.endpoints.intake import Arrival, Intake, route
 from penstock.gateway.endpoints.replies import follow
 from penstock.gateway.http.errors import ApiError, gone, invalid
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import Conversation, ConversationLocks

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from penstock.gateway.endpoints.intake import route
 from penstock.gateway.http.errors import invalid, unauthorized
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.prefixes.tracker import BlockChanges
+from penstock.gateway.sessions.prefixes.tracker import MAX_TRACKED
 from penstock.priority.routing.state import Change, Load, Snapshot
 
 PATH = "/internal/state"
@@ -29,6 +29,8 @@ EVERY_S = 0.03
 """The shortest time between two pushed changes."""
 CALM_S = 0.25
 """The time between two changes of a replica that has no work, or whose streams just go on."""
+MOST_BLOCKS = 2048
+"""The blocks of one message. What a replica has when the stream opens comes in many, for others have their turn."""
 _SWITCH = re.compile(r"[0-9a-f]{1,64}")
 
 
@@ -58,33 +60,34 @@ class StateApi:
         self._service.dispatch.check_open()
         if not switch:
             with self._service.prefixes.listening(None) as blocks:
-                return Response(state_line(self._snapshot(blocks)), media_type="application/x-ndjson")
+                whole = self._snapshot(blocks.take(MAX_TRACKED)[0])
+                return Response(state_line(whole), media_type="application/x-ndjson")
         return StreamingResponse(self._lines(switch), media_type="application/x-ndjson")
 
     async def _lines(self, switch: str) -> AsyncIterator[bytes]:
         service, number = self._service, 0
         with (
             service.prefixes.listening(None) as blocks,
-            service.dispatch.tickets.listening(switch) as let_in,
+            service.dispatch.tickets.listening(switch, service.options.cluster_secret or "") as let_in,
             service.metrics.switches.track_inprogress(),
         ):
-            snapshot = self._snapshot(blocks)
+            snapshot = self._snapshot(blocks.take(MOST_BLOCKS)[0])
             told = snapshot.load
             yield state_line(snapshot)
             while not (service.dispatch.draining and not len(service.dispatch)):
-                await self._news(told, let_in)
+                await (asyncio.sleep(0) if blocks.is_behind else self._news(told, let_in))
                 number += 1
                 load = self._load_now()
+                stored, removed = blocks.take(MOST_BLOCKS)
                 change = Change(
                     epoch=self._epoch,
                     number=number,
                     load=None if load is told else load,
-                    stored=list(blocks.stored),
-                    removed=list(blocks.removed),
+                    stored=stored,
+                    removed=removed,
                     counted=list(let_in),
                 )
                 told = load
-                blocks.clear()
                 let_in.clear()
                 yield state_line(change)
 
@@ -104,11 +107,9 @@ class StateApi:
             self._load, self._load_s = self._service.load(), now
         return self._load
 
-    def _snapshot(self, blocks: BlockChanges) -> Snapshot:
+    def _snapshot(self, blocks: Sequence[bytes]) -> Snapshot:
         service = self._service
         stats, load = service.engine_stats(), self._load_now()
-        stored = list(blocks.stored)
-        blocks.clear()
         return Snapshot(
             replica=service.options.replica,
             epoch=self._epoch,
@@ -119,7 +120,7 @@ class StateApi:
             max_num_seqs=stats.max_num_seqs,
             policies=service.options.policies,
             load=load,
-            blocks=stored,
+            blocks=blocks,
         )
 
 

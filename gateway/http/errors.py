@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import TypeVar
 
 from penstock.gateway.http.correlation import CORRELATION
+from penstock.gateway.store.interface import StoreUnavailable
 
 log = logging.getLogger("penstock.gateway")
 
@@ -145,6 +147,15 @@ def unavailable(message: str, code: str, *, close: bool = False) -> ApiError:
         retry_after_s=5.0,
         close=close,
     )
+
+
+@contextlib.contextmanager
+def answering_unavailable(what: str) -> Iterator[None]:
+    """Makes a 503 of a store that does not answer, which says that `what` cannot be read now."""
+    try:
+        yield
+    except StoreUnavailable:
+        raise unavailable(f"{what} cannot be read now.", "store_unavailable") from None
 
 
 def internal(message: str = "The server had an error while processing your request.") -> ApiError:

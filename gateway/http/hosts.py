@@ -12,7 +12,9 @@ from http import HTTPStatus
 from penstock.gateway.http.errors import ApiError
 
 FORWARDED_HOST = "x-forwarded-host"
-"""The header with the host that a client asked a switch for."""
+"""The header with the host that a client asked a switch or another proxy for."""
+FORWARDED_PROTO = "x-forwarded-proto"
+"""The header with the scheme by which a client reached a proxy."""
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 

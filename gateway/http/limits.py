@@ -9,12 +9,14 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.gateway.http.correlation import PROBES
-from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.errors import ApiError, invalid, refused
 from penstock.gateway.http.hosts import Hosts
 from penstock.gateway.http.refusals import refusal
+from penstock.gateway.store.time_budget import TIME_BUDGET, TimeBudget
 
 _STRING = re.compile(rb'"[^"]*"?')
 _PIECE_BYTES = 64 * 1024
@@ -26,6 +28,8 @@ class Limits:
     """Bounds on one request. Beyond them it is refused with a 4xx that names the field."""
 
     max_body_bytes: int = 4 * 1024 * 1024
+    max_bodies_bytes: int = 256 * 1024 * 1024
+    """The bytes of all bodies together, each from its arrival until its answer begins; uploads do not count."""
     max_upload_bytes: int = 100 * 1024 * 1024
     """The bytes of an upload, which is not kept in memory."""
     max_header_bytes: int = 32 * 1024
@@ -35,6 +39,8 @@ class Limits:
     """The arrays and objects of a body: each takes far more memory than its two brackets did."""
     max_json_strings: int = 65_536
     """The strings of a body, names of members included."""
+    max_json_values: int = 524_288
+    """The values of a body, by the commas between them: numbers cost time long before they fill a body."""
     max_json_members: int = 2048
     """The members of one object."""
     max_messages: int = 2048
@@ -70,7 +76,10 @@ class Limits:
 
 
 class LimitsMiddleware:
-    """Refuses requests to other hosts, too many headers, too long ones, and too long bodies, declared or not."""
+    """Refuses requests to other hosts, too many headers, too long ones, and too long bodies, declared or not.
+
+    Every other request gets its time for the store.
+    """
 
     def __init__(
         self,
@@ -88,11 +97,13 @@ class LimitsMiddleware:
         self.hosts = Hosts(hosts)
         self.limits = limits
         self.uploads = uploads
+        self._bodies = _Bodies(limits.max_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        TIME_BUDGET.set(TimeBudget())
         is_upload = scope["path"] in self.uploads
         max_bytes = self.limits.max_upload_bytes if is_upload else self.limits.max_body_bytes
         headers = scope["headers"]
@@ -103,7 +114,16 @@ class LimitsMiddleware:
         if error is not None:
             await refusal(error, scope["path"])(scope, receive, send)
             return
-        await self.app(scope, _Counted(receive, max_bytes), send)
+        body = _Body(receive, max_bytes, _Bodies(max_bytes) if is_upload else self._bodies)
+
+        async def send_released(message: Message) -> None:
+            body.release()
+            await send(message)
+
+        try:
+            await self.app(scope, body, send_released)
+        finally:
+            body.release()
 
     def _check_headers(self, headers: list[tuple[bytes, bytes]], max_bytes: int) -> ApiError | None:
         size = sum(len(name) + len(value) for name, value in headers)
@@ -115,21 +135,48 @@ class LimitsMiddleware:
         return None
 
 
-class _Counted:
-    """A `receive` that refuses to hand out more than so many bytes of body."""
+@dataclass(slots=True)
+class _Bodies:
+    """The bodies that are held at a time."""
 
-    __slots__ = ("_left", "_receive")
+    max_bytes: int
+    num_bytes: int = 0
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
+
+class _Body:
+    """A `receive` that refuses to hand out more than so many bytes, or more than there is room for with all bodies."""
+
+    __slots__ = ("_bodies", "_max_bytes", "_num_bytes", "_receive")
+
+    def __init__(self, receive: Receive, max_bytes: int, bodies: _Bodies) -> None:
         self._receive = receive
-        self._left = max_bytes
+        self._max_bytes = max_bytes
+        self._bodies = bodies
+        self._num_bytes = 0
 
     async def __call__(self) -> Message:
         message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left < 0:
+        num_bytes = len(message.get("body", b""))
+        self._num_bytes += num_bytes
+        self._bodies.num_bytes += num_bytes
+        if self._num_bytes > self._max_bytes:
             raise _body_too_large(None)
+        if self._bodies.num_bytes > self._bodies.max_bytes:
+            text = (
+                f"The bodies of the requests at work have more than {self._bodies.max_bytes} bytes together."
+            )
+            raise refused(text, "too_many_bodies", 1.0, tenant_limit=False)
         return message
+
+    def release(self) -> None:
+        """Makes room: the answer begins, or the request is over."""
+        self._bodies.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+def forget_body(http: Request) -> None:
+    """Drops the body that a request object keeps, for that lives until the end of its answer."""
+    http.__dict__.pop("_body", None)
 
 
 def headers_too_large() -> ApiError:
@@ -178,29 +225,32 @@ def parse_messages(text: str, limits: Limits) -> object:
 
 
 def _check_counts(body: bytes, limits: Limits) -> None:
-    """Raises 400 for more containers or strings than `limits` allow, before any is made."""
-    most_quotes = 2 * limits.max_json_strings
-    containers, quotes = _count(body)
-    if containers <= limits.max_json_containers and quotes <= most_quotes:
+    """Raises 400 for more containers, values or strings than `limits` allow, before any is made."""
+    bounds = (
+        ("arrays and objects", limits.max_json_containers),
+        ("values", limits.max_json_values),
+        ("strings", limits.max_json_strings),
+    )
+    if all(number <= most for number, (_, most) in zip(_count(body), bounds, strict=True)):
         return
     # Most of them may stand inside strings. Without escaped ones, every quote opens or closes a string; a piece at a
     # time, for a search holds the interpreter until it is over.
     body = body.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
-    containers = quotes = 0
+    containers = values = num_quotes = 0
     for start in range(0, len(body), _PIECE_BYTES):
         piece = body[start : start + _PIECE_BYTES]
-        found, _ = _count(_STRING.sub(b"", b'"' + piece if quotes % 2 else piece))
+        found, commas, _ = _count(_STRING.sub(b"", b'"' + piece if num_quotes % 2 else piece))
         containers += found
-        quotes += piece.count(b'"')
-        if containers > limits.max_json_containers:
-            raise _too_many("arrays and objects", limits.max_json_containers)
-        if quotes > most_quotes:
-            raise _too_many("strings", limits.max_json_strings)
+        values += commas
+        num_quotes += piece.count(b'"')
+        for number, (what, most) in zip((containers, values, num_quotes / 2), bounds, strict=True):
+            if number > most:
+                raise _too_many(what, most)
 
 
-def _count(text: bytes) -> tuple[int, int]:
-    """Returns the number of opening brackets, and of quotes."""
-    return text.count(b"[") + text.count(b"{"), text.count(b'"')
+def _count(text: bytes) -> tuple[int, int, float]:
+    """Returns the number of opening brackets, of commas and of pairs of quotes."""
+    return text.count(b"[") + text.count(b"{"), text.count(b","), text.count(b'"') / 2
 
 
 def _check_nesting(value: dict[str, object], limits: Limits) -> None:

@@ -15,11 +15,13 @@ import httptools
 from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from penstock.gateway.http.connections import ABORT, BODY_WITHIN, WRITABLE, WRITE, send_at_once
+from penstock.gateway.http.connections import ABORT, BODY_WITHIN, WRITABLE, WRITE, Timeouts, send_at_once
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.limits import Limits, headers_too_large
 
 _DEFAULTS = Limits()
+_CHECK_PART = 0.3
+"""The part of `send_stall_s` between two checks: `Connection` cuts off the reader of a stream first, and counts it."""
 
 
 class _Cycle(RequestResponseCycle):
@@ -71,6 +73,8 @@ class GatewayProtocol(HttpToolsProtocol):
     max_headers = _DEFAULTS.max_headers
     max_pipelined = 8
     """The requests that may wait behind the current one before the connection is no longer read."""
+    send_stall_s = Timeouts().send_stall_s
+    """A client that takes nothing of an answer for so long is cut off; uvicorn would keep the answer for ever."""
     send_buffer_bytes = 128 * 1024
     """The kernel's send buffer; the gateway cannot see how much of it a slow reader has left unread."""
 
@@ -86,6 +90,11 @@ class GatewayProtocol(HttpToolsProtocol):
         """The requests of this connection that are not answered yet, in order; the last may still be arriving."""
         self._deaf = False
         """Whether further bytes are ignored because they are not HTTP; earlier requests are still answered."""
+        self._num_unsent = 0
+        """The bytes that the client had not taken at the last check."""
+        self._unsent_since_s = 0.0
+        self._stall_check: asyncio.TimerHandle | None = None
+        """The next check; None while there is nothing to wait for."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -96,6 +105,8 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_deadline()
+        if self._stall_check is not None:
+            self._stall_check.cancel()
         super().connection_lost(exc)
         for cycle in self._cycles:  # uvicorn tells the newest only
             cycle.disconnected = True
@@ -192,6 +203,31 @@ class GatewayProtocol(HttpToolsProtocol):
         self._received_bytes = 0
         super().on_message_complete()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_progress()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_progress()
+
+    def check_progress(self, now_s: float) -> None:
+        """Aborts the connection if its client has taken nothing for `send_stall_s`, even while it is closing."""
+        self._stall_check = None
+        num_unsent = self.transport.get_write_buffer_size()
+        if num_unsent != self._num_unsent:
+            self._num_unsent, self._unsent_since_s = num_unsent, now_s
+        if num_unsent and now_s - self._unsent_since_s >= self.send_stall_s:
+            self.transport.abort()
+        elif num_unsent:
+            self._stall_check = self.loop.call_later(
+                _CHECK_PART * self.send_stall_s, lambda: self.check_progress(self.loop.time())
+            )
+
+    def _expect_progress(self) -> None:
+        if self._stall_check is None:
+            self.check_progress(self.loop.time())
+
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
         """Refuses a request; uvicorn calls it when the parser gave up, or was made to."""
         error = ApiError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request.", code="invalid_http")
@@ -226,6 +262,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(_render(error))
         self.transport.close()
+        self._expect_progress()
 
     def _expect_within(self, seconds: float) -> None:
         self._clear_deadline()

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from penstock.gateway.http.off_loop import OFF_LOOP_BYTES, off_loop
+from penstock.gateway.off_loop import OFF_LOOP_BYTES, off_loop
 from penstock.gateway.store.interface import Store, StoreUnavailable
 from penstock.gateway.store.records import Records
 

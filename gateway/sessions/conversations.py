@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 
-from penstock.gateway.http.errors import existing, invalid, not_found
+from penstock.gateway.http.errors import answering_unavailable, existing, invalid, not_found
 from penstock.gateway.sessions.responses.objects import Item, JsonObject, as_messages, texts_of
 from penstock.gateway.sessions.responses.schemas import check_id
 from penstock.gateway.sessions.responses.threads import Thread
 from penstock.gateway.store.interface import Store
 from penstock.gateway.store.packing import TOKEN_BYTES, Tokens
-from penstock.gateway.store.patience import insist
-from penstock.gateway.store.records import Records, answering_unavailable
+from penstock.gateway.store.records import Records
+from penstock.gateway.store.time_budget import retrying
 
 KIND = "conversation"
 TTL_S = 24 * 3600.0
@@ -101,7 +101,7 @@ async def find(store: Store, tenant: str, conversation_id: str, param: str) -> C
     """
     check_id(param, conversation_id, "conv")
     with answering():
-        kept = await insist(lambda: CONVERSATIONS.get(store, tenant, conversation_id))
+        kept = await retrying(lambda: CONVERSATIONS.get(store, tenant, conversation_id))
     return found(kept, conversation_id)
 
 

@@ -169,7 +169,8 @@ class LocalQuotas:
         if quota.tokens_per_minute is not None:
             account.tokens_us += cost_us(num_tokens, quota.tokens_per_minute)
         account.count(windows, 1, num_tokens, now_us)
-        account.lend(lease_id, now_us)
+        if lease_id:
+            account.lend(lease_id, now_us)
 
     def settle(self, tenant: str, quota: Quota, num_tokens: int, windows: Sequence[Window] = ()) -> None:
         account, now_us = self._account(tenant)

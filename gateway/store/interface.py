@@ -53,10 +53,13 @@ class JournalChange:
     """The time to live, counted from now."""
     end: bytes | None = None
     """The way in which the stream ended, after which nothing follows."""
+    tenant: str = ""
+    """The tenant in whose share the journal counts."""
 
 
-JournalOutcome = Literal["written", "ended", "missing", "gap", "foreign"]
-"""A change is left out if its stream has ended, has no header, lacks tokens before it, or is another process's now."""
+JournalOutcome = Literal["written", "ended", "missing", "gap", "foreign", "full"]
+"""A change is left out if its stream has ended, has no header, lacks tokens before it, or is another process's now, and
+if it is the first of a stream and its tenant's journals have no room for another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +296,7 @@ class Store(Protocol):
     async def reserve(
         self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
     ) -> Grant:
-        """Asks for one request of so many tokens, and a lease for as long as it is at work.
+        """Asks for one request of so many tokens, and a lease for as long as it is at work; for none without its id.
 
         Of the quota only the bounds per minute and of streams count here: `windows` have the others.
         """

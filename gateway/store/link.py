@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -18,18 +18,20 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.gateway.store.breaker import Breaker
 from penstock.gateway.store.interface import MAX_WAIT_S, StoreUnavailable
-from penstock.gateway.store.patience import NUM_GLANCES, PATIENCE, Patience
 from penstock.gateway.store.scripts import SCRIPTS
+from penstock.gateway.store.time_budget import NUM_CHECKS, TIME_BUDGET, TimeBudget
 
 MAX_COMMANDS = 100
 """The number of commands that are sent together."""
+BATCH_BYTES = 1024 * 1024
+"""What is written in one call has so many bytes at most, or is one thing: 8 ms at 1 Gbit a second."""
 MAX_CONNECTIONS = 8
 POOL_WAIT_S = 0.05
 WORK_S = 0.08
 """A call may use so much of `MAX_WAIT_S`; the rest is for ending it."""
 
 MAX_LATE = 2
-"""A call is given up when so many times its glances came late because this process did; Redis is not to blame then."""
+"""A call is given up when so many times its checks came late because this process did; Redis is not to blame then."""
 
 _TOO_LATE = "it took too long"
 _BACKSTOP_S = 5.0
@@ -39,6 +41,17 @@ Argument: TypeAlias = str | bytes | int | float
 Command: TypeAlias = tuple[Argument, ...]
 """A Command may call a script, by its SHA-1; the script is sent as a whole only if Redis does not have it."""
 log = logging.getLogger("penstock.store")
+
+
+def batch_of(sizes: Iterable[int], most: int = MAX_COMMANDS) -> int:
+    """Returns how many things of these sizes go in one call: as many as are written in time, and at least one."""
+    number = num_bytes = 0
+    for size in sizes:
+        num_bytes += size
+        if number and (number >= most or num_bytes > BATCH_BYTES):
+            break
+        number += 1
+    return number
 
 
 class Link:
@@ -94,8 +107,8 @@ class Link:
         """Asks all of them, `MAX_COMMANDS` at a time; raises like `one`, and then some may be done."""
         if not commands:
             return []
-        patience = PATIENCE.get()
-        if patience is not None and not patience.num_glances:
+        budget = TIME_BUDGET.get()
+        if budget is not None and not budget.num_checks:
             self.num_rejected += 1
             raise StoreUnavailable("this request has waited for Redis long enough")
         if not self.breaker.may_call(self._clock()):
@@ -106,29 +119,29 @@ class Link:
         task = asyncio.create_task(self._judged(commands))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
-        if not await self._ended(task, patience := patience or Patience()):
-            task.cancel("this process was late" if patience.num_glances else _TOO_LATE)
-            patience.num_glances = 0
+        if not await self._ended(task, budget := budget or TimeBudget()):
+            task.cancel("this process was late" if budget.num_checks else _TOO_LATE)
+            budget.num_checks = 0
             await asyncio.wait([task], timeout=MAX_WAIT_S - WORK_S)
         if not task.done() or task.cancelled():
             raise StoreUnavailable("Redis did not answer in time")
         return task.result()
 
-    async def _ended(self, task: asyncio.Task[Any], patience: Patience) -> bool:
-        """Waits for the task as long as there is patience, or until this process was late too often.
+    async def _ended(self, task: asyncio.Task[Any], budget: TimeBudget) -> bool:
+        """Waits for the task as long as the budget lasts, or until this process was late too often.
 
-        A glance that came late itself is not spent: the answer may have come meanwhile, and lie there unread.
+        A check that came late itself is not spent: the answer may have come meanwhile, and lie there unread.
         """
-        glance_s, num_late, most_late = WORK_S / NUM_GLANCES, 0, MAX_LATE * patience.num_glances
-        while patience.num_glances and num_late < most_late:
+        check_s, num_late, most_late = WORK_S / NUM_CHECKS, 0, MAX_LATE * budget.num_checks
+        while budget.num_checks and num_late < most_late:
             begun_s = self._clock()
-            await asyncio.wait([task], timeout=glance_s)
+            await asyncio.wait([task], timeout=check_s)
             if task.done():
                 return True
-            if self._clock() - begun_s > 2 * glance_s:
+            if self._clock() - begun_s > 2 * check_s:
                 num_late += 1
             else:
-                patience.num_glances -= 1
+                budget.num_checks -= 1
         return False
 
     def _forget(self, task: asyncio.Task[Any]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.gateway.http.errors import unavailable
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.store.interface import Key, Store, StoreUnavailable
 
 MAX_CHANGES = 20
@@ -96,12 +95,3 @@ class Records(Generic[T]):
                 "the %s %s is passed over, for it cannot be read: %s: %s", *key[::2], place, fault["msg"]
             )
             return None
-
-
-@contextlib.contextmanager
-def answering_unavailable(what: str) -> Iterator[None]:
-    """Makes a 503 of a store that does not answer, which says that `what` cannot be read now."""
-    try:
-        yield
-    except StoreUnavailable:
-        raise unavailable(f"{what} cannot be read now.", "store_unavailable") from None

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import quote, unquote
 
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.store import scripts
 from penstock.gateway.store.gcra import SECOND_US, Standing, cost_us, judge
 from penstock.gateway.store.interface import (
@@ -37,9 +37,18 @@ from penstock.gateway.store.packing import (
     unpack_prefix,
     unpack_tokens,
 )
-from penstock.gateway.store.redis_records import RedisRecords, hashed, ms, prefix_of
+from penstock.gateway.store.redis_records import (
+    MAX_TENANT_BYTES,
+    RECORD_BYTES,
+    RedisRecords,
+    hashed,
+    ms,
+    prefix_of,
+)
 
 MAX_CLAIMED = 1000
+_JOURNAL_SHARES = ("journal_sizes", "journal_expiries")
+"""The sections of what a tenant's journals take: they may lie in another namespace, and slot, than its records."""
 MAX_PREFIXES = 100_000
 PREFIX_TTL_S = 24 * 3600.0
 RESIDENT_TTL_S = 60.0
@@ -121,7 +130,11 @@ class RedisStore(RedisRecords):
     def _write_journal(self, change: JournalChange) -> Command:
         return self._call(
             scripts.WRITE_JOURNAL,
-            [*self._journal_keys(change.stream_id), self._key("unfinished")],
+            [
+                *self._journal_keys(change.stream_id),
+                self._key("unfinished"),
+                *(self._key(section, hashed(change.tenant)) for section in _JOURNAL_SHARES),
+            ],
             self._owner,
             b"" if change.header is None else pack(change.header),
             change.offset,
@@ -129,6 +142,10 @@ class RedisStore(RedisRecords):
             ms(change.ttl_s),
             b"" if change.end is None else pack(change.end),
             change.stream_id,
+            hashed(change.tenant),
+            *self._journal_keys(""),
+            MAX_TENANT_BYTES,
+            RECORD_BYTES,
         )
 
     async def read_journal(self, stream_id: str) -> Journal | None:
@@ -153,12 +170,13 @@ class RedisStore(RedisRecords):
             return None
 
     async def delete_journals(self, stream_ids: Sequence[str]) -> None:
-        unfinished = self._key("unfinished")
-        commands = []
-        for stream_id in stream_ids:
-            commands.append(("UNLINK", *self._journal_keys(stream_id)))
-            commands.append(("ZREM", unfinished, stream_id))
-        await self.link.all(commands)
+        unfinished, shares = self._key("unfinished"), [self._key(section, "") for section in _JOURNAL_SHARES]
+        await self.link.all(
+            [
+                self._call(scripts.DELETE_JOURNAL, [*self._journal_keys(id_), unfinished], id_, *shares)
+                for id_ in stream_ids
+            ]
+        )
 
     async def claim(self) -> Sequence[str]:
         await self.beat()  # an event loop that was held up for long let this process seem dead
@@ -234,6 +252,11 @@ class RedisStore(RedisRecords):
 
     async def release_all(self, leases: Sequence[tuple[str, str]]) -> None:
         await self.link.all([("ZREM", self._quota_keys(tenant)[2], lease_id) for tenant, lease_id in leases])
+
+    async def holds(self, leases: Sequence[tuple[str, str]]) -> builtins.list[bool]:
+        """Returns which of these leases, as (tenant, lease id), there are."""
+        scores = [("ZSCORE", self._quota_keys(tenant)[2], lease_id) for tenant, lease_id in leases]
+        return [score is not None for score in await self.link.all(scores)]
 
     def _quota_keys(self, tenant: str, windows: Sequence[Window] = ()) -> builtins.list[str]:
         used = self._key("used", hashed(tenant))

@@ -9,7 +9,7 @@ from hashlib import blake2b, sha1
 from typing import Any
 from urllib.parse import quote
 
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.store import scripts
 from penstock.gateway.store.gcra import SECOND_US
 from penstock.gateway.store.interface import PIECE, Key, Share

@@ -39,6 +39,27 @@ local function forget(sizes, expiries, name)
     redis.call('ZREM', expiries, name)
     if redis.call('ZCARD', expiries) == 0 then redis.call('UNLINK', sizes) end
 end
+local function note_size(sizes, expiries, name, size, ttl_ms)
+    local before = tonumber(redis.call('HGET', sizes, name) or '') or 0
+    redis.call('HSET', sizes, name, size)
+    redis.call('HINCRBY', sizes, '', size - before)
+    redis.call('ZADD', expiries, now + ttl_ms * 1000, name)
+    keep(sizes, ttl_ms)
+    keep(expiries, ttl_ms)
+end
+-- Removes what would expire first until the rest is small enough; where remove(name) returns false, it stops.
+local function make_room(sizes, expiries, most, remove)
+    local evicted = 0
+    for _ = 1, 100 do
+        local oldest = redis.call('ZRANGE', expiries, 0, 0, 'WITHSCORES')
+        if tonumber(oldest[2]) > now then
+            if tonumber(redis.call('HGET', sizes, '')) <= tonumber(most) or not remove(oldest[1]) then break end
+            evicted = evicted + 1
+        end
+        forget(sizes, expiries, oldest[1])
+    end
+    return {tonumber(redis.call('HGET', sizes, '')), evicted}
+end
 local function live_longer(record, sizes, expiries, name, ttl_ms)
     keep(record, ttl_ms)
     if redis.call('ZADD', expiries, 'XX', 'GT', 'CH', now + ttl_ms * 1000, name) == 1 then
@@ -73,26 +94,13 @@ if KEYS[2] ~= KEYS[1] then
     keep(KEYS[2], ARGV[3])
 end
 if ARGV[10] == '' then return {0, 0} end
-local size = #ARGV[2] + ARGV[11]
-local before = tonumber(redis.call('HGET', KEYS[3], name) or '') or 0
-redis.call('HSET', KEYS[3], name, size)
-redis.call('HINCRBY', KEYS[3], '', size - before)
-redis.call('ZADD', KEYS[4], now + ARGV[3] * 1000, name)
-keep(KEYS[3], ARGV[3])
-keep(KEYS[4], ARGV[3])
-local evicted = 0
-for _ = 1, 100 do
-    local oldest = redis.call('ZRANGE', KEYS[4], 0, 0, 'WITHSCORES')
-    if tonumber(oldest[2]) > now then
-        local total = tonumber(redis.call('HGET', KEYS[3], ''))
-        if total <= tonumber(ARGV[10]) or oldest[1] == name then break end
-        local kind, id = string.match(oldest[1], '^([^:]*):(.*)$')
-        redis.call('UNLINK', ARGV[7] .. kind .. string.sub(ARGV[8], #ARGV[7] + #ARGV[4] + 1) .. id)
-        evicted = evicted + 1
-    end
-    forget(KEYS[3], KEYS[4], oldest[1])
-end
-return {tonumber(redis.call('HGET', KEYS[3], '')), evicted}
+note_size(KEYS[3], KEYS[4], name, #ARGV[2] + ARGV[11], ARGV[3])
+return make_room(KEYS[3], KEYS[4], ARGV[10], function(oldest)
+    if oldest == name then return false end
+    local kind, id = string.match(oldest, '^([^:]*):(.*)$')
+    redis.call('UNLINK', ARGV[7] .. kind .. string.sub(ARGV[8], #ARGV[7] + #ARGV[4] + 1) .. id)
+    return true
+end)
 """
 )
 
@@ -144,8 +152,12 @@ return found
 
 WRITE_JOURNAL = _script(
     _NOW
+    + _SHARES
     + """
--- KEYS journal, tokens, unfinished  ARGV now, owner, header, offset, tokens, ttl_ms, end, stream
+-- KEYS journal, tokens, unfinished, sizes, expiries
+-- ARGV now, owner, header, offset, tokens, ttl_ms, end, stream, hash of the tenant, beginning of journal keys, of token
+--      keys, most bytes of the tenant's journals, what one takes beside its content
+-- Those that have ended make room for others; where they do not suffice, no new one is begun.
 local known = redis.call('HMGET', KEYS[1], 'end', 'owner')
 local offset = tonumber(ARGV[4])
 if known[1] then return 'ended' end
@@ -154,7 +166,7 @@ if known[2] and known[2] ~= ARGV[2] then return 'foreign' end
 if not known[2] then redis.call('UNLINK', KEYS[1], KEYS[2]) end
 local count = math.floor(redis.call('STRLEN', KEYS[2]) / 4)
 if offset > count then return 'gap' end
-if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'header', ARGV[3], 'owner', ARGV[2]) end
+if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'header', ARGV[3], 'owner', ARGV[2], 'tenant', ARGV[9]) end
 if #ARGV[5] > 0 then redis.call('SETRANGE', KEYS[2], offset * 4, ARGV[5]) end
 redis.call('HSET', KEYS[1], 'count', math.max(count, offset + #ARGV[5] / 4))
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
@@ -166,7 +178,30 @@ else
     redis.call('HSET', KEYS[1], 'end', ARGV[7])
     redis.call('ZREM', KEYS[3], ARGV[8])
 end
-return 'written'
+local size = redis.call('HSTRLEN', KEYS[1], 'header') + redis.call('STRLEN', KEYS[2]) + ARGV[13]
+note_size(KEYS[4], KEYS[5], ARGV[8], size, ARGV[6])
+local left = make_room(KEYS[4], KEYS[5], ARGV[12], function(oldest)
+    if oldest == ARGV[8] or redis.call('ZSCORE', KEYS[3], oldest) then return false end
+    redis.call('UNLINK', ARGV[10] .. oldest, ARGV[11] .. oldest)
+    return true
+end)
+if known[2] or left[1] <= tonumber(ARGV[12]) then return 'written' end
+redis.call('UNLINK', KEYS[1], KEYS[2])
+redis.call('ZREM', KEYS[3], ARGV[8])
+forget(KEYS[4], KEYS[5], ARGV[8])
+return 'full'
+"""
+)
+
+DELETE_JOURNAL = _script(
+    _NOW
+    + _SHARES
+    + """
+-- KEYS journal, tokens, unfinished  ARGV now, stream, beginning of keys of sizes, of expiries
+local tenant = redis.call('HGET', KEYS[1], 'tenant')
+if tenant then forget(ARGV[3] .. tenant, ARGV[4] .. tenant, ARGV[2]) end
+redis.call('ZREM', KEYS[3], ARGV[2])
+redis.call('UNLINK', KEYS[1], KEYS[2])
 """
 )
 
@@ -278,7 +313,7 @@ STANDING = _script(_STANDING + "return standing(1)")
 RESERVE = _script(
     _STANDING
     + """
--- ARGV now, cost of the request, of its tokens, most streams, lease, lease_us, tokens,
+-- ARGV now, cost of the request, of its tokens, most streams, lease (empty if it needs none), lease_us, tokens,
 --      then each window's most requests, most tokens (empty if there is no bound) and ttl_ms
 -- A cost is in microseconds, or empty if there is no bound, or 'never'. The answer has times and counts as they were
 -- before, if it is refused, and as they are now, if it is not.
@@ -303,8 +338,10 @@ if fits then
             save(KEYS[i], ahead[i])
         end
     end
-    redis.call('ZADD', KEYS[3], now + ARGV[6], ARGV[5])
-    redis.call('PEXPIRE', KEYS[3], ARGV[6] / 1000)
+    if ARGV[5] ~= '' then
+        redis.call('ZADD', KEYS[3], now + ARGV[6], ARGV[5])
+        redis.call('PEXPIRE', KEYS[3], ARGV[6] / 1000)
+    end
 end
 return standing(fits and 1 or 0)
 """

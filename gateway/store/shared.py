@@ -8,8 +8,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
-from penstock.gateway.http.background import every, meanwhile
+from penstock.gateway.background import every, meanwhile
 from penstock.gateway.store.interface import (
     HEARTBEAT_S,
     Grant,
@@ -20,13 +21,12 @@ from penstock.gateway.store.interface import (
     Use,
     Window,
 )
-from penstock.gateway.store.link import MAX_COMMANDS, log
+from penstock.gateway.store.link import MAX_COMMANDS, batch_of, log
 from penstock.gateway.store.memory import MAX_BYTES, MemoryStore
 from penstock.gateway.store.redis import RedisStore
 
 FLUSH_S = 0.03
 """The time for which a put waits for others to be sent with it."""
-BATCH_BYTES = 1024 * 1024
 MAX_DIRTY = 100_000
 CLOSE_S = 1.0
 
@@ -90,14 +90,8 @@ class Backlog:
 
     def batch(self) -> dict[Key, Pending]:
         """The oldest that go in one call; they stay here until they are done."""
-        batch: dict[Key, Pending] = {}
-        num_bytes = 0
-        for key, pending in self._entries.items():
-            num_bytes += pending.num_bytes
-            if batch and (len(batch) >= MAX_COMMANDS // 2 or num_bytes > BATCH_BYTES):
-                break
-            batch[key] = pending
-        return batch
+        number = batch_of((pending.num_bytes for pending in self._entries.values()), MAX_COMMANDS // 2)
+        return dict(islice(self._entries.items(), number))
 
     def _pop(self, key: Key) -> None:
         pending = self._entries.pop(key, None)
@@ -127,6 +121,8 @@ class SharedStore:
         self._releases: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._unshared: dict[str, int] = {}
         """The tokens reserved by lease while Redis was gone, still to be written to it."""
+        self._unsure: dict[tuple[str, str], None] = {}
+        """The leases of those that Redis may have reserved all the same, and answered too late."""
         self._owed: dict[tuple[str, str], tuple[Window, Use]] = {}
         """What tenants used of windows while Redis was gone, by tenant and window, still to be written to it."""
         self._num_losses_seen = remote.num_losses
@@ -295,10 +291,16 @@ class SharedStore:
             grant = await self.remote.reserve(tenant, quota, num_tokens, lease_id, windows)
         except StoreUnavailable:
             grant = await self.local.reserve(tenant, quota, num_tokens, lease_id, windows)
-            if grant.refused is None:
+            if grant.refused is None and not lease_id:
+                self._owe(tenant, windows, Use(1, num_tokens))
+            elif grant.refused is None:
                 self._unshared[lease_id] = num_tokens
+                self._unsure[tenant, lease_id] = None
                 if len(self._unshared) > MAX_DIRTY:
                     del self._unshared[next(iter(self._unshared))]
+                if len(self._unsure) > MAX_DIRTY:
+                    del self._unsure[next(iter(self._unsure))]
+                self._work.set()
             return grant
         if grant.refused is None:
             self.local.quotas.charge(tenant, quota, num_tokens, lease_id, windows)
@@ -307,9 +309,14 @@ class SharedStore:
     async def settle(
         self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
     ) -> None:
+        # Before anything is waited for: the lease's release may be under way as well.
+        is_unsure = self._unsure.pop((tenant, lease_id), self) is None
         num_requests = int(lease_id in self._unshared)
         num_unshared = self._unshared.pop(lease_id, 0)
         await self.local.settle(tenant, quota, num_tokens, lease_id, windows)
+        with suppress(StoreUnavailable):
+            if is_unsure and (await self.remote.holds([(tenant, lease_id)]))[0]:
+                num_requests = num_unshared = 0
         num_tokens += num_unshared
         try:
             await self.remote.settle(tenant, quota, num_tokens, lease_id, windows, num_requests=num_requests)
@@ -333,10 +340,11 @@ class SharedStore:
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         await self.local.renew(leases)
         with suppress(StoreUnavailable):
-            await self.remote.renew(leases)
+            await self.remote.renew([lease for lease in leases if lease not in self._unsure])
 
     async def release(self, tenant: str, lease_id: str) -> None:
         self._unshared.pop(lease_id, None)
+        self._unsure.pop((tenant, lease_id), None)
         await self.local.release(tenant, lease_id)
         try:
             await self.remote.release(tenant, lease_id)
@@ -389,6 +397,7 @@ class SharedStore:
 
     async def flush(self) -> None:
         """Tells Redis all that it does not know. Raises StoreUnavailable; what is left then stays to be told."""
+        await self._make_sure()
         while batch := self._backlog.batch():
             await self._write(batch)
             self._notice_losses()
@@ -403,6 +412,14 @@ class SharedStore:
             except StoreUnavailable:
                 self._owe(tenant, [window], use)
                 raise
+
+    async def _make_sure(self) -> None:
+        """Finds out which reservations Redis made although it answered too late: those are charged there already."""
+        while leases := list(self._unsure)[:MAX_COMMANDS]:
+            for lease, is_there in zip(leases, await self.remote.holds(leases), strict=True):
+                self._unsure.pop(lease, None)
+                if is_there:
+                    self._unshared.pop(lease[1], None)
 
     async def _write(self, batch: dict[Key, Pending]) -> None:
         now_s = self._clock()

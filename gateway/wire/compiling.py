@@ -11,7 +11,7 @@ from penstock.engine.planning.grammar import CompiledGrammar
 from penstock.engine.planning.grammar_check import MOST_AT_ONCE
 from penstock.engine.planning.grammars import GrammarError, Grammars, TooManyGrammars
 from penstock.gateway.http.errors import invalid, refused
-from penstock.gateway.http.off_loop import Turns
+from penstock.gateway.off_loop import FairSemaphore
 from penstock.gateway.wire.structured import Form
 
 _PATIENCE_S = 10.0
@@ -25,7 +25,7 @@ class Compiling:
         """No grammar waits for its turn for longer than `patience_s`."""
         self._grammars = grammars
         self._patience_s = patience_s
-        self._turns = Turns(MOST_AT_ONCE, num_each=1)
+        self._turns = FairSemaphore(MOST_AT_ONCE, num_each=1)
         self._threads = anyio.CapacityLimiter(MOST_AT_ONCE)
 
     async def compile(self, tenant: str, form: Form) -> CompiledGrammar:

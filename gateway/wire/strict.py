@@ -91,7 +91,7 @@ def validated(kind: type[Body], values: Mapping[str, object]) -> Body:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise explained(error) from None
+        raise explained(error, values) from None
 
 
 def steps_to(place: str) -> list[str]:

@@ -15,7 +15,7 @@ from penstock.cluster.metrics import Metrics
 from penstock.cluster.position import Position
 from penstock.cluster.relay import Message, Place, Relay, none_ready
 from penstock.cluster.upstream import Address
-from penstock.gateway.http.background import meanwhile
+from penstock.gateway.background import meanwhile
 from penstock.gateway.http.connections import Connection, ServerSendMiddleware, Timeouts
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.refusals import refusal

@@ -278,3 +278,22 @@ async def test_a_turn_is_not_in_a_conversation_twice(
     body = {"model": "demo", "input": "Hi", "conversation": conversation}
     asked, _ = await asked_of("/v1/responses", "POST", body, key=key)
     assert len(asked) == num_asked
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "key", "num_asked"),
+    [
+        ("/v1/responses", {"background": True}, "", 1),
+        ("/v1/responses", {"background": True}, "k", 2),
+        ("/v1/responses", {"store": True}, "", 2),
+        ("/v1/chat/completions", {"store": True}, "", 1),
+        ("/v1/chat/completions", {"store": True}, "k", 2),
+        ("/v1/chat/completions", {"store": False}, "", 2),
+    ],
+)
+async def test_what_another_process_takes_over_is_not_run_twice(
+    path: str, fields: dict[str, object], key: str, num_asked: int
+) -> None:
+    body = {"model": "demo", "input": "Hi", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    asked, _ = await asked_of(path, "POST", body, key=key)
+    assert len(asked) == num_asked

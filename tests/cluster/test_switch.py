@@ -17,15 +17,16 @@ from penstock.cluster import members
 from penstock.cluster.queries import QueryReader
 from penstock.cluster.switch import MOST_CHOSEN, Switch, SwitchOptions
 from penstock.cluster.upstream import Address
-from penstock.engine.planning.prefix_events import Stored
+from penstock.engine.planning.prefix_events import Dropped, Stored
 from penstock.engine.planning.prefix_index import extend_hashes
 from penstock.engine.planning.request import Pooling, Request
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints.operations import OPERATIONS
-from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
+from penstock.gateway.endpoints.state import MOST_BLOCKS, PATH, SECRET_HEADER
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.owners import tag_in, tag_of
+from penstock.gateway.tickets import ticket_of
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER, slo_of
 from penstock.gateway.wire.prompts import Prompts
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, Tenant
@@ -34,6 +35,7 @@ from penstock.priority.routing.state import parse_change, parse_snapshot
 from penstock.priority.verdict import Refusal
 from tests.cluster.scripted_replicas import PATIENCE_S, serving
 from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, completion_body, make_tokenizer
+from tests.gateway.raw_http import connect, get
 
 pytestmark = pytest.mark.anyio
 
@@ -150,7 +152,8 @@ async def test_a_snapshot_then_what_changes_and_the_tickets_of_this_switch_alone
             assert (snapshot.num_kv_tokens, snapshot.load.num_free_kv) == (512, 512)
             gateway.deliver(prefix_events=[stored(b"2" * 16)])
             asking = []
-            for ticket in ("ab/7", "cd/8", "ab/x", "ab/" + "9" * 20):
+            forged = ticket_of("another secret", "ab", 9)
+            for ticket in (ticket_of(SECRET, "ab", 7), ticket_of(SECRET, "cd", 8), forged, "ab/7"):
                 headers = {"x-penstock-ticket": ticket}
                 asking.append(asyncio.create_task(http.post(CHAT, json=chat_body(), headers=headers)))
             await gateway.queued(4)
@@ -168,6 +171,42 @@ async def test_a_snapshot_then_what_changes_and_the_tickets_of_this_switch_alone
             for task in asking:
                 gateway.answer(await gateway.taken(), "a")
                 await task
+
+
+async def test_many_blocks_come_in_many_messages() -> None:
+    gateway = make_gateway("a")
+    hashes = [number.to_bytes(16, "big") for number in range(2 * MOST_BLOCKS + 10)]
+    gateway.deliver(prefix_events=[stored(each) for each in hashes])
+    async with cluster(gateway) as found:
+        index = found.switch.router.index
+        await until(lambda: index.num_blocks == len(hashes))
+        async with (
+            httpx.AsyncClient(base_url=str(found.addresses["a"]), timeout=PATIENCE_S) as http,
+            http.stream("GET", f"{PATH}?switch=ab", headers={SECRET_HEADER: SECRET}) as reply,
+        ):
+            lines = reply.aiter_lines()
+            blocks = [parse_snapshot(json.loads(await anext(lines))).blocks]
+            while sum(map(len, blocks)) < len(hashes):
+                blocks.append(parse_change(json.loads(await anext(lines))).stored)
+        assert max(map(len, blocks)) <= MOST_BLOCKS
+        assert {each for some in blocks for each in some} == {*hashes}
+        gateway.deliver(prefix_events=[Dropped(hashes[0]), Dropped(hashes[-1])])
+        await until(lambda: index.num_blocks == len(hashes) - 2)
+        whole = await httpx.AsyncClient().get(
+            f"{found.addresses['a']}{PATH}", headers={SECRET_HEADER: SECRET}
+        )
+        assert {*parse_snapshot(whole.json()).blocks} == {*hashes[1:-1]}
+
+
+async def test_the_key_comes_before_the_body_and_what_is_unknown_needs_neither() -> None:
+    async with cluster(make_gateway("a")) as found:
+        found.switch.access.replace({digest_of("sk-alice"): Client(Tenant(name="alice"))})
+
+        for path in (CHAT, "/v1/files", "/tokenize", "/v1/batches"):
+            async with connect(str(found.http.base_url).rstrip("/")) as connection:
+                connection.send(get(path, "content-length: 9", "authorization: Bearer x", method="POST"))
+                assert (await connection.answer()).status == 401
+        assert (await found.http.post("/v1/nothing", json={})).status_code == 404
 
 
 def stored(hash_: bytes) -> Stored:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from penstock.gateway.store import patience
+from penstock.gateway.store import time_budget
 from tests.gateway.store.stores import OPENED
 
 
@@ -16,9 +16,9 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _short_insistence(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that a test takes away does not come back by itself."""
-    monkeypatch.setattr(patience, "INSIST_S", 0.2)
+    monkeypatch.setattr(time_budget, "RETRY_S", 0.2)
 
 
 @pytest.fixture

@@ -42,6 +42,9 @@ class ManualLoop:
         self.timers.append(timer)
         return timer
 
+    def time(self) -> float:
+        return self.now_s
+
     def create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(work)
 
@@ -71,6 +74,9 @@ class InMemoryTransport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def pause_reading(self) -> None:
         pass

@@ -16,10 +16,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.errors import ApiError, answering_unavailable, invalid
 from penstock.gateway.store.interface import Durable, Key, Store, StoreUnavailable
-from penstock.gateway.store.patience import insist
-from penstock.gateway.store.records import Records, answering_unavailable
+from penstock.gateway.store.records import Records
+from penstock.gateway.store.time_budget import retrying
 
 KIND, _PART_KIND = "file", "file_part"
 KEPT_S = 3 * 24 * 3600.0
@@ -112,7 +112,7 @@ class Upload:
     async def _put(self, num_bytes: int) -> None:
         part = bytes(self._tail[:num_bytes])
         with answering():
-            await insist(partial(self._files.write_part, self._tenant, self.id, self.num_parts, part))
+            await retrying(partial(self._files.write_part, self._tenant, self.id, self.num_parts, part))
         self.num_parts += 1
         del self._tail[:num_bytes]
 
@@ -206,7 +206,7 @@ class Files:
         """
         for number in range(file.num_parts):
             with answering():
-                part = await insist(partial(self.part, tenant, file.id, number))
+                part = await retrying(partial(self.part, tenant, file.id, number))
             if part is None:
                 message = f"The content of '{file.id}' is no longer kept."
                 raise invalid(message, "id", "file_expired", HTTPStatus.GONE)

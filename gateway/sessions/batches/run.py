@@ -18,7 +18,7 @@ import orjson
 
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.http.off_loop import Turns, off_loop
+from penstock.gateway.off_loop import FairSemaphore, off_loop
 from penstock.gateway.sessions.batches.batch import (
     BATCHES,
     MAX_RESULT_BYTES,
@@ -74,7 +74,7 @@ class Run:
         files: Files,
         limits: Limits,
         ask: Ask,
-        turns: Turns,
+        turns: FairSemaphore,
         holds: Callable[[], Awaitable[bool]],
         tenant: str,
         batch: Batch,

@@ -10,11 +10,11 @@ from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 
+from penstock.gateway.background import every, meanwhile
 from penstock.gateway.dispatch import Dispatch
-from penstock.gateway.http.background import every, meanwhile
 from penstock.gateway.http.errors import refused
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.http.off_loop import Turns
+from penstock.gateway.off_loop import FairSemaphore
 from penstock.gateway.sessions.batches.batch import BATCHES, WINDOW_S, Batch, LineError
 from penstock.gateway.sessions.batches.files import Files
 from penstock.gateway.sessions.batches.run import LINES_AT_ONCE, Ask, Run, stop
@@ -69,7 +69,7 @@ class Batches:
         self._ask = ask
         self._replica = replica.encode()
         self._model = model
-        self._turns = Turns(LINES_AT_ONCE, LINES_AT_ONCE)
+        self._turns = FairSemaphore(LINES_AT_ONCE, LINES_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tenants: dict[str, str] = {}
         """The tenant of each batch at work."""

@@ -59,22 +59,39 @@ class HotPrefix:
 class BlockChanges:
     """BlockChanges are the blocks that came and went since somebody last took them out."""
 
-    def __init__(self, salts: Collection[bytes] | None) -> None:
-        """Only blocks of these salts are noted; of all, if it is None."""
+    def __init__(self, salts: Collection[bytes] | None, there: dict[bytes, _Block]) -> None:
+        """Blocks that are `there` already come first. Only those of the salts are noted; all, if it is None."""
         self._salts = salts
-        self.stored: dict[bytes, None] = {}
-        self.removed: dict[bytes, None] = {}
+        self._there = there
+        """The blocks from before that were not looked at yet."""
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
 
     def note(self, known: bytes, salt: bytes, *, resident: bool) -> None:
         """Notes a block that came or went; one that did both is no change."""
-        if self._salts is None or salt in self._salts:
-            of, other = (self.stored, self.removed) if resident else (self.removed, self.stored)
+        if self._there.pop(known, None) is None and (self._salts is None or salt in self._salts):
+            of, other = (self._stored, self._removed) if resident else (self._removed, self._stored)
             if other.pop(known, self) is self:
                 of[known] = None
 
-    def clear(self) -> None:
-        self.stored.clear()
-        self.removed.clear()
+    @property
+    def is_behind(self) -> bool:
+        """Whether blocks from before are left to look at."""
+        return bool(self._there)
+
+    def take(self, most: int) -> tuple[list[bytes], list[bytes]]:
+        """Takes out at most so many blocks that came, and that went; so many from before are looked at for it."""
+        piece = [self._there.popitem() for _ in range(min(most, len(self._there)))]
+        for known, block in reversed(piece):
+            self.note(known, block.salt, resident=True)
+        return _taken(self._stored, most), _taken(self._removed, most)
+
+
+def _taken(hashes: dict[bytes, None], most: int) -> list[bytes]:
+    taken = list(islice(hashes, most))
+    for known in taken:
+        del hashes[known]
+    return taken
 
 
 class PrefixTracker:
@@ -105,9 +122,7 @@ class PrefixTracker:
 
         First those that are there, then, while this is entered, what comes and goes.
         """
-        changes = BlockChanges(salts)
-        for known, block in self._blocks.items():
-            changes.note(known, block.salt, resident=True)
+        changes = BlockChanges(salts, self._blocks.copy())
         self._listeners[changes] = None
         try:
             yield changes

@@ -20,13 +20,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.kinds import WriterMaker
 from penstock.gateway.sessions.recordings.recording import Recording, Turns
 from penstock.gateway.store.interface import Journal, JournalChange
+from penstock.gateway.store.packing import TOKEN_BYTES, Tokens
 
-_HEADER_BYTES = 12
-"""A token of the prompt and its text take about so many bytes in a journal's header."""
+_HEADER_BYTES = 6
+"""A token of the prompt takes about so many bytes in a journal's header."""
 _WORD_BYTES = 2
 """Making a word of a journal is as much work as reading so many bytes."""
 _ENDS = 1 << 31
@@ -49,7 +50,9 @@ class _Header(BaseModel):
     max_detached_s: float | None
     attempts: int
     """The number of processes that have worked on it."""
+    prompt: Tokens
     request: Request
+    """The request without its prompt."""
 
 
 class _End(BaseModel):
@@ -64,7 +67,7 @@ class _End(BaseModel):
 
 
 def header_of(recording: Recording) -> bytes:
-    header = _Header(
+    header = _Header.model_construct(  # of what is known to be right
         version=2,
         kind=recording.kind,
         details=recording.details,
@@ -72,7 +75,8 @@ def header_of(recording: Recording) -> bytes:
         detachable=recording.detachable,
         max_detached_s=recording.max_detached_s,
         attempts=recording.attempts,
-        request=replace(recording.request, output_token_ids=(), block_hashes=()),
+        prompt=recording.request.prompt_token_ids,
+        request=replace(recording.request, prompt_token_ids=(), output_token_ids=(), block_hashes=()),
     )
     return header.model_dump_json().encode()
 
@@ -110,7 +114,15 @@ async def change_of(
         token_ids=await off_loop(_WORD_BYTES * num_words, words),
         ttl_s=ended_ttl_s if is_over else ttl_s,
         end=end_of(recording) if is_over else None,
+        tenant=recording.tenant,
     )
+
+
+def unwritten_bytes(recording: Recording, written: int | None) -> int:
+    """Returns about how many bytes a journal lacks that has so many words; see `change_of`."""
+    header = _HEADER_BYTES * recording.num_prompt_tokens if written is None else 0
+    num_words = len(recording.token_ids) * _words_each(recording.request)
+    return header + TOKEN_BYTES * (num_words - (written or 0))
 
 
 class Token(NamedTuple):
@@ -268,7 +280,7 @@ def _parsed(journal: Journal) -> tuple[_Header, _End | None]:
 
 def _recording(header: _Header, now: float, make_writer: WriterMaker) -> Recording:
     recording = Recording(
-        replace(header.request, arrival_s=now),
+        replace(header.request, prompt_token_ids=header.prompt, arrival_s=now),
         kind=header.kind,
         details=header.details,
         created=header.created,

@@ -14,10 +14,10 @@ from penstock.engine.engine import EngineState
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.background import Rounds, every, meanwhile
 from penstock.gateway.dispatch import Dispatch
-from penstock.gateway.http.background import Rounds, every, meanwhile
 from penstock.gateway.http.errors import ApiError, internal
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.ended import EndedRecordings
 from penstock.gateway.sessions.recordings.journal import (
     CorruptJournal,
@@ -25,6 +25,7 @@ from penstock.gateway.sessions.recordings.journal import (
     change_of,
     rebuild,
     replay,
+    unwritten_bytes,
 )
 from penstock.gateway.sessions.recordings.kinds import WriterMaker
 from penstock.gateway.sessions.recordings.recording import ABANDONED, OVERDUE, Recording
@@ -36,7 +37,8 @@ from penstock.gateway.store.interface import (
     Store,
     StoreUnavailable,
 )
-from penstock.gateway.store.patience import PATIENCE, insist, insistent
+from penstock.gateway.store.link import batch_of
+from penstock.gateway.store.time_budget import TIME_BUDGET, retry_budget, retrying
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.reading import Formats, Reading
 from penstock.gateway.wire.structured import Form
@@ -160,11 +162,11 @@ class Recordings:
         """Finds a recording of the tenant's that runs or has ended lately, wherever it ran.
 
         Raises:
-            StoreUnavailable: nobody could say for `INSIST_S` whether there is one.
+            StoreUnavailable: nobody could say for `RETRY_S` whether there is one.
             ApiError: 503, for the same reason: what was interrupted is known when the engine is ready.
         """
         if recording_id not in self._all and self._journals is not None:
-            await insist(partial(self._look_for, recording_id, self._journals))
+            await retrying(partial(self._look_for, recording_id, self._journals))
         return self.here(tenant, recording_id)
 
     async def _look_for(self, recording_id: str, journals: Durable) -> None:
@@ -304,11 +306,13 @@ class Recordings:
             self._written.clear()
             self._dirty.update(dict.fromkeys(self._all))
         # What becomes new meanwhile is written next time: steps may bring it faster than the store takes it.
-        ids = list(self._dirty)
-        for start in range(0, len(ids), self.keeping.batch):
-            batch = ids[start : start + self.keeping.batch]
-            if not await self._write([self._all[i] for i in batch if i in self._all]):
+        new = [self._all[i] for i in self._dirty if i in self._all]
+        while new:
+            sizes = (unwritten_bytes(one, self._written.get(one.id)) for one in new)
+            number = batch_of(sizes, self.keeping.batch)
+            if not await self._write([one for one in new[:number] if one.id in self._all]):
                 return
+            del new[:number]
 
     async def _write(self, recordings: Sequence[Recording]) -> bool:
         """Writes the new events of these; returns False if the store is away, and keeps them for later."""
@@ -339,6 +343,11 @@ class Recordings:
             self._dirty[recording.id] = None
             return
         self._written[recording.id] = change.offset + len(change.token_ids)
+        if outcome == "full":
+            recording.journalled = False
+            log.warning(
+                "%s has too many replies in Redis: %s is not written down", recording.tenant, recording.id
+            )
         if outcome == "foreign":
             recording.journalled = False
             log.warning(
@@ -370,7 +379,7 @@ class Recordings:
         What is claimed and not taken over, because the store went away between the two, is told again next time.
         """
         assert self._journals is not None
-        PATIENCE.set(insistent())
+        TIME_BUDGET.set(retry_budget())
         claimed = await self._journals.claim()
         new = [
             stream_id for stream_id in claimed if stream_id not in self._all and stream_id not in self._doomed

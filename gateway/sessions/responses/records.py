@@ -15,17 +15,18 @@ from functools import partial
 
 import orjson
 
-from penstock.gateway.http.off_loop import off_loop
+from penstock.gateway.http.errors import answering_unavailable
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.objects import Item, JsonObject, as_messages
 from penstock.gateway.sessions.responses.threads import Thread, num_chars
 from penstock.gateway.sessions.responses.writer import output_items, plain, response, status_of
 from penstock.gateway.store.interface import Store
 from penstock.gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
-from penstock.gateway.store.patience import insist
 from penstock.gateway.store.pieces import PIECE_BYTES, Pieces, cut, join
 from penstock.gateway.store.pieces import keep as keep_pieces
-from penstock.gateway.store.records import Records, answering_unavailable
+from penstock.gateway.store.records import Records
+from penstock.gateway.store.time_budget import retrying
 
 KIND = "response"
 KEPT_S = 24 * 3600.0
@@ -138,7 +139,7 @@ async def find(store: Store, tenant: str, response_id: str) -> Record | None:
         ApiError: 503, if the store does not answer: nobody knows then.
     """
     with answering():
-        return await insist(lambda: _read(store, tenant, response_id))
+        return await retrying(lambda: _read(store, tenant, response_id))
 
 
 async def _read(store: Store, tenant: str, response_id: str) -> Record | None:

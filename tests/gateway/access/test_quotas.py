@@ -20,7 +20,7 @@ from penstock.gateway.http.errors import ApiError
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable, Window
 from penstock.gateway.store.memory import MemoryStore
-from penstock.gateway.store.patience import PATIENCE, Patience
+from penstock.gateway.store.time_budget import TIME_BUDGET, TimeBudget
 from penstock.priority.lanes import Tenant
 from tests.clock import Clock
 from tests.gateway.harness import MODEL, Gateway, chat_body, serving, settled
@@ -350,21 +350,21 @@ async def test_a_store_that_goes_away_meanwhile_is_told_what_can_be() -> None:
 
 
 async def test_what_was_used_is_told_although_its_request_has_waited_for_redis_long_enough() -> None:
-    seen: list[Patience | None] = []
+    seen: list[TimeBudget | None] = []
 
     class Seeing(RecordingStore):
         async def _note(self, *call: Any) -> None:
             await super()._note(*call)
-            seen.append(PATIENCE.get())
+            seen.append(TIME_BUDGET.get())
 
     quotas = QuotaHarness()
     quotas.quotas = Quotas(Seeing(quotas.clock), quotas.clock)
-    before = PATIENCE.set(spent := Patience(num_glances=0))
+    before = TIME_BUDGET.set(spent := TimeBudget(num_checks=0))
     try:
         async with quotas.quotas.running():
             (await quotas.ask(ann(tokens_per_minute=1_000))).end(50)
     finally:
-        PATIENCE.reset(before)
+        TIME_BUDGET.reset(before)
     assert seen == [spent, None, None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
@@ -14,6 +15,8 @@ import pytest
 
 from penstock.engine.planning.tokenizer import Tokenizer
 from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.endpoints.operation import Operation, Passing
+from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota
 from penstock.priority.lanes import Tenant
@@ -31,6 +34,13 @@ COUNTED: dict[str, dict[str, Any]] = {
     "/v1/completions/render": {"model": MODEL, "prompt": "Hi"},
     "/v1/chat/completions/render": MESSAGES,
 }
+
+
+LOOKED_UP = [
+    (path, operations["GET"])
+    for path, operations in OPERATIONS.items()
+    if "GET" in operations and operations["GET"].is_lookup
+]
 
 
 class HeldTokenizer(Tokenizer):
@@ -137,3 +147,44 @@ async def test_what_may_not_wait_to_be_tokenized_is_counted_as_refused(
     refused_for = partial(gateway.service.metrics.admissions, "standard", "refused")
     found = {reason: refused_for(reason).value for reason in ("too_much_to_tokenize", "rate_limit_exceeded")}
     assert found == {"too_much_to_tokenize": 1, "rate_limit_exceeded": 1}
+
+
+def test_whatever_shows_something_by_its_id_counts() -> None:
+    shown = {
+        path
+        for path, operations in OPERATIONS.items()
+        if "GET" in operations and Passing.BY_ID in operations["GET"].passing
+    }
+    assert shown <= {path for path, _ in LOOKED_UP}
+
+
+@pytest.mark.parametrize(("path", "operation"), LOOKED_UP, ids=[path for path, _ in LOOKED_UP])
+async def test_looking_something_up_counts_as_a_request(path: str, operation: Operation) -> None:
+    gateway = gateway_of(Quota(requests_per_minute=2, requests_per_day=50, tokens_per_day=50, max_streams=1))
+    target, ann = re.sub(r"{\w+}", "an_id", path), {"authorization": "Bearer ann"}
+    async with client(gateway.app) as http:
+        for _ in range(2):
+            reply = await http.get(target, headers=ann)
+            assert reply.status_code != 429
+            if reply.status_code == 200:
+                assert reply.headers["x-ratelimit-limit-requests"] == "2"
+        refused = await http.get(target, headers=ann)
+        used = (await http.get("/v1/usage", headers=ann)).json()
+    assert refused.status_code == 429
+    assert 429 in operation.refusals
+    assert '"used":0' in str(used).replace(" ", "").replace("'", '"'), "of tokens"
+
+
+async def test_who_may_have_one_stream_may_look_after_it() -> None:
+    gateway = gateway_of(Quota(requests_per_minute=100, max_streams=1))
+    ann = {"authorization": "Bearer ann"}
+    async with client(gateway.app) as http:
+        asking = asyncio.create_task(post(http, "/v1/chat/completions", chat_body()))
+        request = await gateway.taken()
+        for _ in range(3):
+            assert (await http.get("/v1/chat/completions", headers=ann)).status_code == 200
+        gateway.answer(request, "Hello.")
+        assert (await asking).status_code == 200
+        asking = asyncio.create_task(post(http, "/v1/chat/completions", chat_body()))
+        gateway.answer(await gateway.taken(), "Hello.")
+        assert (await asking).status_code == 200

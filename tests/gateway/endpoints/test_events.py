@@ -18,9 +18,10 @@ from penstock.engine.planning.prefix_events import Dropped, Stored
 from penstock.engine.planning.request import DraftCount
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import NO_SECONDS, DraftSeconds, ExpertUse, StepReport
-from penstock.gateway.access.keys import digest_of
+from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints import events
 from penstock.gateway.service import ServiceOptions
+from penstock.gateway.store.interface import Quota
 from penstock.gateway.watch import MAX_STEPS, StepWatch
 from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, serving
@@ -330,3 +331,87 @@ async def test_routers_hear_of_the_callers_blocks_that_come_and_go() -> None:
         tell(block(4), block(5), Dropped(b"\5"), Dropped(b"\1"), block(6, b"somebody else"))
         assert await anext(found) == ("removed", {"blocks": ["01"]})
         assert await anext(found) == ("stored", {"blocks": ["04"]})
+
+
+CLIENTS = {
+    digest_of("ann"): Client(Tenant(name="ann"), Quota(requests_per_minute=3)),
+    digest_of("bob"): Client(Tenant(name="bob")),
+    digest_of("ops"): Client(Tenant(name="ops"), is_operator=True),
+}
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+async def test_a_tenant_has_so_many_event_streams_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MOST_LISTENERS", 2)
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=CLIENTS))
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
+        async with contextlib.AsyncExitStack() as stack:
+            for path in ("/v1/events", "/v1/prefixes/events"):
+                await stack.enter_async_context(listening(url, path, headers=key("bob")))
+            refused = await http.get("/v1/events", headers=key("bob"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_event_streams")
+            assert "retry-after" in refused.headers
+            async with listening(url, "/v1/events", headers=key("ops")) as found:
+                await first(found, "server")
+        async with asyncio.timeout(10):
+            while any("run_asgi" in repr(task) for task in asyncio.all_tasks()):
+                await asyncio.sleep(0)
+        async with listening(url, "/v1/events", headers=key("bob")) as found:
+            await first(found, "server")
+
+
+async def test_opening_an_event_stream_counts_as_a_request() -> None:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=CLIENTS))
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
+        assert (await http.get("/v1/events?detail=all", headers=key("ann"))).status_code == 400
+        for path in ("/v1/events", "/v1/prefixes/events", "/v1/events?detail=tenants"):
+            async with listening(url, path, headers=key("ann")):
+                pass
+        refused = await http.get("/v1/events", headers=key("ann"))
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+
+
+async def test_what_shows_the_work_for_everybody_is_the_operators() -> None:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=CLIENTS, promises={Lane.STANDARD: 30.0}))
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
+        asked = asyncio.create_task(http.post(CHAT, json=chat_body(), headers=key("bob")))
+        request = await gateway.taken()
+        for detail in ("steps", "kv", "tenants,kv"):
+            refused = await http.get(f"/v1/events?detail={detail}", headers=key("bob"))
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "detail")
+            async with listening(url, f"/v1/events?detail={detail}", headers=key("ops")) as found:
+                assert (await first(found, "server"))["engine"]["kv_blocks"] == 32
+        for name, num_streams in (("ann", 0), ("bob", 1)):
+            gateway.clock.now += 1
+            async with listening(url, "/v1/events?detail=tenants", headers=key(name)) as found:
+                told = await first(found, "server")
+                assert (told["state"], told["streams"], told.keys()) == (
+                    *("ready", num_streams),
+                    {"state", "streams", "lanes"},
+                )
+                standard = {"forecast_ttft_ms": None, "promised_ttft_ms": 30_000}
+                assert told["lanes"]["standard"] == standard
+                shown = await first(found, "tenants")
+                assert [row["tenant"] for row in shown["tenants"]] == [name]
+                assert not any(shown["others"].values())
+        gateway.answer(request, "a")
+        await asked
+
+
+async def test_requests_of_one_name_are_found_as_long_as_they_wait() -> None:
+    gateway = Gateway()
+    dispatch, named = gateway.service.dispatch, {"x-request-id": "mine"}
+    async with client(gateway.app) as http:
+        asked = [asyncio.create_task(http.post(CHAT, json=chat_body(), headers=named)) for _ in range(2)]
+        await gateway.queued(2)
+        for left in (True, False):
+            request = await gateway.taken()
+            assert (dispatch.waiting("default", "mine") is not None) == left
+            assert dispatch.waiting("another", "mine") is None
+            gateway.answer(request, "a")
+        await asyncio.gather(*asked)
+    await gateway.left()
+    assert not dispatch._by_name

@@ -189,3 +189,21 @@ async def test_what_is_refused(method: str, path: str, body: Any, status: int, t
     assert reply.status_code == status, reply.text
     assert reply.json()["type"] == "error"
     assert told in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "url"),
+    [
+        ({}, "http://penstock"),
+        ({"x-forwarded-host": "llm.example.com", "x-forwarded-proto": "https"}, "https://llm.example.com"),
+        ({"x-forwarded-host": "a:8443, b", "x-forwarded-proto": "https, http"}, "https://a:8443"),
+    ],
+)
+async def test_its_results_are_where_the_client_can_reach_them(headers: dict[str, str], url: str) -> None:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
+        made = (await http.post(PATH, json={"requests": [asked("a")]})).json()["id"]
+        gateway.answer(await gateway.taken(), "yes")
+        while (shown := (await http.get(f"{PATH}/{made}", headers=headers)).json())["results_url"] is None:
+            await asyncio.sleep(0.01)
+    assert shown["results_url"] == f"{url}{PATH}/{made}/results"

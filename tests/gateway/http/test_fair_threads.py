@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.gateway.http import off_loop
+from penstock.gateway.http import fair_threads
 from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.off_loop import TOKENIZED_ON_LOOP_BYTES, FairThreads
+from penstock.gateway.http.fair_threads import TOKENIZED_ON_LOOP_BYTES, FairThreads
 from tests.clock import Clock
 from tests.gateway.harness import settled
 
@@ -70,7 +70,7 @@ async def test_a_tenant_waits_for_few_of_anothers(works: Works, num_threads: int
 
 
 async def test_what_may_wait_of_one_tenant_is_bounded(works: Works, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(off_loop, "_FIRST_GUESS_S_PER_BYTE", 0.001)
+    monkeypatch.setattr(fair_threads, "_FIRST_GUESS_S_PER_BYTE", 0.001)
     threads = FairThreads(1, 3 * BIG)
     waiting = [asyncio.create_task(threads.run("a", BIG, works.of("a"))) for _ in range(3)]
     other = asyncio.create_task(threads.run("b", 2 * BIG, works.of("b")))

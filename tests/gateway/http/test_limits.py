@@ -34,6 +34,11 @@ def strings_in(value: Any) -> int:
     return sum(map(strings_in, value)) if isinstance(value, list) else isinstance(value, str)
 
 
+def commas_in(value: Any) -> int:
+    inside = list(value.values()) if isinstance(value, dict) else value
+    return max(0, len(inside) - 1) + sum(map(commas_in, inside)) if isinstance(inside, list) else 0
+
+
 HOSTILE_TEXT = st.text('[]{}"\\a\n,é', max_size=6)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | HOSTILE_TEXT,
@@ -57,6 +62,7 @@ def test_a_body_is_taken_up_to_each_limit_and_refused_beyond_it(value: Any, asci
     body = json.dumps(whole, ensure_ascii=ascii_only).encode()
     counts = {
         "max_json_containers": containers_in(whole),
+        "max_json_values": commas_in(whole),
         "max_json_strings": strings_in(whole),
         "max_json_depth": depth_of(whole),
     }
@@ -85,7 +91,14 @@ def test_an_object_has_so_many_members_at_most() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b'"' + b'\\"' * 2_000_000, b"[" * 4_000_000, b'"' * 4_000_001, b'""' * 2_000_000, b"\\" * 4_000_000],
+    [
+        b'{"a":[' + b"1," * 2_000_000,
+        b'"' + b'\\"' * 2_000_000,
+        b"[" * 4_000_000,
+        b'"' * 4_000_001,
+        b'""' * 2_000_000,
+        b"\\" * 4_000_000,
+    ],
 )
 def test_hostile_bodies_take_linear_time(body: bytes) -> None:
     started = time.process_time()

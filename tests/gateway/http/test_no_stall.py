@@ -32,6 +32,7 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
 CONTEXT = 131_072
 MAX_BYTES = Limits().max_body_bytes
+MOST_VALUES = Limits().max_json_values
 
 HELD_BY_LOOP = 40
 """Plain requests' worth of time. Where a plain one takes half a millisecond, as it does on a slow core, it is 20 ms."""
@@ -130,6 +131,11 @@ CORPUS: dict[str, tuple[str, bytes]] = {
     "input, as much as may be": (RESPONSES, filled(f'{{{MODEL_JSON},"input":[', MESSAGE, "]}", 29 * 2048)),
     "items": ("/v1/conversations", filled('{"items":[', MESSAGE, "]}")),
     "tokens": ("/detokenize", filled('{"tokens":[', "200", "]}")),
+    "tokens, as many as are counted": ("/detokenize", filled('{"tokens":[', "1", "]}", 2 * MOST_VALUES)),
+    "prompt of as many numbers as are counted": (
+        COMPLETIONS,
+        filled(f'{{{MODEL_JSON},"prompt":[', "0", "]}", 2 * MOST_VALUES),
+    ),
     "tokens to locate": ("/v1/prefixes/locate", filled('{"tokens":[', "200", "]}", 4 * CONTEXT - 200)),
     "depth": (CHAT, b'{"messages":' + b"[" * 4_000_000),
     "quotes": (CHAT, b'{"user":"' + b'\\"' * 2_000_000 + b'"}'),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
-from penstock.gateway.http import off_loop
+from penstock.gateway import off_loop
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.reply.whole import whole, whole_json
 from penstock.gateway.sessions import chats

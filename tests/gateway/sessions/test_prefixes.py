@@ -295,6 +295,26 @@ def test_a_block_that_comes_and_goes_between_two_writes_is_gone_for_the_store_to
 # What is written
 
 
+def test_a_listener_looks_at_what_is_there_a_piece_at_a_time() -> None:
+    tracker = PrefixTracker()
+    known = [bytes([number]) for number in range(7)]
+    tracker.take([Stored(each, None, 1, (1,), b"mine" if each != b"\5" else b"another's") for each in known])
+    with tracker.listening([b"mine"]) as changes:
+        tracker.take([Dropped(b"\0"), Stored(b"\7", None, 1, (1,), b"mine")])
+        pieces = [changes.take(3)]
+        assert changes.is_behind
+        tracker.take([Dropped(b"\6")])
+        while changes.is_behind:
+            pieces.append(changes.take(3))
+        pieces.append(changes.take(3))
+    stored = [each for some, _ in pieces for each in some]
+    removed = [each for _, some in pieces for each in some]
+    assert sorted(set(stored).difference(removed)) == [b"\1", b"\2", b"\3", b"\4", b"\7"]
+    assert len(stored) == len(set(stored))
+    assert set(removed) <= set(stored), "what was not told of need not be taken back"
+    assert all(len(some) <= 3 for piece in pieces for some in piece)
+
+
 async def test_changes_are_written_in_batches_and_kept_while_the_store_is_away() -> None:
     tracker, store = PrefixTracker(), PrefixStore()
     writer = PrefixWriter(tracker, store, max_changes=2)

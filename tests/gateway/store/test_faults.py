@@ -11,14 +11,14 @@ from contextlib import suppress
 import pytest
 
 from penstock.gateway.store import link as link_module
-from penstock.gateway.store import patience
+from penstock.gateway.store import time_budget
 from penstock.gateway.store.breaker import MAX_FAILURES
 from penstock.gateway.store.interface import PIECE, JournalChange, Key, Quota, StoreUnavailable
 from penstock.gateway.store.link import Command
 from penstock.gateway.store.memory import MemoryStore
-from penstock.gateway.store.patience import PATIENCE, Patience, insistent
 from penstock.gateway.store.redis import RedisStore
 from penstock.gateway.store.shared import SharedStore
+from penstock.gateway.store.time_budget import TIME_BUDGET, TimeBudget, retry_budget
 from tests.clock import Clock
 from tests.gateway.store.stores import block, record, redis_store
 from tests.redis_server import RedisServer
@@ -102,7 +102,7 @@ async def test_the_calls_of_one_request_wait_no_longer_than_one_call(
 ) -> None:
     store = redis_store(server)
     await store.put(record(), b"x", 60)
-    before = PATIENCE.set(Patience())
+    before = TIME_BUDGET.set(TimeBudget())
     server.pause()
     try:
         with monkeypatch.context() as hurried:
@@ -110,7 +110,7 @@ async def test_the_calls_of_one_request_wait_no_longer_than_one_call(
             results = [await timed(store.get(record())) for _ in range(4)]
     finally:
         server.resume()
-        PATIENCE.reset(before)
+        TIME_BUDGET.reset(before)
     assert not any(done for done, _ in results)
     assert store.stats().num_rejected == 3  # although the breaker is closed: one failure is none
     assert store.stats().state == "ok"
@@ -120,16 +120,16 @@ async def test_the_calls_of_one_request_wait_no_longer_than_one_call(
 async def test_who_can_go_on_with_nothing_else_waits_for_a_slow_redis_in_one_call(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "INSIST_S", 60.0)
+    monkeypatch.setattr(time_budget, "RETRY_S", 60.0)
     monkeypatch.setattr(link_module, "WORK_S", 0.08)
     store = redis_store(server)
-    before = PATIENCE.set(insistent())
+    before = TIME_BUDGET.set(retry_budget())
     try:
         await store.put(record(), b"x", 60)
         server.call("CLIENT", "PAUSE", 500)
         assert await store.get(record()) == b"x"
     finally:
-        PATIENCE.reset(before)
+        TIME_BUDGET.reset(before)
     assert store.stats().failures == {}
 
 
@@ -633,3 +633,47 @@ async def test_a_piece_that_redis_gave_up_is_there_again_once_it_is_asked_for(se
     assert await store.shared([key], 6000) == [b"x"]
     await store.flush()
     assert await redis_store(server, replica="b").shared([key], 6000) == [b"x"]
+
+
+async def test_a_reservation_that_redis_made_and_answered_too_late_is_charged_once(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, quota = shared_store(server, Clock()), Quota(requests_per_minute=60, tokens_per_minute=1000)
+    ask = store.remote.link.one
+
+    async def lost(command: Command) -> None:
+        await ask(command)
+        raise StoreUnavailable("its answer is lost")
+
+    for lease, is_settled_before in (("long", False), ("short", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(store.remote.link, "one", lost)
+            assert (await store.reserve("t", quota, 300, lease)).refused is None
+        if not is_settled_before:
+            await store.renew([("t", lease)])
+            await store.flush()
+            await store.renew([("t", lease)])
+        await store.settle("t", quota, -200, lease)
+        await store.release("t", lease)
+    grant = await store.remote.reserve("t", quota, 1, "probe")
+    assert grant.tokens is not None
+    assert grant.tokens.remaining == pytest.approx(1000 - 2 * 100 - 1, abs=20)
+
+
+async def test_a_lease_that_redis_does_not_know_is_no_proof_of_a_charge(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a renewal alone would make one."""
+    store, quota = shared_store(server, Clock()), Quota(tokens_per_minute=1000)
+
+    async def away(command: Command) -> None:  # noqa: ARG001
+        raise StoreUnavailable("it is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.remote.link, "one", away)
+        assert (await store.reserve("t", quota, 300, "lease")).refused is None
+    await store.renew([("t", "lease")])
+    await store.settle("t", quota, -100, "lease")
+    grant = await store.remote.reserve("t", quota, 1, "probe")
+    assert grant.tokens is not None
+    assert grant.tokens.remaining == pytest.approx(1000 - 200 - 1, abs=20)

@@ -124,6 +124,7 @@ async def test_tokenize_and_detokenize_are_inverses() -> None:
         ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("/tokenize", {"prompt": "x" * 9000}, "prompt"),
         ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [9] * 513}, "tokens"),
         ("/detokenize", {"tokens": [10_000]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": "x"}, "tokens"),

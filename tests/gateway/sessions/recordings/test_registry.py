@@ -12,7 +12,7 @@ from penstock.engine.planning.request import FinishReason, Output
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.recordings.registry import Keeping
 from penstock.gateway.store.interface import Journal, JournalChange, JournalOutcome, StoreUnavailable
-from penstock.gateway.store.patience import PATIENCE, Patience
+from penstock.gateway.store.time_budget import TIME_BUDGET, TimeBudget
 from tests.clock import Clock
 from tests.gateway.harness import Gateway, make_timings, settled
 from tests.gateway.sessions.recordings.fakes import FakeReader, bring, make_recording, make_request
@@ -213,18 +213,18 @@ async def test_what_is_not_written_down_at_once_is_tried_once_more(num_refused: 
 
 
 async def test_a_reply_is_written_down_although_its_request_has_waited_for_redis_long_enough() -> None:
-    seen: list[Patience | None] = []
+    seen: list[TimeBudget | None] = []
 
     class SlowStore(OrphaningStore):
         async def write_journals(self, changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
-            seen.append(PATIENCE.get())
+            seen.append(TIME_BUDGET.get())
             return await super().write_journals(changes)
 
-    before = PATIENCE.set(Patience(num_glances=0))
+    before = TIME_BUDGET.set(TimeBudget(num_checks=0))
     try:
         await begin(Gateway(store=SlowStore(Clock())), 1)
     finally:
-        PATIENCE.reset(before)
+        TIME_BUDGET.reset(before)
     assert seen == [None]
 
 

@@ -156,3 +156,30 @@ def test_a_format_of_the_answer() -> None:
 def test_counting_needs_no_number_of_tokens() -> None:
     body = read(CountTokensBody, {"model": "m", "messages": [user("Hi")]}, LIMITS)
     assert as_chat(body, LIMITS).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            {"type": "image", "source": {}},
+            "Invalid 'messages[0].content[0].type': Input should be 'text', 'thinking', 'redacted_thinking', "
+            "'tool_use' or 'tool_result', not 'image'.",
+        ),
+        ({"text": "Hi"}, "You must provide the parameter 'messages[0].content[0].type'."),
+        ({"type": "text"}, "You must provide the parameter 'messages[0].content[0].text'."),
+        ({"type": "text", "text": 5}, "Invalid 'messages[0].content[0].text': Input should be a string."),
+        (
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": 5}]},
+            "Invalid 'messages[0].content[0].content[0].text': Input should be a string.",
+        ),
+        (
+            {"type": "tool_use", "id": "a", "name": "f", "input": 5},
+            "Invalid 'messages[0].content[0].input': Input should be an object.",
+        ),
+    ],
+)
+def test_the_place_of_a_mistake_is_that_in_the_body(block: object, message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat_of(user([block]))
+    assert refused.value.message == message

@@ -9,65 +9,51 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from penstock.gateway.store.interface import StoreUnavailable
 
 T = TypeVar("T")
 
-NUM_GLANCES = 4
+NUM_CHECKS = 4
 """The number of checks on an unanswered call before it is given up."""
-INSIST_S = 5.0
+RETRY_S = 5.0
 """The time for which a request that only the store can answer retries: the breaker probes twice in it."""
 _PAUSE_S = 0.05
-GLANCE_S = 0.02
+CHECK_S = 0.02
 """The interval of these checks while this process is not late."""
 
 
 @dataclass(slots=True)
-class Patience:
+class TimeBudget:
     """The time budget of a request's calls, counted in checks."""
 
-    num_glances: int = NUM_GLANCES
+    num_checks: int = NUM_CHECKS
 
 
-def insistent() -> Patience:
+def retry_budget() -> TimeBudget:
     """Returns the budget for a call that the request cannot do without."""
-    return Patience(round(INSIST_S / GLANCE_S))
+    return TimeBudget(round(RETRY_S / CHECK_S))
 
 
-PATIENCE: ContextVar[Patience | None] = ContextVar("PATIENCE", default=None)
+TIME_BUDGET: ContextVar[TimeBudget | None] = ContextVar("TIME_BUDGET", default=None)
 """The budget of the current request; None outside requests, where every call has its full time."""
 
 
-class PatienceMiddleware:
-    """Gives every request its own budget."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":  # what runs for as long as the server does is in no hurry
-            PATIENCE.set(Patience())
-        await self.app(scope, receive, send)
-
-
-async def insist(ask: Callable[[], Awaitable[T]], clock: Callable[[], float] | None = None) -> T:
-    """Makes a call that the request cannot do without, retrying for up to `INSIST_S`.
+async def retrying(ask: Callable[[], Awaitable[T]], clock: Callable[[], float] | None = None) -> T:
+    """Makes a call that the request cannot do without, retrying for up to `RETRY_S`.
 
     Raises:
         StoreUnavailable: there was none in all that time.
     """
     clock = clock or time.monotonic
-    end_s = clock() + INSIST_S
-    before = PATIENCE.set(patience := insistent())
+    end_s = clock() + RETRY_S
+    before = TIME_BUDGET.set(budget := retry_budget())
     try:
         while True:
             try:
                 return await ask()
             except StoreUnavailable:
-                if clock() >= end_s or not patience.num_glances:
+                if clock() >= end_s or not budget.num_checks:
                     raise
             await asyncio.sleep(_PAUSE_S)
     finally:
-        PATIENCE.reset(before)
+        TIME_BUDGET.reset(before)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.gateway.http.background import Rounds, every, meanwhile
+from penstock.gateway.background import Rounds, every, meanwhile
 from tests.gateway.harness import settled
 
 

@@ -1,57 +1,25 @@
-"""Work on large bodies runs in a thread, because on the event loop it would hold up every stream."""
+"""Threads for work on texts, which tenants share fairly."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 import anyio
 import anyio.to_thread
 
 from penstock.gateway.http.errors import refused
+from penstock.gateway.off_loop import FairSemaphore
 
-OFF_LOOP_BYTES = 32 * 1024
-"""JSON or packing of this size takes about a millisecond."""
 TOKENIZED_ON_LOOP_BYTES = 1024
 """Tokenizing a text of this size takes a quarter of a millisecond, twice what handing it to a thread does."""
 
-TOKEN_BYTES = 4
-"""Hashing a token of a prompt takes about as long as other work on so many bytes."""
-
-# Threads take turns with the event loop on one interpreter: the more of them, the less is left for it.
-_SHORT = anyio.CapacityLimiter(2)
 _FIRST_GUESS_S_PER_BYTE = 3e-7
 _NEWEST_SHARE = 0.2
 
 _Result = TypeVar("_Result")
-
-
-async def off_loop(size: int, work: Callable[..., _Result], *args: object) -> _Result:
-    """Returns the result of `work(*args)`, done in a thread if `size`, about the bytes it looks at, is large."""
-    if size <= OFF_LOOP_BYTES:
-        return work(*args)
-    return await anyio.to_thread.run_sync(work, *args, limiter=_SHORT)
-
-
-class Turns:
-    """A fair semaphore: one tenant's next work waits for only a few pieces of each other tenant's work."""
-
-    def __init__(self, num_places: int, num_each: int) -> None:
-        """At most `num_each` pieces of one tenant's work hold a place or compete for one."""
-        self._num_each = num_each
-        self._places = anyio.Semaphore(num_places)
-        self._turns: WeakValueDictionary[str, anyio.Semaphore] = WeakValueDictionary()
-        """The tenants' own semaphores, each as long as the tenant has work."""
-
-    @contextlib.asynccontextmanager
-    async def of(self, tenant: str) -> AsyncIterator[None]:
-        turn = self._turns.setdefault(tenant, anyio.Semaphore(self._num_each))
-        async with turn, self._places:
-            yield
 
 
 class FairThreads:
@@ -62,7 +30,7 @@ class FairThreads:
         self._clock = clock
         self._num_threads = num_threads
         self._max_bytes = max_bytes
-        self._turns = Turns(num_threads, num_threads)
+        self._turns = FairSemaphore(num_threads, num_threads)
         self._threads = anyio.CapacityLimiter(num_threads)
         self._bytes: Counter[str] = Counter()
         """The bytes that wait or are being processed, by tenant."""
