@@ -210,6 +210,19 @@ def test_models_write_as_they_were_taught_to(format: str) -> None:
         assert len(answer_of(Reading(tools=format, schemas=SCHEMAS).parser("a"), listed).calls) == 2
 
 
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_integers_beyond_doubles_are_exact(format: str) -> None:
+    large = 1098765432109876543
+    add = SCHEMAS["add"]
+    for of_a in ({"enum": [large]}, {"type": "integer", "minimum": large, "maximum": large}):
+        schemas = {"add": {**add, "properties": {**add["properties"], "a": of_a}}}
+        text = calls_grammar(format, schemas, spell, one_call=True)
+        found = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(text))
+        for number, is_right in ((large, True), (large - 63, False), (large + 1, False)):
+            written = WRITTEN[format].replace("1", str(number))
+            assert accepts(found.deep_copy(), written) is is_right, written
+
+
 def test_spaces_around_a_call_are_those_that_each_model_writes() -> None:
     call = WRITTEN["hermes"].replace("\n", "")
     assert accepts(matcher("hermes"), call)
