@@ -240,10 +240,10 @@ class Intake:
         """Compiles the grammar of an answer's form; raises as Compiling does, or as `ignore`."""
         if form is None:
             return None
-        form, left_out = enforced_form(form)
+        enforced, left_out = await off_loop(len(form.grammar.text), enforced_form, form)
         for field in left_out:
             self.ignore(field)
-        return await self._service.compiling.compile(tenant.name, form)
+        return await self._service.compiling.compile(tenant.name, enforced)
 
     async def with_tools(
         self, params: GenerationParams, prompt: list[int], use: ToolUse, *, shows_reasoning: bool = True
@@ -258,12 +258,13 @@ class Intake:
         formats = self._service.formats
         reading = formats.reading(prompt, use, shows_reasoning=shows_reasoning)
         answer = None if params.grammar is None else params.grammar.plain
-        if needs_grammar(use, answer):
-            use, left_out = enforced_tools(use)
+        size = use.num_chars if needs_grammar(use, answer) else 0
+        if size:
+            use, left_out = await off_loop(size, enforced_tools, use)
             for field in left_out:
                 self.ignore(field)
         make = partial(formats.grammar, prompt, reading, use, answer, params.tenant.name)
-        grammar = await off_loop(use.num_chars if needs_grammar(use, answer) else 0, make)
+        grammar = await off_loop(size, make)
         form = None if grammar is None else Form("tools" if use.tools else "response_format", grammar)
         return replace(
             params,
