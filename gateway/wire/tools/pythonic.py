@@ -12,7 +12,7 @@ from penstock.gateway.wire.tools.scanning import SPACE, FormatParser, Malformed,
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _AFTER = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 """The run of characters after a quotation mark in which no string ends."""
-_LITERAL = re.compile(r"""[^"'()\[\]{},]*""")
+_LITERAL = re.compile(r"""[^"'()\[\]{},<]*""")
 _NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 """Matches the numbers of JSON."""
 _IN_TEXT = re.compile(r'\\[^\n\r]|[\\"\n\r]')

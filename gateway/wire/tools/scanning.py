@@ -59,7 +59,7 @@ class Scanner:
         self._text = ""
         self._at = 0
         self._seen = 0
-        """The place up to which a format has looked at the text: no marker is searched for before it."""
+        """The place up to which a format has looked at the text: no marker is searched for that ends before it."""
         self._opening = ""
         """The last marker that ended text, with the space before it."""
         self._ended = False
@@ -224,7 +224,7 @@ class Scanner:
             say: it makes other pieces of the text.
         """
         unsaid = self._at  # from `_at` up to here there is nothing but space
-        self._seen = max(self._at, self._seen)
+        self._seen = max(self._at, self._seen - len(marker) + 1)  # a marker may be what was not understood
         while (end := self._text.find(marker, self._seen)) < 0 and not self._ended:
             num_held = num_begun(self._text, marker, self._seen)
             self._seen = len(self._text) - num_held
