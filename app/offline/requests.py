@@ -19,6 +19,7 @@ from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from penstock.gateway.wire.conversation import as_dict
 from penstock.gateway.wire.embeddings import EmbeddingsBody
+from penstock.gateway.wire.enforced import enforced_form
 from penstock.gateway.wire.lanes import urgency_of
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.sampling import (
@@ -189,6 +190,7 @@ class Requests:
         form = form_of(body, _LIMITS, answer_form(body.response_format))
         if form is None:
             return None
+        form, _ = enforced_form(form)
         try:
             return self._core.grammars.compile(OPEN_TENANT.name, form.grammar)
         except GrammarError as error:

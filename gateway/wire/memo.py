@@ -27,9 +27,9 @@ class Memo(Generic[_Key, _Result]):
     def get(self, key: _Key, make: Callable[[], _Result]) -> _Result:
         """Returns the result of a key, made if it is not remembered."""
         with self._lock:
-            if (known := self._results.get(key)) is not None:
+            if (result := self._results.get(key)) is not None:
                 self._results.move_to_end(key)
-                return known
+                return result
         result = make()
         with self._lock:
             if key not in self._results:

@@ -138,8 +138,8 @@ class Formats:
         special = map(tokenizer.token_bytes, tokenizer.special_ids)
         self._special_firsts = frozenset(text.decode(errors="replace")[:1] for text in special)
         """The characters with which special tokens begin."""
-        self._within: set[int] = set()
-        """Tokens within which no marker of reasoning begins; see Thoughts."""
+        self._without: dict[str, set[int]] = {}
+        """The tokens without a character that begins a marker, as far as they were looked at; see Thoughts."""
         signs = {name: [(sign,) for sign in format.signs] for name, format in TOOL_FORMATS.items()}
         self.tools = _chosen(tools, template, signs)
         ends = {
@@ -291,7 +291,8 @@ class Formats:
         """Returns a counter of one reply's reasoning tokens; None if its format has none."""
         if reading.reasoning is None:
             return None
-        return Thoughts(reading, self._tokenizer.token_bytes, self._within)
+        first = REASONING_FORMATS[reading.reasoning].closing[0]
+        return Thoughts(reading, self._tokenizer.token_bytes, self._without.setdefault(first, set()))
 
     def closing(self, prompt: Sequence[int]) -> list[int]:
         """The tokens that end the reasoning which a prompt has begun, and those that begin an answer."""
@@ -326,16 +327,16 @@ class Thoughts:
     """Counts the tokens of a reply's choices that are reasoning, its markers included."""
 
     def __init__(
-        self, reading: Reading, token_bytes: Callable[[int], bytes], within: set[int] | None = None
+        self, reading: Reading, token_bytes: Callable[[int], bytes], without: set[int] | None = None
     ) -> None:
         """
         Args:
-            within: tokens in which no marker that ends reasoning begins; those that are seen are added.
+            without: tokens in which no marker that ends reasoning begins; further ones are added.
         """
         assert reading.reasoning is not None
         self._reading = reading
         self._token_bytes = token_bytes
-        self._within = set() if within is None else within
+        self._without = set() if without is None else without
         self._first = REASONING_FORMATS[reading.reasoning].closing[0]
         self._choices: dict[Hashable, Scanner] = {}
         self.num_over = 0
@@ -350,14 +351,14 @@ class Thoughts:
             return 0
         number = 0
         for token_id in token_ids:
-            if token_id in self._within and read.quick is not None and read.quick[0] == self._first:
+            if token_id in self._without and read.quick is not None and read.quick[0] == self._first:
                 number += bool(read.reasons)
                 continue
             read.num_undecided += 1
             # A byte a character: a token may end within one.
             text = self._token_bytes(token_id).decode("latin-1")
             if self._first not in text:
-                self._within.add(token_id)
+                self._without.add(token_id)
             read.feed(text)
             if read.reasons is not None:
                 number += read.num_undecided * read.reasons

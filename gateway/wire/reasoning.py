@@ -83,7 +83,7 @@ class Reasoned(Scanner):
 class Unclosed:
     """Adds the calls with which a reply ends whose reasoning never does, as Qwen 3.5 may write it.
 
-    Their text is told as reasoning, too: until the end they might be an example.
+    Their text counts as reasoning, too: until the end they might be an example.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Unclosed:
         self._names = names
         self._make = make
         """Returns a parser of calls."""
-        self._thoughts = parser.told = []
+        self._thoughts = parser.said = []
         self.feed = parser.feed
 
     def finish(self) -> list[Piece]:
@@ -110,7 +110,7 @@ class Unclosed:
             if start < 0:
                 return []
         parser = self._make()
-        found = parser.feed(text[start:]) + parser.finish()
-        calls: list[Piece] = [piece for piece in found if not isinstance(piece, TextDelta)]
+        pieces = parser.feed(text[start:]) + parser.finish()
+        calls: list[Piece] = [piece for piece in pieces if not isinstance(piece, TextDelta)]
         begun = [piece.name for piece in calls if isinstance(piece, CallBegun)]
         return calls if all(name in self._names for name in begun) else []

@@ -92,11 +92,11 @@ class Format:
         """The texts that the format is written with; some vocabularies have special tokens for them."""
         tags = self.tags
         of_tags = () if tags is None else (*tags.name, *tags.key, *tags.value, tags.end)
-        found = (
+        texts = (
             *(self.opening, self.closing, self.tag, self.after_name),
             *(*self.around, *of_tags, *self.others),
         )
-        return tuple(filter(None, found))
+        return tuple(filter(None, texts))
 
 
 _LIST = Layout("[", ", ", "]")

@@ -79,7 +79,7 @@ class _Rules:
     """The rules of one grammar, as they are added."""
 
     def __init__(self, format: Format | None, spell: Spell) -> None:
-        self._given = format
+        self._maybe_format = format
         self._spell = cache(spell)
         self._rules: list[str] = []
         self._begun: dict[str, str] = {}
@@ -110,8 +110,8 @@ class _Rules:
 
     @property
     def _format(self) -> Format:
-        assert self._given is not None
-        return self._given
+        assert self._maybe_format is not None
+        return self._maybe_format
 
     def _written(self, *texts: str) -> str:
         """Returns texts one after another: special tokens, and one lexeme for all that stands between two of them."""
@@ -134,16 +134,16 @@ class _Rules:
 
     def messages(self, beside: Beside, *, calls: bool, is_open: bool) -> str:
         """Harmony's messages: reasoning and what is said to the user before a call, and then a call or the answer."""
-        self._up_to("told", "<|end|>")
-        told = f"told {self._written('<|start|>', 'assistant')}"
+        self._up_to("said_before", "<|end|>")
+        before = f"said_before {self._written('<|start|>', 'assistant')}"
         analysis, commentary, final = (
             self._written("<|channel|>", name, "<|message|>") for name in ("analysis", "commentary", "final")
         )
-        self.add("message", f"({analysis} | {commentary}) {told}")
+        self.add("message", f"({analysis} | {commentary}) {before}")
         ends = ["calls"] * calls
         if beside is not Beside.NOTHING:
             ends.append(f"{final} {_ANY if beside is Beside.TEXT else '@answer'}")
-        return f"{told * is_open} message* ({' | '.join(ends)})"
+        return f"{before * is_open} message* ({' | '.join(ends)})"
 
     def free(self, before: str, thinking: str, *, one_call: bool) -> str:
         """Any text in which every call is one of those that were added.
@@ -232,8 +232,8 @@ class _Rules:
         if rules := exact_rules(schema, name, style):
             self._rules += rules
             return name
-        given = {**schema, "x-guidance": style} if isinstance(schema, dict) else schema
-        return self.add(name, f"%json {json.dumps(given)}")
+        styled = {**schema, "x-guidance": style} if isinstance(schema, dict) else schema
+        return self.add(name, f"%json {json.dumps(styled)}")
 
     def _keywords(self, schema: Any, assigns: str, separator: str, *, lenient: bool) -> str:
         """Arguments in the schema's order, those that are not required left out at will."""
@@ -258,8 +258,9 @@ class _Rules:
             text = f"{self._written(before)} {self._text(sorted(words or ()), after[-1], *after[:-1])}"
             if types == {TEXT} or (words is None and not before):  # any other value is text as well
                 return text
-            given = schema if isinstance(schema, dict) else {}
-            schema = {**given, "allOf": [*given.get("allOf", ()), {"type": sorted(types - {TEXT})}]}
+            keywords = schema if isinstance(schema, dict) else {}
+            no_text = {"type": sorted(types - {TEXT})}
+            schema = {**keywords, "allOf": [*keywords.get("allOf", ()), no_text]}
         others = f"{self._json(schema, lenient=lenient)} {'' if before else self._written(*after)}"
         return f"({text} | {others})" if TEXT in types else others
 
@@ -283,16 +284,17 @@ class _Rules:
 
 
 def _properties(schema: Any) -> list[tuple[str, Any, bool]]:
-    """Name, schema, and whether it must be there, of each argument."""
-    given = _object(schema)
-    required = given.get("required") or ()
-    defined = {key: given[key] for key in ("$defs", "definitions") if key in given}
-    found = []
-    for key in given.get("properties") or {}:
-        of_value = property_schema(given, key)
-        whole = {**defined, **of_value} if isinstance(of_value, dict) else of_value
-        found.append((key, whole, key in required))
-    return found
+    """Returns each argument's name, its schema, and whether it is required."""
+    whole = _object(schema)
+    required = whole.get("required") or ()
+    defined = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+    members = []
+    for key in whole.get("properties") or {}:
+        of_value = property_schema(whole, key)
+        if isinstance(of_value, dict):
+            of_value = {**defined, **of_value}
+        members.append((key, of_value, key in required))
+    return members
 
 
 def _object(schema: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Harmony(FormatParser):
         self._has_tools = tools is not None
         self._reasoning: Said = ReasoningDelta if tells_reasoning else TextDelta
         self._is_open = is_open
-        self._told: set[Said] = set()
+        self._kinds: set[Said] = set()
 
     def parse(self) -> Steps:
         self.reasons = self._is_open or None
@@ -59,10 +59,10 @@ class Harmony(FormatParser):
         if not (yield from self.begins(_START, _CHANNEL, _MESSAGE, "to=")):
             return ""
         try:
-            found = yield from self.until(_BEGINS_TEXT, len(_MESSAGE), self._at)
+            match = yield from self.until(_BEGINS_TEXT, len(_MESSAGE), self._at)
         except Malformed:
             return self.consume(len(self._text)) + _MESSAGE
-        return self.consume(found.end())
+        return self.consume(match.end())
 
     def _message(self, header: str) -> Steps:
         """Reads the text of a message; it is reasoning, too, if it is said to a tool and is no object."""
@@ -83,9 +83,9 @@ class Harmony(FormatParser):
 
     def _said(self, kind: Said) -> Steps:
         self.reasons = kind is ReasoningDelta
-        if kind in self._told:
+        if kind in self._kinds:
             self.say("\n", kind)
-        self._told.add(kind)
+        self._kinds.add(kind)
         yield from self.said_until(_END, kind)
 
     def _called(self, name: str) -> Steps:

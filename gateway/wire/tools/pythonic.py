@@ -12,7 +12,7 @@ from penstock.gateway.wire.tools.scanning import SPACE, FormatParser, Malformed,
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _AFTER = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 """The run of characters after a quotation mark in which no string ends."""
-_LITERAL = re.compile(r"""[^"'()\[\]{},]*""")
+_LITERAL = re.compile(r"""[^"'()\[\]{},<]*""")
 _NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 """Matches the numbers of JSON."""
 _IN_TEXT = re.compile(r'\\[^\n\r]|[\\"\n\r]')
@@ -104,8 +104,8 @@ class Pythonic(FormatParser):
             end = yield from self.run_end(_NAME, start)
             if end > start:
                 schema, assigns = self._tools.schemas[name], (yield from self._next(end))
-                known = schema.get("properties") if isinstance(schema, dict) else None
-                is_key = not known or self._text[start:end] in known
+                properties = schema.get("properties") if isinstance(schema, dict) else None
+                is_key = not properties or self._text[start:end] in properties
                 return is_key and self._text.startswith("=", assigns)
             after = start
         if not self._text.startswith(")", after):
@@ -155,7 +155,7 @@ class Pythonic(FormatParser):
 
 def _json_of_text(literal: str) -> str:
     length = 3 if len(literal) > 5 and literal[:3] == literal[-3:] == literal[0] * 3 else 1
-    text = _IN_TEXT.sub(lambda found: _AS_WRITTEN.get(found[0], found[0]), literal[length:-length])
+    text = _IN_TEXT.sub(lambda match: _AS_WRITTEN.get(match[0], match[0]), literal[length:-length])
     return json_of(f'"{text}"')
 
 
@@ -168,9 +168,9 @@ def json_of(literal: str) -> str:
         raise Malformed from None
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escaped(match: re.Match[str]) -> str:
     """A backslash before what it does not escape stands for itself."""
-    return found[0] if found[1] in _ESCAPABLE else "\\" + found[0]
+    return match[0] if match[1] in _ESCAPABLE else "\\" + match[0]
 
 
 def _json(node: ast.expr, lines: Sequence[bytes]) -> str:

@@ -59,7 +59,7 @@ class Scanner:
         self._text = ""
         self._at = 0
         self._seen = 0
-        """The place up to which a format has looked at the text: no marker is searched for before it."""
+        """The place up to which a format has looked at the text: no marker is searched for that ends before it."""
         self._opening = ""
         """The last marker that ended text, with the space before it."""
         self._ended = False
@@ -67,8 +67,8 @@ class Scanner:
         self._steps = self.parse()
         self.quick: tuple[str, str, Said, Say | None] | None = None
         """While text is passed on: two characters with which something else may begin, and what other text makes."""
-        self.told: list[str] | None = None
-        """The texts that were said up to markers, and by no other parser; if somebody wants them, a list."""
+        self.said: list[str] | None = None
+        """The texts of the pieces that this parser made up to markers; a list if they are to be kept."""
         self.reasons: bool | None = None
         """Whether the latest text is reasoning; None while that depends on further text."""
         self.is_over = False
@@ -87,8 +87,8 @@ class Scanner:
                 said, self._text, self._seen = self._text + text, "", 0
                 if say is not None:
                     return say(said)
-                if self.told is not None:  # not by `_tell`: a call for every token
-                    self.told += (said,)
+                if self.said is not None:  # not by `_tell`: a call for every token
+                    self.said += (said,)
                 return [kind(said)]
         return self._go_on(text)
 
@@ -224,7 +224,7 @@ class Scanner:
             say: it makes other pieces of the text.
         """
         unsaid = self._at  # from `_at` up to here there is nothing but space
-        self._seen = max(self._at, self._seen)
+        self._seen = max(self._at, self._seen - len(marker) + 1)  # a marker may be what was not understood
         while (end := self._text.find(marker, self._seen)) < 0 and not self._ended:
             num_held = num_begun(self._text, marker, self._seen)
             self._seen = len(self._text) - num_held
@@ -245,8 +245,8 @@ class Scanner:
             self._pieces += say(text)
         elif text:
             self._pieces.append(kind(text))
-            if self.told is not None:
-                self.told.append(text)
+            if self.said is not None:
+                self.said.append(text)
 
     def match(self, pattern: re.Pattern[str], start: int) -> Generator[None, None, int]:
         """Returns the end of a run of characters at `start`; it is not empty, and something else follows.

@@ -78,11 +78,12 @@ class Tagged(FormatParser):
     def _key(self) -> Generator[None, None, str]:
         """Passes over all up to an argument's value, which comes next."""
         start, after = self._at + len(self._tags.key[0]), self._tags.key[1]
-        end = yield from self.until(_any((after, "\n")), len(after), start)
+        stop = self._format.opening
+        end = yield from self.until(_any((after, "\n", stop)), max(len(after), len(stop)), start)
         key = self._text[start : end.start()].strip()
         if len(key) > 1 and key[0] == key[-1] and key[0] in _QUOTES:
             key = key[1:-1]
-        if not key or end[0] == "\n":
+        if not key or end[0] != after:
             raise Malformed
         i = end.end()
         if self._tags.value[0]:

@@ -51,25 +51,24 @@ def admitted(schema: Any, root: Any, seen: dict[int, Admitted] | None = None) ->
         return _NOTHING if schema is False else _ANYTHING
     if id(schema) in seen:
         return seen[id(schema)]
-    seen[id(schema)] = found = _ANYTHING
+    seen[id(schema)] = values = _ANYTHING
     if (kind := schema.get("type")) is not None:
-        types = {
-            "number" if name == "integer" else name for name in (kind if isinstance(kind, list) else [kind])
-        }
-        found &= Admitted(frozenset(types), None if TEXT in types else frozenset())
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        words = frozenset(value for value in values if isinstance(value, str))
-        found &= Admitted(frozenset(map(type_of, values)), words)
+        names = map(str, kind if isinstance(kind, list) else [kind])
+        types = {"number" if name == "integer" else name for name in names}
+        values &= Admitted(frozenset(types), None if TEXT in types else frozenset())
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(listed, list):
+        words = frozenset(value for value in listed if isinstance(value, str))
+        values &= Admitted(frozenset(map(type_of, listed)), words)
     for part in _all_of(schema, root):
-        found &= admitted(part, root, seen)
+        values &= admitted(part, root, seen)
     for parts in _any_of(schema):
         either = _NOTHING
         for part in parts:
             either |= admitted(part, root, seen)
-        found &= either
-    seen[id(schema)] = found
-    return found
+        values &= either
+    seen[id(schema)] = values
+    return values
 
 
 def property_schema(schema: Any, key: str) -> Any:

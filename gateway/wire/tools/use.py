@@ -56,24 +56,26 @@ def tool_use(
     """Returns the use of tools that a request asks for.
 
     Args:
-        names: the only tools that may be called; with the mode "auto" the model is told of no others.
+        names: the only tools that may be called; with the mode "auto" the model sees no others.
         fields: of the request, for what is refused.
 
     Raises:
         ApiError: 400, if one of them is not there, or a name is there twice.
     """
-    known = [tool["function"]["name"] for tool in tools]
+    all_names = [tool["function"]["name"] for tool in tools]
     given, chosen = fields
-    if len(set(known)) < len(known):
+    if len(set(all_names)) < len(all_names):
         raise invalid(f"Two of the '{given}' have the same name.", given)
-    unknown = next((name for name in names or () if name not in known), None)
+    unknown = next((name for name in names or () if name not in all_names), None)
     if unknown is not None:
         raise invalid(f"'{chosen}' names '{unknown}', which is not among the {given}.", chosen)
-    if mode == "required" and not known:
+    if mode == "required" and not all_names:
         raise invalid(f"'{chosen}' asks for a call, but there are no {given}.", chosen)
     if mode == "none":
         return NO_TOOLS
     if mode == "required":
-        return ToolUse(tools=tools, required=frozenset(known if names is None else names), one_call=one_call)
-    told = [tool for tool in tools if names is None or tool["function"]["name"] in names]
-    return ToolUse(tools=told, one_call=one_call)
+        return ToolUse(
+            tools=tools, required=frozenset(all_names if names is None else names), one_call=one_call
+        )
+    shown = [tool for tool in tools if names is None or tool["function"]["name"] in names]
+    return ToolUse(tools=shown, one_call=one_call)

@@ -44,7 +44,7 @@ def test_the_same_tools_again_encode_nothing(format: str, monkeypatch: pytest.Mo
 
     def prepared(use: ToolUse, tenant: str = "a") -> Grammar | None:
         reading = formats.reading([], use)
-        formats.shown(reading)
+        assert formats.shown(reading) is formats.shown(reading)
         formats.budget([], reading, 100, lambda _: ("", ""))
         return formats.grammar([], reading, use, None, tenant)
 

@@ -18,6 +18,7 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x"]}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 OF_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, TEXT)
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 
@@ -56,6 +57,7 @@ def plain_of(request: Request) -> Grammar | None:
         ({"structured_outputs": {"choice": ["a", 'b"']}}, Grammar(GrammarKind.LARK, 'start: "a" | "b\\""')),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar(GrammarKind.LARK, 'start: "a"')),
         ({"guided_json": SCHEMA}, OF_SCHEMA),
+        ({"guided_json": INT64}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(INT64, separators=(",", ":")))),
         ({"guided_regex": "a+", "response_format": {"type": "text"}}, Grammar(GrammarKind.REGEX, "a+")),
         ({"guided_choice": ["a"]}, Grammar(GrammarKind.LARK, 'start: "a"')),
         ({"guided_grammar": 'root ::= "a"'}, Grammar(GrammarKind.LARK, 'root ::= "a"')),

@@ -173,6 +173,24 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("mistral", "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
     ("mistral", "[TOOL", "[TOOL", []),
     (
+        "mistral",
+        '[TOOL_CALLS][TOOL_CALLS]clock[ARGS]{}[TOOL_CALLS] [TOOL_CALLS][{"name": "clock", "arguments": {}}]',
+        "[TOOL_CALLS][TOOL_CALLS]",
+        [("clock", {}), ("clock", {})],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[add(a=tru<|tool_call_start|>[add(a=1)]<|tool_call_end|>",
+        "<|tool_call_start|>[add(a=tru",
+        [("add", {"a": 1})],
+    ),
+    (
+        "glm45",
+        "<tool_call>clock<arg_key>zo<tool_call>clock</tool_call>",
+        "<arg_key>zo",
+        [("clock", {}), ("clock", {})],
+    ),
+    (
         "qwen3_coder",
         "I look.\n<tool_call>\n<function=clock>\n<parameter=zone>\nUTC\n</parameter>\n</function>\n</tool_call>",
         "I look.",

@@ -210,6 +210,52 @@ def test_models_write_as_they_were_taught_to(format: str) -> None:
         assert len(answer_of(Reading(tools=format, schemas=SCHEMAS).parser("a"), listed).calls) == 2
 
 
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_integers_beyond_doubles_are_exact(format: str) -> None:
+    large = 1098765432109876543
+    add = SCHEMAS["add"]
+    for of_a in ({"enum": [large]}, {"type": "integer", "minimum": large, "maximum": large}):
+        schemas = {"add": {**add, "properties": {**add["properties"], "a": of_a}}}
+        text = calls_grammar(format, schemas, spell, one_call=True)
+        found = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(text))
+        for number, is_right in ((large, True), (large - 63, False), (large + 1, False)):
+            written = WRITTEN[format].replace("1", str(number))
+            assert accepts(found.deep_copy(), written) is is_right, written
+
+
+LEVELS = {
+    "properties": {
+        "level": {"anyOf": [{"$ref": "#/$defs/level"}, {"type": "null"}]},
+        "size": {"allOf": [{"$ref": "#/$defs/size"}], "description": "A size."},
+    },
+    "required": ["level", "size"],
+    "additionalProperties": False,
+    "$defs": {"level": {"enum": ["low", "high", "5"]}, "size": {"type": "integer"}},
+}
+OF_LEVELS = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=level>\n{}\n</parameter>\n"
+    "<parameter=size>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>f\n<arg_key>level</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>size</arg_key>\n"
+    "<arg_value>{}</arg_value>\n</tool_call>",
+    "gemma4": "<|tool_call>call:f{{level:{},size:{}}}<tool_call|>",
+}
+
+
+@pytest.mark.parametrize("format", OF_LEVELS)
+def test_a_value_of_a_tagged_call_is_held_to_what_stands_behind_references(format: str) -> None:
+    text = calls_grammar(format, {"f": LEVELS}, spell, one_call=True)
+    found = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(text))
+    quote = '<|"|>' if format == "gemma4" else ""
+    values = [(f"{quote}low{quote}", "low"), (f"{quote}5{quote}", "5"), ("null", None)]
+    for written, level in values:
+        said = OF_LEVELS[format].format(written, 7)
+        assert accepts(found.deep_copy(), said), said
+        (call,) = answer_of(Reading(tools=format, schemas={"f": LEVELS}).parser("a"), said).calls
+        assert json.loads(call.arguments) == {"level": level, "size": 7}
+    for wrong in ((f"{quote}medium{quote}", 7), ("true", 7), (f"{quote}low{quote}", "seven")):
+        assert not accepts(found.deep_copy(), OF_LEVELS[format].format(*wrong)), wrong
+
+
 def test_spaces_around_a_call_are_those_that_each_model_writes() -> None:
     call = WRITTEN["hermes"].replace("\n", "")
     assert accepts(matcher("hermes"), call)

@@ -66,6 +66,7 @@ CASES: list[tuple[Any, str, Any]] = [
     ({"description": "Anything."}, "null", None),
     (True, "1e3", 1000.0),
     (False, "x", "x"),
+    ({"type": ["no", {}]}, "5", "5"),
 ]
 
 

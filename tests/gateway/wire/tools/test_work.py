@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import SupportsIndex
 
 import pytest
 
-from penstock.gateway.wire.reading import Reading
+from penstock.gateway.wire.parsing import ReplyParser
+from penstock.gateway.wire.reading import NONE, Formats, Reading, Thoughts
 from penstock.gateway.wire.reasoning import REASONING_FORMATS
 from penstock.gateway.wire.tools import scanning, tagged
 from penstock.gateway.wire.tools.formats import TOOL_FORMATS
+from tests.gateway.harness import make_tokenizer
 from tests.gateway.wire.tools.test_formats import SCHEMAS
 from tests.gateway.wire.tools.test_grammars import WRITTEN
 
-LENGTH = 300
+LENGTH = 200
+TOKENIZER = make_tokenizer()
 MOST_GROWTH = 2.2
 """Twice the text may take about twice the work."""
 
@@ -128,7 +132,6 @@ def hostile(markers: tuple[str, ...], opening: str, call: str) -> Iterator[tuple
     """Yields beginnings of texts, and what they repeat."""
     for head in HEADS:
         yield "", opening + head
-        yield opening, head
     for run in RUNS:
         for head in ("", HEADS[2], HEADS[4], HEADS[8], HEADS[10], call[len(opening) : len(call) // 2]):
             yield opening + head, run
@@ -176,3 +179,37 @@ def test_twice_the_reasoning_is_twice_the_work(format: str) -> None:
                 call,
             ):
                 assert growth(reading, beginning, part) <= MOST_GROWTH, (is_open, beginning, part)
+
+
+def num_calls(parser: ReplyParser, thoughts: Thoughts | None) -> int:
+    """Returns how many functions are called for one more token, which is counted and read."""
+    events: list[str] = []
+    token_ids = [TOKENIZER.encode("t")[0]]
+    sys.setprofile(lambda _frame, event, _arg: events.append(event))
+    if thoughts is not None:
+        thoughts.count(0, token_ids)
+    parser.feed(" token")
+    sys.setprofile(None)
+    return events.count("call")
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "before", "most"),
+    [
+        ("hermes", None, "So", 2),
+        ("hermes", "think", "<think>Hm</think>So", 4),
+        ("hermes", "think", "<think>Hm", 3),
+        ("hermes", None, '<tool_call>{"name": "clock", "arguments": {"zone": "a', 3),
+        ("qwen3_coder", None, "<tool_call><function=clock><parameter=zone>a", 4),
+        ("gemma4", None, '<|tool_call>call:clock{zone:<|"|>a', 4),
+    ],
+)
+def test_a_token_costs_a_few_calls_wherever_it_stands(
+    tools: str, reasoning: str | None, before: str, most: int
+) -> None:
+    reading = Reading(tools=tools, reasoning=reasoning, schemas=SCHEMAS)
+    parser, thoughts = reading.parser("a"), Formats(TOKENIZER, tools, reasoning or NONE).thoughts(reading)
+    parser.feed(before)
+    if thoughts is not None:
+        thoughts.count(0, TOKENIZER.encode(before))
+    assert [num_calls(parser, thoughts) for _ in range(3)][-1] <= most
