@@ -343,16 +343,10 @@ class Recordings:
             self._dirty[recording.id] = None
             return
         self._written[recording.id] = change.offset + len(change.token_ids)
-        if outcome == "full":
+        if outcome in ("foreign", "full"):
             recording.journalled = False
-            log.warning(
-                "%s has too many replies in Redis: %s is not written down", recording.tenant, recording.id
-            )
-        if outcome == "foreign":
-            recording.journalled = False
-            log.warning(
-                "another server has taken over the reply %s: it is no longer written down here", recording.id
-            )
+            why = "another server took it over" if outcome == "foreign" else "its tenant has no room in Redis"
+            log.warning("the reply %s is no longer written down here: %s", recording.id, why)
 
     async def _delete_doomed(self) -> None:
         doomed = list(self._doomed)[: self.keeping.batch]

@@ -15,12 +15,13 @@ import pytest
 
 from penstock.engine.planning.tokenizer import Tokenizer
 from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.endpoints.operation import Operation, Passing
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota
 from penstock.priority.lanes import Tenant
-from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, tokenizer_json
+from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, settled, tokenizer_json
 
 pytestmark = pytest.mark.anyio
 
@@ -188,3 +189,24 @@ async def test_who_may_have_one_stream_may_look_after_it() -> None:
         asking = asyncio.create_task(post(http, "/v1/chat/completions", chat_body()))
         gateway.answer(await gateway.taken(), "Hello.")
         assert (await asking).status_code == 200
+
+
+async def test_what_is_refused_because_the_server_ends_is_not_charged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quota = Quota(tokens_per_minute=1000, max_streams=1)
+    gateway = gateway_of(quota)
+    reserve = gateway.service.quotas.reserve
+
+    async def last(*args: Any) -> Reservation:
+        reservation = await reserve(*args)
+        gateway.service.begin_drain()
+        return reservation
+
+    monkeypatch.setattr(gateway.service.quotas, "reserve", last)
+    async with client(gateway.app) as http:
+        refused = await post(http, "/v1/chat/completions", chat_body())
+    assert refused.status_code == 503
+    await settled()
+    [standing] = await gateway.service.store.standings([("ann", quota, ())])
+    assert (standing.num_streams, standing.tokens and standing.tokens.remaining) == (0, 1000)
