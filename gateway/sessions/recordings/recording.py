@@ -118,8 +118,6 @@ class Recording(Generation):
         """The log probabilities of all of them; none if they are not told."""
         self.ends: set[int] = set()
         """The places of the tokens with which one of several choices ended."""
-        self.reasons: dict[int, FinishReason] = {}
-        """The reasons for which choices ended."""
         self.cancelled = False
         self.settled = False
         """Whether it has ended and was kept."""
@@ -151,7 +149,7 @@ class Recording(Generation):
     @property
     def finish_reason(self) -> FinishReason | None:
         """The reason for which the first choice ended, once it has."""
-        return self.reasons.get(0)
+        return self.kept[0].finish_reason
 
     @property
     def tenant(self) -> str:
@@ -183,7 +181,7 @@ class Recording(Generation):
             return FinishReason.CANCELLED
         if self.error is not None or not self.finished:
             return FinishReason.FAILED
-        return self.reasons[0]
+        return self.finish_reason or FinishReason.FAILED
 
     @property
     def num_dropped(self) -> int:
@@ -314,19 +312,17 @@ class Recording(Generation):
         self._turns.pass_on(ends=ends)
 
     def _take(self, output: Output) -> None:
-        choice, index = self.kept[output.index], output.index
         if not self.started:
             self.started = True
             self.open()
-        choice.add(output)
+        self.kept[output.index].add(output)
         self.token_ids += output.token_ids
         if self._tells_logprobs:
             self.logprobs += output.logprobs or [_UNTOLD] * len(output.token_ids)
-        if output.finish_reason is not None:
-            self.reasons[index] = output.finish_reason
-        if self.is_streamed:
-            is_plain = output.finish_reason is None and not output.logprobs
-            self._add(self.writer.text(index, output.text) if is_plain else self._more(output))
+        if self.is_streamed and (output.finish_reason is not None or output.logprobs):
+            self._add(self._more(output))
+        elif self.is_streamed:
+            self._add(self.writer.text(output.index, output.text))
 
     def _more(self, output: Output) -> list[bytes]:
         num_before = self.num_output_tokens - len(output.token_ids)
