@@ -130,6 +130,7 @@ class CompletionWriter(ABC):
             is_recorded: every event has its number as its id.
         """
         self.opens_early = is_recorded
+        self.common = b""
         self._tokens = tokens
         self._head = head
         self._extras = extras
@@ -185,6 +186,7 @@ class CompletionWriter(ABC):
         self._opening = _head_json(self._head, reply, self.chunk_name)
         self._num_open = sum(request.n for request in reply.requests)
         self._choices = [self._begun(index) for index in range(self._num_open)]
+        self.common = (self._opening if self._num_open > 1 else self._choices[0].start).encode("ascii")
         first = f'{self.first_delta},"logprobs":null{self._tail}'
         return [self._frame(choice.start + first) for choice in self._choices if self.first_delta]
 

@@ -40,6 +40,7 @@ class MessageWriter:
             max_tokens: as it was asked for; the context may have room for less.
             is_recorded: every event has its number as its id.
         """
+        self.common = b""
         self._head = head
         self._max_tokens = max_tokens
         self._reading = reading
@@ -132,6 +133,7 @@ class MessageWriter:
         start = _event("content_block_start", index=self._block, content_block={"type": kind, **fields})
         event = _event("content_block_delta", index=self._block, delta=_DELTAS[kind])
         self._opening = event.removesuffix('""}}\n\n')
+        self.common = self._opening.encode("ascii")
         return [*closed, start] if self._block else [*closed, start, _PING]
 
     def _close(self) -> list[str]:
