@@ -101,7 +101,7 @@ async def test_offsets_are_places_in_the_text(
     own = ids(gateway, "é!")
     at = [logprobs((token_id, -1.0)) for token_id in request.prompt_token_ids[1:]]
     for number, text in enumerate(["", "é", "!"]):
-        at_first = {"prompt_logprobs": at} if not number else {}
+        at_first: Any = {"prompt_logprobs": at} if not number else {}
         told = [logprobs((own[number], -0.5))]
         gateway.bring(request, text, token_ids=own[number : number + 1], logprobs=told, **at_first)
     gateway.finish(request, token_ids=[1], logprobs=[logprobs((1, -0.1))])
