@@ -24,7 +24,8 @@ from penstock.gateway.sessions.chats import keep
 from penstock.gateway.sessions.recordings.kinds import CHAT, PREFIXES, TEXT
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.schemas import check_metadata
-from penstock.gateway.wire.completions import Best, ChatWriter, CompletionWriter, Extras, TextWriter
+from penstock.gateway.wire.completions import ChatWriter, CompletionWriter, Extras, TextWriter
+from penstock.gateway.wire.logprobs import Best
 from penstock.gateway.wire.sampling import MaxTokens
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
 

@@ -88,6 +88,24 @@ def error_line(fault: Fault) -> bytes:
     return ollama_body(fault) + b"\n"
 
 
+class EventWriter:
+    """The ground of writers whose events have their number, where the reply is recorded, as the event's id."""
+
+    media_type = ""
+
+    def __init__(self, *, is_recorded: bool) -> None:
+        self.common = b""
+        self._is_numbered = is_recorded
+        self._number = 0
+        """The number of the next event."""
+
+    def _frame(self, event: str) -> bytes:
+        if self._is_numbered:
+            event = f"id: {self._number}\n{event}"
+            self._number += 1
+        return event.encode("ascii")
+
+
 def usage_of(reply: Counts) -> dict[str, object]:
     """Returns a reply's `usage`, as completions have it."""
     num_prompt, num_output = reply.num_prompt_tokens, reply.num_output_tokens
