@@ -1,9 +1,9 @@
 """kill -9 under streams that can be resumed: `python -m loadtests.survival`.
 
-Clients ask for seeded replies, half of them chat completions, half responses in the background. The server is killed at
-a random moment and started again while other processes keep the machine busy. When it is ready all clients come back at
-once, each with one request that is not repeated: it counts as whole if its text is that of an undisturbed run, with no
-event lost and none told twice.
+Clients ask for seeded replies, half of them chat completions, the others in turn responses in the background, text
+completions, Anthropic's messages and Ollama's chats. The server is killed at a random moment and started again while
+other processes keep the machine busy. When it is ready all clients come back at once, each with one request that is not
+repeated: it counts as whole if its text is that of an undisturbed run, with no event lost and none told twice.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from penstock.app.bench.server_process import ServerProcess
 
 NUM_STREAMS = 50
 MAX_TOKENS = 32
+_ODD = ("/v1/responses", "/v1/completions", "/v1/messages", "/api/chat")
 ARGUMENTS = ("--replica", "the-one", "--warm-up-tokens", "0")
 
 
@@ -44,30 +45,34 @@ class Follower:
 
     @property
     def path(self) -> str:
-        """The path: an even seed asks for a chat completion, an odd one for a response in the background."""
-        return "/v1/responses" if self.seed % 2 else "/v1/chat/completions"
+        """The path: an even seed asks for a chat completion, odd ones for the other APIs in turn."""
+        return _ODD[self.seed // 2 % len(_ODD)] if self.seed % 2 else "/v1/chat/completions"
 
     def body(self) -> dict[str, Any]:
         words = f"Tell me a story about knight number {self.seed}."
-        common = {
-            "model": "penstock-demo",
-            "seed": self.seed,
-            "temperature": 1.0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        if self.seed % 2:
-            return {**common, "input": words, "max_output_tokens": MAX_TOKENS, "background": True}
         messages = [{"role": "user", "content": words}]
-        options = {"resumable": True}
-        return {**common, "messages": messages, "max_tokens": MAX_TOKENS, "stream_options": options}
+        sampled = {"seed": self.seed, "temperature": 1.0}
+        common = {"model": "penstock-demo", "stream": True}
+        match self.path:
+            case "/v1/messages":  # it has no seed
+                return {**common, "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0.0}
+            case "/api/chat":
+                return {**common, "messages": messages, "options": {**sampled, "num_predict": MAX_TOKENS}}
+        common = {**common, **sampled, "ignore_eos": True}
+        match self.path:
+            case "/v1/responses":
+                return {**common, "input": words, "max_output_tokens": MAX_TOKENS, "background": True}
+            case "/v1/completions":
+                return {**common, "prompt": words, "max_tokens": MAX_TOKENS}
+        return {**common, "messages": messages, "max_tokens": MAX_TOKENS}
 
     def is_whole(self, text: str) -> bool:
         """Returns whether it received this text, every event once."""
         return self.done and self.text == text and self.numbers == list(range(len(self.numbers)))
 
     async def ask(self, http: httpx.AsyncClient, on_event: Callable[[], None] = lambda: None) -> None:
-        async with http.stream("POST", self.path, json=self.body()) as reply:
+        headers = {"x-penstock-resumable": "true"}
+        async with http.stream("POST", self.path, json=self.body(), headers=headers) as reply:
             await self._read(reply, on_event)
 
     async def go_on(self, http: httpx.AsyncClient, *, is_patient: bool = False) -> None:
@@ -82,26 +87,39 @@ class Follower:
     async def _read(self, reply: httpx.Response, on_event: Callable[[], None]) -> None:
         if reply.status_code != 200:
             raise AssertionError(f"HTTP {reply.status_code}: {(await reply.aread()).decode()}")
-        number = -1
+        number: int | None = None
         async for line in reply.aiter_lines():
             if line.startswith("id: "):
                 number = int(line.removeprefix("id: "))
             elif line == "data: [DONE]":
                 self.done = True
-            elif line.startswith("data: "):
-                self._take(number, json.loads(line.removeprefix("data: ")))
-                on_event()
+            elif line.startswith(("data: ", "{")):
+                event = json.loads(line.removeprefix("data: "))
+                number = event.get("sequence_number", number)
+                if number is not None:  # or else it only keeps the connection alive
+                    self._take(number, event)
+                    on_event()
+                number = None
 
     def _take(self, number: int, event: dict[str, Any]) -> None:
         assert "error" not in event, event
-        if self.seed % 2:
-            number = event["sequence_number"]
-            self.id = self.id or event["response"]["id"]
-            self.text += event["delta"] if event["type"] == "response.output_text.delta" else ""
-            self.done = event["type"] in ("response.completed", "response.incomplete")
-        else:
-            self.id = event["id"]
-            self.text += event["choices"][0]["delta"].get("content", "")
+        match self.path:
+            case "/v1/responses":
+                self.id = self.id or event["response"]["id"]
+                self.text += event["delta"] if event["type"] == "response.output_text.delta" else ""
+                self.done = event["type"] in ("response.completed", "response.incomplete")
+            case "/v1/messages":
+                self.id = self.id or event["message"]["id"]
+                self.text += event.get("delta", {}).get("text", "")
+                self.done = event["type"] == "message_stop"
+            case "/api/chat":
+                self.id = event["id"]
+                self.text += event["message"]["content"]
+                self.done = event["done"]
+            case _:
+                (choice,) = event["choices"]
+                self.id = event["id"]
+                self.text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
         self.numbers.append(number)
         self.position = number
 

@@ -16,6 +16,7 @@ from penstock.gateway.access.keys import OPEN_TENANT
 from penstock.gateway.endpoints.requests import bad_words_of, salt_of
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from penstock.gateway.wire.conversation import as_dict
 from penstock.gateway.wire.embeddings import EmbeddingsBody
@@ -26,13 +27,12 @@ from penstock.gateway.wire.sampling import (
     NO_TOKENS,
     MaxTokens,
     Room,
-    chat_tokens,
-    completion_tokens,
     sampling_params,
 )
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody
 from penstock.gateway.wire.strict import read
-from penstock.gateway.wire.structured import answer_form, form_of
+from penstock.gateway.wire.structured import Form
+from penstock.gateway.wire.translation import chat_ask, completion_ask
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -123,9 +123,8 @@ class Requests:
 
     def _of_prompt(self, prompt: object, values: Mapping[str, Any]) -> Request:
         body = read(CompletionBody, {**values, "prompt": prompt}, _LIMITS)
-        check_completion(body, _LIMITS)
         token_ids = self._token_ids(body.prompt, "prompt")
-        return self._sampled(body, token_ids, "prompt", completion_tokens(body), body.logprobs)
+        return self._sampled(completion_ask(body, _LIMITS), token_ids)
 
     def _of_text(self, text: object, values: Mapping[str, Any]) -> Request:
         body = read(EmbeddingsBody, {**values, "input": text}, _LIMITS)
@@ -136,58 +135,50 @@ class Requests:
 
     def _of_conversation(self, messages: object, values: Mapping[str, Any]) -> Request:
         body = read(ChatBody, {**values, "messages": messages}, _LIMITS)
-        check_chat(body, _LIMITS)
-        token_ids = self._prompts.chat([as_dict(message) for message in body.messages])
-        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._sampled(body, token_ids, "messages", chat_tokens(body), num_logprobs)
+        ask = chat_ask(body, _LIMITS)
+        return self._sampled(ask, self._prompts.chat([as_dict(message) for message in body.messages]))
 
-    def _sampled(
-        self,
-        body: ChatBody | CompletionBody,
-        token_ids: list[int],
-        name: str,
-        asked: MaxTokens,
-        num_logprobs: int | None,
-    ) -> Request:
-        """`name` is what its prompt is called."""
-        tokenizer, stats = self._core.model.tokenizer, self._core.engine.stats()
+    def _sampled(self, ask: Ask, token_ids: list[int]) -> Request:
+        body, tokenizer, stats = ask.sampling, self._core.model.tokenizer, self._core.engine.stats()
+        assert body is not None
         check_beams(body, min(_LIMITS.max_beams, stats.max_num_seqs))
         beams = beams_of(body, self._core.model.config.eos_token_ids)
-        max_tokens = self._check_room(token_ids, name, asked)
+        max_tokens = self._check_room(token_ids, ask.field, ask.max_tokens)
         if beams is not None:
             width = body.num_generated
-            most = beam_tokens(asked, len(token_ids), width, stats.num_kv_tokens, stats.block_size)
+            most = beam_tokens(ask.max_tokens, len(token_ids), width, stats.num_kv_tokens, stats.block_size)
             max_tokens = min(max_tokens, most)
         sampling = sampling_params(
             body,
             self._core.model.defaults if beams is None else NEUTRAL,
             max_tokens=max_tokens,
-            num_logprobs=num_logprobs,
-            num_prompt_logprobs=body.prompt_logprobs,
+            num_logprobs=ask.num_logprobs,
+            num_prompt_logprobs=ask.num_prompt_logprobs,
             bad_words=bad_words_of(tokenizer, body.bad_words or ()),
             shown_special=tokenizer.special_ids if body.skip_special_tokens is False else frozenset(),
             vocab_size=self._vocab_size,
-            grammar=self._grammar(body),
+            grammar=self._grammar(ask.form),
         )
-        return _request(token_ids, sampling, body.service_tier, n=body.n or 1, beams=beams)
+        return _request(token_ids, sampling, ask.service_tier, n=body.n or 1, beams=beams)
 
     def _token_ids(self, prompt: str | Sequence[object], name: str) -> list[int]:
-        if isinstance(prompt, str):
-            return self._prompts.text(prompt)
-        token_ids = [token_id for token_id in prompt if isinstance(token_id, int)]
-        if len(token_ids) < len(prompt):
+        token_ids = (
+            self._prompts.text(prompt)
+            if isinstance(prompt, str)
+            else [token_id for token_id in prompt if isinstance(token_id, int)]
+        )
+        if not isinstance(prompt, str) and len(token_ids) < len(prompt):
             raise invalid("A prompt is a text or a list of token ids.", name)
+        if not token_ids:
+            raise invalid(f"'{name}' must not be empty.", name)
         return token_ids
 
     def _check_room(self, token_ids: list[int], name: str, asked: MaxTokens) -> int:
         """The most output tokens after a prompt; `name` is what it is called."""
-        if not token_ids:
-            raise invalid(f"'{name}' must not be empty.", name)
         check_token_ids(token_ids, self._vocab_size, name)
         return Room(self._core.engine.max_sequence_tokens, len(token_ids)).output_tokens(asked, name)
 
-    def _grammar(self, body: ChatBody | CompletionBody) -> CompiledGrammar | None:
-        form = form_of(body, _LIMITS, answer_form(body.response_format))
+    def _grammar(self, form: Form | None) -> CompiledGrammar | None:
         if form is None:
             return None
         form, _ = enforced_form(form)

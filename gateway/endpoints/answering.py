@@ -195,7 +195,7 @@ class Answering:
 
     def _check_room(self, came: Arrival) -> None:
         """Raises 429 or 503 if no prompt that the ask may have is let in, before it is tokenised."""
-        dispatch, came = self._service.dispatch, came
+        dispatch = self._service.dispatch
         most = dispatch.context_length if isinstance(came.ask.input, Turn) else came.num_bytes
         dispatch.check_room(came.urgency, came.tenant.name, came.at_s, most)
 

@@ -32,7 +32,7 @@ from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
 from penstock.gateway.store.interface import StoreUnavailable
 from penstock.gateway.store.time_budget import RETRY_S
 from penstock.gateway.wire.ask import Ask
-from penstock.gateway.wire.lanes import slo_of, urgency_of
+from penstock.gateway.wire.lanes import Slo, slo_of, urgency_of
 from penstock.gateway.wire.strict import Body, read
 from penstock.priority.lanes import Lane, Tenant, Urgency
 
@@ -115,7 +115,7 @@ class Intake:
         """
         client = self.client(http)
         self._service.dispatch.check_open()
-        return await self._arrival(http, kind, client)
+        return await self._arrival(http, kind, client, slo_of(http.headers))
 
     async def counted_prompts(
         self,
@@ -138,12 +138,17 @@ class Intake:
             thread = NO_THREAD if find_thread is None else await find_thread(client.tenant.name, came.ask)
             return came, await self.counting(client.tenant).prompts(came.ask, thread), headers
 
-    async def _arrival(self, http: HttpRequest, kind: type[Body], client: Client) -> Arrival:
-        at_s, slo, policies = self._service.clock(), slo_of(http.headers), self._service.options.policies
+    async def _arrival(
+        self, http: HttpRequest, kind: type[Body], client: Client, slo: Slo | None = None
+    ) -> Arrival:
+        """Returns a request with the lane that it asks for; without `slo`, with one that its tenant may use."""
+        at_s, policies = self._service.clock(), self._service.options.policies
         num_bytes, (body, ask) = await self._parsed(
             http, lambda values: read_ask(kind, values, self._service.options.limits, self.ignore)
         )
-        urgency = urgency_of(ask.service_tier, client.tenant, streams=ask.streams, slo=slo, policies=policies)
+        urgency, tenant = Urgency(client.tenant.sure_lane), client.tenant
+        if slo is not None:
+            urgency = urgency_of(ask.service_tier, tenant, streams=ask.streams, slo=slo, policies=policies)
         return Arrival(at_s=at_s, client=client, body=body, ask=ask, num_bytes=num_bytes, urgency=urgency)
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -15,56 +15,16 @@ from starlette.types import Receive, Scope, Send
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.background import meanwhile
 from penstock.gateway.http.connections import Connection
-from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.errors import invalid
 from penstock.gateway.reply.live import Live
 from penstock.gateway.reply.whole import whole, whole_json
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.recordings.reader import Reader as RecordingReader
+from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.wire.frames import json_pieces
-from penstock.gateway.wire.writing import Outputs, Writer
+from penstock.gateway.wire.writing import Writer
 
 Keep = Callable[[dict[str, Any], int], Awaitable[None]]
 """A Keep takes a whole reply's JSON and its size in bytes."""
-
-
-class Reader(Protocol):
-    """The one reader of a live reply, or one of those of a recording."""
-
-    connection: Connection
-    at_end: bool
-    """Whether the reader has everything."""
-
-    @property
-    def reply(self) -> Any:
-        """The reply as its writer reads it."""
-
-    @property
-    def writer(self) -> Writer[Any]:
-        """The writer of the reply; of one that is not streamed it only writes wholes."""
-
-    @property
-    def refusal(self) -> ApiError | None:
-        """The error that is the whole reply if nothing of it was sent yet."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the reply came to its end."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether there is more to take at once."""
-
-    async def news(self) -> None:
-        """Returns when there is something to send, or the connection is gone."""
-
-    async def end(self) -> None:
-        """Returns when the reply has ended, or the connection is gone."""
-
-    def take(self) -> bytes:
-        """Returns what can be sent now; empty while a character is incomplete, for example."""
-
-    def outputs(self) -> Outputs:
-        """Returns the whole output of each choice."""
 
 
 class Sender(Response):
@@ -73,7 +33,7 @@ class Sender(Response):
     def __init__(
         self,
         service: Service,
-        reader: Reader,
+        reader: Live | Reader,
         reservation: Reservation | None,
         *,
         begin: Callable[[], None],
@@ -93,6 +53,7 @@ class Sender(Response):
         """
         self._service = service
         self._reader = reader
+        self._writer: Writer[Any] = reader.writer
         self._quota_headers = {} if reservation is None else reservation.headers
         self._begin = begin
         self._leave = leave
@@ -132,14 +93,14 @@ class Sender(Response):
                 await self._kept(self._keep)
             if connection.overdue:
                 connection.overdue = False
-                body = body or reader.writer.keepalive
+                body = body or self._writer.keepalive
             if body or reader.at_end:
                 await connection.send(body, more=not reader.at_end)
             if reader.is_behind:
                 await asyncio.sleep(0)
 
     async def _commit(self, connection: Connection) -> None:
-        media_type = self._reader.writer.media_type
+        media_type = self._writer.media_type
         await connection.commit(
             {**({"content-type": media_type} if media_type else {}), **self._quota_headers}
         )
@@ -157,7 +118,7 @@ class Sender(Response):
         if self._keep is not None:
             pieces: Iterable[bytes] = [await self._kept(self._keep)]
         else:
-            pieces = json_pieces(await whole(reader.writer, reader.reply, reader.outputs()))
+            pieces = json_pieces(await whole(self._writer, reader.reply, reader.outputs()))
         await connection.send_whole(pieces, headers)
 
     def _check(self) -> None:
@@ -167,7 +128,7 @@ class Sender(Response):
     async def _kept(self, keep: Keep) -> bytes:
         """Has the whole reply kept, and returns its JSON."""
         reader = self._reader
-        body, completion = await whole_json(reader.writer, reader.reply, reader.outputs())
+        body, completion = await whole_json(self._writer, reader.reply, reader.outputs())
         await keep(completion, len(body))
         return body
 
@@ -192,9 +153,7 @@ def live(service: Service, reply: Live, keep: Keep | None = None) -> Sender:
     )
 
 
-def follow(
-    service: Service, reader: RecordingReader, *, streamed: bool = True, at_once: bool = False
-) -> Sender:
+def follow(service: Service, reader: Reader, *, streamed: bool = True, at_once: bool = False) -> Sender:
     """Returns what sends the events that a reader lacks and new ones, or the whole reply at its end."""
     recording = reader.recording
 

@@ -18,7 +18,7 @@ from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.reply.live import LOGPROB_BYTES
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
-from penstock.gateway.sessions.recordings.recording import MAX_KEPT_BYTES
+from penstock.gateway.sessions.recordings.frames import MAX_KEPT_BYTES
 from penstock.gateway.wire.ask import Ask, Conversation, Turn
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
 from penstock.gateway.wire.efforts import Reasoned

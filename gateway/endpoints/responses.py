@@ -152,7 +152,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
     # Those there are
 
     async def show(self, http: HttpRequest) -> Response:
-        tenant, response_id = self._asked(http)
+        tenant, response_id = self._named(http)
         query = read_stream_query(http.query_params)
         if query.include_obfuscation:
             self._intake.ignore("include_obfuscation")
@@ -164,19 +164,19 @@ class ResponsesApi(ModelEndpoints, Recorder):
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
-        found = await self._found(tenant, response_id)
+        found = await self._existing(tenant, response_id)
         return Json(found.object if isinstance(found, Record) else response(found))
 
     async def list_input(self, http: HttpRequest) -> Response:
-        tenant, response_id = self._asked(http)
+        tenant, response_id = self._named(http)
         query = validated(PageQuery, http.query_params)
-        found = await self._found(tenant, response_id)
+        found = await self._existing(tenant, response_id)
         return Json(page(found.input if isinstance(found, Record) else found.details["input"], query))
 
     async def cancel(self, http: HttpRequest) -> Response:
         """Once a response has ended, this is as good as asking for it."""
-        asked = self._asked(http)
-        found = await self._visible(*asked) or await self._found(*asked)
+        asked = self._named(http)
+        found = await self._visible(*asked) or await self._existing(*asked)
         if isinstance(found, Record):
             _check_background(bool(found.object.get("background")))
             return Json(found.object)
@@ -186,7 +186,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
 
     async def delete(self, http: HttpRequest) -> Response:
         """Ends a running response; its conversation keeps the output so far."""
-        tenant, response_id = self._asked(http)
+        tenant, response_id = self._named(http)
         recording = await self._visible(tenant, response_id)
         if recording is not None:
             await self._service.recordings.discard(recording)
@@ -196,12 +196,12 @@ class ResponsesApi(ModelEndpoints, Recorder):
             raise self._unknown(response_id)
         return Json(deleted(response_id))
 
-    def _asked(self, http: HttpRequest) -> tuple[str, str]:
+    def _named(self, http: HttpRequest) -> tuple[str, str]:
         """Returns whose response it would be, and its id."""
         tenant = self._intake.tenant(http)
         return tenant, check_id("response_id", http.path_params["id"], "resp")
 
-    async def _found(self, tenant: str, response_id: str) -> Recording | Record:
+    async def _existing(self, tenant: str, response_id: str) -> Recording | Record:
         """Finds a response in this process, or else in the store, or else in the journal of another process.
 
         Raises:

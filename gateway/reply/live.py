@@ -26,7 +26,7 @@ LOGPROB_BYTES = 100
 class Live(Generation):
     """A reply with one reader, over the connection that its request came by, with which it ends.
 
-    It is a `gateway.endpoints.replies.Reader` itself.
+    A `gateway.endpoints.replies.Sender` takes from it what from a reader of a recording.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Live(Generation):
         self.is_streamed = streamed
         self.at_end = False
         """Whether everything has been taken."""
-        self.is_behind = False  # what it takes, it takes at once
+        self.is_behind = False
+        """Whether there is more to take at once: never, for what is joined is taken together."""
         self.writer = cast("Writer[Counts]", writer)  # it writes wholes alone where nothing is streamed
         self._is_open = False
         """Whether the frames that open the stream were taken."""
@@ -108,17 +109,21 @@ class Live(Generation):
 
     @property
     def refusal(self) -> ApiError | None:
+        """The error that is the whole reply if nothing of it was sent yet."""
         return self.error
 
     async def news(self) -> None:
+        """Returns when there is something to send, or the connection is gone."""
         if not (self._pending or self.ended or self.connection.overdue or self.connection.gone):
             await self.connection.sleep()
 
     async def end(self) -> None:
+        """Returns when the reply has ended."""
         while not self.ended:
             await self.connection.sleep()
 
     def take(self) -> bytes:
+        """Returns everything that can be sent now; empty while a character is incomplete, for example."""
         frames: list[bytes] = []
         outputs, self.at_end = self._take_pending(), self.ended
         if not self._is_open and (outputs or self.writer.opens_early):
@@ -133,6 +138,7 @@ class Live(Generation):
         return b"".join(frames)
 
     def outputs(self) -> Outputs:
+        """Returns the whole output of each choice."""
         return sorted(self.kept.items() if self._keeps else self._take_pending())
 
     def _take_pending(self) -> list[tuple[int, Delta]]:

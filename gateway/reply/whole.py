@@ -9,7 +9,7 @@ import orjson
 
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.reply.live import LOGPROB_BYTES
-from penstock.gateway.wire.frames import json_pieces
+from penstock.gateway.wire.frames import at_once
 from penstock.gateway.wire.writing import Delta, ReplyT, WholeWriter
 
 _NUMBER_BYTES = 8
@@ -33,8 +33,8 @@ async def whole_json(
     outputs = list(outputs)
 
     def make() -> tuple[bytes, dict[str, Any]]:
-        body = b"".join(json_pieces(writer.whole(reply, outputs)))
-        return body, orjson.loads(body)
+        completion = at_once(writer.whole(reply, outputs))
+        return orjson.dumps(completion), completion
 
     num_logprobs = sum(1 + len(one.top) for _, delta in outputs for one in delta.logprobs if one is not None)
     return await off_loop(_work(outputs) + LOGPROB_BYTES * num_logprobs, make)

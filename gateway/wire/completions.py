@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
-from math import fsum
-from typing import NamedTuple
 
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
 from penstock.gateway.faults import Fault
-from penstock.gateway.wire.frames import DONE, KEEPALIVE, ascii_json, error_frame, timings_of, usage_of
+from penstock.gateway.wire.frames import (
+    DONE,
+    KEEPALIVE,
+    EventWriter,
+    ascii_json,
+    error_frame,
+    timings_of,
+    usage_of,
+)
 from penstock.gateway.wire.lanes import tier_of
 from penstock.gateway.wire.logprobs import (
+    Best,
     TextOffsets,
     TokenText,
     finite,
@@ -37,31 +44,6 @@ from penstock.gateway.wire.parsing import (
 )
 from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs
-
-
-class Best(NamedTuple):
-    """The choices that are shown of each prompt: the first ones of a search, else the likeliest as a whole."""
-
-    num: int
-    of: int
-    with_logprobs: bool
-    """Whether the log probabilities of these choices are shown, too."""
-    are_ranked: bool = False
-    """Whether the best come first already."""
-
-    def chosen(self, outputs: Outputs) -> Iterator[tuple[int, Delta]]:
-        """Returns the best of whole choices, each prompt's best first; of equals, the one with the lower number."""
-        ranked = sorted(outputs, key=lambda output: (output[0] // self.of, self._cost(output[1]), output[0]))
-        for order, (_, delta) in enumerate(ranked):
-            prompt, rank = divmod(order, self.of)
-            if rank < self.num:
-                yield prompt * self.num + rank, delta if self.with_logprobs else replace(delta, logprobs=[])
-
-    def _cost(self, delta: Delta) -> float:
-        if self.are_ranked:
-            return 0.0
-        own = delta.logprobs[len(delta.logprobs) - len(delta.token_ids) :]
-        return -fsum(finite(one.logprob) for one in own if one is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +80,7 @@ class _Choice:
     """The places of its tokens, where they are said."""
 
 
-class CompletionWriter(ABC):
+class CompletionWriter(EventWriter, ABC):
     """The `gateway.wire.writing.Writer` of chat or text completions, as far as both share it."""
 
     name: str
@@ -109,7 +91,6 @@ class CompletionWriter(ABC):
     texts: Mapping[type[Piece], tuple[str, str]]
     """The delta before and after the text of a piece that is text, by the piece's type."""
     empty_delta: str
-    media_type = ""
     keepalive = KEEPALIVE
     tail = DONE
 
@@ -129,6 +110,7 @@ class CompletionWriter(ABC):
             usage_so_far: every chunk has the usage, not the last one alone.
             is_recorded: every event has its number as its id.
         """
+        super().__init__(is_recorded=is_recorded)
         self.opens_early = is_recorded
         self._tokens = tokens
         self._head = head
@@ -136,8 +118,6 @@ class CompletionWriter(ABC):
         self._reading = reading
         self._include_usage = include_usage
         self._usage_so_far = usage_so_far
-        self._is_numbered = is_recorded
-        self._number = 0
         self._opening = ""
         """The beginning of every chunk."""
         self._usage = ',"usage":null' if include_usage else ""
@@ -185,6 +165,7 @@ class CompletionWriter(ABC):
         self._opening = _head_json(self._head, reply, self.chunk_name)
         self._num_open = sum(request.n for request in reply.requests)
         self._choices = [self._begun(index) for index in range(self._num_open)]
+        self.common = (self._opening if self._num_open > 1 else self._choices[0].start).encode("ascii")
         first = f'{self.first_delta},"logprobs":null{self._tail}'
         return [self._frame(choice.start + first) for choice in self._choices if self.first_delta]
 
@@ -269,12 +250,6 @@ class CompletionWriter(ABC):
 
     def _tail_of(self, finish_reason: str, extra: str) -> str:
         return f',"finish_reason":{finish_reason}}}]{self._usage}{extra}}}\n\n'
-
-    def _frame(self, chunk: str) -> bytes:
-        if self._is_numbered:
-            chunk = f"id: {self._number}\n{chunk}"
-            self._number += 1
-        return chunk.encode("ascii")
 
     # Whole
 

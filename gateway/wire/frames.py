@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring_ascii
+from typing import Any
 
 import orjson
 from starlette.responses import JSONResponse
@@ -45,6 +46,15 @@ def json_pieces(value: object) -> Iterator[bytes]:
         yield orjson.dumps(value)
 
 
+def at_once(value: object) -> Any:
+    """Returns a value whose iterators are lists."""
+    if isinstance(value, Iterator):
+        return list(map(at_once, value))
+    if isinstance(value, dict):
+        return {name: at_once(item) for name, item in value.items()}
+    return value
+
+
 def ascii_json(value: object) -> str:
     """Returns JSON in ASCII, an iterator as a list: orjson's, with escapes in place of other characters."""
     text = orjson.dumps(value, default=list).decode()
@@ -76,6 +86,24 @@ def error_event(fault: Fault, request_id: str | None) -> bytes:
 def error_line(fault: Fault) -> bytes:
     """Returns Ollama's line of an error."""
     return ollama_body(fault) + b"\n"
+
+
+class EventWriter:
+    """The ground of writers whose events have their number, where the reply is recorded, as the event's id."""
+
+    media_type = ""
+
+    def __init__(self, *, is_recorded: bool) -> None:
+        self.common = b""
+        self._is_numbered = is_recorded
+        self._number = 0
+        """The number of the next event."""
+
+    def _frame(self, event: str) -> bytes:
+        if self._is_numbered:
+            event = f"id: {self._number}\n{event}"
+            self._number += 1
+        return event.encode("ascii")
 
 
 def usage_of(reply: Counts) -> dict[str, object]:

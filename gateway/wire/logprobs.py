@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol
+from math import fsum
+from typing import NamedTuple, Protocol
 
 from typing_extensions import TypedDict
 
 from penstock.engine.planning.detokenizer import Spelling, make_detokenizer
 from penstock.engine.planning.request import TokenLogprobs
-from penstock.gateway.wire.writing import Delta
+from penstock.gateway.wire.writing import Delta, Outputs
 
 _LOWEST_LOGPROB = -9999.0
 """The log probability that stands for -inf, which JSON lacks, as OpenAI has it."""
@@ -74,6 +76,31 @@ def prompt_logprobs(tokens: TokenText, delta: Delta, num_top: int) -> Iterator[d
             }
             for other, (rank, logprob) in ({token_id: (None, logprobs.logprob)} | ranked).items()
         }
+
+
+class Best(NamedTuple):
+    """The choices that are shown of each prompt: the first ones of a search, else the likeliest as a whole."""
+
+    num: int
+    of: int
+    with_logprobs: bool
+    """Whether the log probabilities of these choices are shown, too."""
+    are_ranked: bool = False
+    """Whether the best come first already."""
+
+    def chosen(self, outputs: Outputs) -> Iterator[tuple[int, Delta]]:
+        """Returns the best of whole choices, each prompt's best first; of equals, the one with the lower number."""
+        ranked = sorted(outputs, key=lambda output: (output[0] // self.of, self._cost(output[1]), output[0]))
+        for order, (_, delta) in enumerate(ranked):
+            prompt, rank = divmod(order, self.of)
+            if rank < self.num:
+                yield prompt * self.num + rank, delta if self.with_logprobs else replace(delta, logprobs=[])
+
+    def _cost(self, delta: Delta) -> float:
+        if self.are_ranked:
+            return 0.0
+        own = delta.logprobs[len(delta.logprobs) - len(delta.token_ids) :]
+        return -fsum(finite(one.logprob) for one in own if one is not None)
 
 
 class TextOffsets:

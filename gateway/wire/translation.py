@@ -9,8 +9,9 @@ from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.ask import Ask, Conversation, Kept, Shown, Texts
 from penstock.gateway.wire.beams import width_field
-from penstock.gateway.wire.completions import Best, Extras
+from penstock.gateway.wire.completions import Extras
 from penstock.gateway.wire.conversation import chat_tools
+from penstock.gateway.wire.logprobs import Best
 from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.sampling import chat_tokens, completion_tokens
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion

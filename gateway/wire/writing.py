@@ -123,6 +123,8 @@ class Writer(WholeWriter[ReplyT], Protocol[ReplyT]):
     """A frame that only keeps the connection alive."""
     tail: bytes
     """The bytes after the last frame, which have no number."""
+    common: bytes
+    """The bytes that most of the latest frames have; empty if they have none."""
     opens_early: bool
     """Whether a stream opens before its first token, if that is late."""
 

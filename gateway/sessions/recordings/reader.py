@@ -12,7 +12,7 @@ _BATCH = 256
 
 
 class Reader:
-    """One connection that follows a recording, from any of its events on; a `gateway.endpoints.replies.Reader`."""
+    """One connection that follows a recording, from any of its events on."""
 
     def __init__(self, recording: Recording, position: int = -1) -> None:
         """
@@ -66,10 +66,12 @@ class Reader:
         return recording.settled or ((recording.started or is_committed) and self._lacks_events)
 
     async def news(self) -> None:
+        """Returns when there is something to send, or the connection is gone."""
         while not (self._has_news or self.connection.gone or self.connection.overdue):
             await self.connection.sleep()
 
     async def end(self) -> None:
+        """Returns when the recording has ended, or the connection is gone."""
         while not (self.recording.settled or self.connection.gone):
             await self.connection.sleep()
 
@@ -77,6 +79,7 @@ class Reader:
         return self.recording.outputs()
 
     def take(self) -> bytes:
+        """Returns the next events that the client does not have."""
         recording = self.recording
         try:
             self._check_position()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from itertools import islice
 from math import nan
 from typing import Any, Protocol
 
@@ -21,20 +20,17 @@ from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.reply.live import LOGPROB_BYTES
+from penstock.gateway.sessions.recordings.frames import KeptFrames
 from penstock.gateway.wire.frames import timings_of
 from penstock.gateway.wire.writing import Delta, Outputs, Writer
 from penstock.priority.verdict import Forecast
 
-MAX_KEPT_BYTES = 8 * 1024 * 1024
-"""The bytes of one recording's events; the oldest beyond it are forgotten."""
 INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
 """Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
 ABANDONED = "abandoned"
 """The error code of a reply that was cancelled since nobody read it."""
 OVERDUE = "generation_timeout"
 """The error code of a reply that took longer than any may."""
-FRAME_BYTES = 48
-"""The bytes that an event takes beside its frame."""
 _TOKEN_BYTES = 110
 """The approximate bytes of an output token with its text."""
 _HELD_BYTES = 400
@@ -118,8 +114,6 @@ class Recording(Generation):
         """The log probabilities of all of them; none if they are not told."""
         self.ends: set[int] = set()
         """The places of the tokens with which one of several choices ended."""
-        self.reasons: dict[int, FinishReason] = {}
-        """The reasons for which choices ended."""
         self.cancelled = False
         self.settled = False
         """Whether it has ended and was kept."""
@@ -134,14 +128,11 @@ class Recording(Generation):
         """The time since which nobody reads it; None while somebody does."""
         self.on_news: Callable[[Recording], None] = _ignore
         """A function that is called when there is something to write down."""
-        self.num_events = 0
-        """The number of its events, forgotten ones included."""
+        self._frames = KeptFrames()
         self._tells_logprobs = request.sampling.num_logprobs is not None
         self._turns = Turns(request.n)
         self._held: list[deque[Output]] = [deque() for _ in range(request.n)]
         """The outputs of each choice that wait for their turn."""
-        self._frames: deque[bytes] = deque()
-        self._num_bytes = 0
         self._readers: dict[Follower, None] = {}
 
     @property
@@ -151,7 +142,7 @@ class Recording(Generation):
     @property
     def finish_reason(self) -> FinishReason | None:
         """The reason for which the first choice ended, once it has."""
-        return self.reasons.get(0)
+        return self.kept[0].finish_reason
 
     @property
     def tenant(self) -> str:
@@ -183,12 +174,17 @@ class Recording(Generation):
             return FinishReason.CANCELLED
         if self.error is not None or not self.finished:
             return FinishReason.FAILED
-        return self.reasons[0]
+        return self.finish_reason or FinishReason.FAILED
+
+    @property
+    def num_events(self) -> int:
+        """The number of its events, forgotten ones included."""
+        return self._frames.num
 
     @property
     def num_dropped(self) -> int:
         """The number of its events that are forgotten."""
-        return self.num_events - len(self._frames)
+        return self._frames.num_dropped
 
     @property
     def num_bytes(self) -> int:
@@ -197,7 +193,7 @@ class Recording(Generation):
         num_logprobs = len(self.logprobs) * (1 + (self.request.sampling.num_logprobs or 0))
         return (
             _OWN_BYTES
-            + self._num_bytes
+            + self._frames.num_bytes
             + _HELD_BYTES * num_held
             + LOGPROB_BYTES * num_logprobs
             + _TOKEN_BYTES * len(self.token_ids)
@@ -216,8 +212,7 @@ class Recording(Generation):
 
     def frames_from(self, number: int, most: int | None = None) -> list[bytes]:
         """Returns at most `most` events from that number on, as far as they are kept."""
-        start = max(0, number - self.num_dropped)
-        return list(islice(self._frames, start, None if most is None else start + most))
+        return self._frames.since(number, most)
 
     def open(self) -> None:
         """Adds the events that open the reply, unless they are there."""
@@ -241,11 +236,8 @@ class Recording(Generation):
 
     def _add(self, frames: Sequence[bytes]) -> None:
         for frame in frames:
-            number, self.num_events = self.num_events, self.num_events + 1
-            self._frames.append(frame)
-            self._num_bytes += len(frame) + FRAME_BYTES
-            while self._num_bytes > MAX_KEPT_BYTES:
-                self._num_bytes -= len(self._frames.popleft()) + FRAME_BYTES
+            number = self._frames.num
+            self._frames.append(frame, self.writer.common)
             for reader in self._readers:
                 if reader.position == number - 1 and reader.connection.is_ready:
                     reader.connection.send_now(frame)
@@ -314,19 +306,17 @@ class Recording(Generation):
         self._turns.pass_on(ends=ends)
 
     def _take(self, output: Output) -> None:
-        choice, index = self.kept[output.index], output.index
         if not self.started:
             self.started = True
             self.open()
-        choice.add(output)
+        self.kept[output.index].add(output)
         self.token_ids += output.token_ids
         if self._tells_logprobs:
             self.logprobs += output.logprobs or [_UNTOLD] * len(output.token_ids)
-        if output.finish_reason is not None:
-            self.reasons[index] = output.finish_reason
-        if self.is_streamed:
-            is_plain = output.finish_reason is None and not output.logprobs
-            self._add(self.writer.text(index, output.text) if is_plain else self._more(output))
+        if self.is_streamed and (output.finish_reason is not None or output.logprobs):
+            self._add(self._more(output))
+        elif self.is_streamed:
+            self._add(self.writer.text(output.index, output.text))
 
     def _more(self, output: Output) -> list[bytes]:
         num_before = self.num_output_tokens - len(output.token_ids)

@@ -82,6 +82,7 @@ class ResponseWriter:
             tokens, num_top: spell log probabilities, where they are asked for.
             seals: reasoning is also returned as an opaque string.
         """
+        self.common = b""
         self.items: list[Item] = []
         """The items that have ended; log probabilities in them are `orjson.Fragment`s."""
         self._response_id = response_id
@@ -182,6 +183,7 @@ class ResponseWriter:
         self._num_items += 1
         head = ascii_json({"type": _DELTAS[kind], **ids})[:-1]
         delta = f'event: {_DELTAS[kind]}\ndata: {head},"delta":'
+        self.common = delta.encode("ascii")
         self._open = item = _Open(kind, ids, delta, call or Call("", ""))
         begun = self._item(item, [], [], "in_progress")
         yield self._event("response.output_item.added", output_index=ids["output_index"], item=begun)

@@ -8,7 +8,7 @@ from json.encoder import encode_basestring_ascii
 
 from penstock.engine.planning.request import FinishReason
 from penstock.gateway.faults import Fault
-from penstock.gateway.wire.frames import error_event, timings_of
+from penstock.gateway.wire.frames import EventWriter, error_event, timings_of
 from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
@@ -26,10 +26,9 @@ _PING = 'event: ping\ndata: {"type":"ping"}\n\n'
 _TIERS = {Lane.INTERACTIVE: "priority", Lane.STANDARD: "standard", Lane.BATCH: "batch"}
 
 
-class MessageWriter:
+class MessageWriter(EventWriter):
     """The `gateway.wire.writing.Writer` of one message."""
 
-    media_type = ""
     keepalive = _PING.encode()
     tail = b""
     opens_early = True
@@ -40,12 +39,11 @@ class MessageWriter:
             max_tokens: as it was asked for; the context may have room for less.
             is_recorded: every event has its number as its id.
         """
+        super().__init__(is_recorded=is_recorded)
         self._head = head
         self._max_tokens = max_tokens
         self._reading = reading
         self._parser = reading.parser(head.id)
-        self._is_numbered = is_recorded
-        self._number = 0
         self._kind = ""
         """The kind of the block that is open; empty before the first."""
         self._block = -1
@@ -66,7 +64,7 @@ class MessageWriter:
             "output_tokens": 0,
             "service_tier": _TIERS[reply.lane],
         }
-        return self._frames([_event("message_start", message=self._message([], None, None, usage))])
+        return [self._frame(_event("message_start", message=self._message([], None, None, usage)))]
 
     def text(self, index: int, text: str) -> list[bytes]:  # noqa: ARG002
         pieces = self._parser.feed(text)
@@ -74,7 +72,7 @@ class MessageWriter:
             (piece,) = pieces
             if not isinstance(piece, CallBegun) and piece.text and _KINDS[type(piece)] == self._kind:
                 frame = f"{self._opening}{encode_basestring_ascii(piece.text)}}}}}\n\n"
-                if self._is_numbered:  # not by `_frames`: a call for every token
+                if self._is_numbered:  # not by `_frame`: a call for every token
                     frame = f"id: {self._number}\n{frame}"
                     self._number += 1
                 return [frame.encode("ascii")]
@@ -86,7 +84,7 @@ class MessageWriter:
             return self._pieces(pieces)
         self._ending = delta
         frames = self._pieces([*pieces, *self._parser.finish()])
-        return frames + (self._frames(self._close()) if delta.finish_reason in ANSWERED else [])
+        return frames + (list(map(self._frame, self._close())) if delta.finish_reason in ANSWERED else [])
 
     def end(self, reply: Counts) -> list[bytes]:
         if reply.error is not None:
@@ -96,24 +94,15 @@ class MessageWriter:
             "stop_sequence": self._ending.stop,
         }
         last = _event("message_delta", delta=reason, usage=_usage(reply), timings=timings_of(reply))
-        return self._frames([last, _event("message_stop")])
+        return [self._frame(last), self._frame(_event("message_stop"))]
 
     def fault(self, reply: Counts, error: Fault, position: int) -> bytes:  # noqa: ARG002
         # The comment is for a switch, which goes on with an interrupted stream elsewhere.
         comment = f": {error.code}\n" if error.code else ""
         return comment.encode() + error_event(error, reply.correlation)
 
-    def _frames(self, events: Iterable[str]) -> list[bytes]:
-        frames = []
-        for event in events:
-            if self._is_numbered:
-                event = f"id: {self._number}\n{event}"
-                self._number += 1
-            frames.append(event.encode("ascii"))
-        return frames
-
     def _pieces(self, pieces: Iterable[Piece]) -> list[bytes]:
-        return self._frames(event for piece in pieces for event in self._piece(piece))
+        return [self._frame(event) for piece in pieces for event in self._piece(piece)]
 
     def _piece(self, piece: Piece) -> list[str]:
         if isinstance(piece, CallBegun):
@@ -132,6 +121,7 @@ class MessageWriter:
         start = _event("content_block_start", index=self._block, content_block={"type": kind, **fields})
         event = _event("content_block_delta", index=self._block, delta=_DELTAS[kind])
         self._opening = event.removesuffix('""}}\n\n')
+        self.common = self._opening.encode("ascii")
         return [*closed, start] if self._block else [*closed, start, _PING]
 
     def _close(self) -> list[str]:

@@ -67,6 +67,7 @@ class LineWriter:
         self._ending = Delta()
         """The last delta."""
         self._before, _, self._after = self._line(Answer()).partition('""')
+        self.common = self._before.encode("ascii")
         self.keepalive = f'{self._before}""{self._after}'.encode("ascii")
         """A line with no new text: an empty line would be no JSON to clients."""
 

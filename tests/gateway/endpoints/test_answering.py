@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from penstock.engine.planning.grammar import Grammar
-from penstock.gateway.access.keys import Client
+from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.http.connections import Connection
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.reply.live import Live
+from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota
 from penstock.gateway.wire.embeddings import ScoreWriter
-from penstock.priority.lanes import Tenant
+from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.endpoints.test_counted import LONG, HeldTokenizer, gateway_of, post
 from tests.gateway.endpoints.test_tools import TOOL
 from tests.gateway.endpoints.test_tools import gateway as gateway_with_tools
@@ -79,10 +80,10 @@ async def _send(_: Any) -> None:
     ],
 )
 async def test_a_response_has_no_more_than_recordings_have(field: dict[str, Any]) -> None:
-    async with client(Gateway().app) as http:
+    async with client(Gateway().app) as http, asyncio.timeout(10):
         reply = await http.post(RESPONSES, json={"model": MODEL, "input": "Hi", **field})
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == next(iter(field))
+    error = reply.json()["error"]
+    assert (error["param"], error["code"]) == (next(iter(field)), "unsupported_parameter")
 
 
 async def test_the_grammar_of_tools_is_written_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +104,13 @@ async def test_the_grammar_of_tools_is_written_off_the_loop(monkeypatch: pytest.
     assert request.sampling.grammar is not None
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
+
+
+async def test_the_tokens_of_a_prompt_are_counted_whatever_lane_it_names() -> None:
+    clients = {digest_of("ann"): Client(Tenant(name="ann", top_lane=Lane.BATCH))}
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=clients))
+    body = chat_body(service_tier="priority")
+    async with client(gateway.app) as http:
+        assert (await post(http, "/v1/chat/completions/render", body)).status_code == 200
+        refused = await post(http, "/v1/chat/completions", body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "service_tier_not_allowed")

@@ -82,6 +82,40 @@ async def test_a_token_that_is_part_of_a_character_is_told_by_its_bytes() -> Non
     assert choice["logprobs"]["top_logprobs"] == [None, {r"bytes:\xa9": -0.5, r"bytes:\xc3": -1.5}]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "echo", "offsets"),
+    [
+        ("Né", "Né", [0, 0, 1, 1]),  # the tokenizer's own first token is in no echo of a text
+        ([0, 5, 0], "<|bos|>!<|bos|>", [0, 7, 8]),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_offsets_are_places_in_the_text(
+    prompt: Any, echo: str, offsets: list[int], stream: bool
+) -> None:
+    """Characters of several tokens are where their first token is, in the prompt and in the answer."""
+    gateway = Gateway()
+    body = completion_body(prompt, echo=True, logprobs=0, stream=stream)
+    asking = await asked(gateway, "/v1/completions", body)
+    request = await gateway.taken()
+    own = ids(gateway, "é!")
+    at = [logprobs((token_id, -1.0)) for token_id in request.prompt_token_ids[1:]]
+    for number, text in enumerate(["", "é", "!"]):
+        at_first: Any = {"prompt_logprobs": at} if not number else {}
+        told = [logprobs((own[number], -0.5))]
+        gateway.bring(request, text, token_ids=own[number : number + 1], logprobs=told, **at_first)
+    gateway.finish(request, token_ids=[1], logprobs=[logprobs((1, -0.1))])
+    reply = await asking
+    chunks = events(reply.text)[:-1] if stream else [reply.json()]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices) == f"{echo}é!"
+    places = [
+        place for choice in choices if choice["logprobs"] for place in choice["logprobs"]["text_offset"]
+    ]
+    length = len(echo)
+    assert places == [*offsets, length, length, length + 1, length + 2]
+
+
 async def test_every_choice_has_the_log_probabilities_that_the_first_one_brought() -> None:
     gateway = Gateway()
     prompt = ids(gateway, "Hi")

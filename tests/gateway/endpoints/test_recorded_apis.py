@@ -311,11 +311,13 @@ async def test_a_reply_that_takes_too_long_fails_and_counts_from_its_first_token
         request = await gateway.taken()
         gateway.clock.now += max_age_s + 1  # it waits in a lane where it may
         gateway.service.tick(gateway.clock.now)
+        await settled()
         assert gateway.engine.cancelled == []
         gateway.bring(request, "a")
         gateway.service.tick(gateway.clock.now)
         gateway.clock.now += max_age_s - 1
         gateway.service.tick(gateway.clock.now)
+        await settled()
         assert gateway.engine.cancelled == []
         gateway.clock.now += 2
         gateway.service.tick(gateway.clock.now)

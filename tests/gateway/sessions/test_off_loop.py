@@ -48,7 +48,7 @@ def recording() -> Recording:
         Request(request_id="chatcmpl-1", tenant=TENANT, prompt_token_ids=TOKENS, sampling=sampling)
     )
     made.token_ids = [5] * 20_000
-    made.reasons[0], made._num_unfinished, made.settled = FinishReason.STOP, 0, True
+    made.kept[0].finish_reason, made._num_unfinished, made.settled = FinishReason.STOP, 0, True
     return made
 
 

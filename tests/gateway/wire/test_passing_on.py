@@ -122,7 +122,7 @@ async def calls_for_a_token(gateway: Gateway, *texts: str, **fields: Any) -> int
     return events.count("call")
 
 
-@pytest.mark.parametrize(("options", "most"), [(None, 11), ({"resumable": True}, 17)])
+@pytest.mark.parametrize(("options", "most"), [(None, 11), ({"resumable": True}, 18)])
 async def test_a_token_takes_few_calls_from_its_reply_to_the_socket(
     options: dict[str, bool] | None, most: int
 ) -> None:

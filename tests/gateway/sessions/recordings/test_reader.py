@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.sessions.recordings.recording import FRAME_BYTES
+from penstock.gateway.sessions.recordings.frames import FRAME_BYTES, KeptFrames
 from tests.few import examples
 from tests.gateway.sessions.recordings.fakes import FakeReader, bring, end, make_recording
 
+PREFIX = b"x" * 1000
 texts = st.lists(st.sampled_from(["", "a", "é", "\n", '"', "long " * 9]), max_size=12)
 
 
@@ -72,7 +73,7 @@ def test_what_replaying_brings_is_what_was_said() -> None:
 
 
 def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.gateway.sessions.recordings.recording.MAX_KEPT_BYTES", 1000)
+    monkeypatch.setattr("penstock.gateway.sessions.recordings.frames.MAX_KEPT_BYTES", 500)
     recording = make_recording()
     reader = FakeReader(recording)
     reader.connection.writable = False
@@ -117,8 +118,9 @@ def test_what_is_forgotten_is_the_oldest(number: int, kept: int) -> None:
         for i in range(number):
             bring(whole, chr(97 + i))
         opening, *frames = whole.frames_from(0)
-        size = sum(len(frame) + FRAME_BYTES for frame in frames[max(0, number - kept) :])
-        patch.setattr("penstock.gateway.sessions.recordings.recording.MAX_KEPT_BYTES", size)
+        sizes = [len(frame) + FRAME_BYTES for frame in whole._frames._frames]
+        size = sum(sizes[1:][max(0, number - kept) :])
+        patch.setattr("penstock.gateway.sessions.recordings.frames.MAX_KEPT_BYTES", size)
         recording = make_recording()
         for i in range(number):
             bring(recording, chr(97 + i))
@@ -128,3 +130,18 @@ def test_what_is_forgotten_is_the_oldest(number: int, kept: int) -> None:
     assert opening not in kept_events
     assert recording.frames_from(0) == kept_events
     assert recording.frames_from(number) == kept_events[-1:]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "one", "two", "three", "four"]), st.text("ab", max_size=3))))
+def test_what_frames_have_in_common_is_kept_once_and_given_back(parts: list[tuple[str, str]]) -> None:
+    kept = KeptFrames()
+    frames = [f"id: {number}\n{common}{rest}".encode() for number, (common, rest) in enumerate(parts)]
+    for frame, (common, _) in zip(frames, parts, strict=True):
+        kept.append(frame, common.encode())
+    assert kept.since(0) == frames
+    assert kept.since(2, 1) == frames[2:3]
+    shared = KeptFrames()
+    for number in range(100):
+        shared.append(b"%b%d" % (PREFIX, number), PREFIX)
+    assert shared.num_bytes < 100 * (FRAME_BYTES + 10)
+    assert shared.since(99) == [PREFIX + b"99"]

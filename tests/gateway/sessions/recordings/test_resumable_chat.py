@@ -193,7 +193,7 @@ async def test_what_has_ended_is_forgotten_after_a_while() -> None:
 
 
 async def test_a_beginning_that_is_forgotten_is_410(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.gateway.sessions.recordings.recording.MAX_KEPT_BYTES", 2500)
+    monkeypatch.setattr("penstock.gateway.sessions.recordings.frames.MAX_KEPT_BYTES", 600)
     gateway = Gateway()
     id, events = await finished(gateway, ["a", "b", "c", "d", "e"])
     async with client(gateway.app) as http:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -430,6 +431,24 @@ async def test_a_broken_journal_is_a_miss(header: bytes, caplog: pytest.LogCaptu
     async with serving(store) as gateway:
         assert await gateway.service.recordings.find("ann", ID) is None
     assert sum("passed over" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_a_journal_of_events_with_other_numbers_is_a_miss() -> None:
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        await begun(gateway)
+    journal = await store.read_journal(ID)
+    assert journal is not None
+    header = json.loads(journal.header)
+    for version in (None, header["version"] - 1):
+        earlier = {**header, "version": version}
+        if version is None:
+            del earlier["version"]
+        await store.delete_journals([ID])
+        await store.write_journals([JournalChange(ID, json.dumps(earlier).encode(), 0, (), 100.0)])
+        store.orphan()
+        async with serving(store) as gateway:
+            assert await gateway.service.recordings.find("ann", ID) is None
 
 
 async def test_a_store_that_is_away_holds_nobody_up_and_catches_up() -> None:

@@ -21,6 +21,7 @@ from penstock.engine.planning.stopping import TextSink
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.sessions.recordings.journal import end_of, header_of, rebuild, replay, words_of
 from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.responses import writer
 from penstock.gateway.sessions.responses.objects import deleted, input_items, page
 from penstock.gateway.sessions.responses.records import (
     KIND,
@@ -36,6 +37,7 @@ from penstock.gateway.sessions.responses.threads import Thread
 from penstock.gateway.sessions.responses.writer import beginning, make_writer, response, status_of
 from penstock.gateway.store.interface import Journal, Key
 from penstock.gateway.store.memory import MemoryStore
+from penstock.gateway.wire.logprobs import ChosenLogprob, TokenText, logprob_entry
 from tests.few import examples
 from tests.gateway.harness import EOS, make_timings, make_tokenizer
 from tests.gateway.sessions.responses.recorded_responses import (
@@ -219,6 +221,26 @@ def test_a_restarted_server_tells_the_same_log_probabilities() -> None:
     rebuilt.close()
     assert b'"logprob":' in b"".join(frames_of(recording))
     assert frames_of(rebuilt) == frames_of(recording)
+
+
+def test_log_probabilities_are_spelt_once_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in a delta and in four events of the end."""
+    spelt: list[int] = []
+
+    def spell(tokens: TokenText, token_id: int, *rest: Any) -> ChosenLogprob:
+        spelt.append(token_id)
+        return logprob_entry(tokens, token_id, *rest)
+
+    monkeypatch.setattr(writer, "logprob_entry", spell)
+    sampling = replace(SAMPLING, num_logprobs=1)
+    recording = recording_of(include=[LOGPROBS], top_logprobs=1, sampling=sampling)
+    for token_id in (70, 71):
+        told = [TokenLogprobs(-0.5, ((token_id, -0.5),))]
+        recording.push(Output(recording.id, 0, [token_id], "a", told))
+    finish(recording)
+    frames = frames_of(recording)
+    assert spelt == [70, 71]
+    assert [frame.count(b'"top_logprobs":[{') for frame in frames] == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2]
 
 
 def test_a_deleted_response() -> None:
