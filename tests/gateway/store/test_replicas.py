@@ -20,7 +20,8 @@ from tests.redis_server import RedisServer
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]
 
 SECTIONS = {"record", "records", "journal", "tokens", "unfinished", "used", "leases"} | {
-    *("prefix", "hot", "resident", "replicas", "since", "sizes", "expiries")
+    *("prefix", "hot", "resident", "replicas", "since", "sizes", "expiries"),
+    *("journal_sizes", "journal_expiries"),
 }
 """The kinds of keys, as the README names them."""
 BEGUN = JournalChange("s", b"header", 0, (1,), 600)
