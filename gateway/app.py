@@ -18,14 +18,13 @@ from starlette.types import ASGIApp
 
 from penstock.gateway.access import quotas
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
+from penstock.gateway.endpoints.answering import Answering
 from penstock.gateway.endpoints.batches import BatchesApi
 from penstock.gateway.endpoints.completions import CompletionsApi
 from penstock.gateway.endpoints.conversations import ConversationsApi
-from penstock.gateway.endpoints.decisions import DecisionsApi
-from penstock.gateway.endpoints.embeddings import EmbeddingsApi
+from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
 from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
-from penstock.gateway.endpoints.input_tokens import InputTokensApi
 from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
@@ -77,10 +76,12 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         static: folder of the chat page, served at `/` and `/static/`; without it there is none.
     """
     intake, files = Intake(service), Files(service.store)
-    completions, embeddings = CompletionsApi(service, intake), EmbeddingsApi(service, intake)
+    answering = Answering(service, intake)
+    completions = CompletionsApi(service, intake, answering)
+    embeddings = EmbeddingsApi(service, intake, answering)
     chats = StoredChatsApi(service, intake, completions)
-    responses = ResponsesApi(service, intake)
-    messages = MessagesApi(service, intake)
+    responses = ResponsesApi(service, intake, answering)
+    messages = MessagesApi(service, intake, answering)
     handlers: dict[Endpoint, Handler] = {
         "/v1/chat/completions": completions.chat,
         "/v1/completions": completions.complete,
@@ -94,15 +95,14 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         chats,
         completions,
         embeddings,
-        DecisionsApi(service, intake),
-        InputTokensApi(service, intake, responses),  # before that of a response whose id it could be
+        DecisionsApi(service, intake, answering),
         responses,
         FilesApi(service, intake, files),
         batches,
         ConversationsApi(service, intake),
         MessageBatchesApi(service, intake, files, batches.batches),  # before a message whose id it could be
         messages,
-        OllamaApi(service, intake, embeddings),
+        OllamaApi(service, intake, answering),
         ModelsApi(service, intake),
         TokensApi(service, intake),
         EventsApi(service, intake),

@@ -130,12 +130,12 @@ class Dispatch:
 
     def submit(self, stream: Generation) -> None:
         """Queues all requests of a stream, or none; raises 429 or 503 with Retry-After."""
-        self.check_open()
         self._streams[stream] = None
         self._empty.clear()
         if self._traces is not None:
             self._traces.begin(stream)
         try:
+            self.check_open()
             with self._refusing(stream.lane):
                 self._put(stream)
         except ApiError as error:

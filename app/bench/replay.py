@@ -35,7 +35,7 @@ Server = ServerProcess | OtherServer
 _BLOCK_SIZE = 16
 _LOG_OF_OTHERS = 9.82
 """The logarithm of the sum over what all but the end token weigh in the choice of a random model's token."""
-_NUM_ALONE, _APART_S, _SHORT_PROMPT = 20, 0.1, 64
+_NUM_ALONE, _APART_S, _SHORT_PROMPT = 20, 0.5, 64
 
 
 def compare(

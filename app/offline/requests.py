@@ -13,8 +13,7 @@ from penstock.engine.planning.grammar import CompiledGrammar
 from penstock.engine.planning.grammars import GrammarError
 from penstock.engine.planning.request import BeamParams, Pooling, Request, SamplingParams
 from penstock.gateway.access.keys import OPEN_TENANT
-from penstock.gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
-from penstock.gateway.endpoints.params import bad_words_of, salt_of
+from penstock.gateway.endpoints.requests import bad_words_of, salt_of
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
@@ -22,7 +21,14 @@ from penstock.gateway.wire.conversation import as_dict
 from penstock.gateway.wire.embeddings import EmbeddingsBody
 from penstock.gateway.wire.lanes import urgency_of
 from penstock.gateway.wire.prompts import check_token_ids
-from penstock.gateway.wire.sampling import MaxTokens, Room, sampling_params
+from penstock.gateway.wire.sampling import (
+    NO_TOKENS,
+    MaxTokens,
+    Room,
+    chat_tokens,
+    completion_tokens,
+    sampling_params,
+)
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
 from penstock.gateway.wire.strict import read
 from penstock.gateway.wire.structured import answer_form, form_of
@@ -118,14 +124,12 @@ class Requests:
         body = read(CompletionBody, {**values, "prompt": prompt}, _LIMITS)
         check_completion(body, _LIMITS)
         token_ids = self._token_ids(body.prompt, "prompt")
-        room = self._core.engine.max_sequence_tokens - len(token_ids)
-        most = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if body.max_tokens is None else body.max_tokens
-        return self._sampled(body, token_ids, "prompt", MaxTokens("max_tokens", most), body.logprobs)
+        return self._sampled(body, token_ids, "prompt", completion_tokens(body), body.logprobs)
 
     def _of_text(self, text: object, values: Mapping[str, Any]) -> Request:
         body = read(EmbeddingsBody, {**values, "input": text}, _LIMITS)
         token_ids = self._token_ids(body.input, "input")
-        self._check_room(token_ids, "input", MaxTokens("max_tokens", 0))
+        self._check_room(token_ids, "input", NO_TOKENS)
         nothing = SamplingParams(temperature=0.0, max_tokens=0)
         return _request(token_ids, nothing, body.service_tier, pooling=self._core.model.embedding.pooling)
 
@@ -133,9 +137,8 @@ class Requests:
         body = read(ChatBody, {**values, "messages": messages}, _LIMITS)
         check_chat(body, _LIMITS)
         token_ids = self._prompts.chat([as_dict(message) for message in body.messages])
-        asked = MaxTokens("max_tokens", body.max_tokens or body.max_completion_tokens)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._sampled(body, token_ids, "messages", asked, num_logprobs)
+        return self._sampled(body, token_ids, "messages", chat_tokens(body), num_logprobs)
 
     def _sampled(
         self,

@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 from penstock.engine.cores import num_cores
 from penstock.engine.planning.bans import Bans, bits_of, without
+from penstock.engine.planning.exact_numbers import TooComplex, exact_rules
 from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind, Guide, one_line
 from penstock.engine.planning.grammar_check import GrammarCheck, limits
 from penstock.engine.planning.request import Request, SamplingParams, Sequence
@@ -285,16 +286,30 @@ def source_of(grammar: Grammar) -> str:
         return json.dumps({"grammars": [{"lark_grammar": grammar.text}, _named("answer", grammar.answer)]})
     if grammar.kind is GrammarKind.LARK:
         return LLMatcher.grammar_from_lark(_as_lark(grammar.text))
+    if rules := _exact_rules(grammar.text):
+        return LLMatcher.grammar_from_lark(rules)
     try:
         return LLMatcher.grammar_from_json_schema(grammar.text, _JSON_STYLE)
     except ValueError:  # it is `true`, or no JSON
         return f'{{"grammars": [{{"json_schema": {grammar.text}}}]}}'
 
 
+def _exact_rules(text: str) -> str:
+    """Returns the grammar of a schema with integers beyond 2^53; empty if it has none."""
+    try:
+        return "\n".join(exact_rules(json.loads(text), "start", _JSON_STYLE))
+    except TooComplex as error:
+        raise GrammarError(str(error)) from None
+    except (ValueError, RecursionError):  # llguidance says what is wrong with it
+        return ""
+
+
 def _named(name: str, grammar: Grammar) -> dict[str, object]:
     """A grammar for others to refer to."""
     source = source_of(grammar)
-    if grammar.kind is GrammarKind.LARK:
+    if grammar.kind is GrammarKind.LARK or (
+        grammar.kind is GrammarKind.JSON_SCHEMA and _exact_rules(grammar.text)
+    ):
         return {"name": name, "lark_grammar": source}
     return {**json.loads(source)["grammars"][0], "name": name}
 

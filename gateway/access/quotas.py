@@ -123,10 +123,10 @@ class Quotas:
         Raises:
             ApiError: 429 if a bound is reached; without Retry-After if the prompt alone is more than ever fits.
         """
+        if client.quota is UNBOUNDED or client.quota == UNBOUNDED:
+            return Reservation(self, client, lease_id, num_prompt_tokens, None, ())
         windows = windows_of(client.quota, self._wall_clock())
         reservation = Reservation(self, client, lease_id, num_prompt_tokens, None, windows)
-        if client.quota == UNBOUNDED:
-            return reservation
         num_tokens = self._cost(client, num_prompt_tokens, max_output_tokens)
         try:
             grant = await self._store.reserve(client.tenant.name, client.quota, num_tokens, lease_id, windows)

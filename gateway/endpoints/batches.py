@@ -27,8 +27,9 @@ from penstock.gateway.sessions.batches.files import Files, answering, new_file_i
 from penstock.gateway.sessions.batches.run import Answer
 from penstock.gateway.sessions.batches.running import Batches
 from penstock.gateway.sessions.responses.objects import page
-from penstock.gateway.sessions.responses.schemas import PageQuery, check_metadata
+from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 from penstock.priority.lanes import Lane
 

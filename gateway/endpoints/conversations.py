@@ -23,10 +23,10 @@ from penstock.gateway.sessions.responses.schemas import (
     PageQuery,
     check_id,
     check_items,
-    check_metadata,
 )
 from penstock.gateway.store.interface import Key
 from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 
 MAX_ITEMS_A_CALL = 20

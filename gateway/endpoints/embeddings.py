@@ -1,24 +1,20 @@
-"""`/v1/embeddings`, `/rerank`, `/score`: prompts that are computed for their hidden states, by the queue of all."""
+"""`/v1/embeddings`, `/rerank`, `/score`, `/v1/decisions`, `/v1/systemone`: prompts without answers, in the same queue.
+
+Embeddings, and the scores made of them, are hidden states; decisions are the log probabilities of possible answers.
+"""
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.engine.planning.prefix_index import with_hashes
-from penstock.engine.planning.request import Request, SamplingParams
-from penstock.gateway.endpoints.intake import Endpoints, as_sent, route
-from penstock.gateway.endpoints.params import REQUEST_BYTES, Arrival, salt_of
-from penstock.gateway.endpoints.replies import Sender, live
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.off_loop import TOKEN_BYTES, off_loop
-from penstock.gateway.reply.live import Live
+from penstock.gateway.endpoints.answering import Made, ModelEndpoints
+from penstock.gateway.endpoints.intake import Arrival, route
+from penstock.gateway.wire.decided import DecisionsWriter, SystemOneWriter
+from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
 from penstock.gateway.wire.embeddings import (
     EmbeddingsBody,
     EmbeddingWriter,
@@ -27,11 +23,11 @@ from penstock.gateway.wire.embeddings import (
     ScoreBody,
     ScoreWriter,
 )
-from penstock.gateway.wire.writing import Counts, WholeWriter
-from penstock.priority.lanes import Urgency
+from penstock.gateway.wire.questions import Question, Questions
+from penstock.gateway.wire.writing import Head
 
 
-class EmbeddingsApi(Endpoints):
+class EmbeddingsApi(ModelEndpoints):
     """Embeddings of one service."""
 
     def routes(self) -> list[Route]:
@@ -42,79 +38,49 @@ class EmbeddingsApi(Endpoints):
         ]
 
     async def embed(self, http: HttpRequest) -> Response:
-        came = await self._intake.begin(http, EmbeddingsBody, as_sent)
-        body = came.body
-        urgency = self._intake.admit(came, body)
-        self.check_dimensions(body.dimensions)
-        prompts = await self._intake.prompting(came.tenant, urgency.lane).encode_inputs(body)
-        is_normalised = self._service.options.embedding.is_normalised
-        writer = EmbeddingWriter(body, is_normalised=is_normalised)
-        return await self.reply(came, urgency, prompts, f"embd-{secrets.token_hex(16)}", writer)
+        return await self._answer(http, EmbeddingsBody, self._embedding_writer, "embd-")
 
     async def rerank(self, http: HttpRequest) -> Response:
-        came = await self._intake.begin(http, RerankBody, as_sent)
-        body = came.body
-        urgency = self._intake.admit(came, body)
-        encode, id = (
-            self._intake.prompting(came.tenant, urgency.lane).encode_texts,
-            f"rerank-{secrets.token_hex(16)}",
-        )
-        prompts = [
-            *await encode([body.query], "query", body),
-            *await encode(body.texts, "documents", body),
-        ]
-        return await self.reply(came, urgency, prompts, id, RerankWriter(id, body))
+        return await self._answer(http, RerankBody, _rerank_writer, "rerank-")
 
     async def score(self, http: HttpRequest) -> Response:
-        came = await self._intake.begin(http, ScoreBody, as_sent)
-        body = came.body
-        first, second = body.sides()
-        urgency = self._intake.admit(came, body)
-        encode, id = (
-            self._intake.prompting(came.tenant, urgency.lane).encode_texts,
-            f"score-{secrets.token_hex(16)}",
-        )
-        prompts = [*await encode(first, "text_1", body), *await encode(second, "text_2", body)]
-        writer = ScoreWriter(id, int(time.time()), body.model, len(first))
-        return await self.reply(came, urgency, prompts, id, writer)
+        return await self._answer(http, ScoreBody, _score_writer, "score-")
 
-    # What all that embeds has in common
+    def _embedding_writer(self, _: Head, came: Arrival, __: Made) -> EmbeddingWriter:
+        return EmbeddingWriter(came.body, is_normalised=self._service.options.embedding.is_normalised)
 
-    def check_dimensions(self, dimensions: int | None) -> None:
-        size = self._service.options.embedding.size
-        if dimensions is not None and size is not None and dimensions > size:
-            raise invalid(f"'dimensions' may be at most {size} for this model.", "dimensions")
 
-    async def reply(
-        self,
-        came: Arrival[Any],
-        urgency: Urgency,
-        prompts: Sequence[Sequence[int]],
-        id: str,
-        writer: WholeWriter[Counts],
-    ) -> Sender:
-        """Returns the reply that a writer makes of the embeddings of prompts.
+class DecisionsApi(ModelEndpoints):
+    """Decisions of one service."""
 
-        Raises:
-            ApiError: 429, if they are more than the client's quota has left.
-        """
-        sampling, options = SamplingParams(temperature=0.0, max_tokens=0), self._service.options
+    def routes(self) -> list[Route]:
+        return [route("/v1/decisions", POST=self.decide), route("/v1/systemone", POST=self.decide_systems)]
 
-        def make(number: int, prompt: Sequence[int]) -> Request:
-            request = Request(
-                request_id=f"{id}-{number}",
-                prompt_token_ids=tuple(prompt),
-                sampling=sampling,
-                arrival_s=came.at_s,
-                lane=urgency.lane,
-                ttft_s=urgency.ttft_s,
-                tenant=came.tenant.name,
-                salt=salt_of(came.tenant),
-                pooling=options.embedding.pooling,
-            )
-            return with_hashes(request, options.block_size)
+    async def decide(self, http: HttpRequest) -> Response:
+        """Answers in OpenAI's format."""
+        return await self._answer(http, DecisionsBody, _decisions_writer, "dec-")
 
-        size = REQUEST_BYTES * len(prompts) + TOKEN_BYTES * sum(map(len, prompts))
-        requests = await off_loop(size, lambda: [make(i, prompt) for i, prompt in enumerate(prompts)])
-        reservation = await self._intake.reserve(came.client, requests)
-        return live(self._service, Live(requests, reservation, writer))
+    async def decide_systems(self, http: HttpRequest) -> Response:
+        """Answers in TypeSafe's format."""
+        return await self._answer(http, SystemOneBody, _system_writer, "dec-")
+
+
+def _rerank_writer(head: Head, came: Arrival, _: Made) -> RerankWriter:
+    return RerankWriter(head.id, came.body)
+
+
+def _score_writer(head: Head, came: Arrival, _: Made) -> ScoreWriter:
+    return ScoreWriter(head.id, head.created, head.model, len(came.body.sides()[0]))
+
+
+def _decisions_writer(head: Head, came: Arrival, made: Made) -> DecisionsWriter:
+    return DecisionsWriter(head.model, _questions(came), made.steps)
+
+
+def _system_writer(head: Head, came: Arrival, made: Made) -> SystemOneWriter:
+    return SystemOneWriter(head.model, _questions(came), made.steps)
+
+
+def _questions(came: Arrival) -> Sequence[Question]:
+    assert isinstance(came.ask.input, Questions)
+    return came.ask.input.questions

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from penstock.gateway.access.keys import Client
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
-from penstock.gateway.endpoints.params import salts_of
+from penstock.gateway.endpoints.requests import salts_of
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.service import Service
 

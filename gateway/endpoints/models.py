@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from penstock.gateway.endpoints.intake import Endpoints, route
-from penstock.gateway.endpoints.params import salt_of, salts_of
 from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.endpoints.requests import salt_of, salts_of
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import parse_messages
 from penstock.gateway.http.off_loop import off_loop

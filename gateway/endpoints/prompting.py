@@ -1,40 +1,33 @@
-"""Prompts: what a request says as tokens, bounded before any work and tokenised off the event loop."""
+"""Prompts: the input of an Ask as tokens, bounded before any work and tokenised off the event loop."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.http.off_loop import FairThreads, off_loop
-from penstock.gateway.sessions.responses.objects import response_tools
-from penstock.gateway.sessions.responses.schemas import ResponseBody
-from penstock.gateway.sessions.responses.threads import Message as ThreadMessage
-from penstock.gateway.sessions.responses.threads import Thread, extend, num_chars
-from penstock.gateway.wire.beams import width_field
-from penstock.gateway.wire.conversation import (
-    as_dict,
-    chat_tools,
-    check_messages,
-    num_chars_of,
-    thinking_switches,
-)
-from penstock.gateway.wire.decisions import LEAD, Decisions
+from penstock.gateway.http.off_loop import TOKEN_BYTES, FairThreads, off_loop
+from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread, extend, num_chars, since, turns
+from penstock.gateway.wire.ask import Ask, Conversation, Texts, Turn
+from penstock.gateway.wire.conversation import as_dict, check_messages, num_chars_of, thinking_switches
 from penstock.gateway.wire.efforts import Reasoned
-from penstock.gateway.wire.embeddings import Embedded, EmbeddingsBody
 from penstock.gateway.wire.prompts import Prompts, check_token_ids
+from penstock.gateway.wire.questions import LEAD, Questions
 from penstock.gateway.wire.sampling import context_exceeded
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Message, Sampled
+from penstock.gateway.wire.schemas import Message
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse
 
 MESSAGE_CHARS = 100
 """A template's work per message, in characters of text."""
 TEXT_CHARS = 80
 """The tokenizer's work per text, in characters."""
+_ANSWER_SHARE = 8
+"""An answer gets at least this part of the context where a conversation is shortened."""
 
 _Result = TypeVar("_Result")
 
@@ -58,8 +51,8 @@ class Prompting:
         Args:
             threads: long texts are tokenised there.
             vocab_size: of the model, whose tokenizer may have more tokens.
-            ignore: is told of each field of which nothing comes.
-            note_refused: is told why, if too much of the tenant's work waits.
+            ignore: is called with each field that was taken and changes nothing.
+            note_refused: is called with the reason, if too much of the tenant's work waits.
         """
         self._prompts = prompts
         self._limits = limits
@@ -71,7 +64,7 @@ class Prompting:
         self._note_refused = note_refused
 
     async def run(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """Returns the result of work with the tokenizer on texts of about `size` characters.
+        """Returns the result of work on texts of about `size` characters.
 
         Raises:
             ApiError: 429, if too much of the tenant's work waits already.
@@ -83,9 +76,27 @@ class Prompting:
                 self._note_refused(str(error.code))
             raise
 
+    async def prompts(self, ask: Ask, thread: Thread = NO_THREAD) -> list[list[int]]:
+        """Returns the prompts of an ask; of questions, the first one's, and what each further one adds to it.
+
+        Args:
+            thread: the one that a turn continues.
+        """
+        match ask.input:
+            case Conversation() as conversation:
+                return [await self._conversation(ask, conversation)]
+            case Turn() as turn:
+                return [await self._turn(ask, turn, thread)]
+            case Questions() as questions:
+                shared, rests = await self.branched(questions, ask.field)
+                return [shared + rests[0], *rests[1:]]
+        return [prompt for texts in ask.input for prompt in await self._texts(ask, texts)]
+
+    # Conversations
+
     async def encode_chat(
         self,
-        messages: list[Message],
+        messages: Sequence[Message],
         use: ToolUse = NO_TOOLS,
         variables: Mapping[str, Any] | None = None,
         *,
@@ -108,58 +119,28 @@ class Prompting:
 
         return await self.run(num_chars + MESSAGE_CHARS * len(messages), encode)
 
-    async def conversation(self, body: ChatBody, before: Sequence[int] = ()) -> tuple[list[int], ToolUse]:
-        """Returns the tokens of a conversation, and the tools that it may call.
-
-        Args:
-            before: the tokens of what was said before.
-        """
+    async def _conversation(self, ask: Ask, conversation: Conversation) -> list[int]:
+        before = conversation.before
         if before:
             self.check_prompt_ids(before, "context")
-        use, continues = chat_tools(body), bool(body.continue_final_message)
-        variables = self.variables(body.chat_template_kwargs, body)
-        if body.documents:
-            if "documents" not in self._prompts.variables:
-                message = "This model's chat template takes no documents."
-                raise invalid(message, "documents", "unsupported_value")
-            self.check_length(sum(len(str(document)) for document in body.documents), "documents")
-            variables["documents"] = body.documents
+        variables = self.variables(conversation.variables, ask.reasoning)
+        if conversation.documents:
+            self._check_documents(conversation.documents)
+            variables["documents"] = conversation.documents
         prompt = await self.encode_chat(
-            body.messages,
-            use,
+            conversation.messages,
+            ask.tools,
             variables,
-            add_generation_prompt=body.add_generation_prompt is not False and not continues,
-            continues=continues,
+            add_generation_prompt=conversation.opens_answer,
+            continues=conversation.continues,
         )
-        return self._truncated(self._prompts.behind(before, prompt) if before else prompt, body), use
+        return self._truncated(self._prompts.behind(before, prompt) if before else prompt, ask)
 
-    def turn(self, body: ResponseBody) -> Callable[[Thread, Sequence[ThreadMessage]], Awaitable[list[int]]]:
-        """Returns a function that makes the tokens of a response's turn, which continues a thread with new messages."""
-        variables = self.variables(body.chat_template_kwargs, body)
-        make = partial(extend, self._prompts, instructions=body.instructions, variables=variables)
-        use = response_tools(body)
-
-        async def encode(thread: Thread, new: Sequence[ThreadMessage]) -> list[int]:
-            messages = (*thread.messages, *new)
-            num_said = sum(map(num_chars, messages)) + len(body.instructions or "") + use.num_chars
-            self.check_length(num_said, "input")
-            size = num_said + MESSAGE_CHARS * len(messages) + len(thread.token_ids)
-            try:
-                return await self.run(size, partial(make, thread, new, tools=use.tools))
-            except ApiError as error:
-                param = "input" if error.param == "messages" else error.param
-                raise invalid(error.message, param, error.code) from None
-
-        return encode
-
-    async def branched(self, asked: Decisions) -> tuple[list[int], list[list[int]]]:
-        """Returns the tokens that all questions share, and the further ones of each."""
-        messages, texts = asked.messages, [question.text for question in asked.questions]
-        num_shared = sum(len(message["content"]) for message in messages)
-        self.check_length(num_shared + max(map(len, texts)), asked.field)
-        num_texts = len(messages) + len(texts)
-        branched = partial(self._prompts.branched, messages, LEAD, texts, thinking_switches(False))
-        return await self.run(num_shared + sum(map(len, texts)) + MESSAGE_CHARS * num_texts, branched)
+    def _check_documents(self, documents: Sequence[Mapping[str, Any]]) -> None:
+        if "documents" not in self._prompts.variables:
+            message = "This model's chat template takes no documents."
+            raise invalid(message, "documents", "unsupported_value")
+        self.check_length(sum(len(str(document)) for document in documents), "documents")
 
     def variables(self, given: Mapping[str, Any] | None, body: Reasoned | None = None) -> dict[str, Any]:
         """Returns the variables of the chat template other than messages and tools.
@@ -168,7 +149,7 @@ class Prompting:
             body: says how much the model may reason.
 
         Raises:
-            ApiError: 400 for what is not the client's to tell.
+            ApiError: 400 for a variable that the client may not set.
         """
         variables = dict(given or {})
         self._prompts.check_variables(variables, "chat_template_kwargs")
@@ -190,96 +171,132 @@ class Prompting:
             self._ignore("reasoning_effort" if number is None else "thinking_token_budget")
         return found
 
-    async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
-        texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)
-        limits, num_prompts = self._limits, len(texts) + len(token_ids)
-        if not num_prompts or num_prompts > limits.max_prompts:
-            raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
-        if num_prompts * body.num_generated > limits.max_choices:
-            name = width_field(body)
-            raise invalid(f"'{name}' times the prompts must be at most {limits.max_choices}.", name)
-        if body.suffix is not None and token_ids:
-            raise invalid("'suffix' needs a 'prompt' of text.", "suffix")
-        if token_ids:
-            return await self._checked(token_ids, "prompt", body)
-        if body.suffix:
-            return await self._encoded(texts, "prompt", self._prompts.around, body.suffix)
-        encode = partial(self._prompts.text, add_special=body.add_special_tokens is not False)
-        return [self._truncated(prompt, body) for prompt in await self._encoded(texts, "prompt", encode)]
+    # Turns of threads
 
-    async def encode_inputs(self, body: EmbeddingsBody) -> list[list[int]]:
-        texts, token_ids = await off_loop(4 * len(body.input), _split_prompt, body.input)
-        most, add_special = self._limits.max_inputs, body.add_special_tokens is not False
-        if not 1 <= len(texts) + len(token_ids) <= most:
-            raise invalid(f"'input' must be 1 to {most} texts.", "input")
-        if texts:
-            return await self.encode_texts(texts, "input", body, add_special=add_special)
-        return await self._checked(token_ids, "input", body)
+    async def _turn(self, ask: Ask, turn: Turn, thread: Thread) -> list[int]:
+        """Returns the tokens of a thread with new messages, without its oldest turns if they may be left out."""
+        variables = self.variables(turn.variables, ask.reasoning)
+        longer = replace(thread, messages=(*thread.messages, *turn.messages))
 
-    async def encode_texts(
-        self,
-        texts: Sequence[str],
-        field: str,
-        body: Embedded,
-        *,
-        add_special: bool = True,
-        longest: int | None = None,
-    ) -> list[list[int]]:
-        """Returns the tokens of texts to be embedded; at most the first `longest` of each, if it is given."""
-        if longest is not None:
-            texts = [text[: longest * self._limits.max_bytes_per_token] for text in texts]
-        encode = partial(self._prompts.text, add_special=add_special)
-        prompts = await self._encoded(texts, field, encode)
-        return await self._checked([prompt[:longest] for prompt in prompts], field, body)
+        async def encode(start: int = 0) -> list[int]:
+            return await self._extended(
+                ask, turn, replace(longer, messages=since(longer.messages, start)), variables
+            )
 
-    async def _checked(
-        self, prompts: list[list[int]], field: str, body: Sampled | Embedded
-    ) -> list[list[int]]:
-        def check() -> list[list[int]]:
-            cut = [self._truncated(prompt, body) for prompt in prompts]
+        return await self._shortened(ask, longer, encode) if turn.shortens else await encode()
+
+    async def _extended(
+        self, ask: Ask, turn: Turn, thread: Thread, variables: Mapping[str, Any]
+    ) -> list[int]:
+        num_said = sum(map(num_chars, thread.messages)) + len(turn.instructions or "") + ask.tools.num_chars
+        self.check_length(num_said, ask.field)
+        make = partial(
+            extend,
+            self._prompts,
+            thread,
+            (),
+            instructions=turn.instructions,
+            tools=ask.tools.tools,
+            variables=variables,
+        )
+        try:
+            return await self.run(
+                num_said + MESSAGE_CHARS * len(thread.messages) + len(thread.token_ids), make
+            )
+        except ApiError as error:
+            if error.param != "messages":
+                raise
+            raise invalid(error.message, ask.field, error.code) from None
+
+    async def _shortened(
+        self, ask: Ask, thread: Thread, encode: Callable[[int], Awaitable[list[int]]]
+    ) -> list[int]:
+        """Returns the prompt without as many of the oldest turns as it takes to fit, but with the last one.
+
+        If there are some to leave out, there is room for the answer that was asked for, or for a part of the context.
+        """
+
+        async def fitting(start: int, room: int) -> list[int] | None:
+            try:
+                prompt = await encode(start)
+            except ApiError as error:
+                if error.code != "context_length_exceeded":
+                    raise
+                return None
+            return prompt if len(prompt) + room <= self._context_length else None
+
+        if (prompt := await fitting(0, ask.max_tokens.least)) is not None:
+            return prompt
+        room = ask.max_tokens.number or self._context_length // _ANSWER_SHARE
+        starts = [start for start in turns(thread.messages) if start]
+        longest, low, high = None, 0, len(starts)
+        while low < high:
+            middle = (low + high) // 2
+            prompt = await fitting(starts[middle], room)
+            if prompt is None:
+                low = middle + 1
+            else:
+                longest, high = prompt, middle
+        return longest or await encode(max(starts, default=0))
+
+    # Questions
+
+    async def branched(self, asked: Questions, field: str) -> tuple[list[int], list[list[int]]]:
+        """Returns the tokens that all questions share, and the further ones of each."""
+        messages, texts = asked.messages, [question.text for question in asked.questions]
+        num_shared = sum(len(message["content"]) for message in messages)
+        self.check_length(num_shared + max(map(len, texts)), field)
+        num_texts = len(messages) + len(texts)
+        branched = partial(self._prompts.branched, messages, LEAD, texts, thinking_switches(False))
+        return await self.run(num_shared + sum(map(len, texts)) + MESSAGE_CHARS * num_texts, branched)
+
+    # Texts
+
+    async def _texts(self, ask: Ask, given: Texts) -> list[list[int]]:
+        longest = self._context_length - 1 if given.cuts_end else None
+        prompts = given.token_ids or await self._encoded(given, longest)
+
+        def checked() -> list[list[int]]:
+            cut = [self._truncated(prompt[:longest], ask) for prompt in prompts]
             for prompt in cut:
-                self.check_prompt_ids(prompt, field)
+                self.check_prompt_ids(prompt, given.field)
             return cut
 
-        return await off_loop(4 * sum(map(len, prompts)), check)
+        return await off_loop(TOKEN_BYTES * sum(map(len, prompts)), checked)
 
-    async def encode_text(
-        self, text: str, field: str, *, add_special: bool = True, suffix: str = ""
-    ) -> list[int]:
-        """Returns the tokens of a text; with a `suffix`, those that ask for the text between the two."""
-        encode = partial(self._prompts.text, add_special=add_special)
-        around = self._prompts.around
-        (token_ids,) = await self._encoded([text], field, around if suffix else encode, suffix)
+    async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
+        (token_ids,) = await self._encoded(Texts(field=field, texts=[text], add_special=add_special))
         return token_ids
 
-    async def _encoded(
-        self, texts: Sequence[str], field: str, encode: Callable[..., list[int]], suffix: str = ""
-    ) -> list[list[int]]:
+    async def _encoded(self, given: Texts, longest: int | None = None) -> list[list[int]]:
         """Returns the tokens of each text, with its suffix if there is one; all of them are one piece of work.
+
+        Args:
+            longest: about as many tokens of each text are enough.
 
         Raises:
             ApiError: 400, if a text is empty or too long.
         """
+        texts, suffix, field = given.texts, given.suffix, given.field
+        if longest is not None:
+            texts = [text[: longest * self._limits.max_bytes_per_token] for text in texts]
         for text in texts:
             self.check_length(len(text) + len(suffix), field)
-
-        def encode_all() -> list[list[int]]:
-            return [encode(text, *([suffix] if suffix else ())) for text in texts]
-
+        encode = partial(self._prompts.text, add_special=given.add_special)
+        if suffix:
+            encode = partial(self._prompts.around, suffix=suffix)
         size = sum(map(len, texts)) + len(texts) * (len(suffix) + TEXT_CHARS)
-        prompts = await self.run(size, encode_all)
+        prompts = await self.run(size, lambda: list(map(encode, texts)))
         if not all(prompts):
             raise invalid(f"'{field}' must not be empty.", field)
         return prompts
 
-    def _truncated(self, prompt: list[int], body: Sampled | Embedded) -> list[int]:
-        """Returns the last tokens of a prompt: as many as the body asks for or, for -1, as leave room to answer."""
-        num = body.truncate_prompt_tokens
+    def _truncated(self, prompt: list[int], ask: Ask) -> list[int]:
+        """Returns the last tokens of a prompt: as many as the ask has or, for -1, as leave room to answer."""
+        num = ask.truncate
         if num is None:
             return prompt
-        if num < 0:
-            num = max(1, self._context_length - (body.num_output if isinstance(body, Sampled) else 1))
-        return prompt[-num:]
+        return prompt[-(num if num > 0 else max(1, self._context_length - ask.max_tokens.least)) :]
 
     def check_prompt_ids(self, prompt: Sequence[int], field: str = "prompt") -> None:
         if not prompt:
@@ -292,13 +309,3 @@ class Prompting:
         """Refuses a text that is too long whatever its tokens are, before it is tokenised."""
         if num_chars > self._context_length * self._limits.max_bytes_per_token:
             raise context_exceeded(self._context_length, f"{num_chars} characters", field)
-
-
-def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:
-    """Splits the four forms of `prompt` into texts and lists of token ids."""
-    if isinstance(prompt, str):
-        return [prompt], []
-    if prompt and isinstance(prompt[0], int):
-        return [], [[token_id for token_id in prompt if isinstance(token_id, int)]]
-    texts = [text for text in prompt if isinstance(text, str)]
-    return texts, [token_ids for token_ids in prompt if isinstance(token_ids, list)]

@@ -13,14 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.engine.planning.request import SamplingParams
-from penstock.gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
-from penstock.gateway.endpoints.intake import Endpoints, route
-from penstock.gateway.endpoints.params import asked_tokens
+from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake, route
+from penstock.gateway.endpoints.requests import RequestMaker
 from penstock.gateway.http.errors import invalid
+from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.kinds import CHAT, PREFIXES, TEXT
 from penstock.gateway.wire.frames import Json
-from penstock.gateway.wire.sampling import MaxTokens, Room, sampling_params
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody
+from penstock.gateway.wire.strict import Body
 
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
@@ -32,6 +32,10 @@ _SAME = (
 class RenderApi(Endpoints):
     """The rendered requests of one service. They keep to the limits of what counts tokens."""
 
+    def __init__(self, service: Service, intake: Intake) -> None:
+        super().__init__(service, intake)
+        self._sampling = RequestMaker(service, intake.ignore).sampling
+
     def routes(self) -> list[Route]:
         return [
             route("/v1/completions/render", POST=self.completions),
@@ -39,62 +43,29 @@ class RenderApi(Endpoints):
         ]
 
     async def chat(self, http: HttpRequest) -> Response:
-        client = self._intake.client(http)
-        async with self._intake.counted(client) as headers:
-            body = await self._intake.read(http, ChatBody)
-            check_chat(body, self._service.options.limits)
-            self._check(body)
-            prompt, _ = await self._intake.counting(client.tenant).conversation(body)
-            asked = asked_tokens(body)
-            logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            return Json(self._rendered(body, CHAT, prompt, "messages", asked, logprobs), headers=headers)
+        [rendered], headers = await self._rendered(http, ChatBody, PREFIXES[CHAT])
+        return Json(rendered, headers=headers)
 
     async def completions(self, http: HttpRequest) -> Response:
-        client = self._intake.client(http)
-        async with self._intake.counted(client) as headers:
-            body = await self._intake.read(http, CompletionBody)
-            check_completion(body, self._service.options.limits)
-            self._check(body)
-            prompts = await self._intake.counting(client.tenant).encode_prompts(body)
-            asked = MaxTokens("max_tokens", body.max_tokens)
-            if body.max_tokens is None:
-                asked = MaxTokens("max_tokens", DEFAULT_COMPLETION_TOKENS, may_be_fewer=True)
-            rendered = [
-                self._rendered(body, TEXT, prompt, "prompt", asked, body.logprobs) for prompt in prompts
-            ]
-            return Json(rendered, headers=headers)
+        rendered, headers = await self._rendered(http, CompletionBody, PREFIXES[TEXT])
+        return Json(rendered, headers=headers)
 
-    def _check(self, body: ChatBody | CompletionBody) -> None:
-        self._intake.check_model(body.model)
-        if body.use_beam_search:
+    async def _rendered(
+        self, http: HttpRequest, kind: type[Body], prefix: str
+    ) -> tuple[list[dict[str, Any]], Any]:
+        came, prompts, headers = await self._intake.counted_prompts(http, kind)
+        assert came.ask.sampling is not None
+        if came.ask.sampling.use_beam_search:
             raise invalid("A search of beams cannot be rendered.", "use_beam_search")
+        return [self._request(came, prompt, prefix) for prompt in prompts], headers
 
-    def _rendered(
-        self,
-        body: ChatBody | CompletionBody,
-        kind: str,
-        prompt: list[int],
-        prompt_field: str,
-        asked: MaxTokens,
-        logprobs: int | None,
-    ) -> dict[str, Any]:
-        room = Room(self._service.dispatch.context_length, len(prompt))
-        sampling = sampling_params(
-            body,
-            self._service.options.defaults,
-            max_tokens=room.output_tokens(asked, prompt_field),
-            num_logprobs=logprobs,
-            num_prompt_logprobs=body.prompt_logprobs,
-            bad_words=(),
-            shown_special=frozenset(),
-            vocab_size=self._service.vocab_size,
-        )
-        options = body.stream_options
+    def _request(self, came: Arrival, prompt: list[int], prefix: str) -> dict[str, Any]:
+        body, options = came.body, came.body.stream_options
         return {
-            "request_id": PREFIXES[kind] + secrets.token_hex(16),
+            "request_id": prefix + secrets.token_hex(16),
             "token_ids": prompt,
             "features": None,  # of images, which no prompt has
-            "sampling_params": _sampling(body, sampling),
+            "sampling_params": _sampling(body, self._sampling(came.ask, len(prompt))),
             "model": body.model,
             "stream": bool(body.stream),
             "stream_options": None if options is None else options.model_dump(exclude_unset=True),

@@ -2,85 +2,67 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import contextlib
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.access.idempotency import not_here
-from penstock.gateway.endpoints.intake import Endpoints, Intake, as_sent, route
-from penstock.gateway.endpoints.params import GenerationParams
-from penstock.gateway.endpoints.prompting import Prompting
-from penstock.gateway.endpoints.recorded import recorded
+from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints, Recorder
+from penstock.gateway.endpoints.intake import Arrival, Intake, route
 from penstock.gateway.endpoints.replies import follow
 from penstock.gateway.http.errors import ApiError, gone, invalid
 from penstock.gateway.http.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
-from penstock.gateway.sessions.conversations import ConversationLocks
-from penstock.gateway.sessions.owners import owned_id
+from penstock.gateway.sessions.conversations import Conversation, ConversationLocks
 from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses import records
+from penstock.gateway.sessions.responses.asks import InputTokensBody, ResponseTurn
 from penstock.gateway.sessions.responses.objects import (
-    Item,
-    as_messages,
+    JsonObject,
     deleted,
     details_of,
-    input_items,
     page,
-    response_tools,
 )
 from penstock.gateway.sessions.responses.records import KIND, Record
 from penstock.gateway.sessions.responses.schemas import (
     PageQuery,
     ResponseBody,
     check_id,
-    check_response,
     previous_not_found,
     read_stream_query,
     response_not_found,
-    text_form,
 )
-from penstock.gateway.sessions.responses.threads import Message, Thread, since, turns
+from penstock.gateway.sessions.responses.threads import Thread
 from penstock.gateway.sessions.responses.writer import output_items, plain, response
 from penstock.gateway.store.interface import Key, StoreUnavailable
+from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.frames import Json
-from penstock.gateway.wire.sampling import MaxTokens
 from penstock.gateway.wire.strict import validated
-from penstock.gateway.wire.structured import form_of
+from penstock.gateway.wire.writing import Counts, Head, WholeWriter
 
 _APPEND_ATTEMPTS = 3
-_ANSWER_SHARE = 8
-"""An answer gets at least this part of the context where a conversation is shortened."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """One request for a response, after it was checked."""
-
-    params: GenerationParams
-    body: ResponseBody
-    id: str
-    resumable: bool
-    """Whether it continues for a while after its client has gone."""
-
-
-class ResponsesApi(Endpoints):
+class ResponsesApi(ModelEndpoints, Recorder):
     """The responses of one service."""
 
-    def __init__(self, service: Service, intake: Intake) -> None:
-        super().__init__(service, intake)
+    kind, prefix, num_digits, always = KIND, "resp_", 48, True
+
+    def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
+        super().__init__(service, intake, answering)
         self._locks = ConversationLocks()
         service.recordings.on_end[KIND] = self.on_end
 
     def routes(self) -> list[Route]:
         return [
             route("/v1/responses", POST=self.create),
+            # Before that of a response whose id it could be.
+            route("/v1/responses/input_tokens", POST=self.count),
             route("/v1/responses/{id}", GET=self.show, DELETE=self.delete),
             route("/v1/responses/{id}/cancel", POST=self.cancel),
             route("/v1/responses/{id}/input_items", GET=self.list_input),
@@ -89,84 +71,62 @@ class ResponsesApi(Endpoints):
     # A new response
 
     async def create(self, http: HttpRequest) -> Response:
-        came = await self._intake.begin(http, ResponseBody, as_sent)
-        client, body = came.client, came.body
-        limits = self._service.options.limits
-        check_response(body, limits)
-        self._intake.check_model(body.model)
-        params = GenerationParams(
-            body=body,
-            prompt_field="input",
-            asked=MaxTokens("max_output_tokens", body.max_output_tokens),
-            num_logprobs=body.num_logprobs,
-            is_recorded=True,
-            num_choices=1,
-            client=client,
-            urgency=self._intake.urgency(came, body),
-            arrival_s=came.at_s,
-            grammar=await self._intake.grammar(client.tenant, form_of(body, limits, text_form(body.text))),
-        )
-        kept = recorded(http, body)
-        key = None if kept is None else kept.key
-        response_id = owned_id("resp_", self._service.tag, 48)
-        turn = _Turn(params, body, response_id, kept is not None)
-        tenant, start = client.tenant.name, partial(self._start, turn)
-        made = await self._service.idempotency.once(tenant, key, body, turn.id, start)
-        return await self._repeat(tenant, made, body) if isinstance(made, str) else self._reply(made, body)
+        return await self._answer(http, ResponseBody, _no_writer, self.prefix, self)
 
-    async def _start(self, turn: _Turn) -> Recording:
-        self._intake.check_room(turn.params, self._service.dispatch.context_length)
-        items = input_items(turn.body.input)
-        tenant, conversation_id = turn.params.tenant.name, turn.body.conversation
-        if conversation_id is None:
-            thread = await self._previous(tenant, turn.body.previous_response_id)
-            return await self._submit(turn, items, thread)
-        store = self._service.store
-        self._locks.take(tenant, conversation_id)
+    async def count(self, http: HttpRequest) -> Response:
+        """Answers how many tokens the prompt of such a response has."""
+        _, [prompt], headers = await self._intake.counted_prompts(http, InputTokensBody, self._thread_of)
+        return Json({"object": "response.input_tokens", "input_tokens": len(prompt)}, headers=headers)
+
+    @contextlib.asynccontextmanager
+    async def thread(self, came: Arrival) -> AsyncIterator[Thread]:
+        """Locks the conversation that a response belongs to, until it has ended or does not begin."""
+        turn, tenant = came.ask.input, came.tenant.name
+        assert isinstance(turn, ResponseTurn)
+        if turn.conversation is None:
+            yield await self._previous(tenant, turn.previous_response_id)
+            return
+        self._locks.take(tenant, turn.conversation)
         try:
-            conversation = await conversations.find(store, tenant, conversation_id, "conversation")
+            conversation = await self._conversation(tenant, turn.conversation)
             thread = conversation.thread()
-            conversation.add(items, "input")
-            return await self._submit(turn, items, thread)
+            conversation.add(turn.items, "input")
+            yield thread
         except BaseException:
-            self._locks.release(tenant, conversation_id)
+            self._locks.release(tenant, turn.conversation)
             raise
 
-    async def _submit(self, turn: _Turn, items: list[Item], thread: Thread) -> Recording:
-        body, use = turn.body, response_tools(turn.body)
-        prompt = await self.prompt(
-            body, items, thread, self._intake.prompting(turn.params.tenant, turn.params.urgency.lane)
-        )
-        params = await self._intake.with_tools(turn.params, prompt, use)
-        [request] = await self._intake.requests(params, {turn.id: prompt})
-        outlives = bool(body.background) or turn.resumable
-        return await self._service.recordings.start(
-            request,
-            kind=KIND,
-            details=details_of(body, items, thread.messages, params.reading)
-            | {"shared_tokens": records.shared_tokens(thread, prompt)},
-            created=int(time.time()),
-            detachable=outlives,
-            journalled=outlives,
-            max_detached_s=None if body.background else self._service.options.timeouts.detached_s,
-            reservation=await self._intake.reserve(params.client, [request]),
-        )
+    def details(self, came: Arrival, made: Made, thread: Thread, head: Head) -> JsonObject:  # noqa: ARG002
+        turn, [request] = came.ask.input, made.requests
+        assert isinstance(turn, ResponseTurn)
+        details = details_of(came.body, turn.items, thread.messages, made.guidance.reading)
+        return {**details, "shared_tokens": records.shared_tokens(thread, request.prompt_token_ids)}
 
-    async def prompt(
-        self, body: ResponseBody, items: list[Item], thread: Thread, prompting: Prompting
-    ) -> list[int]:
-        """Returns the tokens of a turn that goes on from a thread with these items."""
-        encode = prompting.turn(body)
-        if body.truncation == "auto":
-            return await self._shortened(thread, as_messages(items), body.max_output_tokens, encode)
-        return await encode(thread, as_messages(items))
+    def reply(self, recording: Recording, body: ResponseBody) -> Response:
+        if body.background and not body.stream:
+            return Json(response(recording))
+        at_once = bool(body.background)
+        return follow(self._service, Reader(recording), streamed=bool(body.stream), at_once=at_once)
 
-    async def thread(self, tenant: str, body: ResponseBody) -> Thread:
-        """Returns the thread that a turn goes on from."""
-        if body.conversation is None:
-            return await self._previous(tenant, body.previous_response_id)
-        store = self._service.store
-        return (await conversations.find(store, tenant, body.conversation, "conversation")).thread()
+    async def repeat(self, tenant: str, reply_id: str, body: ResponseBody) -> Response:
+        recording = await self._recording(tenant, reply_id)
+        if recording is not None:
+            return self.reply(recording, body)
+        record = None if body.stream else await self._record(tenant, reply_id)
+        if record is None:
+            raise not_here()
+        return Json(record.object)
+
+    async def _thread_of(self, tenant: str, ask: Ask) -> Thread:
+        """Returns the thread that a turn continues."""
+        turn = ask.input
+        assert isinstance(turn, ResponseTurn)
+        if turn.conversation is None:
+            return await self._previous(tenant, turn.previous_response_id)
+        return (await self._conversation(tenant, turn.conversation)).thread()
+
+    async def _conversation(self, tenant: str, conversation_id: str) -> Conversation:
+        return await conversations.find(self._service.store, tenant, conversation_id, "conversation")
 
     async def _previous(self, tenant: str, response_id: str | None) -> Thread:
         """Returns the thread that the response with that id ends."""
@@ -188,57 +148,6 @@ class ResponsesApi(Endpoints):
         if thread is None:
             raise _cannot_continue(response_id, "came to no answer")
         return thread
-
-    async def _shortened(
-        self,
-        thread: Thread,
-        new: Sequence[Message],
-        max_tokens: int | None,
-        encode: Callable[[Thread, Sequence[Message]], Awaitable[list[int]]],
-    ) -> list[int]:
-        """Returns the prompt without as many of the oldest turns as it takes to fit, but with the last one.
-
-        If there are some to leave out, there is room for the answer that was asked for, or for a part of the context.
-        """
-        messages, context_length = (*thread.messages, *new), self._service.dispatch.context_length
-
-        async def fitting(start: int, room: int) -> list[int] | None:
-            try:
-                prompt = await encode(replace(thread, messages=since(messages, start)), ())
-            except ApiError as error:
-                if error.code != "context_length_exceeded":
-                    raise
-                return None
-            return prompt if len(prompt) + room <= context_length else None
-
-        if (prompt := await fitting(0, max_tokens or 1)) is not None:
-            return prompt
-        starts = [start for start in turns(messages) if start]
-        found, low, high = None, 0, len(starts)
-        while low < high:
-            middle = (low + high) // 2
-            prompt = await fitting(starts[middle], max_tokens or context_length // _ANSWER_SHARE)
-            if prompt is None:
-                low = middle + 1
-            else:
-                found, high = prompt, middle
-        return found or await encode(replace(thread, messages=since(messages, max(starts, default=0))), ())
-
-    def _reply(self, recording: Recording, body: ResponseBody) -> Response:
-        if body.background and not body.stream:
-            return Json(response(recording))
-        at_once = bool(body.background)
-        return follow(self._service, Reader(recording), streamed=bool(body.stream), at_once=at_once)
-
-    async def _repeat(self, tenant: str, response_id: str, body: ResponseBody) -> Response:
-        """Returns the answer to a request that was sent before."""
-        recording = await self._recording(tenant, response_id)
-        if recording is not None:
-            return self._reply(recording, body)
-        record = None if body.stream else await self._record(tenant, response_id)
-        if record is None:
-            raise not_here()
-        return Json(record.object)
 
     # Those there are
 
@@ -350,6 +259,10 @@ class ResponsesApi(Endpoints):
             except StoreUnavailable:
                 if attempt == _APPEND_ATTEMPTS - 1:
                     raise
+
+
+def _no_writer(_: Head, __: Arrival, ___: Made) -> WholeWriter[Counts]:
+    raise AssertionError("every response is recorded")
 
 
 def _check_background(background: bool) -> None:

@@ -18,10 +18,11 @@ from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import CHATS, KIND, StoredChat, fits
 from penstock.gateway.sessions.recordings.kinds import CHAT, IDS
 from penstock.gateway.sessions.responses.objects import page, place_after
-from penstock.gateway.sessions.responses.schemas import PageQuery, check_metadata
+from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.store.interface import Key, StoreUnavailable
 from penstock.gateway.store.records import answering_unavailable
 from penstock.gateway.wire.frames import Json
+from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 
 MAX_LISTED = 1000

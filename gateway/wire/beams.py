@@ -98,8 +98,7 @@ def beam_tokens(asked: MaxTokens, num_prompt: int, width: int, num_kv_tokens: in
         ApiError: 400, if more was asked for.
     """
     most = most_tokens_of_forks(num_kv_tokens // block_size, block_size, num_prompt, width) - num_prompt
-    wanted = 1 if asked.number is None or asked.may_be_fewer else asked.number
-    if most < wanted:
+    if most < asked.least:
         message = (
             f"The KV cache has room for {max(0, most)} tokens of each of {width} beams after this prompt of "
             f"{num_prompt} tokens."

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.http.limits import Limits, parse_object
 from penstock.gateway.wire.schemas import AllowedChoice, ChatBody, Function, Message, NamedFunction, NamedTool
-from penstock.gateway.wire.tools.use import ToolUse, tool_use
+from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse, tool_use
 
 _LIMITS = Limits()
 """The limits on the JSON in arguments."""
+
+
+class TemplateMessage(TypedDict):
+    """A message as chat templates know it."""
+
+    role: str
+    content: str
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
 
 
 def thinking_switches(on: bool) -> dict[str, Any]:
@@ -76,7 +88,7 @@ def object_of(arguments: str) -> dict[str, Any] | str:
 
 def num_chars_of(messages: Sequence[Message], use: ToolUse) -> int:
     """Counts the characters that the template will read, about."""
-    return sum(map(_num_chars, messages)) + use.num_chars
+    return sum(map(_num_chars, messages)) + (use.num_chars if use.tools else 0)
 
 
 def _num_chars(message: Message) -> int:
@@ -91,6 +103,8 @@ def chat_tools(body: ChatBody) -> ToolUse:
         return _function_use(body, body.functions)
     if body.function_call not in (None, "none", "auto"):
         raise _missing("functions")
+    if not body.tools and body.tool_choice in (None, "none", "auto"):
+        return NO_TOOLS
     tools: list[dict[str, Any]] = [dict(tool) for tool in body.tools or ()]
     choice, one_call = body.tool_choice, body.parallel_tool_calls is False
     if isinstance(choice, NamedTool):

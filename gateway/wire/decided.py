@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import exp, fsum, log
 
-from penstock.gateway.wire.decisions import Asked, Option
 from penstock.gateway.wire.frames import response_usage_of, timings_of
 from penstock.gateway.wire.labels import Steps
+from penstock.gateway.wire.questions import Option, Question
 from penstock.gateway.wire.writing import Counts, Outputs
 
 
 class _Writer:
     """Makes answers of the log probabilities of tokens."""
 
-    def __init__(self, model: str, asked: Sequence[Asked], steps: Sequence[Sequence[Steps]]) -> None:
+    def __init__(self, model: str, questions: Sequence[Question], steps: Sequence[Sequence[Steps]]) -> None:
         """`steps` are those of each question's labels."""
         self._model = model
-        self._asked = asked
+        self._questions = questions
         self._steps = steps
 
     def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
         scores = [delta.scores or [] for _, delta in outputs]
         answers = [
-            (asked, *probabilities_of(labels, scores))
-            for asked, labels in zip(self._asked, self._steps, strict=True)
+            (question, *probabilities_of(labels, scores))
+            for question, labels in zip(self._questions, self._steps, strict=True)
         ]
         return {
             "model": self._model,
@@ -33,7 +33,7 @@ class _Writer:
             "timings": timings_of(reply),
         }
 
-    def answers(self, found: Iterable[tuple[Asked, list[float], float]]) -> object:
+    def answers(self, found: Iterable[tuple[Question, list[float], float]]) -> object:
         """Writes the result: by question, the probabilities of its options, and their total mass."""
         raise NotImplementedError
 
@@ -41,30 +41,30 @@ class _Writer:
 class DecisionsWriter(_Writer):
     """Answers as OpenAI has them."""
 
-    def answers(self, found: Iterable[tuple[Asked, list[float], float]]) -> object:
+    def answers(self, found: Iterable[tuple[Question, list[float], float]]) -> object:
         return [
-            {"type": asked.kind, "name": asked.name, **_decision(asked, values), "label_mass": mass}
-            for asked, values, mass in found
+            {"type": question.kind, "name": question.name, **_decision(question, values), "label_mass": mass}
+            for question, values, mass in found
         ]
 
 
 class SystemOneWriter(_Writer):
     """Answers as TypeSafe has them."""
 
-    def answers(self, found: Iterable[tuple[Asked, list[float], float]]) -> object:
+    def answers(self, found: Iterable[tuple[Question, list[float], float]]) -> object:
         return {
-            asked.name: {**_system_decision(asked, values), "label_mass": mass}
-            for asked, values, mass in found
+            question.name: {**_system_decision(question, values), "label_mass": mass}
+            for question, values, mass in found
         }
 
 
-def _decision(asked: Asked, values: list[float]) -> dict[str, object]:
-    pairs = list(zip(asked.options, values, strict=True))
-    if asked.kind == "predicate":
+def _decision(question: Question, values: list[float]) -> dict[str, object]:
+    pairs = list(zip(question.options, values, strict=True))
+    if question.kind == "predicate":
         return {"probability": values[0]}
-    if asked.kind == "choice":
+    if question.kind == "choice":
         return {
-            "choice": _likeliest(asked, values).value,
+            "choice": _likeliest(question, values).value,
             "confidence": choice_confidence(values),
             "probabilities": [{"value": o.value, "probability": p} for o, p in pairs],
         }
@@ -78,24 +78,24 @@ def _decision(asked: Asked, values: list[float]) -> dict[str, object]:
     }
 
 
-def _system_decision(asked: Asked, values: list[float]) -> dict[str, object]:
-    by_label = {option.label: value for option, value in zip(asked.options, values, strict=True)}
-    if asked.kind == "predicate":
+def _system_decision(question: Question, values: list[float]) -> dict[str, object]:
+    by_label = {option.label: value for option, value in zip(question.options, values, strict=True)}
+    if question.kind == "predicate":
         return {"type": "noul", "noul": values[0]}
-    if asked.kind == "choice":
-        choice, confidence = _likeliest(asked, values).value, choice_confidence(values)
+    if question.kind == "choice":
+        choice, confidence = _likeliest(question, values).value, choice_confidence(values)
         return {"type": "choice", "choice": choice, "confidence": confidence, "probabilities": by_label}
     return {
         "type": "score",
         "score": expected_level(values),
-        "legend": {option.label: option.description for option in asked.options},
+        "legend": {option.label: option.description for option in question.options},
         "confidence": score_confidence(values),
         "probabilities": by_label,
     }
 
 
-def _likeliest(asked: Asked, values: list[float]) -> Option:
-    return asked.options[values.index(max(values))]
+def _likeliest(question: Question, values: list[float]) -> Option:
+    return question.options[values.index(max(values))]
 
 
 def probabilities_of(labels: Sequence[Steps], scores: Sequence[Sequence[float]]) -> tuple[list[float], float]:

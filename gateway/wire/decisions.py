@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's `/v1/decisions` and of TypeSafe's `/v1/systemone`, and what they ask of a model.
+"""Bodies of OpenAI's `/v1/decisions` and of TypeSafe's `/v1/systemone`, and their translation.
 
 Each question becomes a text after the input, and each of its answers a label.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
@@ -16,7 +15,9 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import as_call
+from penstock.gateway.wire.questions import Option, Question, Questions
 from penstock.gateway.wire.schemas import ServiceTier
 from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value
 
@@ -27,8 +28,6 @@ _PARTS = ("input_text", "input_json", "output_text", "refusal")
 _CALLS = ("function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output")
 _QUESTIONS = ("predicate", "choice", "score")
 _YES, _NO = "Yes", "No"
-LEAD = "\n\nAnswer the following about the text above with one of the answers listed, exactly as it is written.\n\n"
-"""The text between the input and every question."""
 
 
 # Bodies
@@ -265,106 +264,67 @@ class SystemOneBody(DecidedBody):
     questions: Annotated[dict[str, SystemQuestion], Field(min_length=1)]
 
 
-# What is asked of the model
+# Their translation
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One of the answers that a question may have."""
-
-    label: str
-    """The text that the model would answer with."""
-    value: str | bool
-    description: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One question, whichever API it came by."""
-
-    field: str
-    """Its place in the body."""
-    kind: Literal["predicate", "choice", "score"]
-    name: str | None
-    instructions: str
-    options: tuple[Option, ...]
-    options_field: str = "criteria"
-    """The place of an option in the question."""
-
-    @property
-    def text(self) -> str:
-        """The text that the model is asked."""
-        lines = (f"- {o.label}: {o.description}" if o.description else f"- {o.label}" for o in self.options)
-        return "\n".join((self.instructions, *lines)).strip()
-
-    def option_field(self, number: int) -> str:
-        return f"{self.field}.{self.options_field.format(number)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Decisions:
-    """All questions of one body."""
-
-    body: DecidedBody
-    field: str
-    """The place of the input in the body."""
-    messages: list[dict[str, Any]]
-    """The input as chat templates know it, which ends with the user."""
-    questions: list[Asked]
-
-
-def understand_decisions(body: DecisionsBody, _: Limits) -> Decisions:
-    """Returns the questions; raises 400 if two choices of one are the same, or an output comes of no call."""
-    questions = [_asked(f"questions[{i}]", question) for i, question in enumerate(body.questions)]
+def decisions_ask(body: DecisionsBody, _: Limits) -> Ask:
+    """Raises 400 if two choices of a question are the same, or an output comes of no call."""
+    questions = [_question(f"questions[{i}]", question) for i, question in enumerate(body.questions)]
     messages = _messages(body)
     if messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": ""})
-    return Decisions(body, "input", messages, questions)
+    return _ask(body, "input", Questions(messages, questions))
 
 
-def understand_system(body: SystemOneBody, _: Limits) -> Decisions:
-    questions = [_system_asked(name, question) for name, question in body.questions.items()]
-    return Decisions(body, "state", [{"role": "user", "content": _text(body.state)}], questions)
+def system_ask(body: SystemOneBody, _: Limits) -> Ask:
+    questions = [_system_question(name, question) for name, question in body.questions.items()]
+    return _ask(body, "state", Questions([{"role": "user", "content": _text(body.state)}], questions))
 
 
-def _asked(field: str, question: PredicateQuestion | ChoiceQuestion | ScoreQuestion) -> Asked:
+def _ask(body: DecidedBody, field: str, questions: Questions) -> Ask:
+    return Ask(model=body.model, field=field, input=questions, service_tier=body.service_tier)
+
+
+def _question(field: str, question: PredicateQuestion | ChoiceQuestion | ScoreQuestion) -> Question:
     text = _content_text(question.instructions)
     if isinstance(question, PredicateQuestion):
-        return Asked(field, "predicate", question.name, text, (Option(_YES, True), Option(_NO, False)))
+        return Question(field, "predicate", question.name, text, (Option(_YES, True), Option(_NO, False)))
     if isinstance(question, ScoreQuestion):
         levels = tuple(Option(level.label, level.label, level.description or "") for level in question.levels)
-        return _distinct(Asked(field, "score", question.name, text, levels, "levels[{}].label"))
+        return _distinct(Question(field, "score", question.name, text, levels, "levels[{}].label"))
     # A string and a boolean may have the same text: then quotes tell them apart.
     spellings = Counter(_spelt(choice.value) for choice in question.choices)
     spell = _spelt if max(spellings.values()) == 1 else json.dumps
     choices = tuple(Option(spell(c.value), c.value, c.description or "") for c in question.choices)
-    return _distinct(Asked(field, "choice", question.name, text, choices, "choices[{}].value"))
+    return _distinct(Question(field, "choice", question.name, text, choices, "choices[{}].value"))
 
 
 def _spelt(value: str | bool) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _distinct(asked: Asked) -> Asked:
+def _distinct(question: Question) -> Question:
     seen: set[str] = set()
-    for i, option in enumerate(asked.options):
+    for i, option in enumerate(question.options):
         if option.label in seen:
-            raise invalid("Two answers of a question are the same.", asked.option_field(i))
+            raise invalid("Two answers of a question are the same.", question.option_field(i))
         seen.add(option.label)
-    return asked
+    return question
 
 
-def _system_asked(name: str, question: Any) -> Asked:
+def _system_question(name: str, question: Any) -> Question:
     field, text = f"questions.{name}", _text(question.instructions)
     if isinstance(question, NoulSystemQuestion):
         said = question.criteria or NoulCriteria()
         options = Option(_YES, True, _text(said.true)), Option(_NO, False, _text(said.false))
-        return Asked(field, "predicate", name, text, options)
+        return Question(field, "predicate", name, text, options)
     if isinstance(question, ScoreSystemQuestion):
         levels = enumerate(map(_text, question.criteria))
-        return Asked(field, "score", name, text, tuple(Option(str(i), level, level) for i, level in levels))
+        return Question(
+            field, "score", name, text, tuple(Option(str(i), level, level) for i, level in levels)
+        )
     choices = tuple(Option(choice, choice, _text(said)) for choice, said in question.criteria.items())
-    return Asked(field, "choice", name, text, choices)
+    return Question(field, "choice", name, text, choices)
 
 
 def _text(content: Text | None) -> str:

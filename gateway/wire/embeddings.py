@@ -14,8 +14,11 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from penstock.gateway.http.errors import invalid
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.ask import Ask, Texts
 from penstock.gateway.wire.schemas import ServiceTier, Truncation
 from penstock.gateway.wire.strict import STRICT, Many, StrictBody
+from penstock.gateway.wire.translation import split_prompt
 from penstock.gateway.wire.writing import Counts, Outputs
 
 
@@ -94,6 +97,35 @@ def _one_of(body: ScoreBody, *names: str) -> list[str]:
         raise invalid(f"Give '{names[0]}' or '{names[1]}', not both.", names[1])
     (value,) = given.values()
     return [value] if isinstance(value, str) else list(value)
+
+
+def embeddings_ask(body: EmbeddingsBody, limits: Limits) -> Ask:
+    texts, token_ids = split_prompt(body.input)
+    if not 1 <= len(texts) + len(token_ids) <= limits.max_inputs:
+        raise invalid(f"'input' must be 1 to {limits.max_inputs} texts.", "input")
+    add_special = body.add_special_tokens is not False
+    inputs = Texts(field="input", texts=texts, token_ids=token_ids, add_special=add_special)
+    return _ask(body, inputs, dimensions=body.dimensions)
+
+
+def rerank_ask(body: RerankBody, _: Limits) -> Ask:
+    return _ask(body, Texts(field="query", texts=[body.query]), Texts(field="documents", texts=body.texts))
+
+
+def score_ask(body: ScoreBody, _: Limits) -> Ask:
+    first, second = body.sides()
+    return _ask(body, Texts(field="text_1", texts=first), Texts(field="text_2", texts=second))
+
+
+def _ask(body: Embedded, *inputs: Texts, dimensions: int | None = None) -> Ask:
+    return Ask(
+        model=body.model,
+        field=inputs[0].field,
+        input=inputs,
+        service_tier=body.service_tier,
+        truncate=body.truncate_prompt_tokens,
+        dimensions=dimensions,
+    )
 
 
 class EmbeddingWriter:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from math import inf, isfinite
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant, Urgency
@@ -24,15 +24,6 @@ _LANES = {
     "ultrafast": Lane.INTERACTIVE,
 }
 _TIERS = {Lane.BATCH: "flex", Lane.INTERACTIVE: "priority", Lane.STANDARD: "default"}
-
-
-class Tiered(Protocol):
-    """A body that may name a tier."""
-
-    model: str
-
-    @property
-    def service_tier(self) -> str | None: ...
 
 
 class Slo(NamedTuple):

@@ -83,22 +83,22 @@ class Answer:
     calls: list[Call] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Joins each kind of pieces once, for there may be many."""
-        texts, thoughts = [self.text], [self.reasoning]
-        arguments = [[call.arguments] for call in self.calls]
+        texts: list[str] = []
+        reasoning: list[str] = []
+        arguments: dict[int, list[str]] = {}
         for piece in pieces:
             if isinstance(piece, TextDelta):
                 texts.append(piece.text)
             elif isinstance(piece, ReasoningDelta):
-                thoughts.append(piece.text)
+                reasoning.append(piece.text)
             elif isinstance(piece, CallBegun):
                 self.calls.append(Call(piece.id, piece.name))
-                arguments.append([])
             else:
-                arguments[piece.index].append(piece.text)
-        self.text, self.reasoning = "".join(texts), "".join(thoughts)
-        for call, parts in zip(self.calls, arguments, strict=True):
-            call.arguments = "".join(parts)
+                arguments.setdefault(piece.index, []).append(piece.text)
+        self.text += "".join(texts)
+        self.reasoning += "".join(reasoning)
+        for index, parts in arguments.items():
+            self.calls[index].arguments += "".join(parts)
 
 
 def answer_of(parser: ReplyParser, text: str) -> Answer:

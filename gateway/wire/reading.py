@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from json.encoder import encode_basestring_ascii
+from typing import Any
 
+import orjson
+
+from penstock.engine.planning.exact_numbers import TooComplex
 from penstock.engine.planning.grammar import Grammar, GrammarKind
 from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.http.errors import invalid
+from penstock.gateway.wire.memo import Memo
 from penstock.gateway.wire.parsing import (
     ArgumentsDelta,
     CallBegun,
     Piece,
     ReasoningDelta,
     ReplyParser,
-    TextDelta,
 )
+from penstock.gateway.wire.reasoning import ANSWERS, REASONING_FORMATS, Plain, Reasoned, Thinking, Unclosed
 from penstock.gateway.wire.tokenizer import Tokenizer
-from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Format, Style
+from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Style
 from penstock.gateway.wire.tools.gemma import Gemma
 from penstock.gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
 from penstock.gateway.wire.tools.harmony import Harmony
 from penstock.gateway.wire.tools.json_calls import Fenced, JsonCalls
 from penstock.gateway.wire.tools.llama import Either, Llama
-from penstock.gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps, Tools
+from penstock.gateway.wire.tools.scanning import FormatParser, Scanner, Tools
 from penstock.gateway.wire.tools.tagged import Tagged
 from penstock.gateway.wire.tools.use import ToolUse
 
 AUTO, NONE = "auto", "none"
+MAX_TOOLS_BYTES = 1024 * 1024
+"""The JSON of the schemas for which a grammar of calls is made: 30 tools of an agent have some 40 KiB, 512 some 800."""
+_TOKENS_BYTES = 1024 * 1024
+_GRAMMARS_BYTES = 16 * 1024 * 1024
 _TAIL_TOKENS = 16
 """The tokens at the end of a prompt among which a marker is looked for."""
 
@@ -44,39 +53,8 @@ _PARSERS: Mapping[Style, type[FormatParser]] = {
     Style.PYTHON: Either,
     Style.GEMMA: Gemma,
 }
-
-
-class Thinking(NamedTuple):
-    """The markers that reasoning is written between."""
-
-    opening: str
-    closing: str
-
-
-REASONING_FORMATS: Mapping[str, Thinking] = {
-    HARMONY: Thinking("<|channel|>analysis<|message|>", "<|end|>"),
-    "minimax_m2": Thinking("<think>", "</think>"),
-    "think_answer": Thinking("<think>", "</think>"),
-    "think_response": Thinking("<think>", "</think>"),
-    "think": Thinking("<think>", "</think>"),
-    "mistral": Thinking("[THINK]", "[/THINK]"),
-    "seed_oss": Thinking("<seed:think>", "</seed:think>"),
-    "gemma4": Thinking("<|channel>thought", "<channel|>"),
-    "cohere2": Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
-    "cohere2_text": Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
-    "granite_words": Thinking("Here is my thought process:", "Here is my response:"),
-}
-"""The formats of reasoning; a chat template's is the first one whose closing, answer markers and sign are in it."""
-_ANSWERS: Mapping[str | None, tuple[str, str]] = {
-    HARMONY: ("<|channel|>final<|message|>", "<|return|>"),
-    "think_answer": ("<answer>", "</answer>"),
-    "think_response": ("<response>", "</response>"),
-    "cohere2": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    "cohere2_text": ("<|START_TEXT|>", "<|END_TEXT|>"),
-}
-"""The markers around the answer in some of these formats."""
 _SIGNS = {"minimax_m2": ("<minimax:tool_call>",)}
-"""More that a chat template has of some of them."""
+"""Further texts by which a chat template shows its format of reasoning."""
 _NEXT = "<|start|>assistant"
 """The marker before each of harmony's messages except the first, for which the prompt ends with it."""
 
@@ -103,19 +81,19 @@ class Reading:
         name = self.tools or (HARMONY if self.reasoning == HARMONY else None)
         calls = () if name is None else TOOL_FORMATS[name].markers
         thinking = () if self.reasoning is None else REASONING_FORMATS[self.reasoning]
-        return (*calls, *thinking, *_ANSWERS.get(self.reasoning, ()))
+        return (*calls, *thinking, *ANSWERS.get(self.reasoning, ()))
 
     def parser(self, reply_id: str, choice: int = 0) -> ReplyParser:
         """Returns the parser of one choice of the reply with that id, from which the ids of its calls follow."""
-        parser: ReplyParser = _Plain()
+        parser: ReplyParser = Plain()
         make = partial(self._calls_parser, reply_id, choice)
         if self.tools is not None:
             parser = make()
         if self.reasoning is not None and not isinstance(parser, Harmony):
             parser = self.reasoning_parser(parser)
             format = None if self.tools is None else TOOL_FORMATS[self.tools]
-            if isinstance(parser, _Reasoned) and format is not None and format.opening and format.closing:
-                parser = _Unclosed(parser, format, self.schemas, make)
+            if isinstance(parser, Reasoned) and format is not None and format.opening and format.closing:
+                parser = Unclosed(parser, format, self.schemas, make)
         return _Filtered(self, parser) if self.one_call or not self.shows_reasoning else parser
 
     def _calls_parser(self, reply_id: str, choice: int) -> ReplyParser:
@@ -132,10 +110,15 @@ class Reading:
         if self.reasoning == HARMONY:
             tools = None if self.tools is None else Tools(self.schemas, str)
             return Harmony(tools, tells_reasoning=True, is_open=self.is_open)
-        return _Reasoned(self.reasoning, self.is_open, answer)
+        return Reasoned(self.reasoning, self.is_open, answer)
 
 
 PLAIN = Reading()
+
+
+def needs_grammar(use: ToolUse, answer: Grammar | None) -> bool:
+    """Returns whether calls of tools have to be bounded: by their schemas, or against an answer with a grammar."""
+    return bool(use.required or (use.tools and (use.strict or answer is not None)))
 
 
 class Formats:
@@ -149,10 +132,18 @@ class Formats:
         """
         template = tokenizer.chat_template or ""
         self._tokenizer = tokenizer
+        self._tokens = Memo[str, tuple[int, ...]](_TOKENS_BYTES)
+        self._texts = Memo[Hashable, str](_GRAMMARS_BYTES)
+        self._shown: dict[tuple[str | None, str | None], frozenset[int]] = {}
+        special = map(tokenizer.token_bytes, tokenizer.special_ids)
+        self._special_firsts = frozenset(text.decode(errors="replace")[:1] for text in special)
+        """The characters with which special tokens begin."""
+        self._within: set[int] = set()
+        """Tokens within which no marker of reasoning begins; see Thoughts."""
         signs = {name: [(sign,) for sign in format.signs] for name, format in TOOL_FORMATS.items()}
         self.tools = _chosen(tools, template, signs)
         ends = {
-            name: [(format.closing, *_ANSWERS.get(name, ()), *_SIGNS.get(name, ()))]
+            name: [(format.closing, *ANSWERS.get(name, ()), *_SIGNS.get(name, ()))]
             for name, format in REASONING_FORMATS.items()
         }
         self.reasoning = _chosen(reasoning, template, ends)
@@ -173,7 +164,7 @@ class Formats:
             raise invalid(message, "tools", "tools_not_supported")
         return Reading(
             tools=self.tools if use.tools else None,
-            schemas=use.schemas,
+            schemas=use.schemas if use.tools else {},
             one_call=use.one_call,
             reasoning=self.reasoning,
             is_open=self.is_open(prompt),
@@ -181,20 +172,24 @@ class Formats:
         )
 
     def grammar(
-        self, prompt: Sequence[int], reading: Reading, use: ToolUse, answer: Grammar | None
+        self, prompt: Sequence[int], reading: Reading, use: ToolUse, answer: Grammar | None, tenant: str = ""
     ) -> Grammar | None:
         """Returns the grammar of a reply, reasoning and then calls or an answer; None if it is free.
 
         Args:
             answer: what an answer has to match; a reply that has to call a tool has none.
+            tenant: whose request it is: nobody learns from the time that it takes what tools others have.
+
+        Raises:
+            ApiError: 400, if the tools are too large for a grammar.
         """
         thinking = self._thinking(prompt, reading)
-        if use.required or (use.tools and (use.strict or answer is not None)):
-            return self._with_calls(reading, use, answer, thinking)
+        if needs_grammar(use, answer):
+            return self._with_calls(reading, use, answer, thinking, tenant)
         if answer is None or thinking is None:
             return answer
         if reading.reasoning == HARMONY:
-            return self._with_calls(replace(reading, tools=HARMONY), use, answer, thinking)
+            return self._with_calls(replace(reading, tools=HARMONY), use, answer, thinking, tenant)
         text = answer_grammar(self._spelt, thinking, is_open=reading.is_open)
         return Grammar(GrammarKind.LARK, text, answer)
 
@@ -210,36 +205,53 @@ class Formats:
         return None if is_over else thinking
 
     def _with_calls(
-        self, reading: Reading, use: ToolUse, answer: Grammar | None, thinking: Thinking | None
+        self, reading: Reading, use: ToolUse, answer: Grammar | None, thinking: Thinking | None, tenant: str
     ) -> Grammar:
         assert reading.tools is not None
         may_answer = not use.required and answer is not None
         beside = Beside.ANSWER if may_answer else Beside.NOTHING if use.required else Beside.TEXT
         schemas = {n: schema for n, schema in use.schemas.items() if not use.required or n in use.required}
-        text = calls_grammar(
-            reading.tools,
-            schemas,
-            self._spelt,
-            one_call=use.one_call,
-            thinking=thinking,
-            is_open=reading.is_open,
-            beside=beside,
-            lenient=() if use.required else schemas.keys() - use.strict,
-        )
+        lenient = () if use.required else sorted(schemas.keys() - use.strict)
+        written = orjson.dumps([schemas, lenient])
+        if len(written) > MAX_TOOLS_BYTES:
+            message = (
+                f"The schemas of 'tools' have {len(written)} bytes of JSON. Calls can be held to at most "
+            )
+            raise invalid(f"{message}{MAX_TOOLS_BYTES}.", "tools", "tools_too_large")
+        flags = reading.tools, use.one_call, thinking, reading.is_open, beside
+
+        def make() -> str:
+            return calls_grammar(
+                reading.tools or "",
+                schemas,
+                self._spelt,
+                one_call=use.one_call,
+                thinking=thinking,
+                is_open=reading.is_open,
+                beside=beside,
+                lenient=lenient,
+            )
+
+        try:
+            text = self._texts.get((tenant, *flags, sha256(written).digest()), make)
+        except TooComplex as error:
+            raise invalid(f"Invalid 'tools': {error}.", "tools", "invalid_grammar") from None
         return Grammar(GrammarKind.LARK, text, answer if may_answer else None)
 
     def _spelt(self, marker: str) -> str:
         """Returns a marker as grammars write it: special tokens by their ids, the text between them as it is."""
-        found, text = [], b""
-        for token_id in self._tokenizer.encode(marker, parse_special=True):
+        if self._special_firsts.isdisjoint(marker):
+            return encode_basestring_ascii(marker)
+        parts, text = [], b""
+        for token_id in self._encoded(marker):
             if token_id not in self._tokenizer.special_ids:
                 text += self._tokenizer.token_bytes(token_id)
                 continue
-            found += [json.dumps(text.decode()), f"<[{token_id}]>"] if text else [f"<[{token_id}]>"]
+            parts += [json.dumps(text.decode()), f"<[{token_id}]>"] if text else [f"<[{token_id}]>"]
             text = b""
-        if not found:
+        if not parts:
             return json.dumps(marker)
-        return " ".join(found + [json.dumps(text.decode())] * bool(text))
+        return " ".join(parts + [json.dumps(text.decode())] * bool(text))
 
     def budget(
         self,
@@ -259,7 +271,7 @@ class Formats:
         before, after = spaces(markers.closing)
         answer = ""
         if reading.reasoning == HARMONY:
-            answer = _ANSWERS[HARMONY][0]
+            answer = ANSWERS[HARMONY][0]
             # A call begins like a text beside calls: the model still chooses between the two.
             before, after = "", _NEXT + ("<|channel|>commentary" if reading.tools else answer)
         num_markers = len(self._encoded(before + markers.closing))
@@ -269,17 +281,17 @@ class Formats:
             closing=markers.closing,
             answer=answer,
             is_open=reading.is_open,
-            forced=tuple(self._encoded(before + markers.closing + after)),
+            forced=self._encoded(before + markers.closing + after),
         )
 
-    def _encoded(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, parse_special=True)
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        return self._tokens.get(text, lambda: tuple(self._tokenizer.encode(text, parse_special=True)))
 
     def thoughts(self, reading: Reading) -> Thoughts | None:
         """Returns a counter of one reply's reasoning tokens; None if its format has none."""
         if reading.reasoning is None:
             return None
-        return Thoughts(reading, self._tokenizer.token_bytes)
+        return Thoughts(reading, self._tokenizer.token_bytes, self._within)
 
     def closing(self, prompt: Sequence[int]) -> list[int]:
         """The tokens that end the reasoning which a prompt has begun, and those that begin an answer."""
@@ -288,8 +300,8 @@ class Formats:
         is_open, closing = self.is_open(prompt), REASONING_FORMATS[self.reasoning].closing
         text = f"\n{closing}\n\n" if is_open else ""
         if self.reasoning == HARMONY:
-            text = f"{closing}{_NEXT}" * is_open + _ANSWERS[HARMONY][0]
-        return self._tokenizer.encode(text, parse_special=True)
+            text = f"{closing}{_NEXT}" * is_open + ANSWERS[HARMONY][0]
+        return list(self._encoded(text))
 
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends within reasoning that it has begun."""
@@ -303,17 +315,28 @@ class Formats:
 
     def shown(self, reading: Reading) -> frozenset[int]:
         """The special tokens that a reply's text must have in it."""
-        encode, special = self._tokenizer.encode, self._tokenizer.special_ids
-        found = (encode(marker, parse_special=True) for marker in reading.markers)
-        return frozenset(token_id for ids in found for token_id in ids if token_id in special)
+        key = reading.tools, reading.reasoning
+        if (shown := self._shown.get(key)) is None:
+            token_ids = {token_id for marker in reading.markers for token_id in self._encoded(marker)}
+            shown = self._shown[key] = self._tokenizer.special_ids & token_ids
+        return shown
 
 
 class Thoughts:
     """Counts the tokens of a reply's choices that are reasoning, its markers included."""
 
-    def __init__(self, reading: Reading, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, reading: Reading, token_bytes: Callable[[int], bytes], within: set[int] | None = None
+    ) -> None:
+        """
+        Args:
+            within: tokens in which no marker that ends reasoning begins; those that are seen are added.
+        """
+        assert reading.reasoning is not None
         self._reading = reading
         self._token_bytes = token_bytes
+        self._within = set() if within is None else within
+        self._first = REASONING_FORMATS[reading.reasoning].closing[0]
         self._choices: dict[Hashable, Scanner] = {}
         self.num_over = 0
         """The choices that reason no more."""
@@ -322,14 +345,20 @@ class Thoughts:
         """Returns how many of a choice's next tokens are reasoning, earlier undecided ones included."""
         read = self._choices.get(choice)
         if read is None:
-            read = self._choices[choice] = self._reading.reasoning_parser(_Plain())
+            read = self._choices[choice] = self._reading.reasoning_parser(Plain())
         if read.is_over:
             return 0
         number = 0
         for token_id in token_ids:
+            if token_id in self._within and read.quick is not None and read.quick[0] == self._first:
+                number += bool(read.reasons)
+                continue
             read.num_undecided += 1
             # A byte a character: a token may end within one.
-            read.feed(self._token_bytes(token_id).decode("latin-1"))
+            text = self._token_bytes(token_id).decode("latin-1")
+            if self._first not in text:
+                self._within.add(token_id)
+            read.feed(text)
             if read.reasons is not None:
                 number += read.num_undecided * read.reasons
                 read.num_undecided = 0
@@ -337,81 +366,6 @@ class Thoughts:
                 self.num_over += 1
                 break
         return number
-
-
-class _Plain:
-    """The parser of replies that are nothing but text."""
-
-    def feed(self, text: str) -> list[Piece]:
-        return [TextDelta(text)] if text else []
-
-    def finish(self) -> list[Piece]:
-        return []
-
-
-class _Reasoned(Scanner):
-    """The parser of a reply that may begin with reasoning. Space around reasoning is part of neither."""
-
-    def __init__(self, format: str, is_open: bool, answer: ReplyParser) -> None:
-        super().__init__()
-        self._thinking = REASONING_FORMATS[format]
-        self._around = _ANSWERS.get(format)
-        self._is_open = is_open
-        self._answer = answer
-        self.reasons = is_open or None
-
-    def parse(self) -> Steps:
-        if self._is_open or (yield from self.begins(self._thinking.opening)):
-            self.reasons = True
-            yield from self.skip(self._thinking.opening)
-            yield from self.skip_space()
-            yield from self.said_until(self._thinking.closing, ReasoningDelta)
-        self.is_over = True
-        if self.reasons:
-            yield from self.skip_space()
-        if self._around and (yield from self.begins(self._around[0])):
-            yield from self.skip(self._around[0])
-            yield from self.skip_space()
-            yield from self.said_until(self._around[1], say=self._answer.feed)
-            yield from self.skip_space()
-        yield from self.said_until(NO_MARKER, say=self._answer.feed)
-        self._pieces += self._answer.finish()
-
-
-class _Unclosed:
-    """Adds the calls with which a reply ends whose reasoning never does, as Qwen 3.5 may write it.
-
-    Their text is told as reasoning, too: until the end they might be an example.
-    """
-
-    def __init__(
-        self, parser: _Reasoned, format: Format, names: Collection[str], make: Callable[[], ReplyParser]
-    ) -> None:
-        self._parser = parser
-        self._format = format
-        self._names = names
-        self._make = make
-        """Returns a parser of calls."""
-        self._thoughts = parser.told = []
-        self.feed = parser.feed
-
-    def finish(self) -> list[Piece]:
-        is_unclosed = bool(self._parser.reasons) and not self._parser.is_over
-        pieces = self._parser.finish()
-        return pieces + self._calls() if is_unclosed else pieces
-
-    def _calls(self) -> list[Piece]:
-        text = "".join(self._thoughts)
-        start = len(text)
-        while text[:start].rstrip().endswith(self._format.closing):
-            start = text.rfind(self._format.opening, 0, start)
-            if start < 0:
-                return []
-        parser = self._make()
-        found = parser.feed(text[start:]) + parser.finish()
-        calls: list[Piece] = [piece for piece in found if not isinstance(piece, TextDelta)]
-        begun = [piece.name for piece in calls if isinstance(piece, CallBegun)]
-        return calls if all(name in self._names for name in begun) else []
 
 
 class _Filtered:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from penstock.engine.planning.bans import Words
@@ -12,7 +12,7 @@ from penstock.engine.planning.request import SamplingParams
 from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.wire.prompts import check_token_ids
-from penstock.gateway.wire.schemas import Sampled, as_strings
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, as_strings
 
 LEAST_TOP_P = 1e-6
 """The top_p used for 0, which leaves the likeliest token alone."""
@@ -35,6 +35,9 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
+_DEFAULTED = tuple(field.name for field in fields(SamplingDefaults))
+
+
 class MaxTokens(NamedTuple):
     """The output tokens that were asked for, and the field that did."""
 
@@ -42,6 +45,29 @@ class MaxTokens(NamedTuple):
     number: int | None
     may_be_fewer: bool = False
     """The answer ends where the context does; or else what does not fit is refused."""
+
+    @property
+    def least(self) -> int:
+        """The tokens of an answer that there has to be room for."""
+        return 1 if self.number is None or self.may_be_fewer else max(1, self.number)
+
+
+NO_TOKENS = MaxTokens("max_tokens", 0)
+DEFAULT_COMPLETION_TOKENS = 16
+"""The number of tokens that OpenAI's older endpoint gives a request that names none."""
+
+
+def chat_tokens(body: ChatBody) -> MaxTokens:
+    """Returns the output tokens that a chat asks for, by either of OpenAI's names."""
+    if body.max_tokens is None:
+        return MaxTokens("max_completion_tokens", body.max_completion_tokens)
+    return MaxTokens("max_tokens", body.max_tokens)
+
+
+def completion_tokens(body: CompletionBody) -> MaxTokens:
+    if body.max_tokens is None:
+        return MaxTokens("max_tokens", DEFAULT_COMPLETION_TOKENS, may_be_fewer=True)
+    return MaxTokens("max_tokens", body.max_tokens)
 
 
 class Room(NamedTuple):
@@ -97,8 +123,8 @@ def sampling_params(
     check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
     allowed = sorted(set(body.allowed_token_ids or ()))
     check_token_ids(allowed, vocab_size, "allowed_token_ids")
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    same: dict[str, Any] = asdict(defaults) | given
+    same: dict[str, Any] = {name: getattr(defaults, name) for name in _DEFAULTED}
+    same |= {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     same |= {"top_p": same["top_p"] or LEAST_TOP_P, "top_k": max(0, same["top_k"])}
     return SamplingParams(
         **same,

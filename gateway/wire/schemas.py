@@ -147,11 +147,6 @@ class Sampled(StrictBody):
         """The number of choices that are made of each prompt; those that are not among the best are not shown."""
         return self.best_of or self.n or 1
 
-    @property
-    def num_output(self) -> int:
-        """The tokens of an answer that the context has to have room for."""
-        return self.max_tokens or 1
-
 
 # There may be thousands of them: each is a plain dict.
 @with_config(TOLERANT)
@@ -327,10 +322,6 @@ class ChatBody(Chat, Reasoned, Sampled):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: Literal[False] | None = None
-
-    @property
-    def num_output(self) -> int:
-        return self.max_tokens or self.max_completion_tokens or 1
 
     @property
     def effort(self) -> str | None:

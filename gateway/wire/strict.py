@@ -16,8 +16,8 @@ from penstock.gateway.http.errors import ApiError, invalid, unsupported
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.mistakes import explained
 
-_SHOWN = re.compile(r"[\w.:\[\]-]{1,100}", re.ASCII)
-_MOST_SHOWN = 16
+SHOWN = re.compile(r"[\w.:\[\]-]{1,100}", re.ASCII)
+MOST_SHOWN = 16
 """Names of members that a reply's header tells."""
 
 STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
@@ -120,7 +120,7 @@ def _extras(kind: type[StrictBody], values: Mapping[str, object]) -> list[str]:
         for _, item in _at(values, steps_to(place)):
             if isinstance(item, dict) and not item.keys() <= known:
                 found |= {f"{place}.{name}" for name in item.keys() - known if item[name]}
-    return sorted(filter(_SHOWN.fullmatch, found))[:_MOST_SHOWN]
+    return sorted(filter(SHOWN.fullmatch, found))[:MOST_SHOWN]
 
 
 def unsupported_value(param: str, value: object) -> ApiError:

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models
 from penstock.app.bench import replay, runs
 from penstock.app.bench.checkpoint import LLAMA_TINY, config_of, ensure_checkpoint
 from penstock.app.bench.client import Job
-from penstock.app.bench.replay import compare, print_comparison, print_groups
+from penstock.app.bench.replay import compare, print_comparison, print_groups, print_promises
 from penstock.app.bench.server_process import ServerFailed
 from penstock.app.cli import main
 from penstock.app.errors import OperatorError
@@ -34,6 +34,14 @@ from penstock.priority.simulator.trace import Arrival
 from penstock.priority.steptime import NAMES
 from tests.app.expected import expected
 
+PROMISES = """\
+penstock_promises_total{lane="interactive",outcome="kept"} 99
+penstock_promises_total{lane="interactive",outcome="broken"} 1
+penstock_promises_total{lane="standard",outcome="kept"} 0
+penstock_promises_total{lane="standard",outcome="broken"} 0
+penstock_promise_coverage_ratio{lane="interactive",bound="low"} 0.946
+penstock_promise_coverage_ratio{lane="interactive",bound="high"} 0.998
+"""
 METRICS = "".join(
     f'penstock_step_model_seconds{{coefficient="{name}"}} {value}\n'
     for name, value in zip(NAMES, (0.01, 1e-4, 1e-3, 1e-7, 0.0), strict=True)
@@ -114,7 +122,7 @@ def metrics_url() -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/metrics" else 404)
             self.end_headers()
-            self.wfile.write(f"{METRICS}penstock_kv_blocks 4000\n".encode())
+            self.wfile.write(f"{METRICS}{PROMISES}penstock_kv_blocks 4000\n".encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -242,6 +250,7 @@ def test_a_replay_with_keys_has_tenants(
     machine, served, simulated = compare(server, script.run_module, arrivals, range(300, 400), keys)
     print_comparison("made", served, simulated)
     print_groups([served, simulated])
+    print_promises(metrics_url)
     rows = [
         f"{name}: {figures.offered} {figures.ttft_s.p50:.5g} {figures.tpot_s.p50:.5g}"
         for one in (served, simulated)

@@ -21,7 +21,7 @@ from penstock.engine.planning.request import (
     SamplingParams,
 )
 from penstock.gateway.access.keys import OPEN_TENANT
-from penstock.gateway.endpoints.params import salt_of
+from penstock.gateway.endpoints.requests import salt_of
 from penstock.priority.lanes import Lane
 
 CHAT = [{"role": "user", "content": "Hello"}]

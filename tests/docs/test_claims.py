@@ -41,7 +41,7 @@ from penstock.gateway.http.limits import Limits
 from penstock.gateway.sessions.batches import batch, files, run, running
 from penstock.gateway.sessions.recordings.registry import Keeping
 from penstock.gateway.store import breaker, interface, memory, patience, pieces, redis, redis_records
-from penstock.gateway.wire import compiling
+from penstock.gateway.wire import compiling, reading
 from penstock.priority import (
     coverage,
     lengths,
@@ -118,6 +118,9 @@ CLAIMS: dict[str, list[str]] = {
         f"A batch over which {WORDS[run.MAX_ATTEMPTS]} processes have died",
         f"at most {LIMITS.max_inputs:,} documents, or texts on a side",
         f"at most {LIMITS.max_beams}, and at most as many as sequences may run",
+    ],
+    "docs/guide/tools.md": [
+        f"schemas of at most {reading.MAX_TOOLS_BYTES // MIB} MiB of JSON",
     ],
     "docs/guide/structured.md": [
         f"a text of at most {LIMITS.max_grammar_bytes // KIB} KiB",

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from loadtests.forked import ForkedServer
 from penstock.engine.planning.tokenizer import Tokenizer
-from penstock.gateway.wire.decisions import LEAD
 from penstock.gateway.wire.prompts import Prompts
+from penstock.gateway.wire.questions import LEAD
 
 MODEL = "penstock-demo"
 FOLDER = Path("app/demo/model")

@@ -111,6 +111,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Log:
         "compare": compare,
         "print_comparison": lambda *said: log.append(said),
         "print_groups": lambda summaries: log.append(summaries),
+        "print_promises": lambda url: log.append(url),
     }.items():
         monkeypatch.setattr(replay, name, fake)
     return log
@@ -124,8 +125,8 @@ def test_a_trace_is_compared_on_a_warm_server(server: Log, compared: Log, tmp_pa
     ]
     arguments = ["--model", str(DEMO_MODEL), "--served-model-name", "bench", "--no-speculation"]
     assert [one[:-1] for one in server] == [[*arguments, "--api-keys-file"]]
-    warm, (url, arrivals, token_ids, keys), (name, *both), told_apart = compared
-    assert (url, both, told_apart) == ("http://here", ["served", "simulated"], both)
+    warm, (url, arrivals, token_ids, keys), counted_at, (name, *both), told_apart = compared
+    assert (url, counted_at, both, told_apart) == ("http://here", "http://here", ["served", "simulated"], both)
     assert name.startswith("demo: mixed")
     assert name.endswith("/s")
     assert 150 < len(arrivals) < 350

@@ -27,7 +27,7 @@ from penstock.gateway.sessions.responses.schemas import (
     TextConfig,
     TextPart,
 )
-from penstock.gateway.sessions.responses.threads import Message
+from penstock.gateway.wire.conversation import TemplateMessage as Message
 from penstock.gateway.wire.conversation import as_call
 from penstock.gateway.wire.parsing import Call
 from penstock.gateway.wire.reading import PLAIN, Reading

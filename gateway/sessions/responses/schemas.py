@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from penstock.gateway.http.errors import ApiError, invalid, unsupported
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.efforts import Reasoned
+from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.schemas import (
     HINTS,
     OPEN,
@@ -33,8 +34,6 @@ from penstock.gateway.wire.strict import (
 )
 from penstock.gateway.wire.structured import ANY_OBJECT, Form, missing, schema_grammar
 
-MAX_METADATA_KEY_CHARS = 64
-MAX_METADATA_VALUE_CHARS = 512
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
 
@@ -321,17 +320,6 @@ def text_form(text: TextConfig | None) -> Form | None:
     if given.name is None:
         raise missing("text.format.name")
     return Form("text.format.schema", schema_grammar(given.schema_))
-
-
-def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """Raises 400 for metadata beyond OpenAI's bounds."""
-    for key, value in (metadata or {}).items():
-        if len(key) > MAX_METADATA_KEY_CHARS:
-            message = f"A key of 'metadata' may have at most {MAX_METADATA_KEY_CHARS} characters."
-            raise invalid(message, "metadata")
-        if len(value) > MAX_METADATA_VALUE_CHARS:
-            message = f"A value of 'metadata' may have at most {MAX_METADATA_VALUE_CHARS} characters."
-            raise invalid(message, "metadata")
 
 
 def _check_state(body: ResponseBody) -> None:

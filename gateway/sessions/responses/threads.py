@@ -9,24 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired
+from typing import Any
 
 import orjson
-from typing_extensions import TypedDict
 
 from penstock.gateway.store.packing import Tokens
+from penstock.gateway.wire.conversation import TemplateMessage as Message
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.tokenizer import Tokenizer
-
-
-class Message(TypedDict):
-    """A Message is one as chat templates know it."""
-
-    role: str
-    content: str
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, Any]]]
-    tool_call_id: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +33,9 @@ class Thread:
     """The prompt and output of the last answer; empty if nothing was generated, or it is not worth keeping."""
     num_written: int = 0
     """The number of pieces of token ids that were written for this thread, those of its past included."""
+
+
+NO_THREAD = Thread()
 
 
 def num_chars(message: Message) -> int:

@@ -11,9 +11,11 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.schemas import ChatBody
 from penstock.gateway.wire.strict import STRICT, TOLERANT, Many, StrictBody, TolerantBody, read
+from penstock.gateway.wire.translation import as_far_as_room, chat_ask
 
 
 @with_config(TOLERANT)
@@ -172,6 +174,10 @@ class MessagesBody(CountTokensBody):
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code begins its system prompt with a line of its own that is another in every request: no model has a use for
 it, and no prefix of the prompt would ever be found in the cache."""
+
+
+def message_ask(body: CountTokensBody, limits: Limits) -> Ask:
+    return as_far_as_room(chat_ask(as_chat(body, limits), limits))
 
 
 def as_chat(body: CountTokensBody, limits: Limits) -> ChatBody:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
@@ -11,9 +11,11 @@ from pydantic import Field
 
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
+from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.schemas import ChatBody
 from penstock.gateway.wire.strict import Many, StrictBody, TolerantBody, read
+from penstock.gateway.wire.translation import as_far_as_room, chat_ask
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
 """A sampler that is not here, switched off."""
@@ -166,73 +168,57 @@ class OllamaShowBody(StrictBody):
     verbose: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Understood:
-    """A body as a chat."""
-
-    model: str
-    chat: ChatBody | None
-    """None if nothing was asked but that the model be loaded."""
-    raw: str | None = None
-    """The prompt, if it is to be taken as it is."""
-    suffix: str | None = None
-    """The text after the answer, if the prompt is the text before it."""
-    context: Sequence[int] = ()
-    """The tokens of the conversation that the chat goes on with."""
-
-
-def understand_chat(body: OllamaChatBody, limits: Limits) -> Understood:
-    """Returns the chat that a body asks for; raises 400 for what chat completions do not take."""
+def ollama_chat_ask(body: OllamaChatBody, limits: Limits) -> Ask:
     messages = list(_conversation(body.messages or []))
-    chat = _as_chat(body, messages, limits, tools=body.tools or None) if messages else None
-    return Understood(model=_plain(body.model), chat=chat)
+    if not messages:
+        return _loading(body, "messages")
+    return as_far_as_room(chat_ask(_as_chat(body, messages, limits, tools=body.tools or None), limits))
 
 
-def understand_prompt(body: OllamaGenerateBody, limits: Limits) -> Understood:
-    """Returns the chat that a body asks for; raises 400 for what chat completions do not take."""
+def prompt_ask(body: OllamaGenerateBody, limits: Limits) -> Ask:
+    """Returns a prompt as a conversation, or as it is; the end of a conversation's reply has its tokens."""
     if not body.prompt:
-        return Understood(model=_plain(body.model), chat=None)
+        return _loading(body, "prompt")
     messages: list[dict[str, object]] = [{"role": "user", "content": body.prompt}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
-    chat = _as_chat(body, messages, limits)
-    raw = body.prompt if body.raw or body.suffix else None
-    if raw is not None and body.context:
-        raise invalid("'context' cannot be used together with 'raw' or 'suffix'.", "context")
-    model, suffix, context = _plain(body.model), body.suffix or None, body.context or ()
-    return Understood(model=model, chat=chat, raw=raw, suffix=suffix, context=context)
+    ask = as_far_as_room(chat_ask(_as_chat(body, messages, limits), limits))
+    if body.raw or body.suffix:
+        if body.context:
+            raise invalid("'context' cannot be used together with 'raw' or 'suffix'.", "context")
+        text = Texts(field="prompt", texts=[body.prompt], suffix=body.suffix or "")
+        return replace(ask, field="prompt", input=(text,))
+    assert isinstance(ask.input, Conversation)
+    return replace(ask, input=replace(ask.input, before=body.context or ()), kept=Kept(output=True))
 
 
-def named(body: OllamaShowBody, _: Limits) -> str:
-    """Returns the name of the model that is asked about."""
-    return _plain(body.model or body.name or "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingAsked:
-    """The texts that are to be embedded, and how."""
-
-    model: str
-    texts: list[str]
-    dimensions: int | None = None
-    truncates: bool = True
-
-
-def understand_embed(body: OllamaEmbedBody, _: Limits) -> EmbeddingAsked:
+def embed_ask(body: OllamaEmbedBody, _: Limits) -> Ask:
     given = body.input or []
-    return EmbeddingAsked(
-        model=_plain(body.model),
-        texts=[given] if isinstance(given, str) else given,
-        dimensions=body.dimensions,
-        truncates=body.truncate is not False,
-    )
+    if not given:
+        return _loading(body, "input")
+    texts = [given] if isinstance(given, str) else given
+    inputs = Texts(field="input", texts=texts, cuts_end=body.truncate is not False)
+    return Ask(model=plain_name(body.model), field="input", input=(inputs,), dimensions=body.dimensions)
 
 
-def understand_embedding(body: OllamaEmbeddingBody, _: Limits) -> EmbeddingAsked:
-    return EmbeddingAsked(model=_plain(body.model), texts=[body.prompt] if body.prompt else [])
+def embedding_ask(body: OllamaEmbeddingBody, _: Limits) -> Ask:
+    if not body.prompt:
+        return _loading(body, "prompt")
+    inputs = Texts(field="prompt", texts=[body.prompt], cuts_end=True)
+    return Ask(model=plain_name(body.model), field="prompt", input=(inputs,))
 
 
-def _plain(model: str) -> str:
+def _loading(body: OfModel, field: str) -> Ask:
+    """Returns the ask of a body that only wants the model to be loaded."""
+    return Ask(model=plain_name(body.model), field=field, input=())
+
+
+def shown_name(body: OllamaShowBody) -> str:
+    """Returns the name of the model that is asked about."""
+    return plain_name(body.model or body.name or "")
+
+
+def plain_name(model: str) -> str:
     """Removes the `:latest` that Ollama's clients write after the name of a model without another tag."""
     return model.removesuffix(":latest")
 
@@ -241,7 +227,7 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
     options = body.options or Options()
     asked = options.num_predict
     values = {
-        "model": _plain(body.model),
+        "model": plain_name(body.model),
         "messages": messages,
         "stream": body.stream is not False,
         "continue_final_message": messages[-1]["role"] == "assistant" or None,
@@ -257,17 +243,7 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
     return read(ChatBody, {name: value for name, value in values.items() if value is not None}, limits)
 
 
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-)
+_SAME = Options.model_fields.keys() & ChatBody.model_fields.keys()
 """Options that have the same name elsewhere."""
 
 

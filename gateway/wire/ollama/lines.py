@@ -9,10 +9,10 @@ from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from penstock.gateway.faults import Fault
+from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.embeddings import shortened
 from penstock.gateway.wire.frames import ascii_json, error_line, timings_of
 from penstock.gateway.wire.logprobs import TokenText, logprob_entries
-from penstock.gateway.wire.ollama.bodies import EmbeddingAsked
 from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
@@ -176,14 +176,14 @@ class LineWriter:
 class EmbedWriter:
     """The writer of a reply to `/api/embed`, whose embeddings have a length of 1."""
 
-    def __init__(self, asked: EmbeddingAsked) -> None:
-        self._asked = asked
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
 
     def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
-        dimensions, timings = self._asked.dimensions, reply.timings
+        dimensions, timings = self._ask.dimensions, reply.timings
         arrival_s = timings[0].arrival_s
         return {
-            "model": self._asked.model,
+            "model": self._ask.model,
             "embeddings": [
                 shortened(delta.embedding or [], dimensions, is_normalised=True) for _, delta in outputs
             ],

@@ -12,7 +12,7 @@ from penstock.gateway.wire.tools.tagged import json_text
 
 _CALL = "call:"
 _MOST_DEEP = 64
-_BARE = re.compile(r"[^\s:,{}\[\]<\"]+")
+_BARE = re.compile(r"[^\s:,{}\[\]<\"]*")
 
 
 class Gemma(FormatParser):
@@ -35,59 +35,63 @@ class Gemma(FormatParser):
     def _value(self, depth: int) -> Steps:
         """Passes on the value that comes next."""
         yield from self._space()
-        if self._text[0] in "{[":
+        if self._text[self._at] in "{[":
             yield from self._members(depth + 1)
-        elif self._text[0] == '"' or (yield from self.ahead(QUOTE)):
+        elif self._text[self._at] == '"' or (yield from self.ahead(QUOTE)):
             yield from self._string()
         else:
-            end = yield from self.match(_BARE)
+            end = yield from self.match(_BARE, self._at)
             self.argue(json_text(self.consume(end)))
 
     def _members(self, depth: int) -> Steps:
         """Passes on an object or a list."""
         if depth > _MOST_DEEP:
             raise Malformed
-        bracket = self.consume(1)
+        bracket = self.consume(self._at + 1)
         closing, comma = "}" if bracket == "{" else "]", ""
         self.argue(bracket)
         yield from self._space()
-        while self._text[0] != closing:
+        while self._text[self._at] != closing:
             self.argue(comma)
             if bracket == "{":
                 yield from self._key()
             yield from self._value(depth)
             yield from self._space()
-            if self._text[0] not in ("," + closing):
+            if self._text[self._at] not in ("," + closing):
                 raise Malformed
-            if self._text[0] == ",":
-                self.consume(1)
+            if self._text[self._at] == ",":
+                self.consume(self._at + 1)
                 yield from self._space()
             comma = ", "
-        self.argue(self.consume(1))
+        self.argue(self.consume(self._at + 1))
 
     def _key(self) -> Steps:
-        if self._text[0] == '"' or (yield from self.ahead(QUOTE)):
+        if self._text[self._at] == '"' or (yield from self.ahead(QUOTE)):
             yield from self._string()
         else:
-            end = yield from self.match(_BARE)
+            end = yield from self.match(_BARE, self._at)
             self.argue(encode_basestring(self.consume(end)))
         yield from self._space()
-        if self.consume(1) != ":":
+        if self.consume(self._at + 1) != ":":
             raise Malformed
         self.argue(": ")
 
     def _string(self) -> Steps:
         """Passes on a text as it comes, up to its closing mark."""
-        if self._text[0] == '"':
-            self.argue(self.consume((yield from self.json_end(0))))
+        if self._text[self._at] == '"':
+            self.argue(self.consume((yield from self.json_end(self._at))))
             return
-        self.consume(len(QUOTE))
+        self.consume(self._at + len(QUOTE))
         self.argue('"')
-        while QUOTE not in self._text:
-            self.argue(encode_basestring(self.consume(len(self._text) - num_begun(self._text, QUOTE)))[1:-1])
-            yield from self.more()
-        said, _, self._text = self._text.partition(QUOTE)
-        self.argue(encode_basestring(said)[1:-1] + '"')
+        while (end := self._text.find(QUOTE, self._at)) < 0:
+            num_held = num_begun(self._text, QUOTE, self._at)
+            self.argue_text(self.consume(len(self._text) - num_held))
+            if self._ended:
+                raise Malformed
+            yield from self.pass_on("" if num_held else QUOTE[0], say=self.argued_text)
+        self.argue_text(self.consume(end))
+        self.consume(end + len(QUOTE))
+        self.argue('"')
 
     def _space(self) -> Generator[None, None, None]:
         """Passes over space; Malformed if nothing follows it."""

@@ -6,10 +6,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from functools import cache
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
+from penstock.engine.planning.exact_numbers import exact_rules
 from penstock.gateway.wire.tools.formats import QUOTE, TOOL_FORMATS, Format, Style
-from penstock.gateway.wire.tools.tagged import is_json, property_schema
+from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema
 
 Spell = Callable[[str], str]
 """A function that writes a marker as grammars do: as the special token that it is, or as text."""
@@ -77,7 +80,7 @@ class _Rules:
 
     def __init__(self, format: Format | None, spell: Spell) -> None:
         self._given = format
-        self._spell = spell
+        self._spell = cache(spell)
         self._rules: list[str] = []
         self._begun: dict[str, str] = {}
         """The beginnings of calls that may be a whole reply, by the rule for the rest."""
@@ -94,9 +97,7 @@ class _Rules:
         calls = [self.call(name, schema, lenient=name in lenient) for name, schema in schemas.items()]
         self.add("call", " | ".join(calls))
         format = self._format
-        others = (
-            f" ({_quoted(format.layout.between)} call)*" if format.layout.between and not one_call else ""
-        )
+        others = f" ({quoted(format.layout.between)} call)*" if format.layout.between and not one_call else ""
         line = _LINE if format.has_lines else ""
         start, end = self._written(format.layout.start), self._written(format.layout.end)
         closing = self._written(format.closing if format.opening else "")
@@ -117,17 +118,17 @@ class _Rules:
         parts, plain = [], ""
         for text in filter(None, texts):
             spelt = self._spell(text)
-            if spelt == _quoted(text):
+            if spelt == quoted(text):
                 plain += text
                 continue
-            parts += [_quoted(plain), spelt] if plain else [spelt]
+            parts += [quoted(plain), spelt] if plain else [spelt]
             plain = ""
-        return " ".join(parts + [_quoted(plain)] * bool(plain)) or '""'
+        return " ".join(parts + [quoted(plain)] * bool(plain)) or '""'
 
     def _up_to(self, name: str, marker: str) -> str:
         """The rule of any text up to a marker: a special token is no part of any text, another marker ends it."""
-        if self._spell(marker) == _quoted(marker):
-            self.add(f"{name}[suffix={_quoted(marker)}]", _ANY)
+        if self._spell(marker) == quoted(marker):
+            self.add(f"{name}[suffix={quoted(marker)}]", _ANY)
             return name
         return self.add(name, f"{_ANY} {self._spell(marker)}")
 
@@ -155,11 +156,11 @@ class _Rules:
             return f"{before} ({self._tag} {self._led_calls(one_call=one_call)} | {self._no_call(thinking)})"
         opener = self._written(self._format.opening)
         self.add("said", _ANY)
-        if opener != _quoted(self._format.opening):  # a special token is no part of a text
+        if opener != quoted(self._format.opening):  # a special token is no part of a text
             return f"{before} (said {opener} opened)* said"
         self.add(f"begun[suffix={opener}]", _ANY)
         rest = "(begun opened)* said"
-        if not thinking or self._spell(thinking) != _quoted(thinking):
+        if not thinking or self._spell(thinking) != quoted(thinking):
             return f"{before} {rest}"
         # Reasoning may have the marker in it, so that nothing else may begin as it does.
         self.add("ANSWERED", f"{_ANY} & ~/{_escaped(thinking)}(?s:.*)/")
@@ -170,14 +171,14 @@ class _Rules:
     def _tag(self) -> str:
         """Returns the special token that may stand before calls that are all of a reply, if no other has to end it."""
         tag = "" if self._format.closing else self._format.tag
-        return f"{self._spell(tag)}?" if tag and self._spell(tag) != _quoted(tag) else ""
+        return f"{self._spell(tag)}?" if tag and self._spell(tag) != quoted(tag) else ""
 
     def _led_calls(self, *, one_call: bool) -> str:
         """Calls that are all of a reply: all up to the first one's arguments is one lexeme, as any text would be."""
         between, end = self._format.layout.between, self._format.layout.end
         led = " | ".join(f"/{begun}/ {rest}" for rest, begun in self._beginnings.items())
-        others = "" if one_call or not between else f"({_quoted(between)} call)*"
-        return f"({led}) {others} {_quoted(end)}"
+        others = "" if one_call or not between else f"({quoted(between)} call)*"
+        return f"({led}) {others} {quoted(end)}"
 
     def _no_call(self, thinking: str) -> str:
         """A text that does not begin like a call, or like reasoning."""
@@ -203,10 +204,10 @@ class _Rules:
             return self.add(rule, self._tagged(name, schema, lenient=lenient))
         if format.style is Style.GEMMA:
             members = self._keywords(schema, ":", ",", lenient=lenient)
-            return self.add(rule, f"{_quoted(f'call:{name}' + '{')} {members} {_quoted('}')}")
+            return self.add(rule, f"{quoted(f'call:{name}' + '{')} {members} {quoted('}')}")
         if format.style is Style.PYTHON:
             keywords = self._keywords(schema, "=", ", ", lenient=lenient)
-            return self._begin(rule, [f"{name}("], f"{keywords} {_quoted(')')}")
+            return self._begin(rule, [f"{name}("], f"{keywords} {quoted(')')}")
         arguments = self._json(_object(schema), lenient=lenient)
         if format.style is Style.FENCED:
             before, *after = format.around
@@ -227,29 +228,45 @@ class _Rules:
 
     def _json(self, schema: Any, *, lenient: bool) -> str:
         style = {**_TIGHT, "lenient": True} if lenient else _TIGHT
+        name = f"json_{len(self._rules)}"
+        if rules := exact_rules(schema, name, style):
+            self._rules += rules
+            return name
         given = {**schema, "x-guidance": style} if isinstance(schema, dict) else schema
-        return self.add(f"json_{len(self._rules)}", f"%json {json.dumps(given)}")
+        return self.add(name, f"%json {json.dumps(given)}")
 
     def _keywords(self, schema: Any, assigns: str, separator: str, *, lenient: bool) -> str:
         """Arguments in the schema's order, those that are not required left out at will."""
         first, rest = '""', '""'
         for key, of_value, is_required in reversed(list(_properties(schema))):
-            value = f"{_quoted(key + assigns)} {self._literal(of_value, lenient=lenient)}"
+            value = f"{quoted(key + assigns)} {self._literal(of_value, lenient=lenient)}"
             alone = f"{value} {rest}"
             first = self.add(f"first_{len(self._rules)}", alone if is_required else f"{alone} | {first}")
-            after = f"{_quoted(separator)} {value}"
+            after = f"{quoted(separator)} {value}"
             rest = self.add(f"rest_{len(self._rules)}", f"{after if is_required else f'({after})?'} {rest}")
         return first
 
     def _literal(self, schema: Any, *, lenient: bool) -> str:
-        if self._format.style is Style.PYTHON or is_json(schema):
+        if self._format.style is Style.PYTHON:
             return self._json(schema, lenient=lenient)
-        return f"{self._written(QUOTE)} {self._text(schema, QUOTE)}"
+        return self._value(schema, QUOTE, (QUOTE,), lenient=lenient)
 
-    def _text(self, schema: Any, marker: str, before: str = "") -> str:
+    def _value(self, schema: Any, before: str, after: tuple[str, ...], *, lenient: bool) -> str:
+        """A value as JSON, or as text between two markers; without the first one, text has no bounds of its own."""
+        types, words = admitted(schema, schema)
+        if TEXT in types:
+            text = f"{self._written(before)} {self._text(sorted(words or ()), after[-1], *after[:-1])}"
+            if types == {TEXT} or (words is None and not before):  # any other value is text as well
+                return text
+            given = schema if isinstance(schema, dict) else {}
+            schema = {**given, "allOf": [*given.get("allOf", ()), {"type": sorted(types - {TEXT})}]}
+        others = f"{self._json(schema, lenient=lenient)} {'' if before else self._written(*after)}"
+        return f"({text} | {others})" if TEXT in types else others
+
+    def _text(self, listed: Sequence[str], marker: str, before: str = "") -> str:
         """A text as it is, up to a marker."""
-        if words := _words(schema):
-            return f"({' | '.join(map(_quoted, words))}) {self._written(before, marker)}"
+        if listed:
+            return f"({' | '.join(map(quoted, listed))}) {self._written(before, marker)}"
         return self._up_to(f"text_{len(self._rules)}", marker)
 
     def _tagged(self, name: str, schema: Any, *, lenient: bool) -> str:
@@ -260,10 +277,7 @@ class _Rules:
             opening = self._written(tags.key[0], key, tags.key[1], tags.pad)
             if tags.value[0]:
                 opening += f" {_LINE} {self._written(tags.value[0])}"
-            if is_json(of_value):
-                value = f"{self._json(of_value, lenient=lenient)} {self._written(tags.pad, tags.value[1])}"
-            else:
-                value = self._text(of_value, tags.value[1], tags.pad)
+            value = self._value(of_value, "", (tags.pad, tags.value[1]), lenient=lenient)
             parts.append(f"({opening} {value} {_LINE}){'' if is_required else '?'}")
         return " ".join([*parts, self._written(tags.end)])
 
@@ -283,16 +297,6 @@ def _properties(schema: Any) -> list[tuple[str, Any, bool]]:
 
 def _object(schema: Any) -> dict[str, Any]:
     return {"type": "object", **schema} if isinstance(schema, dict) else {"type": "object"}
-
-
-def _words(schema: Any) -> list[str]:
-    """The strings that a value may be, if the schema lists them."""
-    words = schema.get("enum") if isinstance(schema, dict) else None
-    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)
 
 
 def _escaped(text: str) -> str:

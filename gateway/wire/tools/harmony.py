@@ -14,6 +14,7 @@ from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Said, 
 
 _START, _CHANNEL, _MESSAGE, _END, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]+)")
+_BEGINS_TEXT = re.compile(re.escape(_MESSAGE))
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -51,23 +52,28 @@ class Harmony(FormatParser):
         """Returns whether another message comes; until its header is read nobody knows what it is."""
         yield from self.skip_space()
         self.reasons = None
-        return bool(self._text)
+        return self._at < len(self._text)
 
     def _header(self) -> Generator[None, None, str]:
         """Passes over a header; empty if none comes."""
         if not (yield from self.begins(_START, _CHANNEL, _MESSAGE, "to=")):
             return ""
-        while _MESSAGE not in self._text and not self._ended:
-            yield
-        header, _, self._text = self._text.partition(_MESSAGE)
-        return header + _MESSAGE
+        try:
+            found = yield from self.until(_BEGINS_TEXT, len(_MESSAGE), self._at)
+        except Malformed:
+            return self.consume(len(self._text)) + _MESSAGE
+        return self.consume(found.end())
 
     def _message(self, header: str) -> Steps:
         """Reads the text of a message; it is reasoning, too, if it is said to a tool and is no object."""
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         if header:
             yield from self.skip_space()
-        if recipient and self._has_tools and (not self._text or (yield from self.begins("{", _END, _CALL))):
+        if (
+            recipient
+            and self._has_tools
+            and (self._at == len(self._text) or (yield from self.begins("{", _END, _CALL)))
+        ):
             yield from self._called(recipient[1])
         elif recipient or (channel and channel[1] == "analysis"):
             yield from self._said(self._reasoning)
@@ -85,7 +91,7 @@ class Harmony(FormatParser):
     def _called(self, name: str) -> Steps:
         self.reasons = False
         self.begin(name)
-        if self._text.startswith("{"):
+        if self._text.startswith("{", self._at):
             try:
                 yield from self.json_argue()
             except Malformed:

@@ -7,8 +7,8 @@ from collections.abc import Generator
 
 from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Steps, string_of
 
-_BARE = re.compile(r"[A-Za-z0-9+.-]+")
-_ID = re.compile(r"[A-Za-z0-9_-]+")
+_BARE = re.compile(r"[A-Za-z0-9+.-]*")
+_ID = re.compile(r"[A-Za-z0-9_-]*")
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 
@@ -31,7 +31,7 @@ class JsonCalls(FormatParser):
             if self._text[i] not in ",;{":
                 return
             self.consume(i + (self._text[i] != "{"))
-            i = 0
+            i = self._at
 
     def _named(self, start: int) -> Steps:
         i = yield from self.tool_name(start)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from penstock.gateway.wire.tools.json_calls import JsonCalls
 from penstock.gateway.wire.tools.pythonic import Pythonic
 from penstock.gateway.wire.tools.scanning import Malformed, Steps
@@ -34,16 +36,19 @@ class Llama(Either):
 
     def _after_text(self, closing: str) -> Steps:
         """Reads calls behind the markers between which Llama 4's template writes what is said before."""
-        before, searched = self._num_calls, 0
-        while (end := self._text.find(closing, searched)) < 0:
-            searched = max(0, len(self._text) - len(closing))
-            yield from self.more()
-        whole = self.consume(end + len(closing))
-        self._before = whole[:end].rstrip()
+        markers = re.compile(f"{re.escape(closing)}|{re.escape(self._format.tag)}")
+        end = yield from self.until(markers, max(len(closing), len(self._format.tag)), self._seen)
+        if end[0] != closing:
+            raise Malformed
+        before, start = self._num_calls, self._at
+        self._before = self._text[start : end.start()].rstrip()
+        self._at = end.end()
         try:
             yield from super().section()
         except Malformed:
-            self._text, self._before = whole * (self._num_calls == before) + self._text, ""
+            if self._num_calls == before:
+                self._at = start
+            self._before = ""
             raise
 
     def begin(self, name: str) -> None:

@@ -2,6 +2,9 @@
 
 A format is a generator that yields whenever it needs more text than there is. It looks ahead as far as it likes and
 consumes what it understood: text that turns out to be no call is still there to be said.
+
+A parser's work is linear in its text: it goes on where it stopped to look when more text comes, and an opening that a
+section without calls has passed over is not tried again.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any
 
 from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
@@ -22,10 +26,12 @@ Say = Callable[[str], list[Piece]]
 NO_MARKER = "\ud800"
 """A surrogate, which no text has."""
 
-_PLAIN = re.compile(r'[^"{}\[\]<]*')
+_STRUCTURE = re.compile(r'(?:[^"{}\[\]<]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
+"""Matches text and whole strings up to a bracket, a string without an end, or a "<", with which all markers begin."""
 _IN_STRING = re.compile(r'[^"\\]*')
-_SPACE = re.compile(r"\s*")
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+SPACE = re.compile(r"\s*")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]*")
+_CLOSING = {"{": "}", "[": "]"}
 
 
 class Malformed(Exception):
@@ -43,18 +49,24 @@ class Tools:
 
 
 class Scanner:
-    """A `gateway.wire.parsing.ReplyParser` whose subclasses add `parse`."""
+    """A `gateway.wire.parsing.ReplyParser` whose subclasses add `parse`.
+
+    Places are indexes into `_text`, of which all before `_at` is consumed. They hold until the next call of
+    `said_until`, `pass_on` or `json_argue`, which drop what is consumed.
+    """
 
     def __init__(self) -> None:
         self._text = ""
-        """The text that was not consumed yet."""
+        self._at = 0
+        self._seen = 0
+        """The place up to which a format has looked at the text: no marker is searched for before it."""
         self._opening = ""
-        """The marker that was found last, with the space before it."""
+        """The last marker that ended text, with the space before it."""
         self._ended = False
         self._pieces: list[Piece] = []
         self._steps = self.parse()
-        self._quick: tuple[str, Said, Say | None] | None = None
-        """While text is said until a marker: how that begins, and what text is in which it does not begin."""
+        self.quick: tuple[str, str, Said, Say | None] | None = None
+        """While text is passed on: two characters with which something else may begin, and what other text makes."""
         self.told: list[str] | None = None
         """The texts that were said up to markers, and by no other parser; if somebody wants them, a list."""
         self.reasons: bool | None = None
@@ -69,11 +81,10 @@ class Scanner:
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Piece]:
-        if self._quick is not None:
-            marker, kind, say = self._quick
-            said = self._text + text
-            if said and marker not in said and not said[-1].isspace():
-                self._text = ""
+        if self.quick is not None and text and not text[-1].isspace():
+            first, second, kind, say = self.quick
+            if first not in text and second not in text:
+                said, self._text, self._seen = self._text + text, "", 0
                 if say is not None:
                     return say(said)
                 if self.told is not None:  # not by `_tell`: a call for every token
@@ -86,7 +97,9 @@ class Scanner:
         return self._go_on("")
 
     def _go_on(self, text: str) -> list[Piece]:
-        self._text += text
+        whole, self._text = self._text, ""  # with no other reference to it, it grows in its place
+        whole += text
+        self._text = whole
         next(self._steps, None)
         pieces, self._pieces = self._pieces, []
         return pieces
@@ -110,25 +123,35 @@ class Scanner:
             Malformed: none comes.
         """
         if self._ended:
+            self._seen = len(self._text)
             raise Malformed
         yield
 
-    def pass_on(self, marker: str, kind: Said = TextDelta, say: Say | None = None) -> Steps:
-        """Waits for more text; meanwhile text in which no marker begins and no space ends is a piece of this kind.
+    def pass_on(
+        self, first: str, second: str = NO_MARKER, kind: Said = TextDelta, say: Say | None = None
+    ) -> Steps:
+        """Waits for more text; until one of two characters comes, text that ends in no space is a piece of this kind.
 
         Args:
             say: it makes other pieces of such text.
         """
-        self._quick = marker[0], kind, say
+        self._drop()
+        self.quick = first, second, kind, say
         yield
-        self._quick = None
+        self.quick = None
 
-    def consume(self, length: int) -> str:
-        taken, self._text = self._text[:length], self._text[length:]
+    def consume(self, end: int) -> str:
+        taken, self._at = self._text[self._at : end], end
         return taken
 
-    def ahead(self, text: str, start: int = 0) -> Generator[None, None, bool]:
+    def _drop(self) -> None:
+        """Drops the text that is consumed, with which all places change."""
+        if self._at:
+            self._text, self._seen, self._at = self._text[self._at :], max(0, self._seen - self._at), 0
+
+    def ahead(self, text: str, start: int | None = None) -> Generator[None, None, bool]:
         """Returns whether this text comes next, at `start`."""
+        self._seen = start = self._at if start is None else start
         while len(self._text) - start < len(text):
             if self._ended or not text.startswith(self._text[start:]):
                 return False
@@ -152,24 +175,43 @@ class Scanner:
                 return True
         return False
 
-    def past_space(self, start: int = 0) -> Generator[None, None, int]:
-        """Returns the place of the first character from `start` on that is no space, or raises Malformed."""
-        while (end := _end(_SPACE, self._text, start)) == len(self._text):
-            yield from self.more()
+    def run_end(self, pattern: re.Pattern[str], start: int) -> Generator[None, None, int]:
+        """Returns the end of a run of characters from `start` on; the pattern matches any part of a run."""
+        while (start := end_of(pattern, self._text, start)) == len(self._text) and not self._ended:
+            yield
+        self._seen = start
+        return start
+
+    def past(self, pattern: re.Pattern[str], start: int) -> Generator[None, None, int]:
+        """Returns the end of a run of characters, or raises Malformed if nothing follows it."""
+        end = yield from self.run_end(pattern, start)
+        if end == len(self._text):
+            raise Malformed
         return end
 
+    def past_space(self, start: int | None = None) -> Generator[None, None, int]:
+        """Returns the place of the first character from `start` on that is no space, or raises Malformed."""
+        return (yield from self.past(SPACE, self._at if start is None else start))
+
     def skip_space(self) -> Steps:
-        while True:
-            self._text = self._text.lstrip()
-            if self._text or self._ended:
-                return
-            yield
+        self._at = yield from self.run_end(SPACE, self._at)
 
     def skip(self, text: str) -> Steps:
         """Passes over space and then this text, if it comes next, or its beginning where the reply was cut off."""
         yield from self.skip_space()
-        if (yield from self.ahead(text)) or text.startswith(self._text):
-            self.consume(len(text))
+        is_there = yield from self.ahead(text)
+        if is_there or text.startswith(self._text[self._at : self._at + len(text)]):
+            self._at = min(len(self._text), self._at + len(text))
+
+    def until(
+        self, markers: re.Pattern[str], longest: int, start: int
+    ) -> Generator[None, None, re.Match[str]]:
+        """Returns the first of some markers from `start` on, none longer than `longest`, or raises Malformed."""
+        while (match := search(markers, self._text, start)) is None:
+            start = max(start, len(self._text) - longest + 1)
+            yield from self.more()
+        self._seen = match.start()
+        return match
 
     def said_until(
         self, marker: str, kind: Said = TextDelta, say: Say | None = None
@@ -181,14 +223,22 @@ class Scanner:
         Args:
             say: it makes other pieces of the text.
         """
-        while marker not in self._text and not self._ended:
-            self._tell(self.consume(len(self._text) - num_held(self._text, marker)), kind, say)
-            yield from self.pass_on(marker, kind, say)
-        before, found, self._text = self._text.partition(marker)
-        said = before.rstrip() if found else before
+        unsaid = self._at  # from `_at` up to here there is nothing but space
+        self._seen = max(self._at, self._seen)
+        while (end := self._text.find(marker, self._seen)) < 0 and not self._ended:
+            num_held = num_begun(self._text, marker, self._seen)
+            self._seen = len(self._text) - num_held
+            if said := self._text[unsaid : self._seen].rstrip():
+                self._tell(self.consume(unsaid + len(said)), kind, say)
+            yield from self.pass_on("" if num_held else marker[0], NO_MARKER, kind, say)
+            unsaid = self._seen
+        is_there = end >= 0
+        before = self.consume(end if is_there else len(self._text))
+        said = before.rstrip() if is_there else before
         self._tell(said, kind, say)
         self._opening = before[len(said) :] + marker
-        return bool(found)
+        self._at += len(marker) * is_there
+        return is_there
 
     def _tell(self, text: str, kind: Said, say: Say | None) -> None:
         if text and say is not None:
@@ -198,14 +248,13 @@ class Scanner:
             if self.told is not None:
                 self.told.append(text)
 
-    def match(self, pattern: re.Pattern[str], start: int = 0) -> Generator[None, None, int]:
-        """Returns the end of the longest text like this from `start` on; it is not empty, and something else follows.
+    def match(self, pattern: re.Pattern[str], start: int) -> Generator[None, None, int]:
+        """Returns the end of a run of characters at `start`; it is not empty, and something else follows.
 
         Raises:
             Malformed: nothing like it comes.
         """
-        while (end := _end(pattern, self._text, start)) == len(self._text):
-            yield from self.more()
+        end = yield from self.past(pattern, start)
         if end == start:
             raise Malformed
         return end
@@ -238,14 +287,16 @@ class FormatParser(Scanner):
         yield from self.said_until(NO_MARKER)
 
     def _tries_section(self) -> Generator[None, None, bool]:
-        before = self._num_calls
+        before, seen = self._num_calls, 0
         try:
             yield from self.section()
         except Malformed:
             if self._num_calls == before:
                 return False
+            seen = self._seen
         yield from self.skip(self._format.closing)
         yield from self.skip_space()
+        self._seen = max(self._seen, seen)
         return True
 
     def tool_name(self, start: int) -> Generator[None, None, int]:
@@ -265,14 +316,27 @@ class FormatParser(Scanner):
 
     def argue(self, text: str) -> None:
         if text:
-            self._pieces.append(ArgumentsDelta(self._num_calls - 1, text))
+            self._pieces += self.argued(text)
+
+    def argue_text(self, text: str) -> None:
+        """Passes on a part of an argument that is a string."""
+        if text:
+            self._pieces += self.argued_text(text)
+
+    def argued(self, text: str) -> list[Piece]:
+        return [ArgumentsDelta(self._num_calls - 1, text)]
+
+    def argued_text(self, text: str) -> list[Piece]:
+        return self.argued(encode_basestring(text)[1:-1])
 
     def json_end(self, start: int) -> Generator[None, None, int]:
         """Returns the end of a JSON string, object or array that begins at `start`; raises Malformed if it has none."""
         scan, end = JsonScan(), start
         while True:
-            end = scan.advance(self._text, end)
-            if scan.done:
+            self._seen = end = scan.advance(self._text, end)
+            if scan.is_broken:
+                raise Malformed
+            if scan.is_done:
                 return end
             yield from self.more()
 
@@ -283,69 +347,57 @@ class FormatParser(Scanner):
             Malformed: it broke off; what came of it is passed on.
         """
         scan = JsonScan()
-        while not scan.done:
-            try:
-                end = scan.advance(self._text, 0)
-            except Malformed:
-                self.argue(self.consume(scan.stopped_at))
-                raise
-            self.argue(self.consume(end))
-            if not scan.done:
-                yield from self.more()
+        while not scan.is_done:
+            self.argue(self.consume(scan.advance(self._text, self._at)))
+            if scan.is_broken or (self._ended and not scan.is_done):
+                raise Malformed
+            if not scan.is_done:
+                yield from self.pass_on('"' if scan.is_within_string else "", "\\", say=self.argued)
 
 
 class JsonScan:
     """Finds the end of a JSON value that is a string, an object or an array, as its text comes."""
 
     def __init__(self) -> None:
-        self.done = False
-        self.stopped_at = 0
-        """The place where the text stopped to be JSON."""
+        self.is_done = False
+        self.is_broken = False
+        """Whether brackets do not match, or a character came that JSON does not have."""
         self._closing: list[str] = []
         """The brackets that are open, as they close."""
         self._in_string = False
         self._escaped = False
 
-    def advance(self, text: str, start: int) -> int:
-        """Returns the end of the value, or of the text if the value goes on.
+    @property
+    def is_within_string(self) -> bool:
+        """Whether any character but a quotation mark or a backslash leaves all as it is."""
+        return self._in_string and not self._escaped
 
-        Raises:
-            Malformed: brackets do not match, or something is there that JSON does not have.
-        """
+    def advance(self, text: str, start: int) -> int:
+        """Returns the end of the value, or of the text if the value goes on, or the place where it is broken."""
         i = start
-        while i < len(text) and not self.done:
-            i = self._string(text, i) if self._in_string else self._structure(text, i)
+        while i < len(text) and not (self.is_done or self.is_broken):
+            if self._closing or self._in_string:
+                i = end_of(_IN_STRING if self._in_string else _STRUCTURE, text, i + self._escaped)
+                self._escaped = False
+            if i < len(text):
+                self._take(text[i])
+                i += not self.is_broken
         return i
 
-    def _string(self, text: str, i: int) -> int:
-        if self._escaped:
-            self._escaped = False
-            return i + 1
-        i = _end(_IN_STRING, text, i)
-        if i == len(text):
-            return i
-        self._escaped = text[i] == "\\"
-        if not self._escaped:
-            self._in_string = False
-            self.done = not self._closing
-        return i + 1
-
-    def _structure(self, text: str, i: int) -> int:
-        i = _end(_PLAIN, text, i)
-        if i == len(text):
-            return i
-        character = text[i]
-        if character == '"':
+    def _take(self, character: str) -> None:
+        """Takes a character that can change what others mean."""
+        if self._in_string:
+            self._escaped = character == "\\"
+            self._in_string = self._escaped
+        elif character == '"':
             self._in_string = True
-        elif character in "{[":
-            self._closing.append("}" if character == "{" else "]")
+        elif character in _CLOSING:
+            self._closing.append(_CLOSING[character])
         elif self._closing and character == self._closing[-1]:
             self._closing.pop()
-            self.done = not self._closing
         else:
-            self.stopped_at = i
-            raise Malformed
-        return i + 1
+            self.is_broken = True
+        self.is_done = not (self._closing or self._in_string or self.is_broken)
 
 
 def string_of(text: str) -> str:
@@ -359,19 +411,19 @@ def string_of(text: str) -> str:
     return value
 
 
-def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
+def end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
     """Returns the end of a match at `start`, which may be empty."""
-    found = pattern.match(text, start)
-    return start if found is None else found.end()
+    match = pattern.match(text, start)
+    return start if match is None else match.end()
 
 
-def num_held(text: str, marker: str) -> int:
-    """Returns how many characters at the end of a text are held back: a marker's beginning, and space."""
-    shown = text[: len(text) - num_begun(text, marker)].rstrip()
-    return len(text) - len(shown)
+def search(pattern: re.Pattern[str], text: str, start: int) -> re.Match[str] | None:
+    return pattern.search(text, start)
 
 
-def num_begun(text: str, marker: str) -> int:
-    """Returns how many characters at the end of a text a marker begins with."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
+def num_begun(text: str, marker: str, start: int) -> int:
+    """Returns how many characters at the end of a text, from `start` on, a marker begins with."""
+    place = text.find(marker[0], max(start, len(text) - len(marker) + 1))
+    while place >= 0 and not marker.startswith(text[place:]):
+        place = text.find(marker[0], place + 1)
+    return len(text) - place if place >= 0 else 0

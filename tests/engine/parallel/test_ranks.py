@@ -24,6 +24,7 @@ from penstock.engine.planning.step import DeviceError, Plan, RunnerFacts, StepIn
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY, unlike
+from tests.engine.test_thinking import FORCED, Numbers, budget_of
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # One key-value head, which all ranks have; biases, which one rank adds; a vocabulary that is padded.
@@ -84,6 +85,7 @@ REQUESTS = (
     ask("choices", SHARED + prompt(2, 3), n=3, temperature=1.3),
     ask("filters", prompt(3, 33), top_p=0.8, top_k=40, min_p=0.01, num_prompt_logprobs=1),
     ask("penalties", prompt(4, 5), repetition_penalty=1.3, presence_penalty=0.5, logit_bias={9: 4.0}),
+    ask("thoughts", prompt(6, 9), thinking=budget_of(2)),
     replace(ask("beams", prompt(5, 18), n=3, temperature=0.0), beams=BeamParams(length_penalty=0.5)),
 )
 
@@ -111,10 +113,12 @@ def scores(driver: Driver, name: str) -> list[float]:
 
 
 def compare(followers: Followers, folder: Path, **options: Any) -> None:
-    alone = Driver(folder, num_blocks=60)
-    together = Driver(folder, num_blocks=60, followers=followers, **options)
+    alone = Driver(folder, num_blocks=60, sink=Numbers())
+    together = Driver(folder, num_blocks=60, followers=followers, sink=Numbers(), **options)
     assert together.facts.num_blocks == 60
-    assert run(together) == run(alone)
+    answers = run(together)
+    assert answers == run(alone)
+    assert tuple(answers["thoughts", 0][2:5]) == FORCED
     assert scores(together, "filters") == pytest.approx(scores(alone, "filters"), abs=1e-4, rel=1e-4)
 
 

@@ -15,7 +15,7 @@ from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota
-from penstock.gateway.wire.decisions import LEAD
+from penstock.gateway.wire.questions import LEAD
 from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.harness import EOS, MODEL, TEMPLATE, Gateway, client, make_tokenizer, serving
 

@@ -11,7 +11,7 @@ import tokenizers
 
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.tokenizer import Tokenizer
-from penstock.gateway.endpoints.params import salt_of, salts_of
+from penstock.gateway.endpoints.requests import salt_of, salts_of
 from penstock.priority.lanes import Tenant
 from tests.gateway.harness import (
     SPECIAL,

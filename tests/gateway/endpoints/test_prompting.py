@@ -11,7 +11,7 @@ import pytest
 from penstock.gateway.endpoints.prompting import MESSAGE_CHARS, TEXT_CHARS, Prompting
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.service import ServiceOptions
-from penstock.gateway.wire.embeddings import EmbeddingsBody
+from penstock.gateway.wire.embeddings import EmbeddingsBody, embeddings_ask
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.schemas import Message
 from tests.gateway.harness import MODEL, Gateway, client, completion_body, make_tokenizer
@@ -35,7 +35,7 @@ async def test_short_messages_and_texts_are_some_work_too() -> None:
     prompts = Prompts(make_tokenizer())
     prompting = Prompting(prompts, Limits(), threads, "t")  # type: ignore[arg-type]
     await prompting.encode_chat([Message(role="user", content="Hi")] * 50)
-    await prompting.encode_texts(["Hi"] * 50, "input", EmbeddingsBody(model=MODEL, input="Hi"))
+    await prompting.prompts(embeddings_ask(EmbeddingsBody(model=MODEL, input=["Hi"] * 50), Limits()))
     chat, texts = threads.sizes
     assert 50 * (MESSAGE_CHARS + 2) <= chat < 50 * (MESSAGE_CHARS + 20)
     assert texts == 50 * (TEXT_CHARS + 2)

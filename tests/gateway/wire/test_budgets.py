@@ -15,7 +15,8 @@ from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.anthropic.bodies import MessagesBody, as_chat
 from penstock.gateway.wire.efforts import Reasoned
-from penstock.gateway.wire.reading import REASONING_FORMATS, Formats
+from penstock.gateway.wire.reading import Formats
+from penstock.gateway.wire.reasoning import REASONING_FORMATS
 from penstock.gateway.wire.schemas import ChatBody
 from penstock.gateway.wire.strict import read
 from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS

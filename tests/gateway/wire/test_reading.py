@@ -9,7 +9,8 @@ from penstock.engine.planning.grammar import Grammar, GrammarKind
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.parsing import Answer, answer_of
 from penstock.gateway.wire.prompts import Prompts
-from penstock.gateway.wire.reading import REASONING_FORMATS, Formats, Reading
+from penstock.gateway.wire.reading import Formats, Reading
+from penstock.gateway.wire.reasoning import REASONING_FORMATS
 from penstock.gateway.wire.tools.formats import TOOL_FORMATS
 from penstock.gateway.wire.tools.use import tool_use
 from tests.gateway.harness import make_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.conversation import thinking_switches
-from penstock.gateway.wire.ollama.bodies import OllamaChatBody, understand_chat
+from penstock.gateway.wire.ollama.bodies import OllamaChatBody, ollama_chat_ask
 from penstock.gateway.wire.strict import read
 
 LIMITS = Limits()
@@ -18,7 +18,7 @@ HI = {"role": "user", "content": "Hi"}
 
 def chat_of(**fields: object) -> Any:
     body = {"model": "m:latest", "messages": [HI], **fields}
-    return understand_chat(read(OllamaChatBody, body, LIMITS), LIMITS).chat
+    return ollama_chat_ask(read(OllamaChatBody, body, LIMITS), LIMITS).sampling
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_fields(fields: dict[str, object], name: str, value: object) -> None:
 def test_how_far_back_repetition_is_penalized(given: int | None, penalty: float, named: list[str]) -> None:
     ignored: list[str] = []
     body = {"model": "m", "messages": [HI], "options": {"repeat_penalty": 1.5, "repeat_last_n": given}}
-    chat = understand_chat(read(OllamaChatBody, body, LIMITS, ignored.append), LIMITS).chat
+    chat = ollama_chat_ask(read(OllamaChatBody, body, LIMITS, ignored.append), LIMITS).sampling
     assert chat is not None
     assert (chat.repetition_penalty, ignored) == (penalty, named)
 

@@ -14,7 +14,8 @@ from penstock.engine.planning.grammar import Grammar, GrammarKind
 from penstock.engine.planning.grammars import Grammars, source_of
 from penstock.engine.planning.tokenizer import Tokenizer
 from penstock.gateway.wire.parsing import Answer, ReplyParser, answer_of
-from penstock.gateway.wire.reading import REASONING_FORMATS, Formats, Reading
+from penstock.gateway.wire.reading import Formats, Reading
+from penstock.gateway.wire.reasoning import REASONING_FORMATS
 from penstock.gateway.wire.tools.formats import HARMONY
 from penstock.gateway.wire.tools.grammars import Beside, calls_grammar
 from penstock.gateway.wire.tools.use import tool_use

@@ -1,0 +1,47 @@
+"""The translation of bodies: the function that makes an Ask of each kind, for replicas and switches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.gateway.http.limits import Limits
+from penstock.gateway.sessions.responses import asks as responses
+from penstock.gateway.sessions.responses.schemas import ResponseBody
+from penstock.gateway.wire import decisions, embeddings, schemas, translation
+from penstock.gateway.wire.anthropic import bodies as anthropic
+from penstock.gateway.wire.ask import Ask
+from penstock.gateway.wire.ollama import bodies as ollama
+from penstock.gateway.wire.strict import Body, StrictBody, read
+
+_TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
+    schemas.ChatBody: translation.chat_ask,
+    schemas.CompletionBody: translation.completion_ask,
+    ResponseBody: responses.turn_ask,
+    responses.InputTokensBody: responses.turn_ask,
+    anthropic.MessagesBody: anthropic.message_ask,
+    anthropic.CountTokensBody: anthropic.message_ask,
+    ollama.OllamaChatBody: ollama.ollama_chat_ask,
+    ollama.OllamaGenerateBody: ollama.prompt_ask,
+    ollama.OllamaEmbedBody: ollama.embed_ask,
+    ollama.OllamaEmbeddingBody: ollama.embedding_ask,
+    embeddings.EmbeddingsBody: embeddings.embeddings_ask,
+    embeddings.RerankBody: embeddings.rerank_ask,
+    embeddings.ScoreBody: embeddings.score_ask,
+    decisions.DecisionsBody: decisions.decisions_ask,
+    decisions.SystemOneBody: decisions.system_ask,
+}
+
+
+def read_ask(
+    kind: type[Body],
+    values: Mapping[str, object],
+    limits: Limits,
+    ignore: Callable[[str], None] = lambda _: None,
+) -> tuple[Body, Ask]:
+    """Returns a checked body, and its translation; raises 400 that names the first field that is wrong."""
+    body = read(kind, values, limits, ignore)
+    ask = _TRANSLATORS[kind](body, limits)
+    for field in ask.ignored:
+        ignore(field)
+    return body, ask
