@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.wire.frames import json_pieces
 from penstock.gateway.wire.writing import Writer
+
+_PIECE_BYTES = 64 * 1024
 
 Keep = Callable[[dict[str, Any], int], Awaitable[None]]
 """A Keep takes a whole reply's JSON and its size in bytes."""
@@ -116,7 +118,10 @@ class Sender(Response):
             headers["openai-processing-ms"] = str(milliseconds)
         reader = self._reader
         if self._keep is not None:
-            pieces: Iterable[bytes] = [await self._kept(self._keep)]
+            body = await self._kept(self._keep)
+            pieces: Iterator[bytes] = (
+                body[start : start + _PIECE_BYTES] for start in range(0, len(body), _PIECE_BYTES)
+            )
         else:
             pieces = json_pieces(await whole(self._writer, reader.reply, reader.outputs()))
         await connection.send_whole(pieces, headers)

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from penstock.gateway.endpoints.completions import CompletionsApi
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
 from penstock.gateway.http.errors import ApiError, answering_unavailable, existing
+from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import CHATS, KIND, StoredChat, fits
 from penstock.gateway.sessions.recordings.kinds import CHAT, IDS
@@ -75,7 +76,8 @@ class StoredChatsApi(Endpoints):
             found = await self._fitting(tenant, ids, query, metadata)
         shown = [chat.as_json() for chat in found[: query.limit]]
         ends = {"first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""}
-        return Json({"object": "list", "data": shown, **ends, "has_more": len(found) > len(shown)})
+        listed = {"object": "list", "data": shown, **ends, "has_more": len(found) > len(shown)}
+        return await off_loop(sum(chat.num_bytes for chat in found), Json, listed)
 
     async def _fitting(
         self, tenant: str, ids: Sequence[str], query: ChatsQuery, metadata: Mapping[str, str]
@@ -96,7 +98,7 @@ class StoredChatsApi(Endpoints):
             chat = None if follows else await self._read(tenant, http)
         except StoreUnavailable:
             return await _alone(self._follow(http))
-        return await self._follow(http) if chat is None else Json(chat.as_json())
+        return await self._follow(http) if chat is None else await _shown(chat)
 
     async def update(self, http: HttpRequest) -> Response:
         tenant = self._intake.tenant(http)
@@ -109,7 +111,7 @@ class StoredChatsApi(Endpoints):
 
         with _answering():
             chat = await CHATS.change(self._store, tenant, http.path_params["id"], edit)
-        return Json(_known(chat).as_json())
+        return await _shown(_known(chat))
 
     async def delete(self, http: HttpRequest) -> Response:
         """Forgets a completion, whether it is stored or recorded or both."""
@@ -141,6 +143,10 @@ class StoredChatsApi(Endpoints):
         """Returns the stored completion, if there is one; raises StoreUnavailable."""
         id = http.path_params["id"]
         return await CHATS.get(self._store, tenant, id) if IDS[CHAT].fullmatch(id) else None
+
+
+async def _shown(chat: StoredChat) -> Response:
+    return await off_loop(chat.num_bytes, Json, chat.as_json())
 
 
 async def _alone(recorded: Awaitable[Response]) -> Response:
