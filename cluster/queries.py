@@ -31,6 +31,7 @@ from penstock.gateway.wire.decisions import (
 )
 from penstock.gateway.wire.embeddings import Embedded, EmbeddingsBody, RerankBody, ScoreBody
 from penstock.gateway.wire.lanes import Slo, urgency_of
+from penstock.gateway.wire.llama.bodies import InfillBody, LlamaBody
 from penstock.gateway.wire.ollama.bodies import (
     EmbeddingAsked,
     OllamaChatBody,
@@ -143,6 +144,10 @@ class QueryReader:
                 return [(await prompting.conversation(chat, before))[0]]
             case Understood(chat=ChatBody(), raw=str() as text, suffix=suffix):
                 return [await prompting.encode_text(text, "prompt", suffix=suffix or "")]
+            case InfillBody():
+                return [await prompting.infill(asked)]
+            case LlamaBody():
+                return await prompting.encode_prompts(asked, parse_special=True)
             case CompletionBody():
                 return await prompting.encode_prompts(asked)
             case ResponseBody(previous_response_id=None, conversation=None):

@@ -344,7 +344,7 @@ def last_words(path: str) -> bytes:
     error = _lost()
     if path.startswith("/v1/responses"):
         return error_event(error, 0)
-    has_words = "/completions" in path or path.startswith((OLLAMA_PATH, ANTHROPIC_PATH))
+    has_words = "/completion" in path or path.startswith((OLLAMA_PATH, ANTHROPIC_PATH, "/infill"))
     return last_frames(error, path) if has_words else b""
 
 

@@ -26,12 +26,13 @@ from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.input_tokens import InputTokensApi
 from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
+from penstock.gateway.endpoints.llama import LlamaApi
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
 from penstock.gateway.endpoints.models import ModelsApi, TokensApi
 from penstock.gateway.endpoints.ollama import OllamaApi
 from penstock.gateway.endpoints.openapi import OpenApi
-from penstock.gateway.endpoints.operator import OperatorApi
+from penstock.gateway.endpoints.operator import OperatorApi, ServerInfoApi
 from penstock.gateway.endpoints.rendering import RenderApi
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
@@ -102,10 +103,12 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         messages,
         MessageBatchesApi(service, intake, files, batches.batches),
         OllamaApi(service, intake, embeddings),
+        LlamaApi(service, intake),
         ModelsApi(service, intake),
         TokensApi(service, intake),
         EventsApi(service, intake),
         UsageApi(service, intake),
+        ServerInfoApi(service, intake),
     ]
     routes = [
         *(route for endpoints in described for route in endpoints.routes()),
@@ -165,6 +168,7 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
             DROPPED_HEADER,
             IGNORED_HEADER,
             *quotas.HEADERS,
+            *quotas.ANTHROPIC_HEADERS,
         ],
     )
 

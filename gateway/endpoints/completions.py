@@ -29,7 +29,8 @@ from penstock.gateway.sessions.responses.schemas import check_metadata
 from penstock.gateway.wire.frames import Json, StreamWriter, at_once
 from penstock.gateway.wire.sampling import MaxTokens
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
-from penstock.gateway.wire.shapes import Best, ChatShape, CompletionShape, Extras, Shape
+from penstock.gateway.wire.shapes import Best, ChatShape, CompletionShape, Extras, Shape, TokenText
+from penstock.gateway.wire.tokenizer import TokenNumbers
 
 DEFAULT_COMPLETION_TOKENS = 16
 """The number of tokens that OpenAI's older endpoint gives a request that names none."""
@@ -63,11 +64,13 @@ class CompletionsApi(Endpoints):
             return await self._record(params, CHAT, asked, partial(self._start_chat, params, body, stored))
         self._intake.check_room(params, came.num_bytes)
         prompt, params = await self._intake.prompt(params, body)
-        shape = ChatShape(
-            self._service.tokenizer, _extras(body, body.top_logprobs if body.logprobs else None)
-        )
+        shape = ChatShape(self._tokens(body), _extras(body, body.top_logprobs if body.logprobs else None))
         kept = None if stored is None else partial(keep, self._service.store, params.tenant.name, stored)
         return await self._reply(params, CHAT, [prompt], shape, keep=kept)
+
+    def _tokens(self, body: Sampled) -> TokenText:
+        """Returns what log probabilities are spelt with."""
+        return TokenNumbers() if body.return_tokens_as_token_ids else self._service.tokenizer
 
     async def _stored(self, came: Arrival[ChatBody], body: ChatBody) -> dict[str, Any] | None:
         """Returns the request's part of a stored completion; None if it is not to be stored."""
@@ -113,7 +116,7 @@ class CompletionsApi(Endpoints):
             if len(prompts) > 1:
                 raise invalid(f"There can only be one prompt together with {asked.way}.", "prompt")
             return await self._record(params, TEXT, asked, partial(self._start, params, TEXT, prompts[0]))
-        shape = CompletionShape(self._service.tokenizer, _extras(body, body.logprobs))
+        shape = CompletionShape(self._tokens(body), _extras(body, body.logprobs))
         echoed = 4 * sum(map(len, prompts)) if body.echo else 0
         echoes = await off_loop(echoed, self._texts, body, prompts) if body.echo else ()
         return await self._reply(params, TEXT, prompts, shape, echoes)
@@ -254,6 +257,7 @@ class Recorded:
             "best_of": body.num_generated > (body.n or 1),
             "prompt_logprobs": body.prompt_logprobs is not None,
             "return_token_ids": body.return_token_ids,
+            "return_tokens_as_token_ids": body.return_tokens_as_token_ids,
             "stream_options.continuous_usage_stats": _wants_usage_so_far(body),
             **unfit,
         }

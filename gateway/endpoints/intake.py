@@ -327,8 +327,7 @@ class Intake:
     ) -> tuple[list[int], GenerationParams]:
         """Returns the tokens of a conversation, and the params with what its tools come to; see Prompting."""
         prompt, use = await self.prompting(params.tenant, params.urgency.lane).conversation(body, before)
-        shows_reasoning = body.include_reasoning is not False
-        return prompt, await self.with_tools(params, prompt, use, shows_reasoning=shows_reasoning)
+        return prompt, await self.with_tools(params, prompt, use, shows_reasoning=body.shows_reasoning)
 
     def ignore(self, field: str) -> None:
         """Accepts a field that is ignored; the reply's header names it.
@@ -338,7 +337,7 @@ class Intake:
         """
         if self._service.options.strict:
             raise unsupported(field)
-        if (asked := CORRELATION.get()) is not None:
+        if (asked := CORRELATION.get()) is not None and field not in asked.ignored:
             asked.ignored.append(field)
 
 

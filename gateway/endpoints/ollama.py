@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -14,25 +15,35 @@ from starlette.routing import Route
 from penstock.gateway.endpoints.embeddings import EmbeddingsApi
 from penstock.gateway.endpoints.intake import Endpoints, Intake, Read, route
 from penstock.gateway.endpoints.params import Arrival
+from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.endpoints.shortening import answer_room, shortened
+from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.service import Service
+from penstock.gateway.sessions.responses.threads import since, turns
+from penstock.gateway.wire.conversation import chat_tools
 from penstock.gateway.wire.embeddings import Embedded
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.ollama.bodies import (
     EmbeddingAsked,
     OllamaChatBody,
+    OllamaCopyBody,
+    OllamaCreateBody,
     OllamaEmbedBody,
     OllamaEmbeddingBody,
     OllamaGenerateBody,
+    OllamaPullBody,
     OllamaShowBody,
     Understood,
     named,
+    plain_name,
     understand_chat,
     understand_embed,
     understand_embedding,
     understand_prompt,
 )
 from penstock.gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
+from penstock.gateway.wire.schemas import ChatBody, Message
 from penstock.gateway.wire.streams import WholeWriter
 
 VERSION = "0.12.6"
@@ -57,6 +68,9 @@ class OllamaApi(Endpoints):
             route("/api/tags", GET=self.list_models),
             route("/api/ps", GET=self.list_loaded),
             route("/api/show", POST=self.show),
+            route("/api/pull", POST=self.pull),
+            route("/api/create", POST=self.create),
+            route("/api/copy", POST=self.copy),
             route("/api/version", GET=self.version),
         ]
 
@@ -81,12 +95,16 @@ class OllamaApi(Endpoints):
             return Json(unasked(asked.model, int(time.time()), is_chat=is_chat))
         params = await self._intake.chat(came, asked.chat, may_be_fewer=True)
         self._intake.check_room(params, came.num_bytes)
+        prompting = self._intake.prompting(params.tenant, params.urgency.lane)
         if asked.raw is None:
-            prompt, params = await self._intake.prompt(params, asked.chat, asked.context)
+            prompt = await self._conversation(prompting, asked, asked.chat, is_chat=is_chat)
+            use, shows_reasoning = chat_tools(asked.chat), asked.chat.shows_reasoning
+            params = await self._intake.with_tools(params, prompt, use, shows_reasoning=shows_reasoning)
         else:
-            prompt = await self._intake.prompting(params.tenant, params.urgency.lane).encode_text(
-                asked.raw, "prompt", suffix=asked.suffix or ""
+            prompt = await prompting.encode_text(
+                asked.raw, "prompt", suffix=asked.suffix or "", is_cut=asked.truncates
             )
+            prompt = self._cut(prompt, asked.chat) if asked.truncates else prompt
         head = self._intake.head(secrets.token_hex(16), asked.model)
         tells_context = not is_chat and asked.raw is None
         writer = LineWriter(
@@ -98,6 +116,35 @@ class OllamaApi(Endpoints):
             num_top=asked.chat.top_logprobs or 0,
         )
         return await self._intake.reply(params, [prompt], head.id, writer, keeps=tells_context)
+
+    async def _conversation(
+        self, prompting: Prompting, asked: Understood, chat: ChatBody, *, is_chat: bool
+    ) -> list[int]:
+        """Returns the prompt, shortened where it is too long: a chat by its oldest turns, else by its first tokens."""
+        if not asked.truncates:
+            return (await prompting.conversation(chat, asked.context))[0]
+        context_length = self._service.dispatch.context_length
+        if not is_chat:
+            whole = chat.model_copy(update={"truncate_prompt_tokens": sys.maxsize})
+            before = asked.context[-(context_length - 1) :]
+            return self._cut((await prompting.conversation(whole, before))[0], chat)
+        messages = chat.messages
+
+        async def encode(start: int) -> list[int]:
+            kept = list(since(messages, start, _role))
+            return (await prompting.conversation(chat.model_copy(update={"messages": kept})))[0]
+
+        room = self._answer_room(chat)
+        return await shortened(encode, turns(messages, _role), context_length, least_room=1, room=room)
+
+    def _cut(self, prompt: list[int], chat: ChatBody) -> list[int]:
+        """Returns the end of a prompt that leaves no room for an answer."""
+        context_length = self._service.dispatch.context_length
+        return prompt if len(prompt) < context_length else prompt[self._answer_room(chat) - context_length :]
+
+    def _answer_room(self, chat: ChatBody) -> int:
+        room = answer_room(self._service.dispatch.context_length)
+        return max(1, room if chat.max_tokens is None else min(room, chat.max_tokens))
 
     async def embed(self, http: HttpRequest) -> Response:
         came = await self._intake.begin(http, OllamaEmbedBody, understand_embed)
@@ -162,6 +209,34 @@ class OllamaApi(Endpoints):
             }
         )
 
+    async def pull(self, http: HttpRequest) -> Response:
+        """Reports success for a model that is served; raises 404 for others."""
+        return await self._there(http, OllamaPullBody)
+
+    async def create(self, http: HttpRequest) -> Response:
+        return await self._there(http, OllamaCreateBody)
+
+    async def _there(self, http: HttpRequest, kind: type[OllamaPullBody | OllamaCreateBody]) -> Response:
+        self._intake.client(http)
+        body = await self._intake.read(http, kind)
+        self._intake.check_model(named(body, self._service.options.limits))
+        if isinstance(body, OllamaCreateBody) and body.from_ is not None:
+            self._intake.check_model(plain_name(body.from_))
+        if body.stream is False:
+            return Json({"status": "success"})
+        return Response('{"status": "success"}\n', media_type=LineWriter.media_type)
+
+    async def copy(self, http: HttpRequest) -> Response:
+        self._intake.client(http)
+        body = await self._intake.read(http, OllamaCopyBody)
+        self._intake.check_model(plain_name(body.source))
+        if plain_name(body.destination) not in self._names:
+            message = (
+                "'destination' is not supported: which names there are the operator of this server chooses."
+            )
+            raise invalid(message, "destination", "unsupported_value")
+        return Json({})
+
     def _capabilities(self) -> list[str]:
         formats = self._service.formats
         able = {"completion": True, "tools": formats.tools, "thinking": formats.reasoning}
@@ -183,6 +258,10 @@ class OllamaApi(Endpoints):
             "digest": digest,
             "details": _DETAILS,
         }
+
+
+def _role(message: Message) -> str:
+    return message.role
 
 
 _DETAILS = {

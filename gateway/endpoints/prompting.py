@@ -26,6 +26,7 @@ from penstock.gateway.wire.conversation import (
 from penstock.gateway.wire.decisions import LEAD, Decisions
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.embeddings import Embedded, EmbeddingsBody
+from penstock.gateway.wire.llama.bodies import InfillBody
 from penstock.gateway.wire.prompts import Prompts, check_token_ids
 from penstock.gateway.wire.sampling import context_exceeded
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Message, Sampled
@@ -91,11 +92,18 @@ class Prompting:
         *,
         add_generation_prompt: bool = True,
         continues: bool = False,
+        is_cut: bool = False,
     ) -> list[int]:
-        """Returns the tokens of a conversation; with `continues`, its last message has no end."""
+        """Returns the tokens of a conversation.
+
+        Args:
+            continues: its last message has no end.
+            is_cut: as much of it as fits will be taken, however long it is.
+        """
         check_messages(messages)
         num_chars = num_chars_of(messages, use)
-        self.check_length(num_chars, "messages")
+        if not is_cut:
+            self.check_length(num_chars, "messages")
 
         def encode() -> list[int]:
             return self._prompts.chat(
@@ -130,6 +138,7 @@ class Prompting:
             variables,
             add_generation_prompt=body.add_generation_prompt is not False and not continues,
             continues=continues,
+            is_cut=body.truncate_prompt_tokens is not None,
         )
         return self._truncated(self._prompts.behind(before, prompt) if before else prompt, body), use
 
@@ -176,7 +185,7 @@ class Prompting:
 
     def _reasoning(self, body: Reasoned) -> dict[str, Any]:
         """Returns the variables that say how much the model may reason."""
-        known, effort, number = self._prompts.variables, body.effort, body.num_thinking
+        known, effort, number, is_on = self._prompts.variables, body.effort, body.num_thinking, body.is_on
         budget = body.budget(known, self._context_length) if self._prompts.reasons else None
         variables: dict[str, Any] = {"thinking_budget": budget}
         if number == 0:
@@ -185,12 +194,15 @@ class Prompting:
             variables["reasoning_effort"] = effort
         elif effort is not None:
             variables |= thinking_switches(effort != "none")
+        if is_on and number != 0:
+            variables |= thinking_switches(True)
         found = {name: value for name, value in variables.items() if name in known and value is not None}
-        if budget is None and not found and number != -1 and (number, effort) != (None, None):
-            self._ignore("reasoning_effort" if number is None else "thinking_token_budget")
+        field = body.asked_by
+        if budget is None and not found and number != -1 and is_on is not False and field is not None:
+            self._ignore(field)
         return found
 
-    async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
+    async def encode_prompts(self, body: CompletionBody, *, parse_special: bool = False) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)
         limits, num_prompts = self._limits, len(texts) + len(token_ids)
         if not num_prompts or num_prompts > limits.max_prompts:
@@ -204,8 +216,25 @@ class Prompting:
             return await self._checked(token_ids, "prompt", body)
         if body.suffix:
             return await self._encoded(texts, "prompt", self._prompts.around, body.suffix)
-        encode = partial(self._prompts.text, add_special=body.add_special_tokens is not False)
-        return [self._truncated(prompt, body) for prompt in await self._encoded(texts, "prompt", encode)]
+        add_special = body.add_special_tokens is not False
+        encode = partial(self._prompts.text, add_special=add_special, parse_special=parse_special)
+        prompts = await self._encoded(texts, "prompt", encode, is_cut=body.truncate_prompt_tokens is not None)
+        return [self._truncated(prompt, body) for prompt in prompts]
+
+    async def infill(self, body: InfillBody) -> list[int]:
+        """Returns the tokens that ask for the text between two others; raises 400 if the model has none for that."""
+        files = [(extra.filename or "file", extra.text) for extra in body.input_extra or ()]
+        texts = (body.input_prefix, body.input_suffix, body.prompt)
+        size = sum(map(len, texts)) + sum(len(name) + len(text) for name, text in files)
+        self.check_length(size, "input_prefix")
+        try:
+            prompt = await self.run(size, partial(self._prompts.infill, *texts, files))
+        except ApiError as error:
+            if error.param != "suffix":
+                raise
+            raise invalid(error.message, "input_suffix", error.code) from None
+        self.check_prompt_ids(prompt, "input_prefix")
+        return prompt
 
     async def encode_inputs(self, body: EmbeddingsBody) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.input), _split_prompt, body.input)
@@ -229,7 +258,7 @@ class Prompting:
         if longest is not None:
             texts = [text[: longest * self._limits.max_bytes_per_token] for text in texts]
         encode = partial(self._prompts.text, add_special=add_special)
-        prompts = await self._encoded(texts, field, encode)
+        prompts = await self._encoded(texts, field, encode, is_cut=body.truncate_prompt_tokens is not None)
         return await self._checked([prompt[:longest] for prompt in prompts], field, body)
 
     async def _checked(
@@ -244,23 +273,29 @@ class Prompting:
         return await off_loop(4 * sum(map(len, prompts)), check)
 
     async def encode_text(
-        self, text: str, field: str, *, add_special: bool = True, suffix: str = ""
+        self, text: str, field: str, *, add_special: bool = True, suffix: str = "", is_cut: bool = False
     ) -> list[int]:
         """Returns the tokens of a text; with a `suffix`, those that ask for the text between the two."""
         encode = partial(self._prompts.text, add_special=add_special)
         around = self._prompts.around
-        (token_ids,) = await self._encoded([text], field, around if suffix else encode, suffix)
+        (token_ids,) = await self._encoded([text], field, around if suffix else encode, suffix, is_cut=is_cut)
         return token_ids
 
     async def _encoded(
-        self, texts: Sequence[str], field: str, encode: Callable[..., list[int]], suffix: str = ""
+        self,
+        texts: Sequence[str],
+        field: str,
+        encode: Callable[..., list[int]],
+        suffix: str = "",
+        *,
+        is_cut: bool = False,
     ) -> list[list[int]]:
         """Returns the tokens of each text, with its suffix if there is one; all of them are one piece of work.
 
         Raises:
-            ApiError: 400, if a text is empty or too long.
+            ApiError: 400, if a text is empty or, unless it `is_cut` to what fits, too long.
         """
-        for text in texts:
+        for text in () if is_cut else texts:
             self.check_length(len(text) + len(suffix), field)
 
         def encode_all() -> list[list[int]]:
@@ -285,13 +320,15 @@ class Prompting:
         if not prompt:
             raise invalid(f"'{field}' must not have an empty list of tokens.", field)
         if len(prompt) >= self._context_length:
-            raise context_exceeded(self._context_length, f"{len(prompt)} tokens", field)
+            raise context_exceeded(self._context_length, f"{len(prompt)} tokens", field, len(prompt))
         check_token_ids(prompt, self._vocab_size, field)
 
     def check_length(self, num_chars: int, field: str) -> None:
         """Refuses a text that is too long whatever its tokens are, before it is tokenised."""
-        if num_chars > self._context_length * self._limits.max_bytes_per_token:
-            raise context_exceeded(self._context_length, f"{num_chars} characters", field)
+        most = self._limits.max_bytes_per_token
+        if num_chars > self._context_length * most:
+            least = -(-num_chars // most)
+            raise context_exceeded(self._context_length, f"{num_chars} characters", field, least)
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +15,7 @@ from penstock.gateway.endpoints.intake import Endpoints, Intake, as_sent, route
 from penstock.gateway.endpoints.params import GenerationParams
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.replies import Attached
+from penstock.gateway.endpoints.shortening import answer_room, shortened
 from penstock.gateway.http.errors import ApiError, gone, invalid
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
@@ -48,7 +48,7 @@ from penstock.gateway.sessions.responses.schemas import (
     text_form,
 )
 from penstock.gateway.sessions.responses.script import script
-from penstock.gateway.sessions.responses.threads import Message, Thread, since, turns
+from penstock.gateway.sessions.responses.threads import Thread, since, turns
 from penstock.gateway.store.interface import Key, StoreUnavailable
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.sampling import MaxTokens
@@ -56,8 +56,6 @@ from penstock.gateway.wire.strict import validated
 from penstock.gateway.wire.structured import form_of
 
 _APPEND_ATTEMPTS = 3
-_ANSWER_SHARE = 8
-"""An answer gets at least this part of the context where a conversation is shortened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +156,18 @@ class ResponsesApi(Endpoints):
         self, body: ResponseBody, items: list[Item], thread: Thread, prompting: Prompting
     ) -> list[int]:
         """Returns the tokens of a turn that goes on from a thread with these items."""
-        encode = prompting.turn(body)
-        if body.truncation == "auto":
-            return await self._shortened(thread, as_messages(items), body.max_output_tokens, encode)
-        return await encode(thread, as_messages(items))
+        encode, new = prompting.turn(body), as_messages(items)
+        if body.truncation != "auto":
+            return await encode(thread, new)
+        messages, context_length = (*thread.messages, *new), self._service.dispatch.context_length
+        asked = body.max_output_tokens
+        return await shortened(
+            lambda start: encode(replace(thread, messages=since(messages, start)), ()),
+            turns(messages),
+            context_length,
+            least_room=asked or 1,
+            room=asked or answer_room(context_length),
+        )
 
     async def thread(self, tenant: str, body: ResponseBody) -> Thread:
         """Returns the thread that a turn goes on from."""
@@ -190,41 +196,6 @@ class ResponsesApi(Endpoints):
         if thread is None:
             raise _cannot_continue(response_id, "came to no answer")
         return thread
-
-    async def _shortened(
-        self,
-        thread: Thread,
-        new: Sequence[Message],
-        max_tokens: int | None,
-        encode: Callable[[Thread, Sequence[Message]], Awaitable[list[int]]],
-    ) -> list[int]:
-        """Returns the prompt without as many of the oldest turns as it takes to fit, but with the last one.
-
-        If there are some to leave out, there is room for the answer that was asked for, or for a part of the context.
-        """
-        messages, context_length = (*thread.messages, *new), self._service.dispatch.context_length
-
-        async def fitting(start: int, room: int) -> list[int] | None:
-            try:
-                prompt = await encode(replace(thread, messages=since(messages, start)), ())
-            except ApiError as error:
-                if error.code != "context_length_exceeded":
-                    raise
-                return None
-            return prompt if len(prompt) + room <= context_length else None
-
-        if (prompt := await fitting(0, max_tokens or 1)) is not None:
-            return prompt
-        starts = [start for start in turns(messages) if start]
-        found, low, high = None, 0, len(starts)
-        while low < high:
-            middle = (low + high) // 2
-            prompt = await fitting(starts[middle], max_tokens or context_length // _ANSWER_SHARE)
-            if prompt is None:
-                low = middle + 1
-            else:
-                found, high = prompt, middle
-        return found or await encode(replace(thread, messages=since(messages, max(starts, default=0))), ())
 
     def _reply(self, recording: Recording, body: ResponseBody) -> Response:
         if body.background and not body.stream:

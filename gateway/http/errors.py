@@ -87,6 +87,16 @@ def _retry_headers(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
+class ContextExceeded(ApiError):
+    """The refusal of a prompt that the context has no room for."""
+
+    def __init__(self, message: str, param: str, num_tokens: int, most_tokens: int) -> None:
+        """`num_tokens` are the prompt's, at least, and `most_tokens` those that it may have."""
+        super().__init__(HTTPStatus.BAD_REQUEST, message, param=param, code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.most_tokens = most_tokens
+
+
 def invalid(
     message: str, param: str | None, code: str | None = "invalid_value", status: int = HTTPStatus.BAD_REQUEST
 ) -> ApiError:

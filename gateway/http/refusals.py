@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
-from penstock.gateway.http.errors import ApiError, internal, log_failed, log_fault
+from penstock.gateway.http.errors import ApiError, ContextExceeded, internal, log_failed, log_fault
 
 OLLAMA_PATH = "/api/"
 _MODELS_PATH = "/v1/models"
@@ -50,13 +50,16 @@ def refusal(error: ApiError, path: str, overload_status: int = HTTPStatus.SERVIC
 
 def anthropic_body(error: ApiError) -> bytes:
     """Returns Anthropic's error object as JSON; it is the same in a reply and in an event of a stream."""
-    asked = CORRELATION.get()
+    asked, message = CORRELATION.get(), error.message
+    if isinstance(error, ContextExceeded):
+        # Claude Code makes a conversation shorter when it reads this sentence.
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.most_tokens} maximum"
     return json.dumps(
         {
             "type": "error",
             "error": {
                 "type": _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"),
-                "message": error.message,
+                "message": message,
             },
             "request_id": None if asked is None else asked.request_id,
         }
