@@ -237,7 +237,11 @@ def test_a_loop_that_is_gone_does_not_harm_the_engine(llm: LLM) -> None:
     [
         (lambda llm: llm.generate("x", temprature=1), TypeError, "'temprature'; did you mean temperature?"),
         (lambda llm: llm.generate("x", stream=True), TypeError, "unexpected keyword argument 'stream'"),
-        (lambda llm: llm.generate("x", temperature=9), ValueError, "Invalid 'temperature': Input should be"),
+        (
+            lambda llm: llm.generate("x", temperature=101),
+            ValueError,
+            "Invalid 'temperature': Input should be",
+        ),
         (lambda llm: llm.generate(["x", "y"], n=0), ValueError, "number 0 of 2: Invalid 'n'"),
         (lambda llm: llm.generate("x", top_logprobs=2), ValueError, "argument supplied: top_logprobs"),
         (lambda llm: llm.generate(["x", [1, 10**9]]), ValueError, "number 1 of 2: .* outside the vocabulary"),
