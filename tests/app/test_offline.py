@@ -59,7 +59,7 @@ def said(answer: Answer) -> list[tuple[str, str | None]]:
         {"temperature": 0},
         {"seed": 7, "n": 3, "max_tokens": 20, "top_p": 0.9},
         {"temperature": 0, "max_tokens": 60, "stop": [" the", "."]},
-        {"seed": -1, "logit_bias": {18: -100}, "max_tokens": 30, "frequency_penalty": 0.5},
+        {"seed": -7, "logit_bias": {18: -100}, "max_tokens": 30, "frequency_penalty": 0.5},
         {"use_beam_search": True, "n": 3, "max_tokens": 12, "length_penalty": 0.5, "early_stopping": "never"},
     ],
     ids=str,
