@@ -203,9 +203,7 @@ async def test_many_blocks_come_in_many_messages() -> None:
         assert {each for some in blocks for each in some} == {*hashes}
         gateway.deliver(prefix_events=[Dropped(hashes[0]), Dropped(hashes[-1])])
         await until(lambda: index.num_blocks == len(hashes) - 2)
-        whole = await httpx.AsyncClient().get(
-            f"{found.addresses['a']}{PATH}", headers={SECRET_HEADER: SECRET}
-        )
+        whole = await found.http.get(f"{found.addresses['a']}{PATH}", headers={SECRET_HEADER: SECRET})
         assert {*parse_snapshot(whole.json()).blocks} == {*hashes[1:-1]}
 
 
