@@ -28,6 +28,7 @@ MEND_S = 60.0
 _ASK_AGAIN_S = 0.25
 REPLICA_HEADER = b"x-penstock-replica"
 """The header that names the replica that answered or, of a stream, began the answer."""
+_LLAMA_PATHS = ("/completion", "/infill")
 _REFUSED = int(HTTPStatus.SERVICE_UNAVAILABLE)
 _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
@@ -356,6 +357,8 @@ def last_words(path: str) -> bytes:
     if path.startswith(ANTHROPIC_PATH):
         http = CORRELATION.get()
         return error_event(error, None if http is None else http.request_id)
+    if path in _LLAMA_PATHS:
+        return error_frame(error)
     return error_frame(error) + DONE if "/completions" in path else b""
 
 

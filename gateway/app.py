@@ -26,13 +26,14 @@ from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
 from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
+from penstock.gateway.endpoints.llama import LlamaApi
 from penstock.gateway.endpoints.lookups import counted
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
 from penstock.gateway.endpoints.models import ModelsApi, TokensApi
 from penstock.gateway.endpoints.ollama import OllamaApi
 from penstock.gateway.endpoints.openapi import OpenApi
-from penstock.gateway.endpoints.operator import OperatorApi
+from penstock.gateway.endpoints.operator import OperatorApi, ServerInfoApi
 from penstock.gateway.endpoints.rendering import RenderApi
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
@@ -103,10 +104,12 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         MessageBatchesApi(service, intake, files, batches.batches),  # before a message whose id it could be
         messages,
         OllamaApi(service, intake, answering),
+        LlamaApi(service, intake, answering),
         ModelsApi(service, intake),
         TokensApi(service, intake),
         EventsApi(service, intake),
         UsageApi(service, intake),
+        ServerInfoApi(service, intake),
     ]
     routes = [
         *(counted(route, intake) for endpoints in described for route in endpoints.routes()),
@@ -165,6 +168,7 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
             DROPPED_HEADER,
             IGNORED_HEADER,
             *quotas.HEADERS,
+            *quotas.ANTHROPIC_HEADERS,
         ],
     )
 

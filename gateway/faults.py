@@ -26,6 +26,9 @@ class Fault(Protocol):
     param: str | None
     code: str | None
 
+    @property
+    def anthropic_message(self) -> str: ...
+
     def body(self) -> bytes:
         """Returns OpenAI's error object as JSON."""
 
@@ -34,7 +37,7 @@ def anthropic_body(fault: Fault, request_id: str | None) -> bytes:
     """Returns Anthropic's error object as JSON."""
     error = {
         "type": _ANTHROPIC_TYPES.get(fault.status, "invalid_request_error"),
-        "message": fault.message,
+        "message": fault.anthropic_message,
     }
     return json.dumps({"type": "error", "error": error, "request_id": request_id}).encode()
 

@@ -22,6 +22,7 @@ from weakref import WeakSet
 from penstock.gateway.access.keys import UNBOUNDED, Client
 from penstock.gateway.access.windows import allotments, windows_of
 from penstock.gateway.background import every, meanwhile
+from penstock.gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
 from penstock.gateway.http.errors import ApiError
 from penstock.gateway.store.interface import LEASE_S, Grant, Quota, Store, StoreUnavailable, Window
 
@@ -51,6 +52,11 @@ HEADERS = [
     if bound != "streams"
 ]
 """OpenAI's names for bounds per minute; the others have the window at the end, as Cerebras has it."""
+ANTHROPIC_HEADERS = [
+    f"anthropic-ratelimit-{bound}-{what}"
+    for bound in ("requests", "tokens")
+    for what in ("limit", "remaining", "reset")
+]
 
 
 class Reservation:
@@ -139,9 +145,9 @@ class Quotas:
             self._spawn(self._release(reservation))
             raise
         if grant.refused is not None:
-            raise _refusal(grant, client.quota, num_tokens, windows)
+            raise _refusal(grant, client.quota, num_tokens, windows, self._wall_clock())
         reservation.num_reserved = num_tokens
-        reservation.headers = _headers(grant, windows)
+        reservation.headers = _headers(grant, windows, self._wall_clock())
         if lease_id:
             self._open.add(reservation)
         return reservation
@@ -254,20 +260,30 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{text}" if minutes else text
 
 
-def _headers(grant: Grant, windows: Sequence[Window]) -> dict[str, str]:
+def _headers(grant: Grant, windows: Sequence[Window], now_s: float) -> dict[str, str]:
+    """Returns the headers that say where a tenant stands, in Anthropic's form as well where its API is asked."""
     headers: dict[str, str] = {}
+    asked = CORRELATION.get()
+    is_anthropic = asked is not None and asked.path.startswith(ANTHROPIC_PATH)
     for bound, allotment in allotments(grant, windows).items():
+        if is_anthropic and bound in ("requests", "tokens"):
+            start = f"anthropic-ratelimit-{bound}"
+            headers[f"{start}-limit"] = str(allotment.limit)
+            headers[f"{start}-remaining"] = str(max(0, allotment.remaining))
+            headers[f"{start}-reset"] = utc(now_s + allotment.reset_s)
         headers[f"x-ratelimit-limit-{bound}"] = str(allotment.limit)
         headers[f"x-ratelimit-remaining-{bound}"] = str(max(0, allotment.remaining))
         headers[f"x-ratelimit-reset-{bound}"] = duration(allotment.reset_s)
     return headers
 
 
-def _refusal(grant: Grant, quota: Quota, num_tokens: int, windows: Sequence[Window]) -> ApiError:
+def _refusal(
+    grant: Grant, quota: Quota, num_tokens: int, windows: Sequence[Window], now_s: float
+) -> ApiError:
     bound = grant.refused
     assert bound is not None
     limit, used, requested = _figures(grant, quota, num_tokens, windows)
-    headers = _headers(grant, windows)
+    headers = _headers(grant, windows, now_s)
     if math.isinf(grant.retry_after_s):
         message = (
             f"Request too large for {_BOUNDS[bound]}: Limit {limit}, "

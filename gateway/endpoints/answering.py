@@ -222,6 +222,7 @@ def check_recordable(ask: Ask, recorder: Recorder, key: str | None) -> None:
         "best_of": body.num_generated > (body.n or 1),
         "prompt_logprobs": body.prompt_logprobs is not None,
         "return_token_ids": body.return_token_ids,
+        "return_tokens_as_token_ids": body.return_tokens_as_token_ids,
         "stream_options.continuous_usage_stats": shown.usage_so_far,
         "functions": shown.extras.functions,
         "echo": shown.echo,

@@ -11,6 +11,7 @@ from penstock.gateway.sessions.responses.schemas import ResponseBody
 from penstock.gateway.wire import decisions, embeddings, schemas, translation
 from penstock.gateway.wire.anthropic import bodies as anthropic
 from penstock.gateway.wire.ask import Ask
+from penstock.gateway.wire.llama import bodies as llama
 from penstock.gateway.wire.ollama import bodies as ollama
 from penstock.gateway.wire.strict import Body, StrictBody, read
 
@@ -25,6 +26,9 @@ _TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
     ollama.OllamaGenerateBody: ollama.prompt_ask,
     ollama.OllamaEmbedBody: ollama.embed_ask,
     ollama.OllamaEmbeddingBody: ollama.embedding_ask,
+    llama.LlamaBody: llama.llama_ask,
+    llama.InfillBody: llama.infill_ask,
+    llama.TemplateBody: translation.chat_ask,
     embeddings.EmbeddingsBody: embeddings.embeddings_ask,
     embeddings.RerankBody: embeddings.rerank_ask,
     embeddings.ScoreBody: embeddings.score_ask,

@@ -134,7 +134,7 @@ class Intake:
         client = self.client(http)
         async with self.counted(client) as headers:
             came = await self._arrival(http, kind, client)
-            self.check_model(came.ask.model or self._service.options.models[0])
+            self.check_model(came.ask.model)
             thread = NO_THREAD if find_thread is None else await find_thread(client.tenant.name, came.ask)
             return came, await self.counting(client.tenant).prompts(came.ask, thread), headers
 
@@ -146,6 +146,7 @@ class Intake:
         num_bytes, (body, ask) = await self._parsed(
             http, lambda values: read_ask(kind, values, self._service.options.limits, self.ignore)
         )
+        ask = ask if ask.model else replace(ask, model=self._service.options.models[0])
         urgency, tenant = Urgency(client.tenant.sure_lane), client.tenant
         if slo is not None:
             urgency = urgency_of(ask.service_tier, tenant, streams=ask.streams, slo=slo, policies=policies)
@@ -238,7 +239,7 @@ class Intake:
         """
         if self._service.options.strict:
             raise unsupported(field)
-        if (correlation := CORRELATION.get()) is not None:
+        if (correlation := CORRELATION.get()) is not None and field not in correlation.ignored:
             correlation.ignored.append(field)
 
 

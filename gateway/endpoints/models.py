@@ -24,8 +24,8 @@ from penstock.gateway.sessions.prefixes.sharing import parse_token_ids
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.prompts import check_token_ids
-from penstock.gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody
 from penstock.gateway.wire.strict import read, validated
+from penstock.gateway.wire.tokens import DetokenizeBody, LocateBody, TokenizeBody
 from penstock.gateway.wire.tools.use import tool_use
 from penstock.priority.lanes import Lane, Tenant
 
@@ -106,7 +106,10 @@ class TokensApi(Endpoints):
         async with self._intake.counted(client) as headers:
             body = await self._intake.read(http, TokenizeBody)
             self._intake.check_model(body.model or self._service.options.models[0])
-            token_ids = await self._encode_either(body, self._intake.counting(client.tenant))
+            counting = self._intake.counting(client.tenant)
+            if body.content is not None:
+                return Json(await self._contents(body, body.content, counting), headers=headers)
+            token_ids = await self._encode_either(body, counting)
             reply: dict[str, object] = {
                 "count": len(token_ids),
                 "max_model_len": self._service.dispatch.context_length,
@@ -115,6 +118,29 @@ class TokensApi(Endpoints):
             if body.return_token_strs:
                 reply["token_strs"] = await off_loop(8 * len(token_ids), self._spell, token_ids)
             return Json(reply, headers=headers)
+
+    async def _contents(self, body: TokenizeBody, content: str, counting: Prompting) -> dict[str, object]:
+        """Returns the tokens of a text as llama.cpp has them."""
+        if body.prompt is not None or body.messages is not None:
+            raise invalid("Give either 'content' or 'prompt' or 'messages'.", "content")
+        counting.check_length(len(content), "content")
+        flags = {"add_special": body.add_special, "parse_special": body.parse_special}
+        encode = partial(self._service.tokenizer.encode, content, **flags)
+        token_ids = await counting.run(len(content), encode)
+        if not body.with_pieces:
+            return {"tokens": token_ids}
+        return {"tokens": await off_loop(8 * len(token_ids), self._pieces, token_ids)}
+
+    def _pieces(self, token_ids: list[int]) -> list[dict[str, object]]:
+        """Returns tokens with their texts, or their bytes where these are no text of their own."""
+        pieces: list[dict[str, object]] = []
+        for token_id in token_ids:
+            spelt = self._service.tokenizer.token_bytes(token_id)
+            try:
+                pieces.append({"id": token_id, "piece": spelt.decode()})
+            except UnicodeDecodeError:
+                pieces.append({"id": token_id, "piece": list(spelt)})
+        return pieces
 
     def _spell(self, token_ids: list[int]) -> list[str]:
         spell = self._service.tokenizer.token_bytes

@@ -14,16 +14,21 @@ from starlette.routing import Route
 from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints
 from penstock.gateway.endpoints.intake import Arrival, Intake, route
 from penstock.gateway.endpoints.recorded import ReplyRecorder
+from penstock.gateway.http.errors import invalid
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.kinds import LINES
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.ollama.bodies import (
     OllamaChatBody,
+    OllamaCopyBody,
+    OllamaCreateBody,
     OllamaEmbedBody,
     OllamaEmbeddingBody,
     OllamaGenerateBody,
+    OllamaPullBody,
     OllamaShowBody,
+    plain_name,
     shown_name,
 )
 from penstock.gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
@@ -53,6 +58,9 @@ class OllamaApi(ModelEndpoints):
             route("/api/tags", GET=self.list_models),
             route("/api/ps", GET=self.list_loaded),
             route("/api/show", POST=self.show),
+            route("/api/pull", POST=self.pull),
+            route("/api/create", POST=self.create),
+            route("/api/copy", POST=self.copy),
             route("/api/version", GET=self.version),
             *(route(f"/api/{name}/{{id}}", **by_id) for name in ("chat", "generate")),
         ]
@@ -128,6 +136,34 @@ class OllamaApi(ModelEndpoints):
                 "modified_at": timestamp(self._service.options.created),
             }
         )
+
+    async def pull(self, http: HttpRequest) -> Response:
+        """Reports success for a model that is served; raises 404 for others."""
+        return await self._there(http, OllamaPullBody)
+
+    async def create(self, http: HttpRequest) -> Response:
+        return await self._there(http, OllamaCreateBody)
+
+    async def _there(self, http: HttpRequest, kind: type[OllamaPullBody | OllamaCreateBody]) -> Response:
+        self._intake.client(http)
+        body = await self._intake.read(http, kind)
+        self._intake.check_model(shown_name(body))
+        if isinstance(body, OllamaCreateBody) and body.from_ is not None:
+            self._intake.check_model(plain_name(body.from_))
+        if body.stream is False:
+            return Json({"status": "success"})
+        return Response('{"status": "success"}\n', media_type=LineWriter.media_type)
+
+    async def copy(self, http: HttpRequest) -> Response:
+        self._intake.client(http)
+        body = await self._intake.read(http, OllamaCopyBody)
+        self._intake.check_model(plain_name(body.source))
+        if plain_name(body.destination) not in self._names:
+            message = (
+                "'destination' is not supported: which names there are the operator of this server chooses."
+            )
+            raise invalid(message, "destination", "unsupported_value")
+        return Json({})
 
     def _capabilities(self) -> list[str]:
         formats = self._service.formats

@@ -92,6 +92,7 @@ class _Schemas:
         )
         self.components: dict[str, JsonSchema] = definitions.get("$defs", {})
         for kind in types.values():
+            self._name(kind)
             for place, most in getattr(kind, "MOST", {}).items():
                 number = getattr(limits, most) if isinstance(most, str) else most
                 self._bound(self.of(kind), steps_to(place), number)
@@ -102,6 +103,14 @@ class _Schemas:
     def members(self, kind: Any) -> JsonSchema:
         """The schema of an object, not a reference to it."""
         return next(self._forms(self.of(kind)))
+
+    def _name(self, kind: Any) -> None:
+        """Writes fields under their other names as well."""
+        names = getattr(kind, "ALIASES", {})
+        properties = self.members(kind)["properties"] if names else {}
+        for name, field in names.items():
+            if field in properties:
+                properties.setdefault(name, properties[field])
 
     def _bound(self, schema: JsonSchema, steps: list[str], most: int) -> None:
         """Writes the largest size or number into the schema of a place."""

@@ -29,15 +29,20 @@ from penstock.gateway.sessions.responses.schemas import PageQuery, ResponseBody,
 from penstock.gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
 from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
 from penstock.gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody
+from penstock.gateway.wire.llama.bodies import InfillBody, LlamaBody, TemplateBody
 from penstock.gateway.wire.ollama.bodies import (
     OllamaChatBody,
+    OllamaCopyBody,
+    OllamaCreateBody,
     OllamaEmbedBody,
     OllamaEmbeddingBody,
     OllamaGenerateBody,
+    OllamaPullBody,
     OllamaShowBody,
 )
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, LocateBody, TokenizeBody
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody
 from penstock.gateway.wire.strict import StrictBody
+from penstock.gateway.wire.tokens import DetokenizeBody, LocateBody, TokenizeBody
 
 ANY, OWN, ONCE = Passing.ANY, Passing.OWN, Passing.ONCE
 BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED
@@ -235,7 +240,40 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/api/show": {
         "POST": Operation(ANY, "Show the model, for Ollama's clients", OllamaShowBody, statuses=(404,))
     },
+    "/api/pull": {
+        "POST": Operation(
+            ANY, "Report that a model is there", OllamaPullBody, answers=_LINED, statuses=(404,)
+        )
+    },
+    "/api/create": {
+        "POST": Operation(
+            ANY,
+            "Report that a model is there; none is made of it",
+            OllamaCreateBody,
+            answers=_LINED,
+            statuses=(404,),
+        )
+    },
+    "/api/copy": {
+        "POST": Operation(ANY, "Report that both names are the model's", OllamaCopyBody, statuses=(404,))
+    },
     "/api/version": {"GET": _open(ANY, "Say the version of Ollama whose API this is")},
+    "/completion": {
+        "POST": Operation(BY_PROMPT, "Continue texts, for llama.cpp's clients", LlamaBody, answers=_STREAMED)
+    },
+    "/infill": {
+        "POST": Operation(
+            BY_PROMPT,
+            "Fill in the text between two others, for llama.cpp's clients",
+            InfillBody,
+            answers=_STREAMED,
+        )
+    },
+    "/apply-template": {
+        "POST": Operation(ANY, "Give the text of a conversation", TemplateBody, statuses=(404, 429))
+    },
+    "/props": {"GET": Operation(ANY, "Say what llama.cpp's clients ask of a server")},
+    "/slots": {"GET": Operation(ANY, "List the caller's generations, as llama.cpp does", is_list=True)},
     "/v1/models": {
         "GET": Operation(ANY, "List the names of the model, in Anthropic's format to its clients")
     },
@@ -289,11 +327,21 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         )
     },
     "/ready": {"GET": Operation(OWN, "Red means: send requests elsewhere", is_open=True, is_probe=True)},
+    "/ping": {"GET": Operation(OWN, "Say what /health says, for SageMaker", is_open=True, is_probe=True)},
+    "/server_info": {"GET": Operation(ANY, "Show the server's settings to its operator", statuses=(403,))},
     "/load": {"GET": _open(ANY, "Say how many requests wait or run")},
     "/version": {"GET": _open(ANY, "Say the version of Penstock")},
     "/metrics": {"GET": _open(OWN, "Give the metrics, for Prometheus", "text/plain")},
     "/openapi.json": {"GET": _open(ANY, "Give this description")},
-    "/": {"GET": Operation(ANY, "Give the chat page", answers=("text/html",), is_open=True, is_cached=True)},
+    "/": {
+        "GET": Operation(
+            ANY,
+            "Give the chat page, or to a client that does not take pages, Ollama's greeting",
+            answers=("text/html", "text/plain"),
+            is_open=True,
+            is_cached=True,
+        )
+    },
     "/static/{path}": {
         "GET": Operation(
             ANY,

@@ -1,7 +1,8 @@
-"""What the operator's own programs ask: `/health`, `/ready`, `/metrics`, `/load` and `/version`."""
+"""What the operator's own programs ask: `/health`, `/ready`, `/metrics`, `/load`, `/version`, `/server_info`."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from http import HTTPStatus
 from importlib.metadata import version
 
@@ -9,10 +10,38 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.gateway.endpoints.intake import route
+from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.http.errors import ApiError
 from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.service import Service
 from penstock.gateway.wire.frames import Json
+
+
+class ServerInfoApi(Endpoints):
+    """The settings of one service, for its operator alone."""
+
+    def routes(self) -> list[Route]:
+        return [route("/server_info", GET=self.show)]
+
+    async def show(self, http: HttpRequest) -> Response:
+        if not self._intake.client(http).is_operator:
+            message = "Only a key of the operator's may see the server's settings."
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="operator_only")
+        service, stats = self._service, self._service.engine_stats()
+        return Json(
+            {
+                "version": version("penstock"),
+                "models": service.options.models,
+                "context_length": service.dispatch.context_length,
+                "vocab_size": service.vocab_size,
+                "block_size": service.options.block_size,
+                "num_kv_tokens": stats.num_kv_tokens,
+                "max_num_seqs": stats.max_num_seqs,
+                "max_batch_tokens": stats.max_batch_tokens,
+                "defaults": asdict(service.options.defaults),
+                "limits": asdict(service.options.limits),
+            }
+        )
 
 
 class OperatorApi:
@@ -24,6 +53,7 @@ class OperatorApi:
     def routes(self, *, with_metrics: bool) -> list[Route]:
         return [
             route("/health", GET=self.health),
+            route("/ping", GET=self.health),
             route("/ready", GET=self.ready),
             route("/load", GET=self.load),
             route("/version", GET=self.version),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+from penstock.gateway.endpoints.shortening import answer_room, shortened
 from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread, extend, num_chars, since, turns
-from penstock.gateway.wire.ask import Ask, Conversation, Texts, Turn
+from penstock.gateway.wire.ask import Ask, Conversation, Infill, Texts, Turn
 from penstock.gateway.wire.conversation import as_dict, check_messages, num_chars_of, thinking_switches
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.prompts import Prompts, check_token_ids
@@ -27,8 +28,6 @@ MESSAGE_CHARS = 100
 """A template's work per message, in characters of text."""
 TEXT_CHARS = 80
 """The tokenizer's work per text, in characters."""
-_ANSWER_SHARE = 8
-"""An answer gets at least this part of the context where a conversation is shortened."""
 
 _Result = TypeVar("_Result")
 
@@ -91,6 +90,8 @@ class Prompting:
             case Questions() as questions:
                 shared, rests = await self.branched(questions, ask.field)
                 return [shared + rests[0], *rests[1:]]
+            case Infill() as infill:
+                return [await self._infill(infill, ask.field)]
         return [prompt for texts in ask.input for prompt in await self._texts(ask, texts)]
 
     # Conversations
@@ -103,11 +104,18 @@ class Prompting:
         *,
         add_generation_prompt: bool = True,
         continues: bool = False,
+        is_cut: bool = False,
     ) -> list[int]:
-        """Returns the tokens of a conversation; with `continues`, its last message has no end."""
+        """Returns the tokens of a conversation.
+
+        Args:
+            continues: its last message has no end.
+            is_cut: as much of it as fits will be taken, however long it is.
+        """
         check_messages(messages)
         num_chars = num_chars_of(messages, use)
-        self.check_length(num_chars, "messages")
+        if not is_cut:
+            self.check_length(num_chars, "messages")
 
         def encode() -> list[int]:
             return self._prompts.chat(
@@ -121,21 +129,30 @@ class Prompting:
         return await self.run(num_chars + MESSAGE_CHARS * len(messages), encode)
 
     async def _conversation(self, ask: Ask, conversation: Conversation) -> list[int]:
-        before = conversation.before
+        messages, before = conversation.messages, conversation.before
+        if ask.cuts_start:
+            before = before[-(self._context_length - 1) :]
         if before:
             self.check_prompt_ids(before, "context")
         variables = self.variables(conversation.variables, ask.reasoning)
         if conversation.documents:
             self._check_documents(conversation.documents)
             variables["documents"] = conversation.documents
-        prompt = await self.encode_chat(
-            conversation.messages,
-            ask.tools,
-            variables,
-            add_generation_prompt=conversation.opens_answer,
-            continues=conversation.continues,
-        )
-        return self._truncated(self._prompts.behind(before, prompt) if before else prompt, ask)
+
+        async def encode(start: int = 0) -> list[int]:
+            prompt = await self.encode_chat(
+                since(messages, start, _role),
+                ask.tools,
+                variables,
+                add_generation_prompt=conversation.opens_answer,
+                continues=conversation.continues,
+                is_cut=ask.is_cut,
+            )
+            return self._truncated(self._prompts.behind(before, prompt) if before else prompt, ask)
+
+        if not conversation.shortens:
+            return await encode()
+        return await shortened(encode, turns(messages, _role), ask.max_tokens, self._context_length)
 
     def _check_documents(self, documents: Sequence[Mapping[str, Any]]) -> None:
         if "documents" not in self._prompts.variables:
@@ -158,7 +175,7 @@ class Prompting:
 
     def _reasoning(self, body: Reasoned) -> dict[str, Any]:
         """Returns the variables that say how much the model may reason."""
-        known, effort, number = self._prompts.variables, body.effort, body.num_thinking
+        known, effort, number, is_on = self._prompts.variables, body.effort, body.num_thinking, body.is_on
         budget = body.budget(known, self._context_length) if self._prompts.reasons else None
         variables: dict[str, Any] = {"thinking_budget": budget}
         if number == 0:
@@ -167,9 +184,12 @@ class Prompting:
             variables["reasoning_effort"] = effort
         elif effort is not None:
             variables |= thinking_switches(effort != "none")
+        if is_on and number != 0:
+            variables |= thinking_switches(True)
         found = {name: value for name, value in variables.items() if name in known and value is not None}
-        if budget is None and not found and number != -1 and (number, effort) != (None, None):
-            self._ignore("reasoning_effort" if number is None else "thinking_token_budget")
+        field = body.asked_by
+        if budget is None and not found and number != -1 and is_on is not False and field is not None:
+            self._ignore(field)
         return found
 
     # Turns of threads
@@ -184,7 +204,9 @@ class Prompting:
                 ask, turn, replace(longer, messages=since(longer.messages, start)), variables
             )
 
-        return await self._shortened(ask, longer, encode) if turn.shortens else await encode()
+        if not turn.shortens:
+            return await encode()
+        return await shortened(encode, turns(longer.messages), ask.max_tokens, self._context_length)
 
     async def _extended(
         self, ask: Ask, turn: Turn, thread: Thread, variables: Mapping[str, Any]
@@ -209,37 +231,6 @@ class Prompting:
                 raise
             raise invalid(error.message, ask.field, error.code) from None
 
-    async def _shortened(
-        self, ask: Ask, thread: Thread, encode: Callable[[int], Awaitable[list[int]]]
-    ) -> list[int]:
-        """Returns the prompt without as many of the oldest turns as it takes to fit, but with the last one.
-
-        If there are some to leave out, there is room for the answer that was asked for, or for a part of the context.
-        """
-
-        async def fitting(start: int, room: int) -> list[int] | None:
-            try:
-                prompt = await encode(start)
-            except ApiError as error:
-                if error.code != "context_length_exceeded":
-                    raise
-                return None
-            return prompt if len(prompt) + room <= self._context_length else None
-
-        if (prompt := await fitting(0, ask.max_tokens.least)) is not None:
-            return prompt
-        room = ask.max_tokens.number or self._context_length // _ANSWER_SHARE
-        starts = [start for start in turns(thread.messages) if start]
-        longest, low, high = None, 0, len(starts)
-        while low < high:
-            middle = (low + high) // 2
-            prompt = await fitting(starts[middle], room)
-            if prompt is None:
-                low = middle + 1
-            else:
-                longest, high = prompt, middle
-        return longest or await encode(max(starts, default=0))
-
     # Questions
 
     async def branched(self, asked: Questions, field: str) -> tuple[list[int], list[list[int]]]:
@@ -253,9 +244,23 @@ class Prompting:
 
     # Texts
 
+    async def _infill(self, given: Infill, field: str) -> list[int]:
+        """Returns the tokens that ask for the text between two others; raises 400 if the model has none for that."""
+        texts = given.prefix, given.suffix, given.middle
+        size = sum(map(len, texts)) + sum(len(name) + len(text) for name, text in given.files)
+        self.check_length(size, field)
+        try:
+            prompt = await self.run(size, partial(self._prompts.infill, *texts, given.files))
+        except ApiError as error:
+            if error.param != "suffix":
+                raise
+            raise invalid(error.message, "input_suffix", error.code) from None
+        self.check_prompt_ids(prompt, field)
+        return prompt
+
     async def _texts(self, ask: Ask, given: Texts) -> list[list[int]]:
         longest = self._context_length - 1 if given.cuts_end else None
-        prompts = given.token_ids or await self._encoded(given, longest)
+        prompts = given.token_ids or await self._encoded(given, longest, is_cut=ask.is_cut)
 
         def checked() -> list[list[int]]:
             cut = [self._truncated(prompt[:longest], ask) for prompt in prompts]
@@ -269,11 +274,14 @@ class Prompting:
         (token_ids,) = await self._encoded(Texts(field=field, texts=[text], add_special=add_special))
         return token_ids
 
-    async def _encoded(self, given: Texts, longest: int | None = None) -> list[list[int]]:
+    async def _encoded(
+        self, given: Texts, longest: int | None = None, *, is_cut: bool = False
+    ) -> list[list[int]]:
         """Returns the tokens of each text, with its suffix if there is one; all of them are one piece of work.
 
         Args:
             longest: about as many tokens of each text are enough.
+            is_cut: as much of each text as fits will be taken, however long it is.
 
         Raises:
             ApiError: 400, if a text is empty or too long.
@@ -281,9 +289,9 @@ class Prompting:
         texts, suffix, field = given.texts, given.suffix, given.field
         if longest is not None:
             texts = [text[: longest * self._limits.max_bytes_per_token] for text in texts]
-        for text in texts:
+        for text in () if is_cut else texts:
             self.check_length(len(text) + len(suffix), field)
-        encode = partial(self._prompts.text, add_special=given.add_special)
+        encode = partial(self._prompts.text, add_special=given.add_special, parse_special=given.parse_special)
         if suffix:
             encode = partial(self._prompts.around, suffix=suffix)
         size = sum(map(len, texts)) + len(texts) * (len(suffix) + TEXT_CHARS)
@@ -295,6 +303,8 @@ class Prompting:
     def _truncated(self, prompt: list[int], ask: Ask) -> list[int]:
         """Returns the last tokens of a prompt: as many as the ask has or, for -1, as leave room to answer."""
         num = ask.truncate
+        if ask.cuts_start and len(prompt) >= self._context_length:
+            num = self._context_length - answer_room(ask.max_tokens, self._context_length)
         if num is None:
             return prompt
         return prompt[-(num if num > 0 else max(1, self._context_length - ask.max_tokens.least)) :]
@@ -303,10 +313,16 @@ class Prompting:
         if not prompt:
             raise invalid(f"'{field}' must not have an empty list of tokens.", field)
         if len(prompt) >= self._context_length:
-            raise context_exceeded(self._context_length, f"{len(prompt)} tokens", field)
+            raise context_exceeded(self._context_length, f"{len(prompt)} tokens", field, len(prompt))
         check_token_ids(prompt, self._vocab_size, field)
 
     def check_length(self, num_chars: int, field: str) -> None:
         """Refuses a text that is too long whatever its tokens are, before it is tokenised."""
-        if num_chars > self._context_length * self._limits.max_bytes_per_token:
-            raise context_exceeded(self._context_length, f"{num_chars} characters", field)
+        most = self._limits.max_bytes_per_token
+        if num_chars > self._context_length * most:
+            least = -(-num_chars // most)
+            raise context_exceeded(self._context_length, f"{num_chars} characters", field, least)
+
+
+def _role(message: Message) -> str:
+    return message.role

@@ -19,7 +19,7 @@ access_log = logging.getLogger("penstock.access")
 
 ANTHROPIC_PATH = "/v1/messages"
 """The path below which clients know Anthropic's API: its errors, and its name for the request's id."""
-PROBES = ("/health", "/ready", "/metrics")
+PROBES = ("/health", "/ping", "/ready", "/metrics")
 """The paths that are asked for every few seconds: the log has them at level debug alone."""
 _TRACE_HEADERS = ("traceparent", "tracestate")
 TICKET_HEADER = "x-penstock-ticket"

@@ -35,6 +35,8 @@ SECURITY_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 
+_GREETING = "Ollama is running"
+"""The text by which Ollama's clients know that there is a server. Browsers that load a page accept text/html."""
 _PACKED = (".js", ".css", ".html", ".svg", ".json")
 # Python's table knows these by whatever the system says; modules are refused under a wrong type.
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -60,6 +62,9 @@ class Page:
         }
 
     async def index(self, request: Request) -> Response:
+        accepted = request.headers.get("accept", "text/html")
+        if "text/html" not in accepted:
+            return Response(_GREETING, headers={"vary": "accept"}, media_type="text/plain")
         return self._serve(request, "index.html")
 
     async def file(self, request: Request) -> Response:

@@ -10,7 +10,7 @@ import orjson
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.reply.live import LOGPROB_BYTES
 from penstock.gateway.wire.frames import at_once
-from penstock.gateway.wire.writing import Delta, ReplyT, WholeWriter
+from penstock.gateway.wire.writing import Delta, ReplyT, Whole, WholeWriter
 
 _NUMBER_BYTES = 8
 """The bytes whose reading is as much work as writing one number of an embedding, or a score."""
@@ -18,9 +18,7 @@ _CHARACTER_BYTES = 8
 """The bytes whose reading is as much work as parsing a character for calls of tools."""
 
 
-async def whole(
-    writer: WholeWriter[ReplyT], reply: ReplyT, outputs: Iterable[tuple[int, Delta]]
-) -> dict[str, object]:
+async def whole(writer: WholeWriter[ReplyT], reply: ReplyT, outputs: Iterable[tuple[int, Delta]]) -> Whole:
     """Returns a reply's JSON; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
     outputs = list(outputs)
     return await off_loop(_work(outputs), writer.whole, reply, outputs)

@@ -34,6 +34,8 @@ class Conversation:
     """Whether the answer continues the last message."""
     before: Sequence[int] = ()
     """The tokens of the conversation so far."""
+    shortens: bool = False
+    """Whether the oldest turns are left out where the context has no room for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class Texts:
     texts: Sequence[str] = ()
     token_ids: Sequence[list[int]] = ()
     add_special: bool = True
+    parse_special: bool = False
+    """Whether special tokens are read from texts."""
     suffix: str = ""
     """The text after the answer, if the prompt is the text before it."""
     cuts_end: bool = False
@@ -71,7 +75,18 @@ class Texts:
         return len(self.texts) + len(self.token_ids)
 
 
-Input = Conversation | Turn | Questions | tuple[Texts, ...]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infill:
+    """The texts around one that is to be filled in, with its beginning."""
+
+    prefix: str
+    suffix: str
+    middle: str = ""
+    files: Sequence[tuple[str, str]] = ()
+    """The names and texts of other files of the project."""
+
+
+Input = Conversation | Turn | Questions | Infill | tuple[Texts, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +140,8 @@ class Ask:
     shows_reasoning: bool = True
     truncate: int | None = None
     """The number of tokens to keep of the end of each prompt; -1 keeps those that the context has room for."""
+    cuts_start: bool = False
+    """Whether prompts that the context has no room for lose their beginning."""
     dimensions: int | None = None
     """The number of dimensions of each embedding; None for all."""
 
@@ -136,6 +153,11 @@ class Ask:
     @property
     def streams(self) -> bool:
         return self.sampling is not None and bool(self.sampling.stream)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether prompts are cut to a length, so that they may be of any length."""
+        return self.truncate is not None or self.cuts_start
 
     @property
     def num_prompts(self) -> int:

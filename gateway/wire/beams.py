@@ -34,9 +34,10 @@ _EXCLUDED: Mapping[str, tuple[object, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "json_schema": (),
+    "grammar": ("",),
     "bad_words": ([],),
     "thinking_token_budget": (),
-    "thinking_budget_tokens": (),
     "allowed_token_ids": (),
     "tools": ([],),
 }

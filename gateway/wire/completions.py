@@ -26,6 +26,7 @@ from penstock.gateway.wire.lanes import tier_of
 from penstock.gateway.wire.logprobs import (
     Best,
     TextOffsets,
+    TokenName,
     TokenText,
     finite,
     logprob_entries,
@@ -43,6 +44,7 @@ from penstock.gateway.wire.parsing import (
     answer_of,
 )
 from penstock.gateway.wire.reading import PLAIN, Reading
+from penstock.gateway.wire.tokenizer import TOKEN_NUMBERS
 from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs
 
 
@@ -56,6 +58,8 @@ class Extras:
     """The number of most likely tokens at each place of the prompt; None if none were asked for."""
     token_ids: bool = False
     """Whether the token ids of the prompt and of each choice are said."""
+    token_numbers: bool = False
+    """Whether log probabilities name tokens by their ids."""
     best: Best | None = None
     """The choice of what is shown; None for all."""
     functions: bool = False
@@ -113,6 +117,8 @@ class CompletionWriter(EventWriter, ABC):
         super().__init__(is_recorded=is_recorded)
         self.opens_early = is_recorded
         self._tokens = tokens
+        self._names: TokenName = TOKEN_NUMBERS if extras.token_numbers else tokens
+        """The names of tokens in log probabilities."""
         self._head = head
         self._extras = extras
         self._reading = reading
@@ -316,7 +322,7 @@ class ChatWriter(CompletionWriter):
     def beside(self, first: Delta) -> dict[str, object]:
         members: dict[str, object] = {}
         if self._extras.num_prompt_top is not None:
-            members["prompt_logprobs"] = prompt_logprobs(self._tokens, first, self._extras.num_prompt_top)
+            members["prompt_logprobs"] = prompt_logprobs(self._names, first, self._extras.num_prompt_top)
         if self._extras.token_ids:
             members["prompt_token_ids"] = first.prompt_token_ids
         return members
@@ -332,7 +338,7 @@ class ChatWriter(CompletionWriter):
         delta: Delta,
         choice: _Choice | None = None,  # noqa: ARG002
     ) -> dict[str, object]:
-        content = logprob_entries(self._tokens, delta, self._extras.num_top)
+        content = logprob_entries(self._names, delta, self._extras.num_top)
         return {"content": content, "refusal": None}
 
 
@@ -347,7 +353,7 @@ class TextWriter(CompletionWriter):
     def choice(self, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
         choice = {"index": index, "text": answer.text, "finish_reason": delta.finish_reason}
         if self._extras.num_prompt_top is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokens, delta, self._extras.num_prompt_top)
+            choice["prompt_logprobs"] = prompt_logprobs(self._names, delta, self._extras.num_prompt_top)
         if self._extras.token_ids:
             choice["prompt_token_ids"] = delta.prompt_token_ids
         return choice
@@ -376,7 +382,7 @@ class TextWriter(CompletionWriter):
 
     def _text(self, token_id: int) -> str:
         """The token's text; of one that is part of a character its bytes, as OpenAI writes them."""
-        spelt = self._tokens.token_bytes(token_id)
+        spelt = self._names.token_bytes(token_id)
         try:
             return spelt.decode()
         except UnicodeDecodeError:

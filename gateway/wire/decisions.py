@@ -17,9 +17,10 @@ from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import as_call
+from penstock.gateway.wire.mistakes import unsupported_value
 from penstock.gateway.wire.questions import Option, Question, Questions
 from penstock.gateway.wire.schemas import ServiceTier
-from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value
+from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255

@@ -18,8 +18,14 @@ _LOWEST_LOGPROB = -9999.0
 """The log probability that stands for -inf, which JSON lacks, as OpenAI has it."""
 
 
-class TokenText(Spelling, Hashable, Protocol):
-    """The part of a tokenizer that log probabilities are spelt with."""
+class TokenName(Hashable, Protocol):
+    """The names of tokens in log probabilities."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class TokenText(Spelling, TokenName, Protocol):
+    """The part of a tokenizer that log probabilities and the places of tokens in texts need."""
 
 
 class TokenLogprob(TypedDict):
@@ -36,14 +42,14 @@ class ChosenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-def logprob_entries(tokens: TokenText, delta: Delta, num_top: int) -> Iterator[ChosenLogprob]:
+def logprob_entries(tokens: TokenName, delta: Delta, num_top: int) -> Iterator[ChosenLogprob]:
     """Yields the entry of each token of a choice."""
     for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=False):
         if logprobs is not None:
             yield logprob_entry(tokens, token_id, logprobs, num_top)
 
 
-def logprob_entry(tokens: TokenText, token_id: int, logprobs: TokenLogprobs, num_top: int) -> ChosenLogprob:
+def logprob_entry(tokens: TokenName, token_id: int, logprobs: TokenLogprobs, num_top: int) -> ChosenLogprob:
     """Returns the entry of a token, with the `num_top` most likely ones at its place."""
     text, own_bytes = _spelt(tokens, token_id)
     top: list[TokenLogprob] = []
@@ -54,7 +60,7 @@ def logprob_entry(tokens: TokenText, token_id: int, logprobs: TokenLogprobs, num
 
 
 @lru_cache(maxsize=32_768)
-def _spelt(tokens: TokenText, token_id: int) -> tuple[str, list[int]]:
+def _spelt(tokens: TokenName, token_id: int) -> tuple[str, list[int]]:
     text = tokens.token_bytes(token_id)
     return text.decode(errors="replace"), list(text)
 
@@ -63,7 +69,7 @@ def finite(logprob: float) -> float:
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
-def prompt_logprobs(tokens: TokenText, delta: Delta, num_top: int) -> Iterator[dict[str, object] | None]:
+def prompt_logprobs(tokens: TokenName, delta: Delta, num_top: int) -> Iterator[dict[str, object] | None]:
     """vLLM's `prompt_logprobs`: by place in the prompt, the token there and the most likely ones; null at the first."""
     yield None
     for token_id, logprobs in zip(delta.prompt_token_ids[1:], delta.prompt_logprobs or (), strict=True):

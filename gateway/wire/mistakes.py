@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.wire.repairs import steps_in
 
 # Refused for their value, not for their type: clients are told that the feature is missing.
 _MISSING_FEATURES = frozenset(
     {
         "add_special_tokens",
+        "disable_additional_properties",
+        "disable_any_whitespace",
+        "disable_fallback",
         "modalities",
-        "priority",
+        "reasoning_format",
         "response_format",
         "spaces_between_special_tokens",
+        "structural_tag",
+        "whitespace_pattern",
     }
 )
+_OF_VALUE = ("literal_error", "none_required")
 
 _QUOTE = "'"
 _MOST_SHOWN = 64
@@ -39,17 +47,25 @@ _WANTED = {
 """The required kind of value, by type of error."""
 
 
-def explained(error: ValidationError, values: Mapping[str, object]) -> ApiError:
-    """Makes the 400 that names the first field of `values` that is wrong, and says what it could be."""
+def explained(error: ValidationError, values: object, sent: Mapping[str, str]) -> ApiError:
+    """Makes the 400 that names the first field of `values` that is wrong, and says what it could be.
+
+    Args:
+        sent: the names by which clients sent fields, where these are other ones.
+    """
     found = error.errors(include_url=False)
+
+    def path_of(details: ErrorDetails) -> str:
+        return _path(details, values, sent)
+
     details = max(found, key=lambda each: len(each["loc"]))
-    path = _path(details["loc"], values)
+    path = path_of(details)
     field = str(details["loc"][0]) if details["loc"] else None
     if details["type"] == "extra_forbidden":
         return invalid(f"Unrecognized request argument supplied: {path}.", path, "unknown_parameter")
     if details["type"] == "missing":
         return invalid(f"You must provide the parameter '{path}'.", path, "missing_required_parameter")
-    if _MISSING_FEATURES & {field, path.rpartition(".")[2]} and details["type"] == "literal_error":
+    if _MISSING_FEATURES & {field, path.rpartition(".")[2]} and details["type"] in _OF_VALUE:
         return invalid(f"This value of '{path}' is not supported by this server.", path, "unsupported_value")
     if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
         known = details["ctx"]
@@ -59,7 +75,7 @@ def explained(error: ValidationError, values: Mapping[str, object]) -> ApiError:
         wanted, tag = _listed(known["expected_tags"]), known["tag"][:_MOST_SHOWN]
         return invalid(f"Invalid '{path}': Input should be {wanted}, not '{tag}'.", path)
     # What may be of several types has an error for each: one of its own type says more than that it is not of another.
-    here = [each for each in found if _path(each["loc"], values) == path]
+    here = [each for each in found if path_of(each) == path]
     closest = next((each["msg"] for each in here if each["type"] not in _WANTED), None)
     wanted = " or ".join(dict.fromkeys(_WANTED.get(each["type"], "") for each in here))
     message = f"Input should be {wanted}" if closest is None else _SUBJECT.sub("Input", closest)
@@ -72,35 +88,22 @@ def _listed(expected: str) -> str:
     return f"{others} or {last}" if others else last
 
 
-def _path(location: tuple[int | str, ...], value: object) -> str:
-    """Writes pydantic's location in `value` as `messages[0].content`, without its names for the branches of a union."""
+def unsupported_value(param: str, value: object) -> ApiError:
+    shown = f" '{value}'" if isinstance(value, str) and len(value) <= 64 and value.isprintable() else ""
+    message = f"The value{shown} of '{param}' is not supported by this server."
+    return invalid(message, param, "unsupported_value")
+
+
+def _path(details: ErrorDetails, values: object, sent: Mapping[str, str]) -> str:
+    """Writes pydantic's location as `messages[0].content`, without its names for the branches of a union."""
+    location = details["loc"]
+    parts = [part for _, part in steps_in(values, location)]
+    if details["type"] == "missing":
+        parts.append(location[-1])
     path = ""
-    for number, part in enumerate(location):
-        if _is_tag(part, value, location[number + 1 :]):
-            continue
-        value = _inside(value, part)
+    for number, part in enumerate(parts):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif number == 0 or not (
-            part.startswith(("list[", "dict[", "literal[", "constrained", "function-"))
-            or part[:1].isupper()
-            or part in ("str", "int", "bool", "none")
-        ):
-            path += f".{part}" if path else part
+        else:
+            path += f".{part}" if number else sent.get(part, part)
     return path
-
-
-def _is_tag(part: int | str, value: object, rest: Sequence[int | str]) -> bool:
-    """Returns whether a part of a location repeats the value's type, and is not the member of that name."""
-    if not (rest and isinstance(value, Mapping) and value.get("type") == part):
-        return False
-    return not isinstance(value.get(part), list if isinstance(rest[0], int) else Mapping)
-
-
-def _inside(value: object, part: int | str) -> object:
-    """Returns what is at one part of a location; the value itself where the part names a branch of a union."""
-    if isinstance(value, list) and isinstance(part, int):
-        return value[part] if part < len(value) else None
-    if isinstance(value, Mapping) and part in value:
-        return value[part]
-    return value

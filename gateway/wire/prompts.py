@@ -48,6 +48,8 @@ _FIM = (
     ("<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>"),
 )
 """The tokens before the prefix, before the middle and before the suffix, as model families name them."""
+_FILE_MARKS = ("<|file_sep|>", "<file_sep>")
+"""The tokens before each file of a project."""
 
 
 class Prompts:
@@ -72,6 +74,8 @@ class Prompts:
         """Whether the template's model may reason."""
         said = formats.markers
         self._marks_never_said = _any_of([*special, *(text for text in marks if text not in said)])
+        marks_of_files = (_tokens_named(tokenizer, [name]) for name in _FILE_MARKS)
+        self._file_mark = next(filter(None, marks_of_files), [])
         self._fim = next((found for names in _FIM if (found := _tokens_named(tokenizer, names))), None)
 
     def chat(
@@ -155,6 +159,24 @@ class Prompts:
         encode = self.tokenizer.encode
         return [before_text, *encode(text), before_suffix, *encode(suffix), before_middle]
 
+    def infill(
+        self, prefix: str, suffix: str, middle: str = "", files: Sequence[tuple[str, str]] = ()
+    ) -> list[int]:
+        """Returns the tokens that ask for a text between two others.
+
+        Args:
+            middle: the beginning of that text.
+            files: names and texts of other files of the project, which models know by marks of their own.
+
+        Raises:
+            ApiError: 400, if the tokenizer has no tokens for that.
+        """
+        encode, mark = self.tokenizer.encode, self._file_mark
+        token_ids = [i for name, text in files for i in (*mark, *encode(f"{name}\n{text}\n"))]
+        if files and mark:
+            token_ids += [*mark, *encode("filename\n")]
+        return [*token_ids, *self.around(prefix, suffix), *encode(middle)]
+
     def around_closing(self, closing: str) -> tuple[str, str]:
         """Returns the spaces that the template writes before and after the marker that ends reasoning."""
         asked, thought, said = {"role": "user", "content": "Q"}, "THOUGHT", "SAID"
@@ -169,9 +191,9 @@ class Prompts:
             return "\n", "\n\n"
         return before, after[: len(after) - len(after.lstrip())]
 
-    def text(self, text: str, *, add_special: bool = True) -> list[int]:
+    def text(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Returns the tokens of a plain prompt, with those that the tokenizer itself puts around it."""
-        return self.tokenizer.encode(text, add_special=add_special)
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
 
     def _render(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool, context: dict[str, Any]

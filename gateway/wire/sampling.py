@@ -10,7 +10,7 @@ from penstock.engine.planning.bans import Words
 from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.request import SamplingParams
 from penstock.engine.planning.thinking import ThinkingBudget
-from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.http.errors import ApiError, ContextExceeded, invalid
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, as_strings
 
@@ -84,16 +84,20 @@ class Room(NamedTuple):
         """
         left = self.context_length - self.num_prompt_tokens
         if left < 1:
-            raise context_exceeded(self.context_length, f"{self.num_prompt_tokens} tokens", prompt_field)
+            what = f"{self.num_prompt_tokens} tokens"
+            raise context_exceeded(self.context_length, what, prompt_field, self.num_prompt_tokens)
         if asked.number is not None and asked.number > left and not asked.may_be_fewer:
             what = f"{self.num_prompt_tokens} tokens and {asked.field} {asked.number}"
             raise context_exceeded(self.context_length, what, asked.field)
         return left if asked.number is None else min(asked.number, left)
 
 
-def context_exceeded(context_length: int, what: str, field: str) -> ApiError:
+def context_exceeded(context_length: int, what: str, field: str, num_tokens: int | None = None) -> ApiError:
+    """Makes the 400 for a request that the context has no room for; `num_tokens` if its prompt alone is too long."""
     message = f"This model's maximum context length is {context_length} tokens, but the request has {what}."
-    return invalid(message, field, "context_length_exceeded")
+    if num_tokens is None:
+        return invalid(message, field, "context_length_exceeded")
+    return ContextExceeded(message, field, num_tokens, context_length - 1)
 
 
 def sampling_params(

@@ -10,12 +10,25 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.wire.efforts import Reasoned
-from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody, unsupported_value
+from penstock.gateway.wire.dialects import (
+    BUDGET_NAMES,
+    HINTS,
+    NAMES,
+    NEUTRAL_HINTS,
+    OFF,
+    UNSET,
+    Arguments,
+    without_others,
+)
+from penstock.gateway.wire.efforts import NO_CHOICE, Reasoned, ReasoningChoice, ThinkingSwitch, agreed
+from penstock.gateway.wire.mistakes import unsupported_value
+from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 
 _INT64 = 2**63
+MAX_TEMPERATURE = 100
+"""vLLM and llama.cpp have no bound."""
 Truncation = Annotated[int, Field(ge=1, lt=_INT64)] | Literal[-1]
 """The number of tokens to keep of the end of a prompt; -1 keeps those that the context has room for."""
 Schema = dict[str, object] | bool
@@ -30,6 +43,11 @@ class StructuredOutputs(StrictBody):
     choice: Annotated[Many[str], Field(min_length=1)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_fallback: Literal[False] | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
 
 
 class StreamOptions(StrictBody):
@@ -39,32 +57,13 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: bool | None = None
 
 
-HINTS = frozenset(
-    {
-        "cache_control",
-        "cache_prompt",
-        "keep_alive",
-        "prediction",
-        "provider",
-        "request_id",
-        "return_progress",
-        "route",
-        "session_id",
-        "tags",
-        "timings_per_token",
-        "trace",
-        "trace_id",
-        "usage",
-        "verbosity",
-    }
-)
-"""What clients say to other servers about caches, routes, telemetry and speed; how long the answer should be is a hint
-to models that were trained to take it."""
-
-
 class Sampled(StrictBody):
     """The fields that chat and text completions share: how tokens are chosen, and some that change nothing here."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = NAMES
+    UNSET: ClassVar[Mapping[str, tuple[object, ...]]] = UNSET
+    OFF: ClassVar[Mapping[str, tuple[object, ...]]] = OFF
+    NEUTRAL: ClassVar[Mapping[str, object]] = NEUTRAL_HINTS
     IGNORED = HINTS | {
         "metadata",
         "prompt_cache_key",
@@ -94,7 +93,7 @@ class Sampled(StrictBody):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -123,6 +122,9 @@ class Sampled(StrictBody):
     guided_regex: str | None = None
     guided_choice: Annotated[Many[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
+    json_schema: Schema | str | None = None
+    grammar: str | None = None
+    samplers: Many[str] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     bad_words: Many[Annotated[str, Field(min_length=1)]] | None = None
     allowed_token_ids: Annotated[Many[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
@@ -132,7 +134,7 @@ class Sampled(StrictBody):
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Literal[0] | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.
     user: str | None = None
@@ -141,6 +143,10 @@ class Sampled(StrictBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    @classmethod
+    def prepared(cls, values: Mapping[str, object]) -> Mapping[str, object]:
+        return without_others(values)
 
     @property
     def num_generated(self) -> int:
@@ -157,7 +163,7 @@ class ContentPart(TypedDict):
 
 class FunctionCall(TolerantBody):
     name: Annotated[str, Field(min_length=1)]
-    arguments: str
+    arguments: Arguments
 
 
 class ToolCall(TolerantBody):
@@ -280,11 +286,19 @@ class JsonSchema(StrictBody):
 class AnswerFormat(StrictBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    """llama.cpp's place for the schema."""
 
 
 class ChatBody(Chat, Reasoned, Sampled):
     """`POST /v1/chat/completions`."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = {**NAMES, **BUDGET_NAMES, "n_predict": "max_tokens"}
+    OFF: ClassVar[Mapping[str, tuple[object, ...]]] = {**OFF, "echo": (False,)}
+    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        **TOLERANT_IN_MESSAGES,
+        "thinking": (ThinkingSwitch,),
+    }
     IGNORED = Sampled.IGNORED - {"store", "metadata"}
     NOT_SUPPORTED = frozenset(
         {
@@ -314,6 +328,9 @@ class ChatBody(Chat, Reasoned, Sampled):
     """An older form of `tools`, with `function_call` for `tool_choice`: at most one of them is called."""
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     include_reasoning: bool | None = None
+    reasoning: ReasoningChoice | None = None
+    reasoning_format: Literal["auto", "deepseek", "parsed", "hidden"] | None = None
+    """llama.cpp's and Groq's: the reasoning is apart from the answer, or left out."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -325,11 +342,29 @@ class ChatBody(Chat, Reasoned, Sampled):
 
     @property
     def effort(self) -> str | None:
-        return self.reasoning_effort
+        in_reasoning = (self.reasoning or NO_CHOICE).effort
+        return agreed({"reasoning_effort": self.reasoning_effort, "reasoning.effort": in_reasoning})
+
+    def switches(self) -> dict[str, bool | None]:
+        return super().switches() | {"reasoning.enabled": (self.reasoning or NO_CHOICE).enabled}
+
+    def budgets(self) -> dict[str, int | None]:
+        return super().budgets() | {"reasoning.max_tokens": (self.reasoning or NO_CHOICE).max_tokens}
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Returns whether the reply has the reasoning."""
+        is_excluded = (self.reasoning or NO_CHOICE).exclude
+        return self.include_reasoning is not False and self.reasoning_format != "hidden" and not is_excluded
 
 
 class CompletionBody(Sampled):
     """`POST /v1/completions`."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {**NAMES, "n_predict": "max_tokens", "n_probs": "logprobs"}
+    UNSET: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "seed": UNSET["seed"]
+    }  # there is a default of tokens
 
     MOST: ClassVar[Mapping[str, str | int]] = {
         **Sampled.MOST,
@@ -343,39 +378,6 @@ class CompletionBody(Sampled):
     suffix: str | None = None
     add_special_tokens: bool | None = None
     response_format: AnswerFormat | None = None
-
-
-class TokenizeBody(StrictBody):
-    """`POST /tokenize`: a prompt or messages."""
-
-    MOST = MOST_MESSAGES
-    TOLERANT_AT = TOLERANT_IN_MESSAGES
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
-    tools: Annotated[Many[Tool], BeforeValidator(known_tools)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = None
-
-
-class DetokenizeBody(StrictBody):
-    """`POST /detokenize`."""
-
-    model: str | None = None
-    tokens: Many[Annotated[int, Field(ge=0)]]
-
-
-class LocateBody(StrictBody):
-    """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
-
-    MOST = MOST_MESSAGES
-    TOLERANT_AT = TOLERANT_IN_MESSAGES
-
-    tokens: Many[Annotated[int, Field(ge=0)]] | None = None
-    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
 
 
 def check_counts(body: Sampled, limits: Limits) -> None:

@@ -1,6 +1,7 @@
 """Structured output: from what a body says of the form of its answer to a grammar.
 
-OpenAI's `response_format` (and `text.format`), and vLLM's `structured_outputs` with the older `guided_*` fields.
+OpenAI's `response_format` (and `text.format`), vLLM's `structured_outputs` with the older `guided_*` fields, and
+llama.cpp's `json_schema` and `grammar`.
 """
 
 from __future__ import annotations
@@ -51,10 +52,15 @@ def answer_form(given: AnswerFormat | None) -> Form | None:
     """Returns the form that `response_format` asks for."""
     if given is None or given.type == "text":
         return None
+    if given.schema_ is not None and given.json_schema is None:
+        return Form("response_format.schema", schema_grammar(given.schema_))
     if given.type == "json_object":
         return Form("response_format", ANY_OBJECT)
     if given.json_schema is None:
         raise missing("response_format.json_schema")
+    if given.schema_ is not None:
+        message = "Give 'response_format.schema' or 'response_format.json_schema', not both."
+        raise invalid(message, "response_format.schema")
     return Form("response_format.json_schema.schema", schema_grammar(given.json_schema.schema_))
 
 
@@ -69,6 +75,10 @@ def missing(field: str) -> ApiError:
 
 
 def _guided(body: Sampled, limits: Limits) -> Iterator[Form]:
+    if body.json_schema is not None:
+        yield Form("json_schema", schema_grammar(_parsed(body.json_schema, "json_schema", limits)))
+    if body.grammar:
+        yield Form("grammar", Grammar(GrammarKind.LARK, body.grammar))
     given = body.structured_outputs
     if given is not None:
         yield from _forms(

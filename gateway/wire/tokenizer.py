@@ -20,3 +20,13 @@ class Tokenizer(Spelling, Hashable, Protocol):
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]: ...
 
     def spell_out(self, text: str, others: frozenset[int] = frozenset()) -> list[int]: ...
+
+
+class TokenNumbers:
+    """Spells tokens by their ids, as vLLM does for clients that have to tell tokens of one text apart."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return f"token_id:{token_id}".encode()
+
+
+TOKEN_NUMBERS = TokenNumbers()

@@ -39,7 +39,7 @@ def chat_ask(body: ChatBody, limits: Limits) -> Ask:
         tools=chat_tools(body),
         form=form_of(body, limits, answer_form(body.response_format)),
         reasoning=body,
-        shows_reasoning=body.include_reasoning is not False,
+        shows_reasoning=body.shows_reasoning,
         truncate=body.truncate_prompt_tokens,
         kept=Kept(resumable=_is_resumable(body), stored=_stored(body)),
         shown=_shown(body, num_logprobs, functions=body.functions is not None),
@@ -49,6 +49,11 @@ def chat_ask(body: ChatBody, limits: Limits) -> Ask:
 
 def completion_ask(body: CompletionBody, limits: Limits) -> Ask:
     check_completion(body, limits)
+    return text_ask(body, limits)
+
+
+def text_ask(body: CompletionBody, limits: Limits) -> Ask:
+    """Returns the ask of a body whose fields go together."""
     texts, token_ids = split_prompt(body.prompt)
     _check_prompts(body, len(texts) + len(token_ids), limits)
     if body.suffix is not None and token_ids:
@@ -130,6 +135,7 @@ def _shown(body: ChatBody | CompletionBody, num_logprobs: int | None, *, functio
             best=Best(num, of, with_logprobs, bool(body.use_beam_search)) if of > num else None,
             num_prompt_top=body.prompt_logprobs,
             token_ids=bool(body.return_token_ids),
+            token_numbers=bool(body.return_tokens_as_token_ids),
             functions=functions,
         ),
         usage=usage,

@@ -6,7 +6,7 @@ tokens, so that a server which makes the same tokens again makes the same frames
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -101,13 +101,15 @@ class Counts(Protocol):
 
 Outputs = Iterable[tuple[int, Delta]]
 """The outputs of choices, by the number of the choice."""
+Whole = dict[str, object] | Iterator[object]
+"""The JSON of a reply: an object, or a list."""
 ReplyT = TypeVar("ReplyT", contravariant=True)
 
 
 class WholeWriter(Protocol[ReplyT]):
     """Writes one reply in one wire format as a whole."""
 
-    def whole(self, reply: ReplyT, outputs: Outputs) -> dict[str, object]:
+    def whole(self, reply: ReplyT, outputs: Outputs) -> Whole:
         """Returns the reply's JSON; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`.
 
         It may be called several times, and off the event loop.

@@ -59,7 +59,7 @@ def said(answer: Answer) -> list[tuple[str, str | None]]:
         {"temperature": 0},
         {"seed": 7, "n": 3, "max_tokens": 20, "top_p": 0.9},
         {"temperature": 0, "max_tokens": 60, "stop": [" the", "."]},
-        {"seed": -1, "logit_bias": {18: -100}, "max_tokens": 30, "frequency_penalty": 0.5},
+        {"seed": -7, "logit_bias": {18: -100}, "max_tokens": 30, "frequency_penalty": 0.5},
         {"use_beam_search": True, "n": 3, "max_tokens": 12, "length_penalty": 0.5, "early_stopping": "never"},
     ],
     ids=str,
@@ -237,7 +237,11 @@ def test_a_loop_that_is_gone_does_not_harm_the_engine(llm: LLM) -> None:
     [
         (lambda llm: llm.generate("x", temprature=1), TypeError, "'temprature'; did you mean temperature?"),
         (lambda llm: llm.generate("x", stream=True), TypeError, "unexpected keyword argument 'stream'"),
-        (lambda llm: llm.generate("x", temperature=9), ValueError, "Invalid 'temperature': Input should be"),
+        (
+            lambda llm: llm.generate("x", temperature=101),
+            ValueError,
+            "Invalid 'temperature': Input should be",
+        ),
         (lambda llm: llm.generate(["x", "y"], n=0), ValueError, "number 0 of 2: Invalid 'n'"),
         (lambda llm: llm.generate("x", top_logprobs=2), ValueError, "argument supplied: top_logprobs"),
         (lambda llm: llm.generate(["x", [1, 10**9]]), ValueError, "number 1 of 2: .* outside the vocabulary"),

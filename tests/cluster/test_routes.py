@@ -265,6 +265,10 @@ def test_whatever_makes_something_says_that_it_does() -> None:
             "/v1/chat/completions/render",
             "/v1/prefixes/locate",
             "/api/show",
+            "/api/pull",
+            "/api/create",
+            "/api/copy",
+            "/apply-template",
         ),
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
 
 from penstock.cluster import members
 from penstock.cluster.queries import QueryReader
@@ -20,6 +21,7 @@ from penstock.cluster.upstream import Address
 from penstock.engine.planning.prefix_events import Dropped, Stored
 from penstock.engine.planning.prefix_index import extend_hashes
 from penstock.engine.planning.request import Pooling, Request
+from penstock.engine.planning.tokenizer import Tokenizer
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.endpoints.state import MOST_BLOCKS, PATH, SECRET_HEADER
@@ -34,7 +36,16 @@ from penstock.priority.routing.router import RouteQuery, Router
 from penstock.priority.routing.state import parse_change, parse_snapshot
 from penstock.priority.verdict import Refusal
 from tests.cluster.scripted_replicas import PATIENCE_S, serving
-from tests.gateway.harness import MODEL, TEMPLATE, Gateway, chat_body, client, completion_body, make_tokenizer
+from tests.gateway.harness import (
+    MODEL,
+    TEMPLATE,
+    Gateway,
+    chat_body,
+    client,
+    completion_body,
+    make_tokenizer,
+    tokenizer_json,
+)
 from tests.gateway.raw_http import connect, get
 
 pytestmark = pytest.mark.anyio
@@ -192,9 +203,7 @@ async def test_many_blocks_come_in_many_messages() -> None:
         assert {each for some in blocks for each in some} == {*hashes}
         gateway.deliver(prefix_events=[Dropped(hashes[0]), Dropped(hashes[-1])])
         await until(lambda: index.num_blocks == len(hashes) - 2)
-        whole = await httpx.AsyncClient().get(
-            f"{found.addresses['a']}{PATH}", headers={SECRET_HEADER: SECRET}
-        )
+        whole = await found.http.get(f"{found.addresses['a']}{PATH}", headers={SECRET_HEADER: SECRET})
         assert {*parse_snapshot(whole.json()).blocks} == {*hashes[1:-1]}
 
 
@@ -520,6 +529,8 @@ READ = [
             "questions": {"a": {"type": "noul", "instructions": "Is it?"}},
         },
     ),
+    ("/completion", {"prompt": ["x", f"<|user|>{LONG}"]}),
+    ("/infill", {"input_prefix": LONG, "input_suffix": "z", "prompt": "y"}),
     ("/api/embed", {"model": MODEL, "input": [LONG, "x"]}),
     ("/api/embeddings", {"model": MODEL, "prompt": LONG}),
 ]
@@ -547,12 +558,18 @@ async def test_a_request_is_as_urgent_as_a_replica_takes_it(
     assert (ask.lane, ask.tried, ask.ttft_s) == (request.lane, request.tried_lane, request.ttft_s)
 
 
+def tokenizer_for_infills(template: str) -> Tokenizer:
+    inner = tokenizers.Tokenizer.from_str(tokenizer_json())
+    inner.add_special_tokens(["<fim_prefix>", "<fim_middle>", "<fim_suffix>"])
+    return Tokenizer(inner.to_str(), make_tokenizer().special_tokens, template)
+
+
 async def read_in_both(
     path: str, body: dict[str, Any], pooling: Pooling = Pooling.LAST, headers: Mapping[str, str] = {}
 ) -> tuple[RouteQuery, list[Request]]:
     """What a switch finds in a body, and the requests that a replica makes of it."""
-    gateway, tokenizer = make_gateway("a"), make_tokenizer(THINKING)
-    gateway.service.prompts = Prompts(tokenizer)
+    gateway, tokenizer = make_gateway("a"), tokenizer_for_infills(THINKING)
+    gateway.service.prompts, gateway.service.vocab_size = Prompts(tokenizer), tokenizer.vocab_size
     async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post(path, json=body, headers=headers))
         requests = [await gateway.taken()]

@@ -173,7 +173,7 @@ def test_files_and_batches(http: httpx.Client) -> None:
 
 
 def test_errors_of_openai(http: httpx.Client) -> None:
-    wrong = [{"messages": 7}, {"messages": HI, "model": "other"}, {"messages": HI, "temperature": 3}]
+    wrong = [{"messages": 7}, {"messages": HI, "model": "other"}, {"messages": HI, "temperature": 101}]
     replies = [http.post(CHAT, json={"model": DEMO, **body}).json() for body in wrong]
     check(shared.ErrorObject, *(json.dumps(reply["error"]) for reply in replies))
 

@@ -12,24 +12,23 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.http.errors import ApiError, invalid, unsupported
 from penstock.gateway.http.limits import Limits
-from penstock.gateway.wire.efforts import Reasoned
+from penstock.gateway.wire.dialects import BUDGET_NAMES, HINTS, NAMES, NEUTRAL_HINTS, Arguments
+from penstock.gateway.wire.efforts import Reasoned, ThinkingSwitch
 from penstock.gateway.wire.metadata import check_metadata
+from penstock.gateway.wire.mistakes import unsupported_value
 from penstock.gateway.wire.schemas import (
-    HINTS,
     OPEN,
     Sampled,
     Schema,
     ToolName,
     check_counts,
     known_choice,
-    known_tools,
 )
 from penstock.gateway.wire.strict import (
     TOLERANT,
     Many,
     StrictBody,
     TolerantBody,
-    unsupported_value,
     validated,
 )
 from penstock.gateway.wire.structured import ANY_OBJECT, Form, missing, schema_grammar
@@ -103,7 +102,7 @@ class InputCall(TolerantBody):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Arguments
     id: str | None = None
     status: ItemStatus | None = None
 
@@ -240,8 +239,13 @@ class ResponseBody(Reasoned, Sampled):
         "chat_template_kwargs": "max_template_variables",
     }
     IGNORED = HINTS | {"prompt_cache_retention", "stream_options.include_obfuscation", "text.verbosity"}
-    NEUTRAL: ClassVar[Mapping[str, object]] = {"text.verbosity": "medium"}
-    TOLERANT_AT = TOLERANT_IN_INPUT
+    NEUTRAL: ClassVar[Mapping[str, object]] = {**NEUTRAL_HINTS, "text.verbosity": "medium"}
+    ALIASES: ClassVar[Mapping[str, str]] = {**NAMES, **BUDGET_NAMES}
+    KINDS: ClassVar[Mapping[str, frozenset[str]]] = {"tools": frozenset({"function"})}
+    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        **TOLERANT_IN_INPUT,
+        "thinking": (ThinkingSwitch,),
+    }
 
     input: str | Annotated[InputItems, Field(min_length=1)]
     instructions: str | None = None
@@ -268,7 +272,7 @@ class ResponseBody(Reasoned, Sampled):
         ]
         | None
     ) = None
-    tools: Annotated[Many[FunctionTool], BeforeValidator(known_tools)] | None = None
+    tools: Many[FunctionTool] | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

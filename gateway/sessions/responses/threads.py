@@ -7,9 +7,9 @@ prompt takes them over wherever they say what the chat template wants said there
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -17,6 +17,8 @@ from penstock.gateway.store.packing import Tokens
 from penstock.gateway.wire.conversation import TemplateMessage as Message
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.tokenizer import Tokenizer
+
+AnyMessage = TypeVar("AnyMessage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,20 @@ def num_chars(message: Message) -> int:
     return len(message["content"]) + len(message.get("reasoning_content", "")) + calls
 
 
-def turns(messages: Sequence[Message]) -> list[int]:
+def _role(message: Any) -> str:
+    return str(message["role"])
+
+
+def turns(messages: Sequence[AnyMessage], role_of: Callable[[AnyMessage], str] = _role) -> list[int]:
     """The places at which turns begin: with what a user says, so that calls and their results stay together."""
-    return [i for i, message in enumerate(messages) if message["role"] == "user"]
+    return [i for i, message in enumerate(messages) if role_of(message) == "user"]
 
 
-def since(messages: Sequence[Message], start: int) -> tuple[Message, ...]:
+def since(
+    messages: Sequence[AnyMessage], start: int, role_of: Callable[[AnyMessage], str] = _role
+) -> tuple[AnyMessage, ...]:
     """The messages without those before `start`; what the system says always stays."""
-    system = [message for message in messages[:start] if message["role"] in ("system", "developer")]
+    system = [message for message in messages[:start] if role_of(message) in ("system", "developer")]
     return (*system, *messages[start:])
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, NotRequired
 
 import orjson
-from pydantic import Field, with_config
+from pydantic import BeforeValidator, Field, with_config
 from typing_extensions import TypedDict
 
+from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import thinking_switches
+from penstock.gateway.wire.efforts import agreed, plain_effort
 from penstock.gateway.wire.schemas import ChatBody
 from penstock.gateway.wire.strict import STRICT, TOLERANT, Many, StrictBody, TolerantBody, read
 from penstock.gateway.wire.translation import as_far_as_room, chat_ask
@@ -52,16 +54,59 @@ class ToolUseBlock(TypedDict):
 
 
 @with_config(TOLERANT)
+class TextSource(TypedDict):
+    type: Literal["text"]
+    data: str
+    media_type: NotRequired[object]
+
+
+@with_config(TOLERANT)
+class ContentSource(TypedDict):
+    type: Literal["content"]
+    content: str | Many[TextBlock]
+
+
+@with_config(TOLERANT)
+class DocumentBlock(TypedDict):
+    """A document of text; PDFs and documents elsewhere have other sources."""
+
+    type: Literal["document"]
+    source: Annotated[TextSource | ContentSource, Field(discriminator="type")]
+    title: NotRequired[str | None]
+    context: NotRequired[str | None]
+    cache_control: NotRequired[object]
+
+
+@with_config(TOLERANT)
+class SearchResultBlock(TypedDict):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Many[TextBlock]
+    cache_control: NotRequired[object]
+
+
+Shown = Annotated[TextBlock | DocumentBlock | SearchResultBlock, Field(discriminator="type")]
+"""What the model reads as text."""
+
+
+@with_config(TOLERANT)
 class ToolResultBlock(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: NotRequired[str | Many[TextBlock]]
+    content: NotRequired[str | Many[Shown]]
     is_error: NotRequired[bool | None]
     cache_control: NotRequired[object]
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    TextBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -85,6 +130,20 @@ class AnthropicTool(TypedDict):
     eager_input_streaming: NotRequired[object]
     input_examples: NotRequired[object]
     allowed_callers: NotRequired[object]
+
+
+def _own_tools(tools: object) -> object:
+    """Refuses a tool that Anthropic runs, or knows how to describe, and names its kind."""
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            shown = f"'{kind}'" if len(kind) <= 64 and kind.isprintable() else "another one"
+            message = (
+                f"'tools[{i}].type' is {shown}: this server has no tools of its own, and takes those that a "
+                "request describes by a name and an input_schema."
+            )
+            raise invalid(message, f"tools[{i}].type", "unsupported_value")
+    return tools
 
 
 class AnthropicToolChoice(StrictBody):
@@ -112,23 +171,35 @@ class OutputConfig(StrictBody):
 class CountTokensBody(StrictBody):
     """`POST /v1/messages/count_tokens`: what becomes the prompt."""
 
-    IGNORED = frozenset({"context_management", "user_profile_id", "workspace_id"})
+    IGNORED = frozenset(
+        {
+            "context_management",
+            "messages[].content[].citations.enabled",
+            "messages[].content[].content[].citations.enabled",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
     TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "messages[]": (AnthropicMessage,),
         "messages[].content[]": (
             TextBlock,
+            DocumentBlock,
+            SearchResultBlock,
             ThinkingBlock,
             RedactedThinkingBlock,
             ToolUseBlock,
             ToolResultBlock,
         ),
-        "messages[].content[].content[]": (TextBlock,),
+        "messages[].content[].content[]": (TextBlock, DocumentBlock, SearchResultBlock),
+        "messages[].content[].source": (TextSource, ContentSource),
         "system[]": (TextBlock,),
     }
     MOST: ClassVar[Mapping[str, str | int]] = {
         "messages": "max_messages",
         "messages[].content": "max_content_parts",
         "messages[].content[].content": "max_content_parts",
+        "messages[].content[].source.content": "max_content_parts",
         "system": "max_content_parts",
         "tools": "max_tools",
     }
@@ -136,10 +207,12 @@ class CountTokensBody(StrictBody):
     model: Annotated[str, Field(min_length=1)]
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     system: str | Many[TextBlock] | None = None
-    tools: Many[AnthropicTool] | None = None
+    tools: Annotated[Many[AnthropicTool], BeforeValidator(_own_tools)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older place of the format."""
 
     cache_control: dict[str, object] | None = None
     """Accepted: what is the same is found in the cache by itself."""
@@ -188,7 +261,7 @@ def as_chat(body: CountTokensBody, limits: Limits) -> ChatBody:
         values["continue_final_message"] = True
     if isinstance(body, MessagesBody):
         values |= _sampling(body)
-    values |= _tools(body) | _thinking(body.thinking) | _output(body.output_config)
+    values |= _tools(body) | _thinking(body.thinking) | _output(body)
     return read(ChatBody, values, limits)
 
 
@@ -217,12 +290,14 @@ def _thinking(thinking: Thinking | None) -> dict[str, object]:
     return asked
 
 
-def _output(config: OutputConfig | None) -> dict[str, object]:
+def _output(body: CountTokensBody) -> dict[str, object]:
     asked: dict[str, object] = {}
-    if config is not None and config.effort is not None:
-        asked["reasoning_effort"] = "high" if config.effort in ("xhigh", "max") else config.effort
-    if config is not None and config.format is not None:
-        schema = {"name": "format", "schema": config.format.schema_}
+    config = body.output_config or OutputConfig()
+    if config.effort is not None:
+        asked["reasoning_effort"] = plain_effort(config.effort)
+    format = agreed({"output_config.format": config.format, "output_format": body.output_format})
+    if format is not None:
+        schema = {"name": "format", "schema": format.schema_}
         asked["response_format"] = {"type": "json_schema", "json_schema": schema}
     return asked
 
@@ -314,8 +389,8 @@ def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
             turn.calls.append({"id": block["id"], "type": "function", "function": function})
         elif block["type"] == "thinking":
             turn.thoughts.append(block["thinking"])
-        elif block["type"] == "text":
-            turn.texts.append(block["text"])
+        elif block["type"] != "redacted_thinking":
+            turn.texts.append(_text(block))
     if not (has_results and turn.is_empty):
         yield turn
 
@@ -323,5 +398,17 @@ def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
 def _result(block: ToolResultBlock) -> str:
     """Returns the result of a tool as the model reads it."""
     content = block.get("content", "")
-    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    text = content if isinstance(content, str) else "\n".join(map(_text, content))
     return f"Error: {text}" if block.get("is_error") else text
+
+
+def _text(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
+    """Returns what the model reads of a block: of a document or a search result, where it is from as well."""
+    if block["type"] == "text":
+        return block["text"]
+    if block["type"] == "search_result":
+        return "\n".join((block["title"], block["source"], *map(_text, block["content"])))
+    source = block["source"]
+    content = source["data"] if source["type"] == "text" else source["content"]
+    told = content if isinstance(content, str) else "\n".join(map(_text, content))
+    return "\n".join(filter(None, (block.get("title"), block.get("context"), told)))

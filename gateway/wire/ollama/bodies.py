@@ -7,25 +7,40 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.gateway.http.errors import invalid
 from penstock.gateway.http.limits import Limits
 from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts
 from penstock.gateway.wire.conversation import thinking_switches
-from penstock.gateway.wire.schemas import ChatBody
-from penstock.gateway.wire.strict import Many, StrictBody, TolerantBody, read
+from penstock.gateway.wire.efforts import plain_effort
+from penstock.gateway.wire.schemas import MAX_TEMPERATURE, ChatBody
+from penstock.gateway.wire.strict import STRICT, Many, StrictBody, TolerantBody, read
 from penstock.gateway.wire.translation import as_far_as_room, chat_ask
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
 """A sampler that is not here, switched off."""
 
 
+class GoBody(TolerantBody):
+    """A struct of Ollama's api/types.go: a field that is not set may be there with Go's zero of its type."""
+
+    POINTERS: ClassVar[frozenset[str]] = frozenset()
+    """Fields whose zeros say something, for those that are not set are null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_zeros(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value or name in cls.POINTERS}
+
+
 class Options(StrictBody):
     """The options by which tokens are chosen; those about loading a model are accepted and change nothing."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -34,7 +49,7 @@ class Options(StrictBody):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = None
-    """-1 and -2 are what the context has room for."""
+    """-1 and -2, and 0 as for none, are what the context has room for."""
     stop: str | Many[str] | None = None
 
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
@@ -44,7 +59,11 @@ class Options(StrictBody):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
 
+    draft_num_predict: int | None = None
     num_ctx: int | None = None
+    num_gqa: int | None = None
+    rope_frequency_base: float | None = None
+    rope_frequency_scale: float | None = None
     num_keep: int | None = None
     num_batch: int | None = None
     num_gpu: int | None = None
@@ -61,8 +80,11 @@ class Options(StrictBody):
     penalize_newline: Literal[True] | None = None
 
 
-class OfModel(StrictBody):
+class OfModel(GoBody):
     """The fields of all bodies that ask the model for something."""
+
+    model_config = STRICT
+    POINTERS = frozenset({"stream", "think", "truncate", "shift", "keep_alive"})
 
     MOST: ClassVar[Mapping[str, str | int]] = {"options.stop": "max_stop"}
     IGNORED = frozenset({"options.repeat_last_n"})
@@ -79,27 +101,35 @@ class Asked(OfModel):
 
     stream: bool | None = None
     """Unlike elsewhere, it is streamed unless it says no."""
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     format: Literal["", "json"] | dict[str, object] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: bool | None = None
+    """Whether what is too long loses its beginning: of a chat its oldest turns."""
+    shift: bool | None = None
+    """Accepted: an answer ends where the context does."""
 
 
-class OllamaCalledFunction(TolerantBody):
+class OllamaCalledFunction(GoBody):
     name: Annotated[str, Field(min_length=1)]
-    arguments: dict[str, object]
+    arguments: dict[str, object] = Field(default_factory=dict)
     index: int | None = None
     description: str | None = None
 
 
-class OllamaToolCall(TolerantBody):
+class OllamaToolCall(GoBody):
     id: str | None = None
     type: Literal["function"] | None = None
     function: OllamaCalledFunction
 
 
-class OllamaMessage(TolerantBody):
-    role: Literal["system", "user", "assistant", "tool"]
+def _lower(role: object) -> object:
+    return role.lower() if isinstance(role, str) else role
+
+
+class OllamaMessage(GoBody):
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lower)]
     content: str | None = None
     thinking: str | None = None
     tool_calls: Many[OllamaToolCall] | None = None
@@ -111,6 +141,7 @@ class OllamaMessage(TolerantBody):
 class OllamaChatBody(Asked):
     """`POST /api/chat`."""
 
+    NOT_SUPPORTED = frozenset({"_debug_render_only"})
     MOST: ClassVar[Mapping[str, str | int]] = {
         **Asked.MOST,
         "messages": "max_messages",
@@ -131,7 +162,7 @@ class OllamaChatBody(Asked):
 class OllamaGenerateBody(Asked):
     """`POST /api/generate`."""
 
-    NOT_SUPPORTED = frozenset({"template", "images"})
+    NOT_SUPPORTED = frozenset({"template", "images", "_debug_render_only"})
 
     prompt: str | None = None
     suffix: str | None = None
@@ -160,19 +191,82 @@ class OllamaEmbeddingBody(OfModel):
     prompt: str | None = None
 
 
-class OllamaShowBody(StrictBody):
-    """`POST /api/show`; `name` is what older clients call the model."""
+class Named(GoBody):
+    """The fields of bodies about a model; `name` is what older clients call it."""
+
+    model_config = STRICT
+    POINTERS = frozenset({"stream"})
 
     model: str | None = None
     name: str | None = None
+
+
+class OllamaShowBody(Named):
+    """`POST /api/show`."""
+
+    IGNORED = frozenset({"options", "system", "template"})
+
     verbose: bool | None = None
+
+
+class OllamaPullBody(Named):
+    """`POST /api/pull`."""
+
+    IGNORED = frozenset({"insecure", "password", "username"})
+
+    stream: bool | None = None
+
+
+class OllamaCreateBody(Named):
+    """`POST /api/create`: of a model that is there, without anything that would make it another one."""
+
+    NOT_SUPPORTED = frozenset(
+        {
+            *(
+                "adapters",
+                "draft_files",
+                "draft_quantize",
+                "files",
+                "info",
+                "license",
+                "messages",
+                "modelfile",
+            ),
+            *(
+                "parameters",
+                "parser",
+                "path",
+                "quantization",
+                "quantize",
+                "remote_host",
+                "renderer",
+                "requires",
+            ),
+            *("system", "template"),
+        }
+    )
+
+    from_: Annotated[str | None, Field(alias="from")] = None
+    stream: bool | None = None
+
+
+class OllamaCopyBody(GoBody):
+    """`POST /api/copy`."""
+
+    model_config = STRICT
+
+    source: str
+    destination: str
 
 
 def ollama_chat_ask(body: OllamaChatBody, limits: Limits) -> Ask:
     messages = list(_conversation(body.messages or []))
     if not messages:
         return _loading(body, "messages")
-    return as_far_as_room(chat_ask(_as_chat(body, messages, limits, tools=body.tools or None), limits))
+    tools = [_tool(tool) for tool in body.tools or ()] or None
+    ask = as_far_as_room(chat_ask(_as_chat(body, messages, limits, tools=tools), limits))
+    assert isinstance(ask.input, Conversation)
+    return replace(ask, input=replace(ask.input, shortens=body.truncate is not False))
 
 
 def prompt_ask(body: OllamaGenerateBody, limits: Limits) -> Ask:
@@ -187,9 +281,15 @@ def prompt_ask(body: OllamaGenerateBody, limits: Limits) -> Ask:
         if body.context:
             raise invalid("'context' cannot be used together with 'raw' or 'suffix'.", "context")
         text = Texts(field="prompt", texts=[body.prompt], suffix=body.suffix or "")
-        return replace(ask, field="prompt", input=(text,))
+        cuts_start = body.truncate is not False and not body.suffix
+        return replace(ask, field="prompt", input=(text,), cuts_start=cuts_start)
     assert isinstance(ask.input, Conversation)
-    return replace(ask, input=replace(ask.input, before=body.context or ()), kept=Kept(output=True))
+    return replace(
+        ask,
+        input=replace(ask.input, before=body.context or ()),
+        cuts_start=body.truncate is not False,
+        kept=Kept(output=True),
+    )
 
 
 def embed_ask(body: OllamaEmbedBody, _: Limits) -> Ask:
@@ -213,7 +313,7 @@ def _loading(body: OfModel, field: str) -> Ask:
     return Ask(model=plain_name(body.model), field=field, input=())
 
 
-def shown_name(body: OllamaShowBody) -> str:
+def shown_name(body: Named) -> str:
     """Returns the name of the model that is asked about."""
     return plain_name(body.model or body.name or "")
 
@@ -231,7 +331,7 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
         "messages": messages,
         "stream": body.stream is not False,
         "continue_final_message": messages[-1]["role"] == "assistant" or None,
-        "max_tokens": None if asked is None or asked < 0 else asked,
+        "max_tokens": asked if asked and asked > 0 else None,
         "repetition_penalty": 1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
@@ -243,13 +343,23 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
     return read(ChatBody, {name: value for name, value in values.items() if value is not None}, limits)
 
 
-_SAME = Options.model_fields.keys() & ChatBody.model_fields.keys()
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+)
 """Options that have the same name elsewhere."""
 
 
 def _thinking(think: bool | str | None) -> dict[str, object]:
     if isinstance(think, str):
-        return {"reasoning_effort": think}
+        return {"reasoning_effort": plain_effort(think)}
     return {} if think is None else {"chat_template_kwargs": thinking_switches(think)}
 
 
@@ -259,6 +369,18 @@ def _response_format(format: str | dict[str, object] | None) -> dict[str, object
     if isinstance(format, str):
         return {"type": "json_object"}
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": format, "strict": True}}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool without the zeros of its fields."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return {**tool, "type": tool.get("type") or "function"}
+    parameters = function.get("parameters")
+    if isinstance(parameters, dict):
+        set_ = {name: value for name, value in parameters.items() if value is not None and value != ""}
+        function = {**function, "parameters": set_}
+    return {"type": tool.get("type") or "function", "function": function}
 
 
 def _conversation(messages: list[OllamaMessage]) -> Iterator[dict[str, object]]:

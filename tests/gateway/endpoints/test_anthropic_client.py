@@ -128,7 +128,9 @@ async def test_the_context_bounds_what_is_asked_for() -> None:
         assert request.sampling.max_tokens == 512 - len(request.prompt_token_ids)
         gateway.finish(request, "x", reason=FinishReason.LENGTH)
         assert (await asking).stop_reason == "model_context_window_exceeded"
-        with pytest.raises(anthropic.BadRequestError, match="maximum context length is 512"):
+        with pytest.raises(
+            anthropic.BadRequestError, match=r"prompt is too long: 5\d\d tokens > 511 maximum"
+        ):
             await api.messages.create(
                 model=MODEL, messages=[{"role": "user", "content": "x" * 512}], max_tokens=1
             )

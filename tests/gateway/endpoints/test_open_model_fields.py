@@ -20,6 +20,7 @@ from tests.gateway.harness import (
     client,
     completion_body,
     events,
+    logprobs,
     make_tokenizer,
     tokenizer_json,
 )
@@ -71,6 +72,9 @@ def spelt(request: Request) -> str:
         (completion_body(TOKENIZER.encode("Hi there"), truncate_prompt_tokens=3), "ere"),
         (completion_body(TOKENIZER.encode("Hi there") * 100, truncate_prompt_tokens=2), "re"),
         (completion_body("Hi there", truncate_prompt_tokens=-1), "<|bos|>Hi there"),
+        (completion_body("Hi " * 9000 + "there", truncate_prompt_tokens=5), "there"),
+        (completion_body(["Hi " * 9000 + "there"], truncate_prompt_tokens=5), "there"),
+        (chat_body("Hi " * 9000, truncate_prompt_tokens=3), "i<|end|><|assistant|>"),
         (chat_body("Hi"), "<|bos|><|user|>Hi<|end|><|assistant|>"),
         (chat_body("Hi", add_generation_prompt=False), "<|bos|><|user|>Hi<|end|>"),
         (chat_body("Hi", truncate_prompt_tokens=2), "<|end|><|assistant|>"),
@@ -115,6 +119,7 @@ async def test_a_last_message_is_continued(said: str) -> None:
         ({"bad_words": ["x", "ab"]}, lambda s: s.bad_words == tuple(map(ids_of, ("x", " x", "ab", " ab")))),
         ({"allowed_token_ids": [9, 7, 9]}, lambda s: s.allowed_token_ids == (7, 9) and s.is_guided),
         ({"priority": 0}, lambda s: s.temperature == 1.0),
+        ({"priority": 7}, lambda s: s.temperature == 1.0),
     ],
 )
 async def test_what_becomes_of_the_sampling(fields: dict[str, Any], is_so: Callable[[Any], bool]) -> None:
@@ -199,7 +204,6 @@ LAST = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " "}
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        (chat_body(priority=1), "priority"),
         (chat_body(allowed_token_ids=[]), "allowed_token_ids"),
         (chat_body(allowed_token_ids=[1 << 20]), "allowed_token_ids"),
         (chat_body(allowed_token_ids=[1] * 16_385), "allowed_token_ids"),
@@ -234,3 +238,32 @@ async def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], field: st
 async def test_a_reply_that_can_be_fetched_again_tells_no_token_ids() -> None:
     reply = await replied(Gateway(), chat_body(return_token_ids=True), **{"idempotency-key": "k"})
     assert reply.json()["error"]["param"] == "return_token_ids"
+
+
+@pytest.mark.parametrize("body", [chat_body(logprobs=True, top_logprobs=1), completion_body(logprobs=1)])
+async def test_log_probabilities_may_have_numbers_for_tokens(body: dict[str, Any]) -> None:
+    gateway = Gateway()
+    asking = asyncio.create_task(replied(gateway, {**body, "return_tokens_as_token_ids": True}))
+    request = await gateway.taken()
+    gateway.finish(request, "a", token_ids=[70], logprobs=[logprobs((70, -0.5), (71, -1.0))])
+    found = (await asking).json()["choices"][0]["logprobs"]
+    told = [one["token"] for one in found["content"]] if "messages" in body else found["tokens"]
+    assert told == ["token_id:70"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"enable_thinking": False}, None),
+        ({"thinking": {"type": "enabled", "keep": "all"}}, "thinking, thinking.keep"),
+        ({"reasoning": {"enabled": True}}, "reasoning.enabled"),
+        ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ({"priority": 7, "guided_decoding_backend": "xgrammar"}, "guided_decoding_backend, priority"),
+    ],
+)
+async def test_what_this_model_cannot_do_is_named(fields: dict[str, Any], named: str | None) -> None:
+    gateway = Gateway()
+    reply = await gateway.answering(replied(gateway, chat_body(**fields)), "!")
+    told = reply.headers.get("x-penstock-ignored")
+    assert (told and sorted(told.split(", "))) == (named and named.split(", "))

@@ -163,7 +163,7 @@ async def test_errors_are_the_right_exceptions() -> None:
             await create(model="other", messages=HI)
         assert unknown.value.param == "model"
         with pytest.raises(openai.BadRequestError) as wrong:
-            await create(model=MODEL, messages=HI, temperature=3)
+            await create(model=MODEL, messages=HI, temperature=101)
         assert wrong.value.param == "temperature"
         waiting = asyncio.ensure_future(create(model=MODEL, messages=HI))
         await gateway.queued()

@@ -36,7 +36,7 @@ def error_of(response: Any, status: int = 400) -> dict[str, Any]:
 
 
 WRONG_CHAT = [
-    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": 100.1}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
@@ -182,7 +182,7 @@ WRONG_COMPLETIONS = [
     ({"suffix": "x"}, "suffix"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"messages": []}, "messages"),
+    ({"messages": [{}]}, "messages"),
     ({"max_tokens": 512}, "max_tokens"),
 ]
 

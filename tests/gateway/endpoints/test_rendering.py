@@ -96,7 +96,7 @@ async def test_a_stream_is_rendered_whole_and_its_options_are_kept() -> None:
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, 400, "messages"),
         (CHAT, {"max_tokens": 507}, 400, "max_tokens"),
-        (CHAT, {"temperature": 3}, 400, "temperature"),
+        (CHAT, {"temperature": 101}, 400, "temperature"),
         (CHAT, {"use_beam_search": True, "n": 2}, 400, "use_beam_search"),
         (TEXT, {"prompt": []}, 400, "prompt"),
         (TEXT, {"prompt": "x" * 600}, 400, "prompt"),

@@ -67,6 +67,18 @@ async def test_the_index_is_the_root(folder: Path) -> None:
     assert (await asked(folder, get("/?conversation=7"))).status == 200
 
 
+@pytest.mark.parametrize(
+    ("accept", "is_page"),
+    [("text/html,application/xhtml+xml,*/*;q=0.8", True), ("*/*", False), ("application/json", False)],
+)
+async def test_what_takes_no_pages_is_greeted_as_ollama_does(
+    folder: Path, accept: str, is_page: bool
+) -> None:
+    reply = await asked(folder, get("/", f"accept: {accept}"))
+    page = (folder / "index.html").read_bytes()
+    assert (reply.status, reply.body) == (200, page if is_page else b"Ollama is running")
+
+
 NOT_THERE = [
     "/static/../secret.txt",
     "/static/deep/../../secret.txt",

@@ -34,7 +34,7 @@ class Range(NamedTuple):
 
 
 RANGES = [
-    Range("temperature", 0, 2, -1e-9, 2.000001),
+    Range("temperature", 0, 100, -1e-9, 100.0001),
     Range("top_p", 1e-9, 1, -1e-9, 1.000001),
     Range("min_p", 0, 1, -1e-9, 1.000001),
     Range("presence_penalty", -2, 2, -2.000001, 2.000001),

@@ -114,7 +114,7 @@ def test_fields(fields: dict[str, object], name: str, value: object) -> None:
     ("messages", "fields", "message"),
     [
         ([user([{"type": "image", "source": {}}])], {}, "'image'"),
-        ([user([{"type": "document", "source": {}}])], {}, "'document'"),
+        ([user([{"type": "document", "source": {}}])], {}, "messages[0].content[0].source.type"),
         ([user("Hi")], {"max_tokens": None}, "max_tokens"),
         ([user("Hi")], {"max_tokens": 0}, "max_tokens"),
         ([user("Hi")], {"temperature": 1.01}, "temperature"),
@@ -163,8 +163,8 @@ def test_counting_needs_no_number_of_tokens() -> None:
     [
         (
             {"type": "image", "source": {}},
-            "Invalid 'messages[0].content[0].type': Input should be 'text', 'thinking', 'redacted_thinking', "
-            "'tool_use' or 'tool_result', not 'image'.",
+            "Invalid 'messages[0].content[0].type': Input should be 'text', 'document', 'search_result', 'thinking', "
+            "'redacted_thinking', 'tool_use' or 'tool_result', not 'image'.",
         ),
         ({"text": "Hi"}, "You must provide the parameter 'messages[0].content[0].type'."),
         ({"type": "text"}, "You must provide the parameter 'messages[0].content[0].text'."),

@@ -1,0 +1,1 @@
+"""The API of llama.cpp's server for its own clients."""

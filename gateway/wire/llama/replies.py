@@ -1,0 +1,150 @@
+"""llama.cpp's API: the writer of completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from penstock.engine.planning.request import FinishReason, TokenLogprobs
+from penstock.gateway.faults import Fault
+from penstock.gateway.wire.frames import KEEPALIVE, error_frame
+from penstock.gateway.wire.llama.bodies import LlamaBody
+from penstock.gateway.wire.logprobs import TokenName, logprob_entry
+from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs, Whole
+
+_SETTINGS = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "seed"),
+    *("presence_penalty", "frequency_penalty", "ignore_eos"),
+)
+"""The settings that have the same name in the engine."""
+
+
+class LlamaWriter:
+    """The `gateway.wire.writing.Writer` of a reply to `/completion` or `/infill`."""
+
+    media_type = ""
+    keepalive = KEEPALIVE
+    tail = common = b""
+    opens_early = False
+
+    def __init__(self, head: Head, body: LlamaBody, tokens: TokenName, context_length: int) -> None:
+        self._head = head
+        self._body = body
+        self._tokens = tokens
+        self._context_length = context_length
+
+    # Streamed
+
+    def begin(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
+        return []
+
+    def text(self, index: int, text: str) -> list[bytes]:
+        return [_frame({"index": index, "content": text, "tokens": [], "stop": False})]
+
+    def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:
+        if delta.finish_reason in ANSWERED:
+            return [_frame(self._choice(reply, index, delta))]
+        if delta.ended:
+            return []
+        part = {"index": index, "content": delta.text, "tokens": delta.token_ids, "stop": False}
+        return [_frame(part | self._probabilities(delta))]
+
+    def end(self, reply: Counts) -> list[bytes]:
+        return [] if reply.error is None else [error_frame(reply.error)]
+
+    def fault(self, reply: Counts, error: Fault, position: int) -> bytes:  # noqa: ARG002
+        return error_frame(error)
+
+    # Whole
+
+    def whole(self, reply: Counts, outputs: Outputs) -> Whole:
+        """Returns a choice, or an iterator of several."""
+        choices = [self._choice(reply, index, delta) for index, delta in outputs]
+        return choices[0] if len(choices) == 1 else iter(choices)
+
+    def _choice(self, reply: Counts, index: int, delta: Delta) -> dict[str, object]:
+        is_word, prompt = delta.stop is not None, self._body.prompt
+        found: dict[str, object] = {
+            "index": index,
+            "content": delta.text,
+            "tokens": delta.token_ids if self._body.return_tokens else [],
+            "id_slot": index,
+            "stop": True,
+            "model": self._head.model,
+            "tokens_predicted": reply.num_output_tokens,
+            "tokens_evaluated": reply.num_prompt_tokens,
+            "generation_settings": self._settings(reply),
+            "prompt": prompt if isinstance(prompt, str) else "",
+            "has_new_line": "\n" in delta.text,
+            "truncated": False,
+            "stop_type": "word" if is_word else _STOP_TYPES.get(delta.finish_reason, "none"),
+            "stopping_word": delta.stop or "",
+            "tokens_cached": reply.num_cached_tokens,
+            "timings": timings_of(reply),
+            **self._probabilities(delta),
+        }
+        return _fields(found, self._body.response_fields) if self._body.response_fields else found
+
+    def _settings(self, reply: Counts) -> dict[str, object]:
+        sampling = reply.requests[0].sampling
+        return {
+            "n_ctx": self._context_length,
+            "n_predict": sampling.max_tokens,
+            "repeat_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop),
+            **{name: getattr(sampling, name) for name in _SETTINGS},
+        }
+
+    def _probabilities(self, delta: Delta) -> dict[str, object]:
+        if not self._body.logprobs:
+            return {}
+        pairs = zip(delta.token_ids, delta.logprobs, strict=False)
+        return {"completion_probabilities": [self._probability(*pair) for pair in pairs if pair[1]]}
+
+    def _probability(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, object]:
+        assert logprobs is not None
+        chosen = logprob_entry(self._tokens, token_id, logprobs, self._body.logprobs or 0)
+        ids = [other for other, _ in logprobs.top]
+        top = [{"id": id, **one} for id, one in zip(ids, chosen["top_logprobs"], strict=False)]
+        return {"id": token_id, **chosen, "top_logprobs": top}
+
+
+_STOP_TYPES: Mapping[FinishReason | None, str] = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit"}
+
+
+def timings_of(reply: Counts) -> dict[str, object]:
+    """Returns the times of a reply under llama.cpp's names; they are those of its first choice."""
+    first = min(reply.timings, key=lambda timings: timings.first_token_s)
+    cached = max(0, reply.num_cached_tokens)
+    prompt_s, predicted_s = first.first_token_s - first.scheduled_s, first.finished_s - first.first_token_s
+    return {
+        "cache_n": cached,
+        **_pace("prompt", reply.num_prompt_tokens - cached, prompt_s),
+        **_pace("predicted", reply.num_output_tokens, predicted_s),
+    }
+
+
+def _pace(name: str, number: int, seconds: float) -> dict[str, object]:
+    milliseconds = 1000 * max(0.0, seconds)
+    return {
+        f"{name}_n": number,
+        f"{name}_ms": round(milliseconds, 3),
+        f"{name}_per_token_ms": round(milliseconds / max(1, number), 3),
+        f"{name}_per_second": round(1000 * number / milliseconds, 3) if milliseconds else 0.0,
+    }
+
+
+def _fields(values: Mapping[str, object], paths: Sequence[str]) -> dict[str, object]:
+    """Returns the values at these paths, by path; paths that are not there are left out."""
+    found: dict[str, object] = {}
+    for path in paths:
+        at: object = values
+        for name in path.split("/"):
+            at = at.get(name) if isinstance(at, Mapping) else None
+        if at is not None:
+            found[path] = at
+    return found
+
+
+def _frame(values: object) -> bytes:
+    return f"data: {json.dumps(values)}\n\n".encode("ascii")
