@@ -180,7 +180,8 @@ def _parameters(place: str, kind: Any, schemas: _Schemas) -> Iterator[JsonSchema
 
 
 def _responses(path: str, operation: Operation) -> JsonSchema:
-    in_json: JsonSchema = {"schema": {"type": "array" if operation.is_list else "object"}}
+    types = operation.json_types
+    in_json: JsonSchema = {"schema": {"type": types[0] if len(types) == 1 else list(types)}}
     whole = {media_type: in_json if media_type == JSON else {} for media_type in operation.answers}
     found = {200: {"description": "OK", "content": whole}}
     for status in operation.refusals:

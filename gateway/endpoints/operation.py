@@ -100,8 +100,8 @@ class Operation:
     """It asks for no key."""
     is_probe: bool = False
     """A supervisor asks it: a 503 has the JSON of a 200."""
-    is_list: bool = False
-    """The JSON of a 200 is a list, and no object."""
+    json_types: tuple[str, ...] = ("object",)
+    """The types that the JSON of a 200 may have."""
     is_lookup: bool = False
     """It shows, lists or follows what is kept, and counts as a request."""
     is_cached: bool = False

@@ -48,6 +48,7 @@ ANY, OWN, ONCE = Passing.ANY, Passing.OWN, Passing.ONCE
 BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED
 
 _STREAMED, _LINED = (JSON, EVENTS), (JSON, LINES)
+_LIST, _ANY = ("array",), ("object", "array")
 
 
 def _recorded(summary: str, body: type[StrictBody], answers: tuple[str, ...] = _STREAMED) -> Operation:
@@ -107,7 +108,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             "Give each prompt's tokens and sampling parameters, for routers",
             CompletionBody,
             statuses=(404, 429),
-            is_list=True,
+            json_types=_LIST,
         )
     },
     "/v1/completions/{id}": {
@@ -259,7 +260,13 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/api/version": {"GET": _open(ANY, "Say the version of Ollama whose API this is")},
     "/completion": {
-        "POST": Operation(BY_PROMPT, "Continue texts, for llama.cpp's clients", LlamaBody, answers=_STREAMED)
+        "POST": Operation(
+            BY_PROMPT,
+            "Continue texts, for llama.cpp's clients",
+            LlamaBody,
+            answers=_STREAMED,
+            json_types=_ANY,
+        )
     },
     "/infill": {
         "POST": Operation(
@@ -267,13 +274,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             "Fill in the text between two others, for llama.cpp's clients",
             InfillBody,
             answers=_STREAMED,
+            json_types=_ANY,
         )
     },
     "/apply-template": {
         "POST": Operation(ANY, "Give the text of a conversation", TemplateBody, statuses=(404, 429))
     },
     "/props": {"GET": Operation(ANY, "Say what llama.cpp's clients ask of a server")},
-    "/slots": {"GET": Operation(ANY, "List the caller's generations, as llama.cpp does", is_list=True)},
+    "/slots": {"GET": Operation(ANY, "List the caller's generations, as llama.cpp does", json_types=_LIST)},
     "/v1/models": {
         "GET": Operation(ANY, "List the names of the model, in Anthropic's format to its clients")
     },

@@ -141,7 +141,7 @@ class Prompting:
 
         async def encode(start: int = 0) -> list[int]:
             prompt = await self.encode_chat(
-                since(messages, start, _role),
+                since(messages, start, _role) if start else messages,
                 ask.tools,
                 variables,
                 add_generation_prompt=conversation.opens_answer,

@@ -22,6 +22,7 @@ from tests.gateway.harness import (
     events,
     logprobs,
     make_tokenizer,
+    settled,
     tokenizer_json,
 )
 
@@ -108,6 +109,27 @@ async def test_a_stream() -> None:
     assert "".join(part["content"] for part in parts) == "abc"
     assert [part["stop"] for part in parts] == [*[False] * (len(parts) - 1), True]
     assert parts[-1]["tokens_predicted"] == 3
+
+
+async def test_a_stream_that_fails_ends_with_the_error() -> None:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
+        asking = asyncio.create_task(http.post("/completion", json={"prompt": "Hi", "stream": True}))
+        request = await gateway.taken()
+        gateway.bring(request, "a")
+        await settled()
+        gateway.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
+        said, error = events((await asking).text)
+    assert (said["content"], said["stop"], error["error"]["code"]) == ("a", False, "internal_error")
+
+
+async def test_the_choices_of_a_stream_end_one_by_one() -> None:
+    body = {"prompt": "Hi", "stream": True, "n_cmpl": 2, "n_probs": 1}
+    parts = events((await asked(Gateway(), "/completion", body, "a", "b")).text)
+    ends = [part for part in parts if part["stop"]]
+    assert [end["index"] for end in ends] == [0, 1]
+    for index in (0, 1):
+        assert "".join(part["content"] for part in parts if part["index"] == index) == "ab"
 
 
 async def test_several_answers_are_a_list() -> None:
