@@ -26,8 +26,12 @@ Say = Callable[[str], list[Piece]]
 NO_MARKER = "\ud800"
 """A surrogate, which no text has."""
 
-_STRUCTURE = re.compile(r'(?:[^"{}\[\]<]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
-"""Matches text and whole strings up to a bracket, a string without an end, or a "<", with which all markers begin."""
+_STRUCTURE = re.compile(r'(?:[^"{}\[\]<]+|"[^"\\]*(?:\\.[^"\\]*)*")*', re.DOTALL)
+"""Matches text and whole strings up to a bracket, a string without an end, or a "<", with which all markers begin.
+
+Possessive quantifiers, which would say so, lose matches before Python 3.11.5 (cpython issue 101955). It needs none: it
+can always end, and no text can be matched in two ways.
+"""
 _IN_STRING = re.compile(r'[^"\\]*')
 SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]*")
