@@ -33,7 +33,7 @@ def test_every_user_has_rows_and_only_what_fails_sets_the_status(live_server: st
     with ScriptedServer(REFUSED) as busy:
         one = ["--users", "1", "--rate", "20", "Completer"]
         every = start(
-            live_server, "3s", "--users", "16", "--spawn-rate", "16", "--rate", "5", "--load-shape", "steps",
+            live_server, "4s", "--users", "16", "--spawn-rate", "16", "--rate", "8", "--load-shape", "steps",
             "--stop-timeout", "30", "--tenants", "ann=k1",
         )  # fmt: skip
         refused, lost = start(busy.url, "1s", *one), start("http://127.0.0.1:1", "1s", *one)
