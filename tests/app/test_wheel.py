@@ -88,13 +88,20 @@ def test_a_wheel_holds_the_whole_program_under_one_name(wheel: Path) -> None:
     assert "penstock/static/index.html" in names
 
 
+def unpacked(archive: Path, folder: Path) -> Path:
+    """Returns the one folder in an archive, once it is unpacked."""
+    with tarfile.open(archive) as packed:
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # which Python has from 3.11.4 on
+        packed.extractall(folder)
+    (unpacked_folder,) = folder.iterdir()
+    return unpacked_folder
+
+
 @pytest.mark.long("wheels built and installed")
 def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     for name in ("sdist", "source", "wheel"):
         (tmp_path / name).mkdir()
-    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as packed:
-        packed.extractall(tmp_path / "source", filter="data")
-    (source,) = (tmp_path / "source").iterdir()
+    source = unpacked(build("sdist", ROOT, tmp_path / "sdist"), tmp_path / "source")
     assert names_in(build("wheel", source, tmp_path / "wheel")) == names_in(wheel)
 
 
@@ -260,9 +267,7 @@ def test_it_serves_the_demo_model_and_the_page(server: ServerProcess, installed:
 def test_a_wheel_of_the_source_distribution_has_native_kernels_where_there_is_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as packed:
-        packed.extractall(tmp_path / "source", filter="data")
-    (source,) = (tmp_path / "source").iterdir()
+    source = unpacked(build("sdist", ROOT, tmp_path / "sdist"), tmp_path / "source")
     machine = this_machine()
     wheel = build("wheel", source, tmp_path / "wheel", HATCH_BUILD_NO_HOOKS="0")
     assert wheel.name.endswith(f"-py3-none-manylinux_2_28_{machine.architecture}.whl")
