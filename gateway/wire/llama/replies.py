@@ -80,7 +80,7 @@ class LlamaWriter:
             "stop_type": "word" if is_word else _STOP_TYPES.get(delta.finish_reason, "none"),
             "stopping_word": delta.stop or "",
             "tokens_cached": reply.num_cached_tokens,
-            "timings": timings_of(reply),
+            "timings": _timings(reply),
             **self._probabilities(delta),
         }
         return _fields(found, self._body.response_fields) if self._body.response_fields else found
@@ -99,10 +99,10 @@ class LlamaWriter:
         if not self._body.logprobs:
             return {}
         pairs = zip(delta.token_ids, delta.logprobs, strict=False)
-        return {"completion_probabilities": [self._probability(*pair) for pair in pairs if pair[1]]}
+        shown = [self._probability(token_id, logprobs) for token_id, logprobs in pairs if logprobs]
+        return {"completion_probabilities": shown}
 
-    def _probability(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, object]:
-        assert logprobs is not None
+    def _probability(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, object]:
         chosen = logprob_entry(self._tokens, token_id, logprobs, self._body.logprobs or 0)
         ids = [other for other, _ in logprobs.top]
         top = [{"id": id, **one} for id, one in zip(ids, chosen["top_logprobs"], strict=False)]
@@ -112,7 +112,7 @@ class LlamaWriter:
 _STOP_TYPES: Mapping[FinishReason | None, str] = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit"}
 
 
-def timings_of(reply: Counts) -> dict[str, object]:
+def _timings(reply: Counts) -> dict[str, object]:
     """Returns the times of a reply under llama.cpp's names; they are those of its first choice."""
     first = min(reply.timings, key=lambda timings: timings.first_token_s)
     cached = max(0, reply.num_cached_tokens)

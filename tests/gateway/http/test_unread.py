@@ -70,6 +70,14 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+async def assert_lost_at(connection: Unread, now_s: float) -> None:
+    """The connection lives until the check at that time."""
+    assert not connection.lost.is_set()
+    connection.check_progress(now_s)
+    async with asyncio.timeout(PATIENCE_S):
+        await connection.lost.wait()
+
+
 REQUESTS = {
     "a file without a key": get("/static/large.bin"),
     "a plain reply": post("/detokenize", {"tokens": [9] * 100_000}),
@@ -86,10 +94,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(request_: bytes, tmp_path:
         connection.check_progress(begun_s)
         connection.check_progress(begun_s + STALL_S - 1)
         await asyncio.sleep(0)
-        assert not connection.lost.is_set()
-        connection.check_progress(begun_s + STALL_S)
-        async with asyncio.timeout(PATIENCE_S):
-            await connection.lost.wait()
+        await assert_lost_at(connection, begun_s + STALL_S)
 
 
 async def test_a_connection_that_is_closing_is_cut_off_too(tmp_path: Path) -> None:
@@ -98,10 +103,7 @@ async def test_a_connection_that_is_closing_is_cut_off_too(tmp_path: Path) -> No
         connection.transport.close()
         begun_s = connection.loop.time()
         connection.check_progress(begun_s)
-        assert not connection.lost.is_set()
-        connection.check_progress(begun_s + STALL_S)
-        async with asyncio.timeout(PATIENCE_S):
-            await connection.lost.wait()
+        await assert_lost_at(connection, begun_s + STALL_S)
 
 
 async def test_a_client_that_reads_slowly_has_its_whole_answer(tmp_path: Path) -> None:

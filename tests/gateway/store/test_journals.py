@@ -10,6 +10,8 @@ import pytest
 
 from penstock.gateway.sessions.recordings.journal import change_of, header_of, rebuild
 from penstock.gateway.sessions.recordings.kinds import writers_of
+from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.registry import Recordings
 from penstock.gateway.store.interface import JournalChange, JournalOutcome
 from tests.gateway.harness import Gateway, make_tokenizer
 from tests.gateway.sessions.recordings.fakes import bring, make_recording, make_request
@@ -47,6 +49,13 @@ async def test_a_reply_that_another_server_took_over_is_no_longer_written_down(
     recordings._enter(recording := make_recording())
     await recordings._write_down()
     assert list(await redis_store(server).claim()) == [recording.id]
+    await assert_no_longer_written(recordings, recording, caplog)
+
+
+async def assert_no_longer_written(
+    recordings: Recordings, recording: Recording, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What comes is not written down, which the log says once."""
     for text in ("a", "b"):
         bring(recording, text)
         await recordings._write_down()
@@ -90,12 +99,7 @@ async def test_a_reply_for_which_there_is_no_room_runs_without_a_journal(
     monkeypatch.setattr("penstock.gateway.store.redis.MAX_TENANT_BYTES", 10)
     recordings = Gateway(store=redis_store(server)).service.recordings
     recordings._enter(recording := make_recording())
-    for text in ("a", "b"):
-        bring(recording, text)
-        await recordings._write_down()
-    assert not recording.journalled
-    (line,) = caplog.records
-    assert recording.id in line.getMessage()
+    await assert_no_longer_written(recordings, recording, caplog)
 
 
 async def test_a_long_prompt_takes_a_few_bytes_a_token_and_comes_back(server: RedisServer) -> None:
