@@ -79,7 +79,8 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of plain text."""
+    """Ids of plain text, where the name of a special token is text, as the server reads it."""
+    tokenizer.encode_special_tokens = True
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 
