@@ -15,9 +15,9 @@ from penstock.engine.planning.request import Pooling
 from penstock.gateway.endpoints.asks import read_ask
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import ask_salt
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.fair_threads import FairThreads
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.wire.ask import Ask, Turn

@@ -16,9 +16,9 @@ from typing import Protocol
 from penstock.cluster.metrics import Metrics
 from penstock.cluster.position import Position
 from penstock.cluster.upstream import Address, Headers, Upstream, connect, request_bytes
+from penstock.gateway.errors import DROPPED_HEADER, ApiError, unavailable
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
-from penstock.gateway.http.errors import DROPPED_HEADER, ApiError, unavailable
 from penstock.gateway.http.refusals import OLLAMA_PATH, OVERLOADED
 from penstock.gateway.sessions.responses import writer as responses
 from penstock.gateway.wire.frames import DONE, KEEPALIVE, error_event, error_frame, error_line

@@ -34,17 +34,18 @@ from penstock.gateway.endpoints.operation import Operation, Passing
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.endpoints.replies import position_asked
 from penstock.gateway.endpoints.state import SECRET_HEADER
+from penstock.gateway.errors import ApiError, not_found, refused, unavailable
 from penstock.gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
 from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
-from penstock.gateway.http.errors import ApiError, not_found, refused, unavailable
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
-from penstock.gateway.http.limits import Limits, LimitsMiddleware, forget_body, parse_object
+from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.limits import LimitsMiddleware, forget_body
 from penstock.gateway.http.refusals import OLLAMA_PATH, answer_fault, refusal
 from penstock.gateway.instruments import CONTENT_TYPE
+from penstock.gateway.limits import Limits, parse_object
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.owners import tag_in
 from penstock.gateway.tickets import ticket_of
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.lanes import slo_of
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.schemas import ChatBody

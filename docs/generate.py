@@ -26,7 +26,7 @@ from penstock.engine.model.gguf.kinds import KINDS
 from penstock.gateway.endpoints.openapi import OpenApi
 from penstock.gateway.endpoints.operation import ALWAYS
 from penstock.gateway.endpoints.operations import OPERATIONS
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.priority.lanes import LanePolicy
 
 FOLDER = Path(__file__).parent / "reference"

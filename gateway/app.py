@@ -39,9 +39,9 @@ from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.endpoints.stored_chats import StoredChatsApi
 from penstock.gateway.endpoints.usage import UsageApi
+from penstock.gateway.errors import DROPPED_HEADER, ApiError
 from penstock.gateway.http.connections import ServerSendMiddleware
 from penstock.gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
-from penstock.gateway.http.errors import DROPPED_HEADER, ApiError
 from penstock.gateway.http.limits import LimitsMiddleware
 from penstock.gateway.http.page import Page
 from penstock.gateway.http.refusals import (

@@ -16,8 +16,8 @@ from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.block_map import BlockMap
 from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.engine.planning.step import StepReport
+from penstock.gateway.errors import ApiError, internal, refused, unavailable
 from penstock.gateway.http.connections import Timeouts
-from penstock.gateway.http.errors import ApiError, internal, refused, unavailable
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.reply.generation import Generation, joined
 from penstock.gateway.tickets import Tickets

@@ -26,7 +26,7 @@ from penstock.gateway.background import end, meanwhile
 from penstock.gateway.dispatch import Dispatch, Engine, Tracing
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.promises import shown
 from penstock.gateway.sessions.owners import tag_of

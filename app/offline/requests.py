@@ -14,8 +14,8 @@ from penstock.engine.planning.grammars import GrammarError
 from penstock.engine.planning.request import BeamParams, Pooling, Request, SamplingParams
 from penstock.gateway.access.keys import OPEN_TENANT
 from penstock.gateway.endpoints.requests import bad_words_of, salt_of
-from penstock.gateway.http.errors import ApiError, invalid
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError, invalid
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from penstock.gateway.wire.conversation import as_dict

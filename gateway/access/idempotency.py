@@ -13,7 +13,7 @@ from typing import TypeVar
 from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 
-from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.store.interface import Key, Store, StoreUnavailable
 from penstock.gateway.store.records import Records
 

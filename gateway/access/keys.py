@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 
-from penstock.gateway.http.errors import unauthorized
+from penstock.gateway.errors import unauthorized
 from penstock.gateway.store.interface import Quota
 from penstock.priority.lanes import Tenant
 

@@ -22,8 +22,8 @@ from weakref import WeakSet
 from penstock.gateway.access.keys import UNBOUNDED, Client
 from penstock.gateway.access.windows import allotments, windows_of
 from penstock.gateway.background import every, meanwhile
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
-from penstock.gateway.http.errors import ApiError
 from penstock.gateway.store.interface import LEASE_S, Grant, Quota, Store, StoreUnavailable, Window
 
 log = logging.getLogger("penstock.gateway")

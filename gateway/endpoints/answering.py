@@ -21,7 +21,8 @@ from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake
 from penstock.gateway.endpoints.replies import Sender, live
 from penstock.gateway.endpoints.requests import FREE, Guidance, RequestMaker
 from penstock.gateway.endpoints.scoring import Scoring
-from penstock.gateway.http.errors import invalid, unsupported
+from penstock.gateway.errors import invalid, unsupported
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.reply.live import Live
 from penstock.gateway.service import Service
@@ -31,7 +32,6 @@ from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
 from penstock.gateway.wire.ask import Ask, Input, Turn
 from penstock.gateway.wire.beams import check_beams
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.labels import Steps
 from penstock.gateway.wire.questions import Questions
 from penstock.gateway.wire.strict import Body

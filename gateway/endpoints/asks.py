@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.responses import asks as responses
 from penstock.gateway.sessions.responses.schemas import ResponseBody
 from penstock.gateway.wire import decisions, embeddings, schemas, translation

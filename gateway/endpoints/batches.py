@@ -17,9 +17,10 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from penstock.gateway.endpoints.intake import CLIENT, Endpoints, Handler, Intake, route
+from penstock.gateway.errors import ApiError, existing, internal, invalid
 from penstock.gateway.http.connections import ServerSendMiddleware
-from penstock.gateway.http.correlation import CORRELATION, Correlation
-from penstock.gateway.http.errors import ApiError, existing, internal, invalid, log_failed, log_fault
+from penstock.gateway.http.correlation import CORRELATION, Correlation, log_failed, log_fault
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.http.refusals import refusal
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.batches.batch import BATCH_ID, BATCHES, KIND, Batch, Endpoint, new_batch_id
@@ -28,7 +29,6 @@ from penstock.gateway.sessions.batches.run import Answer
 from penstock.gateway.sessions.batches.running import Batches
 from penstock.gateway.sessions.responses.objects import page
 from penstock.gateway.sessions.responses.schemas import PageQuery
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 from penstock.priority.lanes import Lane

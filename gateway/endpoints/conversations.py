@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import CONVERSATIONS, KIND, Conversation
 from penstock.gateway.sessions.owners import owned_id
@@ -25,7 +26,6 @@ from penstock.gateway.sessions.responses.schemas import (
     check_items,
 )
 from penstock.gateway.store.interface import Key
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 

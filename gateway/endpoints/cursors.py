@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
 from penstock.gateway.sessions.responses.schemas import WholeNumber
 from penstock.gateway.wire.strict import StrictBody
 

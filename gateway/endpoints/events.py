@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.gateway.access.keys import Client
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
 from penstock.gateway.endpoints.requests import salts_of
-from penstock.gateway.http.errors import invalid, refused
+from penstock.gateway.errors import invalid, refused
 from penstock.gateway.service import Service
 
 EVERY_S = 0.5

@@ -15,15 +15,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.intake import Endpoints, Intake, check_media_type, route
+from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.http.connections import BODY_WITHIN
-from penstock.gateway.http.errors import ApiError, invalid
 from penstock.gateway.http.hosts import FORWARDED_HOST
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.http.json_response import Json
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.batches.files import Files, Upload
 from penstock.gateway.sessions.responses.objects import page
 from penstock.gateway.sessions.responses.schemas import PageQuery, WholeNumber
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.strict import StrictBody, read, validated
 
 UPLOAD_S = 600.0

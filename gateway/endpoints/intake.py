@@ -20,11 +20,12 @@ from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.endpoints.asks import read_ask
 from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.errors import ApiError, model_not_found, not_found, unavailable, unsupported
 from penstock.gateway.http.correlation import CORRELATION
-from penstock.gateway.http.errors import ApiError, model_not_found, not_found, unavailable, unsupported
 from penstock.gateway.http.fair_threads import FairThreads
-from penstock.gateway.http.limits import forget_body, parse_object
+from penstock.gateway.http.limits import forget_body
 from penstock.gateway.http.refusals import OLLAMA_PATH
+from penstock.gateway.limits import parse_object
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.recording import Recording

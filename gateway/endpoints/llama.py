@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 from penstock.gateway.endpoints.answering import Made, ModelEndpoints
 from penstock.gateway.endpoints.intake import Arrival, route
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.reply.generation import Generation
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.llama.bodies import InfillBody, LlamaBody, TemplateBody
 from penstock.gateway.wire.llama.replies import LlamaWriter
 from penstock.gateway.wire.writing import Head

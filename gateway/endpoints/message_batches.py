@@ -15,8 +15,9 @@ from penstock.gateway.endpoints.batches import MAX_LISTED
 from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from penstock.gateway.endpoints.files import begun
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
-from penstock.gateway.http.errors import existing, invalid
+from penstock.gateway.errors import existing, invalid
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.batches.batch import BATCHES, KIND, MAX_LINES, MAX_RESULT_BYTES, Batch
@@ -31,7 +32,6 @@ from penstock.gateway.sessions.batches.messages import (
 )
 from penstock.gateway.sessions.batches.running import Batches
 from penstock.gateway.store.interface import Key
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.strict import StrictBody, validated
 
 

@@ -16,13 +16,13 @@ from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from penstock.gateway.endpoints.intake import Endpoints, route
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import salt_of, salts_of
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.limits import parse_messages
+from penstock.gateway.errors import invalid
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.http.refusals import speaks_anthropic
+from penstock.gateway.limits import parse_messages
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.prefixes.sharing import parse_token_ids
 from penstock.gateway.wire.conversation import thinking_switches
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.strict import read, validated
 from penstock.gateway.wire.tokens import DetokenizeBody, LocateBody, TokenizeBody

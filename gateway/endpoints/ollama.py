@@ -14,11 +14,11 @@ from starlette.routing import Route
 from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints
 from penstock.gateway.endpoints.intake import Arrival, Intake, route
 from penstock.gateway.endpoints.recorded import ReplyRecorder
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.kinds import LINES
 from penstock.gateway.wire.ask import Ask
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.ollama.bodies import (
     OllamaChatBody,
     OllamaCopyBody,

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from penstock.gateway.endpoints.operation import JSON, Operation, Passing, SloHeaders
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.http.correlation import ANTHROPIC_PATH
-from penstock.gateway.http.limits import Limits
 from penstock.gateway.http.refusals import OLLAMA_PATH, OVERLOADED
+from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.batches.batch import BATCH_ID
 from penstock.gateway.sessions.batches.files import FILE_ID
 from penstock.gateway.sessions.batches.messages import MESSAGE_BATCH_ID

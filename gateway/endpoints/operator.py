@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.intake import Endpoints, route
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.service import Service
-from penstock.gateway.wire.frames import Json
 
 
 class ServerInfoApi(Endpoints):

@@ -10,9 +10,9 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from penstock.gateway.endpoints.shortening import answer_room, shortened
-from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.http.fair_threads import FairThreads
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread, extend, num_chars, since, turns
 from penstock.gateway.wire.ask import Ask, Conversation, Infill, Texts, Turn

@@ -12,14 +12,14 @@ from penstock.gateway.access.idempotency import not_here
 from penstock.gateway.endpoints.answering import Made, Recorder
 from penstock.gateway.endpoints.intake import Arrival, Handler, Intake
 from penstock.gateway.endpoints.replies import Sender, follow, position_asked
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.kinds import IDS, PREFIXES, details_of
 from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.threads import Thread
 from penstock.gateway.wire.ask import Ask
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.writing import Head
 
 

@@ -15,10 +15,10 @@ from starlette.routing import Route
 from penstock.engine.planning.request import SamplingParams
 from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake, route
 from penstock.gateway.endpoints.requests import RequestMaker
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.kinds import CHAT, PREFIXES, TEXT
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody
 from penstock.gateway.wire.strict import Body
 

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.background import meanwhile
+from penstock.gateway.errors import invalid
 from penstock.gateway.http.connections import Connection
-from penstock.gateway.http.errors import invalid
 from penstock.gateway.reply.live import Live
 from penstock.gateway.reply.whole import whole, whole_json
 from penstock.gateway.service import Service

@@ -13,7 +13,7 @@ from penstock.engine.planning.request import Request, SamplingParams
 from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.endpoints.intake import Arrival
 from penstock.gateway.endpoints.prompting import Prompting
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.reply.live import LOGPROB_BYTES
 from penstock.gateway.service import Service

@@ -13,7 +13,8 @@ from penstock.gateway.access.idempotency import not_here
 from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints, Recorder
 from penstock.gateway.endpoints.intake import Arrival, Intake, route
 from penstock.gateway.endpoints.replies import follow
-from penstock.gateway.http.errors import ApiError, gone, invalid
+from penstock.gateway.errors import ApiError, gone, invalid
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
@@ -41,7 +42,6 @@ from penstock.gateway.sessions.responses.threads import Thread
 from penstock.gateway.sessions.responses.writer import output_items, plain, response
 from penstock.gateway.store.interface import Key, StoreUnavailable
 from penstock.gateway.wire.ask import Ask
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.strict import validated
 from penstock.gateway.wire.writing import Counts, Head, WholeWriter
 

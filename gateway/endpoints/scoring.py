@@ -10,7 +10,7 @@ from penstock.engine.planning.request import Branch, Request
 from penstock.gateway.endpoints.intake import Arrival
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import NO_OUTPUT, RequestMaker
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.wire.labels import Steps, label_branches

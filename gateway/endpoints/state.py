@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from penstock.gateway.endpoints.intake import route
-from penstock.gateway.http.errors import invalid, unauthorized
+from penstock.gateway.errors import invalid, unauthorized
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.tracker import MAX_TRACKED
 from penstock.priority.routing.state import Change, Load, Snapshot

@@ -13,7 +13,8 @@ from starlette.routing import Route
 
 from penstock.gateway.endpoints.completions import CompletionsApi
 from penstock.gateway.endpoints.intake import Endpoints, Intake, route
-from penstock.gateway.http.errors import ApiError, answering_unavailable, existing
+from penstock.gateway.errors import ApiError, answering_unavailable, existing
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import CHATS, KIND, StoredChat, fits
@@ -21,7 +22,6 @@ from penstock.gateway.sessions.recordings.kinds import CHAT, IDS
 from penstock.gateway.sessions.responses.objects import page, place_after
 from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.store.interface import Key, StoreUnavailable
-from penstock.gateway.wire.frames import Json
 from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 

@@ -13,9 +13,9 @@ from starlette.routing import Route
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import utc
 from penstock.gateway.endpoints.intake import Endpoints, route
-from penstock.gateway.http.errors import not_found
+from penstock.gateway.errors import not_found
+from penstock.gateway.http.json_response import Json
 from penstock.gateway.store.interface import Allotment, Grant, Window
-from penstock.gateway.wire.frames import Json
 
 
 class UsageApi(Endpoints):

@@ -15,7 +15,10 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.gateway.errors import ApiError
+
 access_log = logging.getLogger("penstock.access")
+log = logging.getLogger("penstock.gateway")
 
 ANTHROPIC_PATH = "/v1/messages"
 """The path below which clients know Anthropic's API: its errors, and its name for the request's id."""
@@ -26,6 +29,7 @@ TICKET_HEADER = "x-penstock-ticket"
 _VALID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_PATH_CHARS = 200
 _MAX_ADDRESS_CHARS = 64
+_MAX_REASON_CHARS = 500
 _REFUSED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -156,3 +160,20 @@ def _known(request: Correlation) -> dict[str, object]:
     """Returns what is known of who asked, and of what was generated."""
     who = {"address": request.address, "tenant": request.tenant}
     return {**{name: value for name, value in who.items() if value}, **request.account()}
+
+
+def log_fault(error: ApiError) -> None:
+    """Writes the one line about a request that the server failed over; a refusal is no fault, and is not logged.
+
+    Whoever sends the error to the client calls this, in a reply and in a stream alike.
+    """
+    if error.is_fault:
+        log_failed(error.message)
+
+
+def log_failed(reason: str, cause: Exception | None = None) -> None:
+    """Writes the line about the request of this task."""
+    request = CORRELATION.get()
+    request_id = "unknown" if request is None else request.request_id
+    line = " ".join(reason.split())[:_MAX_REASON_CHARS]
+    log.error("%s failed: %s (x-request-id %s)", request or "a request", line, request_id, exc_info=cause)

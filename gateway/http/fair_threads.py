@@ -10,7 +10,7 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-from penstock.gateway.http.errors import refused
+from penstock.gateway.errors import refused
 from penstock.gateway.off_loop import FairSemaphore
 
 TOKENIZED_ON_LOOP_BYTES = 1024

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from http import HTTPStatus
 
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 
 FORWARDED_HOST = "x-forwarded-host"
 """The header with the host that a client asked a switch or another proxy for."""

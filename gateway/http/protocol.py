@@ -15,9 +15,10 @@ import httptools
 from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import ABORT, BODY_WITHIN, WRITABLE, WRITE, Timeouts, send_at_once
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits, headers_too_large
+from penstock.gateway.http.limits import headers_too_large
+from penstock.gateway.limits import Limits
 
 _DEFAULTS = Limits()
 _CHECK_PART = 0.3

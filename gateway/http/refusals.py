@@ -8,9 +8,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.gateway.faults import anthropic_body, ollama_body
-from penstock.gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
-from penstock.gateway.http.errors import ApiError, internal, log_failed, log_fault
+from penstock.gateway.errors import ApiError, anthropic_body, internal, ollama_body
+from penstock.gateway.http.correlation import ANTHROPIC_PATH, CORRELATION, log_failed, log_fault
 
 OLLAMA_PATH = "/api/"
 _MODELS_PATH = "/v1/models"

@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from penstock.engine.planning.request import FinishReason, Output, Request, Timings
 from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.errors import ApiError, internal
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.correlation import CORRELATION
-from penstock.gateway.http.errors import ApiError, internal
 from penstock.gateway.wire.reading import Thoughts
 from penstock.gateway.wire.writing import ANSWERED, Delta
 from penstock.priority.lanes import Lane

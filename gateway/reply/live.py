@@ -11,8 +11,9 @@ from typing import cast
 
 from penstock.engine.planning.request import Output, Request, TokenLogprobs
 from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import Connection, Timeouts
-from penstock.gateway.http.errors import ApiError, log_fault
+from penstock.gateway.http.correlation import log_fault
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.wire.reading import Thoughts
 from penstock.gateway.wire.writing import Counts, Delta, Outputs, WholeWriter, Writer

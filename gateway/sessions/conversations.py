@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 
-from penstock.gateway.http.errors import answering_unavailable, existing, invalid, not_found
+from penstock.gateway.errors import answering_unavailable, existing, invalid, not_found
 from penstock.gateway.sessions.responses.objects import Item, JsonObject, as_messages, texts_of
 from penstock.gateway.sessions.responses.schemas import check_id
 from penstock.gateway.sessions.responses.threads import Thread

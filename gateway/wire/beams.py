@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from penstock.engine.planning.block_tables import most_tokens_of_forks
 from penstock.engine.planning.request import BeamParams
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
 from penstock.gateway.wire.sampling import MaxTokens, SamplingDefaults
 from penstock.gateway.wire.schemas import Sampled
 

@@ -10,7 +10,7 @@ import anyio.to_thread
 from penstock.engine.planning.grammar import CompiledGrammar
 from penstock.engine.planning.grammar_check import MOST_AT_ONCE
 from penstock.engine.planning.grammars import GrammarError, Grammars, TooManyGrammars
-from penstock.gateway.http.errors import invalid, refused
+from penstock.gateway.errors import invalid, refused
 from penstock.gateway.off_loop import FairSemaphore
 from penstock.gateway.wire.structured import Form
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
-from penstock.gateway.faults import Fault
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.frames import (
     DONE,
     KEEPALIVE,
@@ -246,7 +246,7 @@ class CompletionWriter(EventWriter, ABC):
             frames.append(self._frame(f'{self._opening},"choices":[],"usage":{usage}}}\n\n'))
         return frames
 
-    def fault(self, reply: Counts, error: Fault, position: int) -> bytes:  # noqa: ARG002
+    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
         return error_frame(error) + DONE
 
     def _finish(self, choice: _Choice, reason: FinishReason, extra: str) -> bytes:

@@ -7,8 +7,8 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from penstock.gateway.http.errors import ApiError, invalid
-from penstock.gateway.http.limits import Limits, parse_object
+from penstock.gateway.errors import ApiError, invalid
+from penstock.gateway.limits import Limits, parse_object
 from penstock.gateway.wire.schemas import AllowedChoice, ChatBody, Function, Message, NamedFunction, NamedTool
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse, tool_use
 

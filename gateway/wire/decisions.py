@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import invalid
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import as_call
 from penstock.gateway.wire.mistakes import unsupported_value

@@ -13,8 +13,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import invalid
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, Texts
 from penstock.gateway.wire.schemas import ServiceTier, Truncation
 from penstock.gateway.wire.strict import STRICT, Many, StrictBody

@@ -12,18 +12,10 @@ from json.encoder import encode_basestring_ascii
 from typing import Any
 
 import orjson
-from starlette.responses import JSONResponse
 
 from penstock.engine.planning.request import MAX_MARKS, DraftCount, Timings
-from penstock.gateway.faults import Fault, anthropic_body, ollama_body
+from penstock.gateway.errors import ApiError, anthropic_body, ollama_body
 from penstock.gateway.wire.writing import Counts
-
-
-class Json(JSONResponse):
-    """A JSON reply that is rendered by orjson, in a fraction of the standard library's time."""
-
-    def render(self, content: object) -> bytes:
-        return orjson.dumps(content)
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
@@ -74,16 +66,16 @@ KEEPALIVE = b": ping\n"
 DONE = b"data: [DONE]\n\n"
 
 
-def error_frame(fault: Fault) -> bytes:
+def error_frame(fault: ApiError) -> bytes:
     return b"data: " + fault.body() + b"\n\n"
 
 
-def error_event(fault: Fault, request_id: str | None) -> bytes:
+def error_event(fault: ApiError, request_id: str | None) -> bytes:
     """Returns Anthropic's event of an error."""
     return b"event: error\ndata: %b\n\n" % anthropic_body(fault, request_id)
 
 
-def error_line(fault: Fault) -> bytes:
+def error_line(fault: ApiError) -> bytes:
     """Returns Ollama's line of an error."""
     return ollama_body(fault) + b"\n"
 

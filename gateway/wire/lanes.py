@@ -8,7 +8,7 @@ from http import HTTPStatus
 from math import inf, isfinite
 from typing import NamedTuple
 
-from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.errors import ApiError, invalid
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant, Urgency
 
 TTFT_HEADER, TPOT_HEADER = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
 
 MAX_KEY_CHARS = 64
 MAX_VALUE_CHARS = 512

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.wire.repairs import steps_in
 
 # Refused for their value, not for their type: clients are told that the feature is missing.

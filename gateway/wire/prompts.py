@@ -23,7 +23,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock.gateway.http.errors import ApiError, invalid
+from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.histories import Message, Shape, shapes
 from penstock.gateway.wire.reading import Formats

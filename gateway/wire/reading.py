@@ -15,7 +15,7 @@ import orjson
 from penstock.engine.planning.exact_numbers import TooComplex
 from penstock.engine.planning.grammar import Grammar, GrammarKind
 from penstock.engine.planning.thinking import ThinkingBudget
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
 from penstock.gateway.wire.memo import Memo
 from penstock.gateway.wire.parsing import (
     ArgumentsDelta,

@@ -10,7 +10,7 @@ from penstock.engine.planning.bans import Words
 from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.request import SamplingParams
 from penstock.engine.planning.thinking import ThinkingBudget
-from penstock.gateway.http.errors import ApiError, ContextExceeded, invalid
+from penstock.gateway.errors import ApiError, ContextExceeded, invalid
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, as_strings
 

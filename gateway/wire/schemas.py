@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import invalid
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.dialects import (
     BUDGET_NAMES,
     HINTS,

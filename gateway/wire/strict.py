@@ -14,8 +14,8 @@ from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.gateway.http.errors import invalid, unsupported
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import invalid, unsupported
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.mistakes import explained
 from penstock.gateway.wire.repairs import repaired
 

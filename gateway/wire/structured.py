@@ -13,8 +13,8 @@ from typing import NamedTuple
 import orjson
 
 from penstock.engine.planning.grammar import Grammar, GrammarKind
-from penstock.gateway.http.errors import ApiError, invalid
-from penstock.gateway.http.limits import Limits, parse_object
+from penstock.gateway.errors import ApiError, invalid
+from penstock.gateway.limits import Limits, parse_object
 from penstock.gateway.wire.schemas import AnswerFormat, Sampled, Schema
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import invalid
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, Conversation, Kept, Shown, Texts
 from penstock.gateway.wire.beams import width_field
 from penstock.gateway.wire.completions import Extras

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from penstock.engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
-from penstock.gateway.faults import Fault
+from penstock.gateway.errors import ApiError
 from penstock.priority.lanes import Lane
 
 ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -76,7 +76,7 @@ class Counts(Protocol):
     @property
     def lane(self) -> Lane: ...
     @property
-    def error(self) -> Fault | None: ...
+    def error(self) -> ApiError | None: ...
     @property
     def correlation(self) -> str: ...
     @property
@@ -142,7 +142,7 @@ class Writer(WholeWriter[ReplyT], Protocol[ReplyT]):
     def end(self, reply: ReplyT) -> list[bytes]:
         """Returns the last frames of a reply that has ended, be it in an error."""
 
-    def fault(self, reply: ReplyT, error: Fault, position: int) -> bytes:
+    def fault(self, reply: ReplyT, error: ApiError, position: int) -> bytes:
         """Returns the bytes that end one connection of a reply which goes on without it.
 
         Args:

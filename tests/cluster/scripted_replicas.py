@@ -16,8 +16,8 @@ from penstock.cluster.position import Position
 from penstock.cluster.relay import Message, Place, Relay, none_ready
 from penstock.cluster.upstream import Address
 from penstock.gateway.background import meanwhile
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import Connection, ServerSendMiddleware, Timeouts
-from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.refusals import refusal
 
 PATIENCE_S = 10

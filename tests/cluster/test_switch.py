@@ -25,7 +25,7 @@ from penstock.engine.planning.tokenizer import Tokenizer
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.endpoints.state import MOST_BLOCKS, PATH, SECRET_HEADER
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.owners import tag_in, tag_of
 from penstock.gateway.tickets import ticket_of

@@ -37,7 +37,7 @@ from penstock.gateway import watch
 from penstock.gateway.endpoints import events, state
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.http.connections import Timeouts
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.batches import batch, files, run, running
 from penstock.gateway.sessions.recordings.registry import Keeping
 from penstock.gateway.store import breaker, interface, memory, pieces, redis, redis_records, time_budget

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import orjson
 
-from penstock.gateway.http.errors import ApiError, invalid
-from penstock.gateway.http.limits import Limits, parse_object
+from penstock.gateway.errors import ApiError, invalid
+from penstock.gateway.limits import Limits, parse_object
 from penstock.gateway.sessions.batches.files import KEPT_S, PART_BYTES, File, Files
 from penstock.gateway.store.records import Records
 

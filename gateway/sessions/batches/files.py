@@ -16,7 +16,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from penstock.gateway.http.errors import ApiError, answering_unavailable, invalid
+from penstock.gateway.errors import ApiError, answering_unavailable, invalid
 from penstock.gateway.store.interface import Durable, Key, Store, StoreUnavailable
 from penstock.gateway.store.records import Records
 from penstock.gateway.store.time_budget import retrying

@@ -16,8 +16,8 @@ from typing import Any
 
 import orjson
 
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError
+from penstock.gateway.limits import Limits
 from penstock.gateway.off_loop import FairSemaphore, off_loop
 from penstock.gateway.sessions.batches.batch import (
     BATCHES,

@@ -12,8 +12,8 @@ from functools import partial
 
 from penstock.gateway.background import every, meanwhile
 from penstock.gateway.dispatch import Dispatch
-from penstock.gateway.http.errors import refused
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import refused
+from penstock.gateway.limits import Limits
 from penstock.gateway.off_loop import FairSemaphore
 from penstock.gateway.sessions.batches.batch import BATCHES, WINDOW_S, Batch, LineError
 from penstock.gateway.sessions.batches.files import Files

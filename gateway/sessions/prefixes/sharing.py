@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.engine.planning.prefix_index import prompt_hashes
 from penstock.gateway.background import every, meanwhile
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
 from penstock.gateway.store.interface import Durable, PrefixChange, StoreUnavailable

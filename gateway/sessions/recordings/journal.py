@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.kinds import WriterMaker
 from penstock.gateway.sessions.recordings.recording import Recording, Turns

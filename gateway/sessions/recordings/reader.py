@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from penstock.gateway.errors import ApiError, gone
 from penstock.gateway.http.connections import Connection
-from penstock.gateway.http.errors import ApiError, gone, log_fault
+from penstock.gateway.http.correlation import log_fault
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.wire.writing import Outputs, Writer
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import Connection, Timeouts
-from penstock.gateway.http.errors import ApiError
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.reply.live import LOGPROB_BYTES
 from penstock.gateway.sessions.recordings.frames import KeptFrames

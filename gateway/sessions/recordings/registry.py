@@ -16,7 +16,7 @@ from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.background import Rounds, every, meanwhile
 from penstock.gateway.dispatch import Dispatch
-from penstock.gateway.http.errors import ApiError, internal
+from penstock.gateway.errors import ApiError, internal
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.ended import EndedRecordings
 from penstock.gateway.sessions.recordings.journal import (

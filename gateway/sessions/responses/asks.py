@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.responses.objects import Item, as_messages, input_items, response_tools
 from penstock.gateway.sessions.responses.schemas import InputItems, ResponseBody, check_response, text_form
 from penstock.gateway.wire.ask import Ask, Kept, Turn

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
 from penstock.gateway.sessions.responses.schemas import (
     AllowedTools,
     InputCall,

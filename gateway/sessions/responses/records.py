@@ -15,7 +15,7 @@ from functools import partial
 
 import orjson
 
-from penstock.gateway.http.errors import answering_unavailable
+from penstock.gateway.errors import answering_unavailable
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.objects import Item, JsonObject, as_messages

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from penstock.gateway.http.errors import ApiError, invalid, unsupported
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError, invalid, unsupported
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.dialects import BUDGET_NAMES, HINTS, NAMES, NEUTRAL_HINTS, Arguments
 from penstock.gateway.wire.efforts import Reasoned, ThinkingSwitch
 from penstock.gateway.wire.metadata import check_metadata

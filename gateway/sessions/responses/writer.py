@@ -15,8 +15,7 @@ from typing import Any
 import orjson
 
 from penstock.engine.planning.request import FinishReason, Request
-from penstock.gateway.faults import Fault
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.objects import (
     Item,
@@ -137,7 +136,7 @@ class ResponseWriter:
         kind = _LAST.get(status_of(reply), "response.incomplete")
         return [self._event(kind, response=response(reply))]
 
-    def fault(self, reply: Recording, error: Fault, position: int) -> bytes:  # noqa: ARG002
+    def fault(self, reply: Recording, error: ApiError, position: int) -> bytes:  # noqa: ARG002
         return error_event(error, position)
 
     def whole(self, reply: Recording, outputs: Outputs) -> JsonObject:  # noqa: ARG002
@@ -234,7 +233,7 @@ def make_writer(tokens: TokenText, request: Request, created: int, details: Json
     return ResponseWriter(request.request_id, Reading(**details["reading"]), tokens, num_top, seals=seals)
 
 
-def error_event(error: Fault, number: int) -> bytes:
+def error_event(error: ApiError, number: int) -> bytes:
     """Returns the event that tells a client that its connection failed, and not the response."""
     return _event(number, "error", code=error.code, message=error.message, param=error.param)
 

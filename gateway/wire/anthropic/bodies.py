@@ -10,8 +10,8 @@ import orjson
 from pydantic import BeforeValidator, Field, with_config
 from typing_extensions import TypedDict
 
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import invalid
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import agreed, plain_effort

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from json.encoder import encode_basestring_ascii
 
 from penstock.engine.planning.request import FinishReason
-from penstock.gateway.faults import Fault
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.frames import EventWriter, error_event, timings_of
 from penstock.gateway.wire.parsing import (
     Answer,
@@ -96,7 +96,7 @@ class MessageWriter(EventWriter):
         last = _event("message_delta", delta=reason, usage=_usage(reply), timings=timings_of(reply))
         return [self._frame(last), self._frame(_event("message_stop"))]
 
-    def fault(self, reply: Counts, error: Fault, position: int) -> bytes:  # noqa: ARG002
+    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
         # The comment is for a switch, which goes on with an interrupted stream elsewhere.
         comment = f": {error.code}\n" if error.code else ""
         return comment.encode() + error_event(error, reply.correlation)

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import invalid
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, Infill, Shown
 from penstock.gateway.wire.completions import Extras
 from penstock.gateway.wire.dialects import UNSET

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
-from penstock.gateway.faults import Fault
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.frames import KEEPALIVE, error_frame
 from penstock.gateway.wire.llama.bodies import LlamaBody
 from penstock.gateway.wire.logprobs import TokenName, logprob_entry
@@ -52,7 +52,7 @@ class LlamaWriter:
     def end(self, reply: Counts) -> list[bytes]:
         return [] if reply.error is None else [error_frame(reply.error)]
 
-    def fault(self, reply: Counts, error: Fault, position: int) -> bytes:  # noqa: ARG002
+    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
         return error_frame(error)
 
     # Whole

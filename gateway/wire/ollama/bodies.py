@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
-from penstock.gateway.http.errors import invalid
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import invalid
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import plain_effort

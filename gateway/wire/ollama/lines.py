@@ -8,7 +8,7 @@ from functools import partial
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from penstock.gateway.faults import Fault
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.embeddings import shortened
 from penstock.gateway.wire.frames import ascii_json, error_line, timings_of
@@ -100,7 +100,7 @@ class LineWriter:
         line = {**self._head, **self._said(Answer()), **self._last(reply, delta)}
         return self._frames([ascii_json(line) + "\n"])
 
-    def fault(self, reply: Counts, error: Fault, position: int) -> bytes:  # noqa: ARG002
+    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
         return f"{ascii_json({'error': error.message, 'code': error.code})}\n".encode()
 
     def _frames(self, lines: Iterable[str]) -> list[bytes]:

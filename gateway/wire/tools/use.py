@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import orjson
 
-from penstock.gateway.http.errors import invalid
+from penstock.gateway.errors import invalid
 
 Mode = Literal["auto", "none", "required"]
 

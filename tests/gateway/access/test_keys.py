@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.gateway.access.keys import Access, Client, digest_of
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota
 from penstock.priority.lanes import Tenant

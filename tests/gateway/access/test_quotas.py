@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.access.quotas import FIRST_GUESS_TOKENS, HEADERS, Quotas, Reservation, duration
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable, Window
 from penstock.gateway.store.memory import MemoryStore

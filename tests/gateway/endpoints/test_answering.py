@@ -10,8 +10,8 @@ import pytest
 
 from penstock.engine.planning.grammar import Grammar
 from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import Connection
-from penstock.gateway.http.errors import ApiError
 from penstock.gateway.reply.live import Live
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota

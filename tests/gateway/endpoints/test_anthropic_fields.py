@@ -9,8 +9,8 @@ import anthropic
 import pytest
 
 from penstock.gateway.access.keys import Client, digest_of
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota
 from penstock.gateway.wire.anthropic.bodies import MessagesBody, as_chat

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints.files import UPLOAD_S
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.batches import batch as batches
 from penstock.gateway.sessions.batches import files, run, running

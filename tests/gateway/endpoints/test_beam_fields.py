@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.planning.request import BeamParams, FinishReason, Request
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.wire.sampling import SamplingDefaults
 from tests.gateway.endpoints.test_open_model_fields import replied

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from penstock.gateway.access.keys import Access, digest_of
 from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.intake import Intake
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.refusals import answer_api_error, answer_http_error
 from penstock.gateway.service import Service, ServiceOptions
 from penstock.gateway.sessions.conversations import (

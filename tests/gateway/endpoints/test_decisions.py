@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.keys import Client, digest_of
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota
 from penstock.gateway.wire.questions import LEAD

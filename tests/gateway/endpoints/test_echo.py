@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.planning.request import FinishReason
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, events, logprobs
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.planning.embedding import Embedding
 from penstock.engine.planning.request import FinishReason, Pooling, Request
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_openai_client import connected
 from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer

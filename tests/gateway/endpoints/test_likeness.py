@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from penstock.engine.planning.request import FinishReason
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.wire.embeddings import likeness
 from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from penstock.gateway.app import create_app
 from penstock.gateway.endpoints.openapi import OpenApi
 from penstock.gateway.endpoints.operations import OPERATIONS
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from tests.gateway.harness import MODEL, Gateway, client
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.engine.planning.request import DraftCount, FinishReason
 from penstock.gateway.access.keys import Access, digest_of
 from penstock.gateway.endpoints.models import reasoning_of
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, make_timings, settled, step_report

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.endpoints.prompting import MESSAGE_CHARS, TEXT_CHARS, Prompting
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.wire.embeddings import EmbeddingsBody, embeddings_ask
 from penstock.gateway.wire.prompts import Prompts

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from penstock.engine.planning.request import Request
-from penstock.gateway.http.errors import internal
+from penstock.gateway.errors import internal
 from penstock.gateway.sessions.recordings.kinds import CHAT, MESSAGE, TEXT
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from tests.clock import Clock

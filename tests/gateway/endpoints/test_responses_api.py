@@ -19,8 +19,8 @@ from penstock.gateway.endpoints.answering import Answering
 from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.intake import Intake
 from penstock.gateway.endpoints.responses import ResponsesApi
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import ServerSendMiddleware
-from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.refusals import answer_api_error
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import PIECE, Key, StoreUnavailable

@@ -15,7 +15,7 @@ from penstock.gateway.access.keys import Client as ApiClient
 from penstock.gateway.access.keys import digest_of
 from penstock.gateway.endpoints.intake import Intake
 from penstock.gateway.endpoints.operations import OPERATIONS
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Tenant
 from tests.gateway.harness import MODEL, Gateway, chat_body, settled

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.gateway.access.keys import digest_of
 from penstock.gateway.http.connections import WRITE
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Tenant
 from tests.few import examples

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http import fair_threads
-from penstock.gateway.http.errors import ApiError
 from penstock.gateway.http.fair_threads import TOKENIZED_ON_LOOP_BYTES, FairThreads
 from tests.clock import Clock
 from tests.gateway.harness import settled

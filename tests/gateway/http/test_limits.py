@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits, parse_object
+from penstock.gateway.errors import ApiError
+from penstock.gateway.limits import Limits, parse_object
 
 
 def depth_of(value: Any) -> int:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from penstock.gateway.access.keys import digest_of
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Tenant
 from tests.gateway.harness import MODEL, Gateway, chat_body, serving

@@ -21,7 +21,7 @@ import httpx
 import orjson
 import pytest
 
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Lane, LanePolicy
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, logprobs, make_tokenizer

@@ -20,7 +20,7 @@ from penstock.engine.planning.prefix_index import extend_hashes, prompt_hashes
 from penstock.engine.planning.request import FinishReason
 from penstock.engine.planning.scheduler import SchedulerLimits
 from penstock.engine.planning.step import StepReport
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE, PrefixLocator, PrefixWriter, parse_token_ids
 from penstock.gateway.sessions.prefixes.tracker import MAX_RECENT, PASS_ON_S, PrefixTracker

@@ -11,8 +11,8 @@ from penstock.engine.planning.grammar import Grammar, GrammarKind, Guide
 from penstock.engine.planning.grammars import Grammars
 from penstock.engine.planning.thinking import Thinking, ThinkingBudget
 from penstock.engine.planning.tokenizer import Tokenizer
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.anthropic.bodies import MessagesBody, as_chat
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.reading import Formats

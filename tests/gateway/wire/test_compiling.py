@@ -13,7 +13,7 @@ import pytest
 from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
 from penstock.engine.planning.grammar_check import MOST_AT_ONCE
 from penstock.engine.planning.grammars import TooManyGrammars
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.structured import Form
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError
+from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.responses.schemas import ResponseBody
 from penstock.gateway.wire.conversation import as_dict
 from penstock.gateway.wire.dialects import HINTS, NAMES, OFF

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.planning.request import Request
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion
 from penstock.gateway.wire.strict import read
 from tests.gateway.harness import Gateway, chat_body, client, completion_body, make_tokenizer

@@ -16,7 +16,7 @@ from penstock.engine.planning.request import (
     Request,
     SamplingParams,
 )
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.wire.completions import ChatWriter, CompletionWriter, Extras, TextWriter
 from penstock.gateway.wire.frames import error_frame, timings_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER, slo_of, urgency_of
 from penstock.priority.lanes import Lane, Tenant, Urgency
 

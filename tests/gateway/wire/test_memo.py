@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.planning.grammar import Grammar
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.memo import Memo
 from penstock.gateway.wire.reading import MAX_TOOLS_BYTES, Formats
 from penstock.gateway.wire.tools.formats import TOOL_FORMATS

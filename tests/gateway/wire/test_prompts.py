@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.prompts import Prompts
 from tests.gateway.harness import SPECIAL, TEMPLATE, Gateway, client, make_tokenizer
 

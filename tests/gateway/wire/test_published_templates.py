@@ -12,7 +12,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.engine.planning.tokenizer import Tokenizer
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.parsing import answer_of
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.reading import Formats

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.batches import batch as batch_module
 from penstock.gateway.sessions.batches import files, run, running
 from penstock.gateway.sessions.batches.batch import BATCHES, Batch, new_batch_id

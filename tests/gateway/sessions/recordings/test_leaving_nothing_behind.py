@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.engine.planning.request import FinishReason
 from penstock.gateway.access.keys import Client
+from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import Connection
-from penstock.gateway.http.errors import ApiError
 from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.store.interface import Quota, StoreUnavailable

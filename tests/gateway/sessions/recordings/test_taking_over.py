@@ -21,7 +21,7 @@ from penstock.engine.engine import EngineState
 from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from penstock.engine.planning.thinking import ThinkingBudget
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.sessions.recordings import registry
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.recordings.registry import MAX_ATTEMPTS

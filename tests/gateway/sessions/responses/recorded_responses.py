@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 
 from penstock.engine.planning.grammar import Grammar, GrammarKind
 from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError
+from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.objects import details_of, input_items
 from penstock.gateway.sessions.responses.records import KIND

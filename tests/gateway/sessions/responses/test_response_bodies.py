@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError
+from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.responses.objects import as_messages, input_items
 from penstock.gateway.sessions.responses.schemas import (
     PageQuery,

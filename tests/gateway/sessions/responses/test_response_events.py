@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from penstock.engine.planning.request import FinishReason, Output, TokenLogprobs
 from penstock.engine.planning.stopping import TextSink
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.sessions.recordings.journal import end_of, header_of, rebuild, replay, words_of
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses import writer

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.app.checkpoint import DEMO_MODEL
 from penstock.engine.planning.detokenizer import make_detokenizer
 from penstock.engine.planning.tokenizer import Tokenizer
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.sessions.responses.threads import Thread, extend, splice
 from penstock.gateway.wire.conversation import TemplateMessage as Message
 from penstock.gateway.wire.prompts import Prompts

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.http.errors import ApiError
-from penstock.gateway.http.limits import Limits
+from penstock.gateway.errors import ApiError
+from penstock.gateway.limits import Limits
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.ollama.bodies import OllamaChatBody, ollama_chat_ask
 from penstock.gateway.wire.strict import read

@@ -13,7 +13,7 @@ import tokenizers
 
 from penstock.engine.planning.grammar import GrammarKind
 from penstock.engine.planning.tokenizer import Tokenizer
-from penstock.gateway.http.errors import ApiError
+from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.conversation import as_call
 from penstock.gateway.wire.parsing import Answer
 from penstock.gateway.wire.prompts import Prompts

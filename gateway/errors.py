@@ -1,26 +1,31 @@
-"""Every refusal and fault that a client can get, made in one place."""
+"""Every refusal and fault that a client can get, and how each API spells it, in a plain reply as within a stream."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import random
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import TypeVar
 
-from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.store.interface import StoreUnavailable
 
-log = logging.getLogger("penstock.gateway")
-
-_MAX_REASON_CHARS = 500
 DROPPED_HEADER = "x-llm-d-request-dropped-reason"
 """The header by which llm-d's clients tell that a request was refused for load, and did not fail."""
 _DROPPED = {"queue_timeout": "rejected-ttl-expired"}
 """llm-d's reasons, where the queue was not just full."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    501: "api_error",
+    503: "overloaded_error",
+}
 Found = TypeVar("Found")
 
 
@@ -182,18 +187,15 @@ def internal(message: str = "The server had an error while processing your reque
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="internal_error")
 
 
-def log_fault(error: ApiError) -> None:
-    """Writes the one line about a request that the server failed over; a refusal is no fault, and is not logged.
+def anthropic_body(error: ApiError, request_id: str | None) -> bytes:
+    """Returns Anthropic's error object as JSON."""
+    spelt = {
+        "type": _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"),
+        "message": error.anthropic_message,
+    }
+    return json.dumps({"type": "error", "error": spelt, "request_id": request_id}).encode()
 
-    Whoever sends the error to the client calls this, in a reply and in a stream alike.
-    """
-    if error.is_fault:
-        log_failed(error.message)
 
-
-def log_failed(reason: str, cause: Exception | None = None) -> None:
-    """Writes the line about the request of this task."""
-    request = CORRELATION.get()
-    request_id = "unknown" if request is None else request.request_id
-    line = " ".join(reason.split())[:_MAX_REASON_CHARS]
-    log.error("%s failed: %s (x-request-id %s)", request or "a request", line, request_id, exc_info=cause)
+def ollama_body(error: ApiError) -> bytes:
+    """Returns Ollama's error as JSON."""
+    return json.dumps({"error": error.message}).encode()
