@@ -13,9 +13,9 @@ from itertools import islice
 
 import torch
 
+from penstock.engine.execution.expert_counts import ExpertCounts
 from penstock.engine.execution.faults import told
 from penstock.engine.execution.landing import NOT_FINITE, num_right
-from penstock.engine.execution.expert_counts import ExpertCounts
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.seats import Seats
 from penstock.engine.execution.state_slots import state_words
