@@ -14,6 +14,7 @@ The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as ListLike
 from itertools import groupby
 
 from penstock.engine.planning.beams import Beams, BeamSequence
