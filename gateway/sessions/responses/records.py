@@ -102,7 +102,7 @@ def continued(recording: Recording) -> Thread | None:
         return None
     answer = as_messages(output_items(recording))
     messages = (*recording.details["history"], *as_messages(recording.details["input"]), *answer)
-    token_ids = (*recording.request.prompt_token_ids, *recording.token_ids)
+    token_ids = (*recording.request.prompt_token_ids, *recording.kept[0].token_ids)
     num_shared, num_written = recording.details.get("shared_tokens", (0, 0))
     num_pieces = TOKEN_BYTES * len(token_ids) // PIECE_BYTES
     after = num_written + num_pieces - num_shared
