@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.gateway.endpoints.batches import BatchBody
+from penstock.gateway.endpoints.batches import BatchBody, MessageBatchBody
 from penstock.gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from penstock.gateway.endpoints.cursors import CursorQuery
 from penstock.gateway.endpoints.files import FilesQuery, UploadForm
-from penstock.gateway.endpoints.message_batches import MessageBatchBody
 from penstock.gateway.endpoints.operation import (
     EVENTS,
     JSON,

@@ -14,7 +14,7 @@ from penstock.gateway.endpoints.files import UPLOAD_S
 from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.batches import batch as batches
-from penstock.gateway.sessions.batches import files, run, running
+from penstock.gateway.sessions.batches import files, run
 from penstock.gateway.store.interface import Quota
 from penstock.gateway.store.memory import MemoryStore
 from penstock.priority.lanes import Tenant
@@ -301,7 +301,7 @@ async def test_what_a_tenant_may_keep_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_tenants_batches_at_work_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "MAX_AT_WORK", 0)
+    monkeypatch.setattr(run, "MAX_AT_WORK", 0)
     async with connected(Gateway()) as api:
         with pytest.raises(openai.RateLimitError, match="batches at work"):
             await begun(api, line("a"))

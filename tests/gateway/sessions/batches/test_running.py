@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.batches import batch as batch_module
-from penstock.gateway.sessions.batches import files, run, running
+from penstock.gateway.sessions.batches import files, run
 from penstock.gateway.sessions.batches.batch import BATCHES, Batch, new_batch_id
 from penstock.gateway.sessions.batches.files import Files, new_file_id
-from penstock.gateway.sessions.batches.run import Answer
-from penstock.gateway.sessions.batches.running import Batches
+from penstock.gateway.sessions.batches.run import Answer, Batches
 from penstock.gateway.store.interface import Store, StoreUnavailable
 from penstock.gateway.store.memory import MemoryStore
 from penstock.gateway.store.redis import RedisStore
@@ -240,7 +239,7 @@ async def test_a_batch_is_one_process_s_at_a_time() -> None:
         await asyncio.sleep(0)
     await second.batches._claim()
     assert not second.asked
-    await store.delete(running._lease(batch_id))  # as if it had not been renewed in time
+    await store.delete(run._lease(batch_id))  # as if it had not been renewed in time
     await second.batches._claim()
     while first.batches._tasks:
         await asyncio.sleep(0.001)
@@ -251,7 +250,7 @@ async def test_a_batch_is_one_process_s_at_a_time() -> None:
 async def test_a_batch_of_another_model_is_left_alone() -> None:
     store = MemoryStore()
     process, other = Process(store, right), Process(store, right)
-    other.batches._model = "another"
+    other.batches.model = "another"
     batch_id = await started(process)
     async with process.batches.running():
         pass  # it stops, and gives its lease back
@@ -431,7 +430,7 @@ async def test_a_batch_that_could_not_be_written_down_takes_nobodys_place() -> N
     process = Process(connection, right)
     file = await process.files.add(TENANT, "in", "batch", b"")
     connection.is_cut = True
-    for _ in range(running.MAX_AT_WORK):
+    for _ in range(run.MAX_AT_WORK):
         batch = Batch(
             id=new_batch_id(),
             endpoint="/v1/completions",
