@@ -19,8 +19,7 @@ from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import Conversation, ConversationLocks
-from penstock.gateway.sessions.recordings.reader import Reader
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.sessions.responses import records
 from penstock.gateway.sessions.responses.asks import InputTokensBody, ResponseTurn
 from penstock.gateway.sessions.responses.objects import (

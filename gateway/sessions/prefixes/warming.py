@@ -120,35 +120,25 @@ def _chain(known: dict[bytes, PrefixChange], end: PrefixChange) -> tuple[PrefixC
     return tuple(reversed(chain))
 
 
+@dataclass(frozen=True, slots=True)
 class WarmUp:
     """A WarmUp computes the hottest prefixes again after a restart, one at a time, while nobody needs the engine."""
 
-    def __init__(
-        self,
-        submit: Callable[[list[int], bytes], Awaitable[None]],
-        is_idle: Callable[[], bool],
-        *,
-        block_size: int,
-        max_tokens: int,
-        poll_s: float = 0.02,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            submit: runs a request with this prompt and salt for one token in the last lane, and returns when it has
-                ended. It is cancelled when somebody comes, and then has to cancel its request.
-            is_idle: False while a request waits or runs that `submit` did not make.
-        """
-        self._submit = submit
-        self._is_idle = is_idle
-        self._block_size = block_size
-        self._max_tokens = max_tokens
-        self._poll_s = poll_s
-        self._clock = clock
+    submit: Callable[[list[int], bytes], Awaitable[None]]
+    """Runs a request with this prompt and salt for one token in the last lane, and returns when it has ended.
+
+    It is cancelled when somebody comes, and then has to cancel its request.
+    """
+    is_idle: Callable[[], bool]
+    """Returns False while a request waits or runs that `submit` did not make."""
+    block_size: int
+    max_tokens: int
+    poll_s: float = 0.02
+    clock: Callable[[], float] = time.monotonic
 
     async def run(self, store: Durable, tracker: PrefixTracker) -> None:
         """Computes the prefixes once the engine is ready; logs the result, and raises nothing."""
-        limit = min(self._max_tokens // self._block_size, MAX_WARMED_BLOCKS)
+        limit = min(self.max_tokens // self.block_size, MAX_WARMED_BLOCKS)
         if limit <= 0:
             return
         try:
@@ -156,22 +146,22 @@ class WarmUp:
         except StoreUnavailable as error:
             log.warning("no prefixes are computed again: %s", error or "the store does not answer")
             return
-        prefixes, num_tokens = choose_prefixes(blocks, self._max_tokens, self._block_size)
+        prefixes, num_tokens = choose_prefixes(blocks, self.max_tokens, self.block_size)
         if not prefixes:
             return
         tracker.remember(blocks)
         log.info("computing %d prefixes of before again, %d tokens", len(prefixes), num_tokens)
-        started = self._clock()
+        started = self.clock()
         done = [prefix for prefix in prefixes if await self._compute(prefix)]
-        num_done = len({block.hash for prefix in done for block in prefix.blocks}) * self._block_size
-        seconds = self._clock() - started
+        num_done = len({block.hash for prefix in done for block in prefix.blocks}) * self.block_size
+        seconds = self.clock() - started
         log.info("computed %d prefixes again, %d tokens in %.1f s", len(done), num_done, seconds)
 
     async def _compute(self, prefix: WarmPrefix) -> bool:
         """Computes a prefix, again after every interruption: the finished part is found in the cache."""
         while True:
-            while not self._is_idle():
-                await asyncio.sleep(self._poll_s)
+            while not self.is_idle():
+                await asyncio.sleep(self.poll_s)
             try:
                 if await self._compute_undisturbed(prefix):
                     return True
@@ -181,11 +171,11 @@ class WarmUp:
 
     async def _compute_undisturbed(self, prefix: WarmPrefix) -> bool:
         """Computes a prefix; False if somebody came in between."""
-        task = asyncio.ensure_future(self._submit(prefix.token_ids, prefix.salt))
+        task = asyncio.ensure_future(self.submit(prefix.token_ids, prefix.salt))
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=self._poll_s)
-                if not task.done() and not self._is_idle():
+                await asyncio.wait([task], timeout=self.poll_s)
+                if not task.done() and not self.is_idle():
                     return False
             task.result()
             return True

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.request import FinishReason, Output, Request
-from penstock.gateway.errors import ApiError
+from penstock.gateway.errors import ApiError, gone
 from penstock.gateway.http.connections import Connection, Timeouts
+from penstock.gateway.http.correlation import log_fault
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.reply.live import LOGPROB_BYTES
 from penstock.gateway.sessions.recordings.frames import KeptFrames
@@ -34,16 +35,10 @@ _TOKEN_BYTES = 110
 """The approximate bytes of an output token with its text."""
 _HELD_BYTES = 400
 """The approximate bytes of a token that waits to be turned into events."""
+_BATCH = 256
+"""The events that are sent at once; other work of the event loop has its turn between two batches."""
 _OWN_BYTES = 6_000
 """The approximate bytes of a recording without its events and tokens, with its request and writer."""
-
-
-class Follower(Protocol):
-    """One connection that follows a recording."""
-
-    connection: Connection
-    position: int
-    """The number of the last event that the connection was sent; -1 for none."""
 
 
 @dataclass(eq=False)
@@ -93,7 +88,7 @@ class Recording(Generation):
         """The choices that have not ended, in the order in which they bring a token each."""
         self._held: list[deque[Output]] = [deque() for _ in range(self.request.n)]
         """The outputs of each choice that wait for their turn."""
-        self._readers: dict[Follower, None] = {}
+        self._readers: dict[Reader, None] = {}
 
     @property
     def id(self) -> str:
@@ -305,11 +300,11 @@ class Recording(Generation):
 
     # Readers
 
-    def attach(self, reader: Follower) -> None:
+    def attach(self, reader: Reader) -> None:
         self._readers[reader] = None
         self.detached_s = None
 
-    def detach(self, reader: Follower, now: float) -> None:
+    def detach(self, reader: Reader, now: float) -> None:
         self._readers.pop(reader, None)
         if not self._readers:
             self.detached_s = now
@@ -324,3 +319,95 @@ class Recording(Generation):
             return False
         patience_s = self.max_detached_s if self.detachable else 0.0
         return patience_s is not None and now - self.detached_s >= patience_s
+
+
+class Reader:
+    """One connection that follows a recording, from any of its events on."""
+
+    def __init__(self, recording: Recording, position: int = -1) -> None:
+        """
+        Args:
+            position: number of the last event that the client has; -1 if none.
+
+        Raises:
+            ApiError: 410, if what comes next is no longer kept.
+        """
+        self.recording = self.reply = recording
+        self.connection: Connection
+        """The connection, from the moment on in which the reader is attached."""
+        self.position = position
+        self._began_at = position
+        self.at_end = False
+        """Whether the reader has everything."""
+        self._check_position()
+
+    @property
+    def writer(self) -> Writer[Recording]:
+        return self.recording.writer
+
+    @property
+    def finished(self) -> bool:
+        return self.recording.settled
+
+    @property
+    def refusal(self) -> ApiError | None:
+        """The error that is the whole reply; a reader that has some events gets it as another event instead."""
+        return self.recording.error if self.recording.settled and self._began_at < 0 else None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to take at once."""
+        return not self.at_end and self._lacks_events
+
+    @property
+    def _lacks_events(self) -> bool:
+        return self.position + 1 < self.recording.num_events
+
+    @property
+    def _has_news(self) -> bool:
+        recording, is_committed = self.recording, self.connection.committed
+        if is_committed and self.writer.opens_early:
+            recording.open()
+        # How a reply opens is told with its first token, or when the client has waited for long enough.
+        return recording.settled or ((recording.started or is_committed) and self._lacks_events)
+
+    async def news(self) -> None:
+        """Returns when there is something to send, or the connection is gone."""
+        while not (self._has_news or self.connection.gone or self.connection.overdue):
+            await self.connection.sleep()
+
+    async def end(self) -> None:
+        """Returns when the recording has ended, or the connection is gone."""
+        while not (self.recording.settled or self.connection.gone):
+            await self.connection.sleep()
+
+    def outputs(self) -> Outputs:
+        return self.recording.outputs()
+
+    def take(self) -> bytes:
+        """Returns the next events that the client does not have."""
+        recording = self.recording
+        try:
+            self._check_position()
+        except ApiError as error:  # it was too slow: the events that it lacks are forgotten
+            return self._end_here(error)
+        frames = recording.frames_from(self.position + 1, _BATCH) if self._has_news else []
+        self.position += len(frames)
+        if not recording.settled or self._lacks_events:
+            return b"".join(frames)
+        if recording.error is not None:
+            log_fault(recording.error)
+            if recording.is_interrupted:
+                return b"".join(frames) + self._end_here(recording.error)
+        self.at_end = True
+        return b"".join([*frames, self.writer.tail])
+
+    def _end_here(self, error: ApiError) -> bytes:
+        self.at_end = True
+        return self.writer.fault(self.recording, error, self.position)
+
+    def _check_position(self) -> None:
+        first = self.recording.num_dropped
+        if first and self.position + 1 < first:
+            message = f"Events up to {first - 1} are no longer kept; go on with starting_after={first - 1}."
+            raise gone(message, "position_expired")
