@@ -23,8 +23,7 @@ from penstock.gateway.endpoints.operation import (
     UsageQuery,
 )
 from penstock.gateway.endpoints.stored_chats import ChatsQuery, ChatUpdateBody
-from penstock.gateway.sessions.responses.asks import InputTokensBody
-from penstock.gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
+from penstock.gateway.sessions.responses.schemas import InputTokensBody, PageQuery, ResponseBody, StreamQuery
 from penstock.gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
 from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
 from penstock.gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody

@@ -21,15 +21,10 @@ from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import Conversation, ConversationLocks
 from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.sessions.responses import records
-from penstock.gateway.sessions.responses.asks import InputTokensBody, ResponseTurn
-from penstock.gateway.sessions.responses.objects import (
-    JsonObject,
-    deleted,
-    details_of,
-    page,
-)
+from penstock.gateway.sessions.responses.objects import JsonObject, ResponseTurn, deleted, details_of, page
 from penstock.gateway.sessions.responses.records import KIND, Record
 from penstock.gateway.sessions.responses.schemas import (
+    InputTokensBody,
     PageQuery,
     ResponseBody,
     check_id,

@@ -263,7 +263,6 @@ class Results:
             id=self.file_id,
             purpose="batch_output",
             filename=filename,
-            created_at=int(time.time()),
             num_bytes=self.num_bytes,
             num_parts=self._num_parts + bool(self._tail),
         )
