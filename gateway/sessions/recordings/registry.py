@@ -183,8 +183,8 @@ class Recordings:
 
     def here(self, tenant: str, recording_id: str) -> Recording | None:
         """The tenant's recording that this process has under that id, whatever state the store is in."""
-        found = self._all.get(recording_id)
-        return found if found is not None and found.tenant == tenant else None
+        recording = self._all.get(recording_id)
+        return recording if recording is not None and recording.tenant == tenant else None
 
     def cancel(self, recording: Recording, code: str = "cancelled") -> None:
         """Ends a recording and tells its readers. What it brought so far is kept."""
@@ -326,8 +326,8 @@ class Recordings:
             self._dirty.update(dict.fromkeys(change.stream_id for change in changes))
             return False
         for change, outcome in zip(changes, outcomes, strict=True):
-            if (known := self._all.get(change.stream_id)) is not None:
-                self._note_outcome(known, change, outcome)
+            if change.stream_id in self._all:
+                self._note_outcome(self._all[change.stream_id], change, outcome)
         return True
 
     def _note_outcome(self, recording: Recording, change: JournalChange, outcome: JournalOutcome) -> None:
@@ -388,15 +388,18 @@ class Recordings:
         self._enter(recording)
         if recording.finished:  # only its end was not written down
             self._note_news(recording)
-        elif recording.attempts > MAX_ATTEMPTS:
-            recording.fail(internal("The server failed several times over this request."))
-        elif refusal is not None:
-            recording.fail(refusal)
-        else:
-            self._resume(recording)
+            return
+        try:
+            if refusal is not None:
+                raise refusal
+            self.dispatch.resume(recording)
+        except ApiError as error:
+            recording.fail(error)
 
     async def _refusal(self, recording: Recording) -> ApiError | None:
-        """Has the recording's grammar compiled; says why if it cannot be."""
+        """Has the recording's grammar compiled; returns why it cannot go on, if it cannot."""
+        if recording.attempts > MAX_ATTEMPTS:
+            return internal("The server failed several times over this request.")
         grammar = recording.request.sampling.grammar
         try:
             if grammar is not None:
@@ -404,13 +407,6 @@ class Recordings:
         except ApiError as error:
             return error
         return None
-
-    def _resume(self, recording: Recording) -> None:
-        self._written.pop(recording.id, None)  # the header says how often it was tried
-        try:
-            self.dispatch.resume(recording)
-        except ApiError as error:
-            recording.fail(error)
 
     async def _take_up(self, journal: Journal) -> None:
         """Keeps a recording that ended in another process; one that is at work there cannot be followed from here."""
