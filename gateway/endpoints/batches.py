@@ -43,7 +43,7 @@ from penstock.gateway.sessions.batches.batch import (
     new_batch_id,
 )
 from penstock.gateway.sessions.batches.files import Files, answering
-from penstock.gateway.sessions.batches.run import Answer, Batches
+from penstock.gateway.sessions.batches.run import Batches, LineAnswer
 from penstock.gateway.sessions.responses.objects import page
 from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.store.interface import Key
@@ -183,16 +183,16 @@ class BatchesApi(_OneApi):
         query = validated(PageQuery, http.query_params)
         with answering():
             ids = reversed(await self._ids(tenant))
-            found = page([{"id": batch_id} for batch_id in ids], query)
-            read = await BATCHES.some(self._store, tenant, [entry["id"] for entry in found["data"]])
+            listed = page([{"id": batch_id} for batch_id in ids], query)
+            read = await BATCHES.some(self._store, tenant, [entry["id"] for entry in listed["data"]])
         # The ids of the page stay, for the next one to go on after.
-        found["data"] = [batch.as_json() for batch in read]
-        return Json(found)
+        listed["data"] = [batch.as_json() for batch in read]
+        return Json(listed)
 
     # One line
 
-    async def _ask(self, tenant: str, endpoint: Endpoint, body: dict[str, Any]) -> Answer | None:
-        """Answers as the endpoint does to the same request over HTTP; see `gateway.sessions.batches.run.Ask`."""
+    async def _ask(self, tenant: str, endpoint: Endpoint, body: dict[str, Any]) -> LineAnswer | None:
+        """Answers as the endpoint does to the same request over HTTP; see `gateway.sessions.batches.run.AskLine`."""
         correlation = Correlation(f"req_{secrets.token_hex(12)}", "POST", endpoint, {})
         CORRELATION.set(correlation)
         http, sent, retry_after_s = self._request(tenant, endpoint, body), list[Message](), None
@@ -211,8 +211,8 @@ class BatchesApi(_OneApi):
             response = await answer_fault(http, error)
         else:
             answer = b"".join(message.get("body", b"") for message in sent)
-            return Answer(sent[0]["status"], correlation.request_id, answer)
-        return Answer(response.status_code, correlation.request_id, bytes(response.body), retry_after_s)
+            return LineAnswer(sent[0]["status"], correlation.request_id, answer)
+        return LineAnswer(response.status_code, correlation.request_id, bytes(response.body), retry_after_s)
 
     def _request(self, tenant: str, endpoint: Endpoint, body: dict[str, Any]) -> HttpRequest:
         content = orjson.dumps({name: value for name, value in body.items() if name not in _LANE_FIELDS})
@@ -319,15 +319,15 @@ class MessageBatchesApi(_OneApi):
 
 
 def _check_requests(requests: list[BatchedMessage]) -> None:
-    known: set[str] = set()
+    ids: set[str] = set()
     for number, one in enumerate(requests):
-        if one.custom_id in known:
+        if one.custom_id in ids:
             message = f"requests[{number}].custom_id: '{one.custom_id}' is that of another request, too."
             raise invalid(message, f"requests[{number}].custom_id")
         if one.params.get("stream"):
             message = f"requests[{number}].params.stream cannot be asked for in a batch."
             raise invalid(message, f"requests[{number}].params.stream")
-        known.add(one.custom_id)
+        ids.add(one.custom_id)
 
 
 def _input_of(requests: list[BatchedMessage]) -> bytes:
@@ -368,9 +368,9 @@ def _instant(seconds: int | None) -> str | None:
 
 def _results(lines: Iterable[bytes], shown: set[str]) -> bytes:
     """Makes results of the lines of an output or error file, and adds the `custom_id` of each to `shown`."""
-    found = [orjson.loads(line) for line in lines if line]
-    shown.update(one["custom_id"] for one in found)
-    return b"".join(_result(one["custom_id"], _outcome(one["response"])) for one in found)
+    results = [orjson.loads(line) for line in lines if line]
+    shown.update(one["custom_id"] for one in results)
+    return b"".join(_result(one["custom_id"], _outcome(one["response"])) for one in results)
 
 
 def _left_results(batch: Batch, lines: Iterable[bytes], shown: set[str]) -> bytes:

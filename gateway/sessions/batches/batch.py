@@ -27,7 +27,7 @@ MAX_CUSTOM_ID_CHARS = 512
 Endpoint = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"
 ]
-Status = Literal[
+BatchStatus = Literal[
     "validating",
     "failed",
     "in_progress",
@@ -63,7 +63,7 @@ class Batch:
     """Results are written to these files, which can be found once there are some and the batch has ended."""
     created_at: int = field(default_factory=lambda: int(time.time()))
     metadata: dict[str, str] | None = None
-    status: Status = "validating"
+    status: BatchStatus = "validating"
     times: dict[str, int] = field(default_factory=dict)
     """The second since 1970 at which the batch came to each status."""
     errors: list[LineError] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Batch:
     def expires_at(self) -> int:
         return self.created_at + WINDOW_S
 
-    def become(self, status: Status) -> None:
+    def become(self, status: BatchStatus) -> None:
         self.status = status
         self.times.setdefault(status, int(time.time()))
 
@@ -142,24 +142,24 @@ class InputCheck:
     endpoint: str
     limits: Limits
     _number: int = 0
-    _known: set[str] = field(default_factory=set)
+    _ids: set[str] = field(default_factory=set)
     _errors: list[LineError] = field(default_factory=list)
 
     @property
     def num_requests(self) -> int:
-        return len(self._known)
+        return len(self._ids)
 
     @property
     def is_over(self) -> bool:
         """Returns whether further lines change nothing."""
-        return len(self._known) > MAX_LINES or len(self._errors) == MAX_ERRORS
+        return len(self._ids) > MAX_LINES or len(self._errors) == MAX_ERRORS
 
     @property
     def errors(self) -> list[LineError]:
         """The mistakes so far; with any of them, no request is run."""
-        if len(self._known) > MAX_LINES:
+        if len(self._ids) > MAX_LINES:
             return [LineError("too_many_lines", f"A batch may have at most {MAX_LINES} lines.")]
-        if not self._known and not self._errors:
+        if not self._ids and not self._errors:
             return [LineError("empty_file", "The input file has no requests.")]
         return self._errors
 
@@ -170,7 +170,7 @@ class InputCheck:
                 return
             try:
                 if text.strip():
-                    self._known.add(_read_line(text, self.endpoint, self.limits, self._known))
+                    self._ids.add(_read_line(text, self.endpoint, self.limits, self._ids))
             except ApiError as error:
                 code = error.code or "invalid_line"
                 self._errors.append(LineError(code, error.message, error.param, self._number))
@@ -181,11 +181,11 @@ def requests_in(lines: Iterable[bytes]) -> list[Line]:
     return [Line(orjson.loads(text)["custom_id"], text) for text in lines if text.strip()]
 
 
-def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]) -> str:
+def _read_line(text: bytes, endpoint: str, limits: Limits, earlier: Container[str]) -> str:
     """The `custom_id` of a line.
 
     Args:
-        known: the `custom_id` of each line before.
+        earlier: the `custom_id` of each line before.
 
     Raises:
         ApiError: it is no request, or none for this endpoint.
@@ -195,7 +195,7 @@ def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         message = f"'custom_id' must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters."
         raise invalid(message, "custom_id", "invalid_custom_id")
-    if custom_id in known:
+    if custom_id in earlier:
         message = f"{custom_id!r} is the custom_id of another line, too."
         raise invalid(message, "custom_id", "duplicate_custom_id")
     if values.get("method") != "POST":

@@ -31,12 +31,12 @@ from penstock.gateway.sessions.batches.batch import (
     MAX_RESULT_BYTES,
     WINDOW_S,
     Batch,
+    BatchStatus,
     Endpoint,
     InputCheck,
     Line,
     LineError,
     Results,
-    Status,
     requests_in,
 )
 from penstock.gateway.sessions.batches.files import Files
@@ -66,7 +66,7 @@ _EXPIRED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineAnswer:
     """The answer to one line."""
 
     status: int
@@ -77,8 +77,8 @@ class Answer:
     """The seconds until it is worth trying again, if there was no room."""
 
 
-Ask = Callable[[str, Endpoint, dict[str, Any]], Awaitable[Answer | None]]
-"""An Ask runs one request for a tenant, in the batch lane; it returns None if this process takes no work any more."""
+AskLine = Callable[[str, Endpoint, dict[str, Any]], Awaitable[LineAnswer | None]]
+"""AskLine runs one request for a tenant, in the batch lane; it returns None if this process takes no work any more."""
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class Run:
     store: Store
     files: Files
     limits: Limits
-    ask: Ask
+    ask: AskLine
     turns: FairSemaphore
     holds: Callable[[], Awaitable[bool]]
     """Returns whether the batch is still this process's."""
@@ -124,7 +124,7 @@ class Run:
 
     async def _run(self) -> bool:
         check = InputCheck(self.batch.endpoint, self.limits)
-        async for lines in self._input():
+        async for lines in await self._input():
             await off_loop(sum(map(len, lines)), check.read, lines)
             if check.is_over:
                 break
@@ -158,19 +158,18 @@ class Run:
         await self._change(edit)
 
     async def _input(self) -> AsyncIterator[list[bytes]]:
-        """Reads the lines of the input, one list after another."""
+        """Finds the lines of the input, which come one list after another."""
         file = await self.files.find(self.tenant, self.batch.input_file_id)
-        async for lines in self.files.lines(self.tenant, file, self.limits.max_body_bytes):
-            yield lines
+        return self.files.lines(self.tenant, file, self.limits.max_body_bytes)
 
     async def _undone(self) -> AsyncGenerator[Line]:
         """Reads the lines that have no result at that moment."""
-        async for lines in self._input():
+        async for lines in await self._input():
             for line in await off_loop(sum(map(len, lines)), requests_in, lines):
                 if line.custom_id not in self._done:
                     yield line
 
-    async def _work(self, num_undone: int) -> Status | None:
+    async def _work(self, num_undone: int) -> BatchStatus | None:
         """Runs the lines, and returns how the batch ends, or None if it does not end here."""
         left, reading = self._undone(), asyncio.Lock()
         num_workers = min(LINES_AT_ONCE, num_undone)
@@ -193,7 +192,7 @@ class Run:
             with contextlib.suppress(StoreUnavailable):
                 await self._write()
 
-    async def _look(self) -> Status | None:
+    async def _look(self) -> BatchStatus | None:
         """Writes new results down, and returns how the batch is to end, if it is."""
         with contextlib.suppress(StoreUnavailable):  # later, then
             holds, batch = await self.holds(), await self._change(self._count)
@@ -221,7 +220,7 @@ class Run:
             results.add(_result(line, answer))
             self._done.add(line.custom_id)
 
-    async def _answer(self, line: Line) -> Answer | None:
+    async def _answer(self, line: Line) -> LineAnswer | None:
         while True:
             async with self.turns.of(self.tenant):
                 answer = await self.ask(self.tenant, self.batch.endpoint, line.body)
@@ -239,13 +238,13 @@ class Run:
         await self._output.write()
         await self._errors.write()
 
-    async def _end(self, status: Status, errors: Sequence[LineError] = ()) -> None:
+    async def _end(self, status: BatchStatus, errors: Sequence[LineError] = ()) -> None:
         if status == "completed":
             await self._change(lambda batch: batch.become("finalizing"))
         num_before = self._errors.num_lines
         if status == "expired":
             async for line in self._undone():
-                self._errors.add(_unanswered(line))
+                self._errors.add(_line(line, error=orjson.dumps(_EXPIRED)))
         num_expired = self._errors.num_lines - num_before
         await self._output.close(f"{self.batch.id}_output.jsonl")
         await self._errors.close(f"{self.batch.id}_error.jsonl")
@@ -287,20 +286,16 @@ def _stop(batch: Batch) -> None:
     batch.num_begun = max(0, batch.num_begun - 1)
 
 
-def _result(line: Line, answer: Answer) -> bytes:
+def _result(line: Line, answer: LineAnswer) -> bytes:
     response = b'{"status_code":%d,"request_id":%b,"body":%b}' % (
         answer.status,
         orjson.dumps(answer.request_id),
         answer.body,
     )
-    return _line(line, response, b"null")
+    return _line(line, response)
 
 
-def _unanswered(line: Line) -> bytes:
-    return _line(line, b"null", orjson.dumps(_EXPIRED))
-
-
-def _line(line: Line, response: bytes, error: bytes) -> bytes:
+def _line(line: Line, response: bytes = b"null", error: bytes = b"null") -> bytes:
     id, custom_id = f"batch_req_{secrets.token_hex(16)}".encode(), orjson.dumps(line.custom_id)
     return b'{"id":"%b","custom_id":%b,"response":%b,"error":%b}\n' % (id, custom_id, response, error)
 
@@ -329,7 +324,7 @@ class Batches:
     dispatch: Dispatch
     limits: Limits
     files: Files
-    ask: Ask
+    ask: AskLine
     _: KW_ONLY
     replica: str
     """The name of this process among those that share the store, which stays after a restart."""
@@ -396,12 +391,12 @@ class Batches:
                     await self._take_over(batch_id)
 
     async def _take_over(self, batch_id: str) -> None:
-        found = await _UNFINISHED.get(self.store, _OF_ALL, batch_id, keep=False)
-        if found is None or found.model != self.model:
+        unfinished = await _UNFINISHED.get(self.store, _OF_ALL, batch_id, keep=False)
+        if unfinished is None or unfinished.model != self.model:
             return
         holder = await self.store.add(_lease(batch_id), self._holder, LEASE_S)
         if holder in (None, self._holder):
-            self._start(found.tenant, batch_id)
+            self._start(unfinished.tenant, batch_id)
 
     async def _holds(self, batch_id: str) -> bool:
         """Renews the lease; returns False if another process has it, because this one seemed to be gone."""

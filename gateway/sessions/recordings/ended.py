@@ -37,19 +37,19 @@ class EndedRecordings:
 
     def surplus(self, before_s: float, max_bytes: int) -> list[Recording]:
         """The recordings to forget, which nobody reads: those that ended before `before_s`, and those of too much."""
-        found: dict[str, Recording] = {}
+        surplus: dict[str, Recording] = {}
         excess = self.num_bytes - max_bytes
         for share in self._shares.values():
             for recording, num_bytes in share.values():
                 if (recording.ended_s or 0.0) >= before_s:
                     break
                 if not recording.is_read:
-                    found[recording.id] = recording
+                    surplus[recording.id] = recording
                     excess -= num_bytes
-        self._give_up(excess, found)
-        return list(found.values())
+        self._give_up(excess, surplus)
+        return list(surplus.values())
 
-    def _give_up(self, excess: int, found: dict[str, Recording]) -> None:
+    def _give_up(self, excess: int, surplus: dict[str, Recording]) -> None:
         """Collects recordings of so many bytes, each from the tenant that has the most at the time."""
         sizes = self._sizes.copy()
         oldest = {tenant: iter(share.values()) for tenant, share in self._shares.items()}
@@ -58,9 +58,9 @@ class EndedRecordings:
             recording, num_bytes = next(oldest[largest], (None, 0))
             if recording is None:
                 del sizes[largest]
-            elif recording.id in found:
+            elif recording.id in surplus:
                 sizes[largest] -= num_bytes
             elif not recording.is_read:
-                found[recording.id] = recording
+                surplus[recording.id] = recording
                 sizes[largest] -= num_bytes
                 excess -= num_bytes

@@ -167,9 +167,8 @@ def _words(request: Request, rests: Sequence[_Rest], num_written: int) -> tuple[
     pack, none = _row(request).pack, ((0, nan),) * num_top
     return unpack_tokens(
         b"".join(
-            pack(word, known.logprob, *chain.from_iterable([*known.top, *none][:num_top]))
-            for word, told in in_turns[num_written:]
-            for known in (told or _UNTOLD,)
+            pack(word, logprobs.logprob, *chain.from_iterable([*logprobs.top, *none][:num_top]))
+            for word, logprobs in ((word, logprobs or _UNTOLD) for word, logprobs in in_turns[num_written:])
         )
     )
 
@@ -196,21 +195,21 @@ def _outputs(request: Request, words: tuple[int, ...]) -> tuple[list[Output], Co
     row, turns, outputs = _row(request), deque(range(request.n)), list[Output]()
     if len(words) * TOKEN_BYTES % row.size:
         raise CorruptJournal("its last token is not whole")
-    for word, *known in row.iter_unpack(pack_tokens(words)):
+    for word, *rest in row.iter_unpack(pack_tokens(words)):
         if not turns:
             raise CorruptJournal("it has tokens after its end")
         index = turns.popleft()
         if request.n == 1 or not word & _ENDS:
             turns.append(index)
-        outputs.append(Output(request.request_id, index, [word & ~_ENDS], "", _logprobs_of(known)))
+        outputs.append(Output(request.request_id, index, [word & ~_ENDS], "", _logprobs_of(rest)))
     return outputs, turns
 
 
-def _logprobs_of(known: list[Any]) -> list[TokenLogprobs] | None:
-    if not known or isnan(known[0]):
+def _logprobs_of(values: list[Any]) -> list[TokenLogprobs] | None:
+    if not values or isnan(values[0]):
         return None
-    top = zip(known[1::2], known[2::2], strict=True)
-    return [TokenLogprobs(known[0], tuple(pair for pair in top if not isnan(pair[1])))]
+    top = zip(values[1::2], values[2::2], strict=True)
+    return [TokenLogprobs(values[0], tuple(pair for pair in top if not isnan(pair[1])))]
 
 
 class Replayer(Protocol):

@@ -136,8 +136,8 @@ def _listed(item: InputItem) -> Item:
             "output": "\n".join(_texts(item.output)),
         }
     texts = [part["text"] for part in item.content or ()]
-    if not texts and (known := _unsealed(item.encrypted_content)) is not None:
-        texts = [known]
+    if not texts and (unsealed := _unsealed(item.encrypted_content)) is not None:
+        texts = [unsealed]
     return reasoning_item(item.id or new_id("rs"), texts, status)
 
 
@@ -316,15 +316,15 @@ def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
     Raises:
         ApiError: 400, if there is no item to go on after.
     """
-    found = list(items) if query.order == "asc" else list(reversed(items))
-    found = found[place_after([item["id"] for item in found], query.after) :]
-    shown = found[: query.limit]
+    ordered = list(items) if query.order == "asc" else list(reversed(items))
+    left = ordered[place_after([item["id"] for item in ordered], query.after) :]
+    shown = left[: query.limit]
     return {
         "object": "list",
         "data": shown,
         "first_id": shown[0]["id"] if shown else "",
         "last_id": shown[-1]["id"] if shown else "",
-        "has_more": len(found) > len(shown),
+        "has_more": len(left) > len(shown),
     }
 
 
