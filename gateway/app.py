@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from penstock.gateway.access import quotas
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
 from penstock.gateway.endpoints.answering import Answering
-from penstock.gateway.endpoints.batches import BatchesApi
+from penstock.gateway.endpoints.batches import BatchesApi, MessageBatchesApi
 from penstock.gateway.endpoints.completions import CompletionsApi
 from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
@@ -28,7 +28,6 @@ from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
 from penstock.gateway.endpoints.llama import LlamaApi
 from penstock.gateway.endpoints.lookups import counted
-from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
 from penstock.gateway.endpoints.models import ModelsApi, TokensApi
 from penstock.gateway.endpoints.ollama import OllamaApi

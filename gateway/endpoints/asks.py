@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.gateway.limits import Limits
-from penstock.gateway.sessions.responses import asks as responses
-from penstock.gateway.sessions.responses.schemas import ResponseBody
+from penstock.gateway.sessions.responses.objects import turn_ask
+from penstock.gateway.sessions.responses.schemas import InputTokensBody, ResponseBody
 from penstock.gateway.wire import decisions, embeddings, schemas, translation
 from penstock.gateway.wire.anthropic import bodies as anthropic
 from penstock.gateway.wire.ask import Ask
@@ -18,8 +18,8 @@ from penstock.gateway.wire.strict import Body, StrictBody, read
 _TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
     schemas.ChatBody: translation.chat_ask,
     schemas.CompletionBody: translation.completion_ask,
-    ResponseBody: responses.turn_ask,
-    responses.InputTokensBody: responses.turn_ask,
+    ResponseBody: turn_ask,
+    InputTokensBody: turn_ask,
     anthropic.MessagesBody: anthropic.message_ask,
     anthropic.CountTokensBody: anthropic.message_ask,
     ollama.OllamaChatBody: ollama.ollama_chat_ask,
