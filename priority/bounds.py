@@ -63,8 +63,7 @@ class Bounds:
 
     def _part(self, account: Account) -> float:
         """Returns the part of its lane that a tenant may fill: all of it while no other tenant is seen in any lane."""
-        is_alone = all(
-            not line.accounts or (len(line.accounts) == 1 and account.tenant in line.accounts)
-            for line in self._lanes.values()
-        )
-        return 1.0 if is_alone else account.lane.policy.tenant_share
+        for line in self._lanes.values():
+            if len(line.accounts) > (account.tenant in line.accounts):
+                return account.lane.policy.tenant_share
+        return 1.0
