@@ -114,12 +114,13 @@ class Tokenizer:
             add_special: adds what the tokenizer puts around a text of its own accord (a leading BOS, say).
         """
         if parse_special:
-            return list(_encode(self._parsing, text, add_special).ids)
+            return _encode(self._parsing, text, add_special).ids
         encoding = _encode(self._plain, text, add_special)
-        if _count(encoding.ids, self._control_ids) == self._num_around[add_special]:
-            return list(encoding.ids)
+        ids: list[int] = encoding.ids  # each access makes a new list
+        if _count(ids, self._control_ids) == self._num_around[add_special]:
+            return ids
         mask = encoding.special_tokens_mask
-        around = [token_id for token_id, is_added in zip(encoding.ids, mask, strict=True) if is_added]
+        around = [token_id for token_id, is_added in zip(ids, mask, strict=True) if is_added]
         num_before = mask.index(0)
         return [*around[:num_before], *self.spell_out(text), *around[num_before:]]
 
