@@ -17,6 +17,7 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.planning import tekken
 
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_COUNTED_AT_ONCE = 64 * 1024
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -271,7 +272,9 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special: bool) -> to
 
 
 def _count(token_ids: Sequence[int], kind: frozenset[int]) -> int:
-    return sum(map(kind.__contains__, token_ids))
+    # In pieces, for one call would hold the interpreter until it is over.
+    starts = range(0, len(token_ids), _COUNTED_AT_ONCE)
+    return sum(sum(map(kind.__contains__, token_ids[i : i + _COUNTED_AT_ONCE])) for i in starts)
 
 
 def _unknown_id(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:
