@@ -331,7 +331,7 @@ CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": 
 SCHEMAS: dict[str, Callable[[int], Any]] = {
     "enum": lambda size: {"enum": [f"{i:012}" for i in range(size // 15)]},
     "properties": lambda size: {
-        "properties": {f"{i:06}": {"enum": ["string"]} for i in range(min(2000, size // 29))}
+        "properties": {f"{i:010}": {"enum": ["string"]} for i in range(min(2000, size // 33))}
     },
     "required": lambda size: {"required": [f"{i:013}" for i in range(size // 16)]},
     "anyOf": lambda size: {"anyOf": [{"const": f"{i:06}"} for i in range(size // 19)]},
@@ -522,9 +522,9 @@ BOUNDS: dict[str, dict[str, Callable[[int], Heavy]]] = {
                     "type": "choice",
                     "name": str(i),
                     "instructions": "",
-                    "choices": [{"value": f"{j:03}"} for j in range(255)],
+                    "choices": [{"value": f"{j:02}"} for j in range(100)],
                 }
-                for i in range(number // 500)
+                for i in range(number // 101)
             ],
         )
     },
@@ -586,8 +586,6 @@ BOUNDS: dict[str, dict[str, Callable[[int], Heavy]]] = {
                 ("/tokenize", "prompt"),
                 ("/completion", "prompt"),
                 (EMBEDDINGS, "input"),
-                ("/api/embed", "input"),
-                ("/api/generate", "prompt"),
                 (RESPONSES, "input"),
             )
         },
@@ -614,6 +612,8 @@ def kept(path: str, then: str, fields: dict[str, Any], also: dict[str, Any]) -> 
 
 STREAMED, LOGPROBS = {"stream": True}, {"num_top": 20, "reply": "word and " * 850}
 REPLIES: dict[str, Callable[[], Heavy]] = {
+    "long text that is cut, /api/embed": partial(of_prompt, "/api/embed", "input", SPOKEN, 16),
+    "long text that is cut, /api/generate": partial(of_prompt, "/api/generate", "prompt", SPOKEN, 16),
     **{
         f"calls, {name}, {how}, {way}": partial(calling, name, part, fields)
         for name, written in WRITTEN.items()
