@@ -28,9 +28,12 @@ class Bounds:
         if not line.num_requests:
             return  # one that is larger than the bounds may wait alone
         own = int(ticket.size.work(ATTENDED_EACH))
+        num_own = int(account.work(ATTENDED_EACH)) + own
+        # Most are within the least part that a tenant may fill.
         if (
             account.tickets
-            and int(account.work(ATTENDED_EACH)) + own > self._part(account) * policy.max_tokens
+            and num_own > policy.tenant_share * policy.max_tokens
+            and num_own > self._part(account) * policy.max_tokens
         ):
             raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
         is_long = int(line.work(ATTENDED_EACH)) + own > policy.max_tokens
@@ -40,7 +43,8 @@ class Bounds:
     def check_places(self, line: LaneLine, account: Account | None, n: int, now: float) -> None:
         """Refuses a request of `n` choices, each of which is a place; larger ones may wait alone."""
         most = line.policy.max_requests
-        if account is not None and account.tickets:
+        least = line.policy.tenant_share * most
+        if account is not None and account.tickets and account.num_choices + n > least:
             most_own = max(1, int(self._part(account) * most))
             if account.num_choices + n > most_own < most:
                 raise self._tenant_full(line, f"{account.num_choices} answers", account.num_requests, now)

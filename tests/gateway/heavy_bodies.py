@@ -481,7 +481,7 @@ BOUNDS: dict[str, dict[str, Callable[[int], Heavy]]] = {
             {"parser": "hermes"}, tools=[tool(SCHEMAS["enum"](1000), i) for i in range(number)]
         ),
         "strict": lambda number: required(
-            "qwen3_coder", *(tool(SCHEMAS["properties"](1500), i) for i in range(number))
+            "qwen3_coder", *(tool(SCHEMAS["properties"](400), i) for i in range(number))
         ),
     },
     "max_tool_calls": {
