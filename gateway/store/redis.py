@@ -232,7 +232,7 @@ class RedisStore(RedisRecords):
 
     async def standings(self, tenants: Sequence[tuple[str, Quota, Sequence[Window]]]) -> builtins.list[Grant]:
         calls = [
-            self._call(scripts.STANDING, self._quota_keys(tenant, windows)) for tenant, _, windows in tenants
+            self._call(scripts.RESERVE, self._quota_keys(tenant, windows)) for tenant, _, windows in tenants
         ]
         answers = await self.link.all(calls)
         return [
