@@ -7,8 +7,8 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
@@ -42,6 +42,7 @@ _BACKSTOP_S = 5.0
 Argument: TypeAlias = str | bytes | int | float
 Command: TypeAlias = tuple[Argument, ...]
 """A Command may call a script, by its SHA-1; the script is sent as a whole only if Redis does not have it."""
+Item = TypeVar("Item")
 log = logging.getLogger("penstock.store")
 
 
@@ -54,6 +55,11 @@ def batch_of(sizes: Iterable[int], most: int = MAX_COMMANDS) -> int:
             break
         number += 1
     return number
+
+
+def batched(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Yields the items, so many at a time as go in one call."""
+    return (items[start : start + MAX_COMMANDS] for start in range(0, len(items), MAX_COMMANDS))
 
 
 class Breaker:
@@ -192,8 +198,8 @@ class Link:
 
     async def _ask_in_pieces(self, commands: Sequence[Command]) -> list[Any]:
         answers: list[Any] = []
-        for start in range(0, len(commands), MAX_COMMANDS):
-            answers += await self._ask(commands[start : start + MAX_COMMANDS])
+        for some in batched(commands):
+            answers += await self._ask(some)
         return answers
 
     async def _ask(self, commands: Sequence[Command]) -> list[Any]:

@@ -175,9 +175,6 @@ class MemoryStore:
         return StoreStats(num_records=len(records), num_bytes=records.num_bytes, shares={"memory": share})
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
-        return self._read(key, ttl_s)
-
-    def _read(self, key: Key, ttl_s: float | None) -> bytes | None:
         entry = self.records.get(key)
         if entry is None:
             return None
@@ -217,7 +214,7 @@ class MemoryStore:
             self.records.touch(key, ttl_s)
 
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
-        return [self._read(key, ttl_s) for key in keys]
+        return [await self.get(key, ttl_s) for key in keys]
 
     async def reserve(
         self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()

@@ -57,14 +57,11 @@ class RedisRecords:
         records = [record for record in records if record[2] > 0]
         values = [value for _, value, _ in records]
         packed = await off_loop(sum(map(len, values)), lambda: list(map(pack, values)))
-        expected = "none" if only_new else ""
-        answers = await self.link.all(
-            [
-                self._put(key, value, ttl_s, expected)
-                for (key, _, ttl_s), value in zip(records, packed, strict=True)
-            ]
-        )
-        for (key, _, _), answer in zip(records, answers, strict=True):
+        puts = [
+            self._put(key, value, ttl_s, "none" if only_new else None)
+            for (key, _, ttl_s), value in zip(records, packed, strict=True)
+        ]
+        for (key, _, _), answer in zip(records, await self.link.all(puts), strict=True):
             self._is_put(key, answer)
 
     async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
@@ -104,19 +101,12 @@ class RedisRecords:
         ids = await self.link.one(self._call(scripts.LIST, [self._index(kind, tenant)], *bounds))
         return [id_.decode(errors="replace") for id_ in ids]
 
-    def _put(self, key: Key, packed: bytes, ttl_s: float, expected: str) -> Command:
+    def _put(self, key: Key, packed: bytes, ttl_s: float, expected: str | None) -> Command:
         kind, counts = quote(key.kind, safe=""), ttl_s >= COUNTED_S and key.kind not in BOUNDED_ELSEWHERE
         beginnings = (self._records_prefix + "record:", self._record(key._replace(id="")))
-        arguments = (
-            kind,
-            key.id,
-            expected,
-            *beginnings,
-            MAX_LISTED,
-            MAX_TENANT_BYTES if counts else "",
-            RECORD_BYTES,
-        )
-        return self._call(scripts.PUT, self._keys_of(key), packed, ms(ttl_s), *arguments)
+        bounds = (MAX_LISTED, MAX_TENANT_BYTES if counts else None, RECORD_BYTES)
+        arguments = (packed, ms(ttl_s), kind, key.id, expected, *beginnings, *bounds)
+        return self._call(scripts.PUT, self._keys_of(key), *arguments)
 
     def _is_put(self, key: Key, answer: Any) -> bool:
         """Returns whether a record was put, from the answer to `_put`."""
@@ -153,9 +143,11 @@ class RedisRecords:
         shares = (f"{self._records_prefix}{section}:{tenant}" for section in ("sizes", "expiries"))
         return record, index, *shares
 
-    def _call(self, script: str, keys: Sequence[str], *arguments: Argument) -> Command:
-        now = "" if self._clock is None else int(self._clock() * SECOND_US)
-        return ("EVALSHA", script, len(keys), *keys, now, *arguments)
+    def _call(self, script: str, keys: Sequence[str], *arguments: Argument | None) -> Command:
+        """Returns the command that calls a script; None is an empty argument."""
+        now = None if self._clock is None else int(self._clock() * SECOND_US)
+        given = ("" if argument is None else argument for argument in (now, *arguments))
+        return ("EVALSHA", script, len(keys), *keys, *given)
 
     def _note_unreadable(self, what: str, error: ValueError) -> None:
         self.num_corrupt += 1

@@ -59,6 +59,9 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
     def get(self, key: Key) -> Pending | None:
         return self._entries.get(key)
 
@@ -147,7 +150,7 @@ class SharedStore:
     # Records
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
-        if self._is_known_better(key):
+        if key in self._backlog:
             return await self._get_local(key, ttl_s)
         num_losses = self.remote.num_losses
         try:
@@ -155,10 +158,10 @@ class SharedStore:
             await self._look_for_losses(key, value)
         except StoreUnavailable:
             value = await self.local.get(key, ttl_s)
-            if value is None and not self._is_known_better(key):
+            if value is None and key not in self._backlog:
                 raise
             return value
-        if self._is_known_better(key) or self._was_lost(value, num_losses):
+        if key in self._backlog or self._was_lost(value, num_losses):
             return await self._get_local(key, ttl_s)
         await self._remember(key, value, ttl_s)
         return value
@@ -175,10 +178,6 @@ class SharedStore:
     def _was_lost(self, found: bytes | None, num_losses: int) -> bool:
         """Whether Redis may have lost what was not found, since it had so many losses; by now it may have it again."""
         return found is None and self.remote.num_losses != num_losses
-
-    def _is_known_better(self, key: Key) -> bool:
-        """Returns whether Redis lacks what memory has."""
-        return self._backlog.get(key) is not None
 
     async def _get_local(self, key: Key, ttl_s: float | None) -> bytes | None:
         value = await self.local.get(key, ttl_s)
@@ -203,13 +202,13 @@ class SharedStore:
         self._later(key, Pending(value, self._clock() + ttl_s))
 
     async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
-        if not self._is_known_better(key):
+        if key not in self._backlog:
             num_losses = self.remote.num_losses
             with suppress(StoreUnavailable):
                 there = await self.remote.add(key, value, ttl_s)
                 with suppress(StoreUnavailable):
                     await self._look_for_losses(key, there)
-                if not self._is_known_better(key) and not self._was_lost(there, num_losses):
+                if key not in self._backlog and not self._was_lost(there, num_losses):
                     await self._remember(key, value if there is None else there, ttl_s)
                     return there
                 if (ours := await self._get_local(key, None)) is not None:
@@ -225,11 +224,11 @@ class SharedStore:
 
         Redis hears before of all that was put before: the new value may speak of it, and outlive this process.
         """
-        if not self._is_known_better(key):
+        if key not in self._backlog:
             with suppress(StoreUnavailable):
                 await self.flush()
                 is_done = await self.remote.replace(key, old, new, ttl_s)
-                if is_done and not self._is_known_better(key):
+                if is_done and key not in self._backlog:
                     await self.local.put(key, new, ttl_s)
                 return is_done
         if await self._get_local(key, None) != old:
@@ -444,6 +443,6 @@ class SharedStore:
             return
         self._num_losses_seen = self.remote.num_losses
         for key, entry in self.local.records.items():
-            if self._backlog.get(key) is None:
+            if key not in self._backlog:
                 self._backlog.put(key, Pending(entry.value, entry.expires_s, only_new=True))
         self._work.set()
