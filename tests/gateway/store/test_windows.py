@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.access.windows import windows_of
+from penstock.gateway.access.quotas import windows_of
 from penstock.gateway.store.interface import Quota, Store, Use, Window
 from penstock.gateway.store.memory import MemoryStore
 from penstock.gateway.store.shared import SharedStore
