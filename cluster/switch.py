@@ -35,11 +35,11 @@ from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.endpoints.replies import position_asked
 from penstock.gateway.endpoints.state import SECRET_HEADER
 from penstock.gateway.errors import ApiError, not_found, refused, unavailable
-from penstock.gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
-from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
+from penstock.gateway.http.connections import BODY_WITHIN, Connection, Timeouts
+from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER
+from penstock.gateway.http.entrance import Entrance, forget_body
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
 from penstock.gateway.http.json_response import Json
-from penstock.gateway.http.limits import LimitsMiddleware, forget_body
 from penstock.gateway.http.refusals import OLLAMA_PATH, answer_fault, refusal
 from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.limits import Limits, parse_object
@@ -118,8 +118,7 @@ class Switch:
         self._num_any = 0
 
     def app(self) -> ASGIApp:
-        limited = LimitsMiddleware(self._answer, self.options.limits, self.options.allowed_hosts, _UPLOADS)
-        return ServerSendMiddleware(RequestIdMiddleware(limited))
+        return Entrance(self._answer, self.options.limits, self.options.allowed_hosts, _UPLOADS)
 
     @contextlib.asynccontextmanager
     async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:

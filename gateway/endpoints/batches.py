@@ -18,7 +18,6 @@ from starlette.types import Message
 
 from penstock.gateway.endpoints.intake import CLIENT, Endpoints, Handler, Intake, route
 from penstock.gateway.errors import ApiError, existing, internal, invalid
-from penstock.gateway.http.connections import ServerSendMiddleware
 from penstock.gateway.http.correlation import CORRELATION, Correlation, log_failed, log_fault
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.http.refusals import refusal
@@ -176,7 +175,7 @@ class BatchesApi(Endpoints):
             CLIENT: client,
         }
         response = await self._handlers[endpoint](HttpRequest(scope, receive))
-        await ServerSendMiddleware(response)(scope, receive, send)
+        await response(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 

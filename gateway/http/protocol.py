@@ -16,8 +16,16 @@ from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from penstock.gateway.errors import ApiError
-from penstock.gateway.http.connections import ABORT, BODY_WITHIN, WRITABLE, WRITE, Timeouts, send_at_once
-from penstock.gateway.http.limits import headers_too_large
+from penstock.gateway.http.connections import (
+    ABORT,
+    BODY_WITHIN,
+    SEND,
+    WRITABLE,
+    WRITE,
+    Timeouts,
+    send_at_once,
+)
+from penstock.gateway.http.entrance import headers_too_large
 from penstock.gateway.limits import Limits
 
 _DEFAULTS = Limits()
@@ -158,7 +166,7 @@ class GatewayProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.__class__ = _OldCycle if is_old else _Cycle
-            self._extensions[WRITE] = cast(_Cycle, self.cycle).write
+            self._extensions |= {WRITE: cast(_Cycle, self.cycle).write, SEND: self.cycle.send}
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         if self.cycle is not None:
             self._cycles.append(self.cycle)

@@ -17,7 +17,7 @@ from penstock.cluster.relay import Message, Place, Relay, none_ready
 from penstock.cluster.upstream import Address
 from penstock.gateway.background import meanwhile
 from penstock.gateway.errors import ApiError
-from penstock.gateway.http.connections import Connection, ServerSendMiddleware, Timeouts
+from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.refusals import refusal
 
 PATIENCE_S = 10
@@ -157,7 +157,7 @@ class RelayApp:
 async def serving(app: ASGIApp) -> AsyncIterator[Address]:
     """The app on a real port, in this event loop."""
     with bind("127.0.0.1", 0) as listener:
-        server = Server(uvicorn_config(ServerSendMiddleware(app), "off", proxies=["127.0.0.1"]))
+        server = Server(uvicorn_config(app, "off", proxies=["127.0.0.1"]))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0)
