@@ -107,18 +107,14 @@ class Members:
 
     async def _keep_listening(self, address: Address) -> None:
         while True:
-            stream = _StateStream(lambda line, stream: self._take(address, line, stream))
-            try:
-                reason = await self._listen(address, stream)
-            finally:
-                self._forget(stream.name)
-            self._tell(address, reason)
+            self._tell(address, await self._listen(address))
             await asyncio.sleep(AGAIN_S)
 
-    async def _listen(self, address: Address, stream: _StateStream) -> str:
-        """Returns the reason when the stream is over."""
+    async def _listen(self, address: Address) -> str:
+        """Takes the messages of a replica; returns the reason when its stream is over."""
         headers: Headers = [(SECRET_HEADER.encode(), self._secret.encode())]
         target = f"{PATH}?switch={self._switch}".encode()
+        stream = _StateStream()
         try:
             upstream = await connect(address, request_bytes("GET", target, address, headers, b""), stream)
         except ssl.SSLCertVerificationError as error:
@@ -127,34 +123,44 @@ class Members:
             return "it does not speak TLS"
         except OSError:
             return "nobody listens there"
+        name, num_silent = "", 0
         try:
-            num_silent = 0
-            while not stream.over.is_set():
+            while num_silent < _CHECKS:
                 heard_s = upstream.heard_s
-                # Not `wait_for`: until Python 3.12 it forgets that it was cancelled if what it waits for has just come.
-                with contextlib.suppress(TimeoutError):
+                try:
+                    # Not `wait_for`: until Python 3.12 it forgets that it was cancelled if what it waits for has come.
                     async with asyncio.timeout(SILENT_S / _CHECKS):
-                        await stream.over.wait()
-                num_silent = num_silent + 1 if upstream.heard_s == heard_s else 0
-                if num_silent == _CHECKS:
-                    return "it says nothing any more"
-            return stream.reason
+                        line = await stream.lines.readline()
+                except TimeoutError:
+                    num_silent = num_silent + 1 if upstream.heard_s == heard_s else 0
+                    continue
+                except ValueError:
+                    return "what it says of itself is too long"
+                if not line.endswith(b"\n"):
+                    return stream.reason
+                num_silent, name = 0, self._take(address, line, name)
+            return "it says nothing any more"
+        except StateError as error:
+            return str(error)
         finally:
             upstream.close()
+            if name:
+                self.known.pop(name, None)
+                self._router.on_gone(name)
 
-    def _take(self, address: Address, line: bytes, stream: _StateStream) -> None:
-        """Takes one message of a stream; raises StateError."""
+    def _take(self, address: Address, line: bytes, name: str) -> str:
+        """Takes one message, and returns the replica's name, which is "" before the first one; raises StateError."""
         try:
             message = orjson.loads(line)
         except orjson.JSONDecodeError:
             raise StateError("what it says of itself is no JSON") from None
-        if not stream.name:
-            stream.name = self._enter(address, parse_snapshot(message))
-            return
+        if not name:
+            return self._enter(address, parse_snapshot(message))
         change = parse_change(message)
-        self._router.on_change(stream.name, change, self._clock())
+        self._router.on_change(name, change, self._clock())
         if change.load is not None:
-            self.known[stream.name].is_draining = change.load.is_draining
+            self.known[name].is_draining = change.load.is_draining
+        return name
 
     def _enter(self, address: Address, snapshot: Snapshot) -> str:
         """Takes in a replica, and returns its name; raises StateError if it does not fit."""
@@ -170,11 +176,6 @@ class Members:
         self._tell(address, "")
         return name
 
-    def _forget(self, name: str) -> None:
-        if name:
-            self.known.pop(name, None)
-            self._router.on_gone(name)
-
     def _tell(self, address: Address, reason: str) -> None:
         """Writes a line into the log if something changed."""
         if self._told.get(address) != reason:
@@ -188,38 +189,23 @@ class Members:
 class _StateStream:
     """A stream of messages, one a line; a `cluster.upstream.Listener`."""
 
-    def __init__(self, on_line: Callable[[bytes, _StateStream], None]) -> None:
-        self.name = ""
-        """The name of the replica, once its snapshot has come."""
-        self.over = asyncio.Event()
-        self.reason = ""
-        self._on_line = on_line
+    def __init__(self) -> None:
+        self.lines = asyncio.StreamReader(MAX_LINE_BYTES)
         self._status = 0
-        self._begun: list[bytes] = []
-        """The pieces of a line whose end has not come yet."""
-        self._num_begun = 0
 
     def on_head(self, status: int, headers: Headers) -> None:  # noqa: ARG002
         self._status = status
 
     def on_body(self, body: bytes) -> None:
-        if self._status != 200 or self.over.is_set():
-            return
-        *lines, rest = body.split(b"\n")
-        for line in lines:
-            whole = b"".join([*self._begun, line])
-            self._begun, self._num_begun = [], 0
-            try:
-                self._on_line(whole, self)
-            except StateError as error:
-                self._end(str(error))
-                return
-        self._begun.append(rest)
-        self._num_begun += len(rest)
-        if self._num_begun > MAX_LINE_BYTES:
-            self._end("what it says of itself is too long")
+        if self._status == 200:
+            self.lines.feed_data(body)
 
     def on_end(self, *, is_whole: bool) -> None:  # noqa: ARG002
+        self.lines.feed_eof()
+
+    @property
+    def reason(self) -> str:
+        """Why the stream has ended."""
         reasons = {
             0: "it hung up",
             200: "it hung up",
@@ -227,8 +213,4 @@ class _StateStream:
             404: "it was started without a cluster secret",
             503: "it is not ready",
         }
-        self._end(reasons.get(self._status, f"it answers with status {self._status}"))
-
-    def _end(self, reason: str) -> None:
-        self.reason = self.reason or reason
-        self.over.set()
+        return reasons.get(self._status, f"it answers with status {self._status}")

@@ -66,7 +66,7 @@ _NGINX_LOCATION = "@replica"
 """The location in which an nginx that has asked goes on with the request (deploy/nginx-switch.conf)."""
 MOST_CHOSEN = 32
 """The places of one tenant that are kept for other proxies, which do not say whether they send the requests."""
-_FORWARDED_FOR = b"x-forwarded-for"
+_FORWARDED_FOR = "x-forwarded-for"
 """Where the client is, as far as the switch believes those before it."""
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER.encode(), SECRET_HEADER.encode())
@@ -184,7 +184,7 @@ class Switch:
         self._check_open()
         chosen = self._chosen[self._client(http).tenant.name]
         way = await self._way(http, path)
-        place = way.guide.choose(frozenset())
+        place = way.choose(frozenset())
         passed = {name.decode(): value.decode() for name, value in place.headers}
         if passed:
             chosen.append(place.leave)
@@ -208,13 +208,8 @@ class Switch:
         if parts is None:
             read.set()
         way = await self._way(http, path)
-        relay = Relay(
-            _message(http, parts or (b"" if is_open else await http.body()), way),
-            way.guide,
-            connection,
-            self.metrics,
-            way.position,
-        )
+        message = _message(http, parts or (b"" if is_open else await http.body()), way)
+        relay = Relay(message, way, connection, self.metrics, way.position)
         forget_body(http)
 
         async def watch() -> None:
@@ -246,8 +241,12 @@ class Switch:
         position = None
         if Passing.BY_ID | Passing.RECORDED in passing:
             position = Position(path.removesuffix(f"/{id}"), id, position_asked(http))
-        guide = _Guide(self, id=id if Passing.BY_ID in passing else "")
-        return _Way(guide, position, Passing.ONCE in passing)
+        return _Way(
+            switch=self,
+            id=id if Passing.BY_ID in passing else "",
+            position=position,
+            once=Passing.ONCE in passing,
+        )
 
     async def _way_by_prompt(self, http: HttpRequest, path: str, operation: Operation) -> _Way:
         began_s = perf_counter()
@@ -257,21 +256,26 @@ class Switch:
         except ApiError:  # the replica will say so
             asked = {}
         assert operation.body is not None
-        ask = await self._queries.read(
+        query = await self._queries.read(
             operation.body, asked, len(body), client.tenant, slo_of(http.headers), self.router.policies
         )
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
         has_key = "idempotency-key" in http.headers
-        streams = asked.get("stream", path.startswith(OLLAMA_PATH)) is True
-        is_resumable = has_key or http.headers.get(RESUMABLE_HEADER) == "true" or _outlives(asked)
-        is_recorded = streams and is_resumable
-        is_recorded = is_recorded and Passing.RECORDED in operation.passing
+        is_recorded = (
+            Passing.RECORDED in operation.passing
+            and asked.get("stream", path.startswith(OLLAMA_PATH)) is True
+            and (has_key or http.headers.get(RESUMABLE_HEADER) == "true" or _outlives(asked))
+        )
         # It would be in the conversation, or kept, twice: what a dead replica began another one takes over.
         stays = asked.get("conversation") is not None or asked.get("background") is True
         stays = stays or (operation.body is ChatBody and asked.get("store") is True)
-        once = stays and not has_key
-        guide = _Guide(self, ask, owner_tag(asked))
-        return _Way(guide, position=Position(path) if is_recorded else None, once=once)
+        return _Way(
+            switch=self,
+            query=query,
+            owner=owner_tag(asked),
+            position=Position(path) if is_recorded else None,
+            once=stays and not has_key,
+        )
 
     @contextlib.contextmanager
     def _on_its_way(self, relay: Relay) -> Iterator[None]:
@@ -291,26 +295,25 @@ class Switch:
         return members[self._num_any % len(members)]
 
 
-class _Guide:
-    """A `cluster.relay.Guide` for one request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """The way in which one request is passed on; a `cluster.relay.Guide`."""
 
-    def __init__(
-        self, switch: Switch, ask: RouteQuery | None = None, owner: str | None = None, *, id: str = ""
-    ) -> None:
-        """
-        Args:
-            ask: the request to the model; None for what any replica can answer as well as any other.
-            owner: the tag of a replica that is to be asked first.
-            id: what only one replica has.
-        """
-        self._switch = switch
-        self._ask = ask
-        self._owner = owner
-        self.id = id
+    switch: Switch
+    query: RouteQuery | None = None
+    """The request to the model; None for what any replica can answer as well as any other."""
+    owner: str | None = None
+    """The tag of a replica that is to be asked first."""
+    id: str = ""
+    """The id of what only one replica has."""
+    position: Position | None = None
+    """The client's position in a stream that is recorded."""
+    once: bool = False
+    """The request makes something that stays; see `Message`."""
 
     def choose(self, excluded: frozenset[str]) -> Place:
-        if self._ask is not None:
-            return self._by_forecast(self._ask, excluded)
+        if self.query is not None:
+            return self._by_forecast(self.query, excluded)
         for place in self.owners(self.id) if self.id else ():
             if place.replica not in excluded:
                 return place
@@ -320,55 +323,44 @@ class _Guide:
         return any(self.id or not member.is_draining for member in self._beside(excluded))
 
     def is_lost(self, replica: str) -> bool:
-        return replica not in self._switch.members.known
+        return replica not in self.switch.members.known
 
     def owners(self, id: str) -> Iterator[Place]:
         tag = tag_in(id)
-        known = self._switch.members.known.values()
+        known = self.switch.members.known.values()
         return map(_place, sorted(known, key=lambda member: member.tag != tag))
 
     def _any(self, excluded: frozenset[str]) -> Place:
         beside = self._beside(excluded)
         if not beside:
             raise none_ready()
-        return _place(self._switch.next_of([one for one in beside if not one.is_draining] or beside))
+        return _place(self.switch.next_of([one for one in beside if not one.is_draining] or beside))
 
-    def _by_forecast(self, ask: RouteQuery, excluded: frozenset[str]) -> Place:
-        router, known = self._switch.router, self._switch.members.known
-        now = self._switch.clock()
-        owner = next((name for name, member in known.items() if member.tag == self._owner), None)
+    def _by_forecast(self, query: RouteQuery, excluded: frozenset[str]) -> Place:
+        router, known = self.switch.router, self.switch.members.known
+        now = self.switch.clock()
+        owner = next((name for name, member in known.items() if member.tag == self.owner), None)
         found: Any = None
         if owner is not None and owner not in excluded:
-            found = router.choose(ask, now, known.keys() - {owner})
+            found = router.choose(query, now, known.keys() - {owner})
         if found is None or isinstance(found, Refusal):
-            found = router.choose(ask, now, excluded)
+            found = router.choose(query, now, excluded)
         if isinstance(found, Refusal):
             raise self._refused(found)
-        self._switch.metrics.prompt_tokens.inc(ask.num_prompt)
-        self._switch.metrics.cached_tokens.inc(found.num_cached)
-        ticket = ticket_of(self._switch.options.secret, self._switch.name, found.ticket).encode()
+        self.switch.metrics.prompt_tokens.inc(query.num_prompt)
+        self.switch.metrics.cached_tokens.inc(found.num_cached)
+        ticket = ticket_of(self.switch.options.secret, self.switch.name, found.ticket).encode()
         leave = partial(router.note_done, found.ticket)
         return Place(found.replica, known[found.replica].address, [(TICKET_HEADER.encode(), ticket)], leave)
 
     def _refused(self, why: Refusal) -> ApiError:
-        self._switch.metrics.refused(why.reason).inc()
+        self.switch.metrics.refused(why.reason).inc()
         if why.reason == "no_replica":
             return none_ready()
         return refused(str(why), why.reason, why.retry_after_s, tenant_limit=why.tenant_limit)
 
     def _beside(self, excluded: frozenset[str]) -> list[Member]:
-        return [member for name, member in self._switch.members.known.items() if name not in excluded]
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """The way in which one request is passed on."""
-
-    guide: _Guide
-    position: Position | None = None
-    """The client's position in a stream that is recorded."""
-    once: bool = False
-    """The request makes something that stays; see `Message`."""
+        return [member for name, member in self.switch.members.known.items() if name not in excluded]
 
 
 def _operation(method: str, path: str) -> tuple[Operation, str]:
@@ -399,20 +391,16 @@ def _message(http: HttpRequest, body: bytes | AsyncIterator[bytes], way: _Way) -
     target = http.scope["raw_path"]
     if query := http.scope["query_string"]:
         target += b"?" + query
-    asked = CORRELATION.get()
-    headers = [
-        *(header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON),
-        (b"x-request-id", b"" if asked is None else asked.request_id.encode()),
-    ]
-    if asked is not None and asked.address:
-        headers.append((_FORWARDED_FOR, asked.address.encode()))
+    request = CORRELATION.get()
+    assert request is not None
+    known = {"x-request-id": request.request_id}
+    if request.address:
+        known[_FORWARDED_FOR] = request.address
     reached = {FORWARDED_HOST: http.headers.get("host", ""), FORWARDED_PROTO: http.url.scheme}
-    headers += [
-        (name.encode(), value.encode("latin-1"))
-        for name, value in reached.items()
-        if name not in http.headers
-    ]
-    return Message(http.method, http.scope["path"], target, headers, body, way.once, way.guide.id)
+    known |= {name: value for name, value in reached.items() if name not in http.headers}
+    headers = [header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON]
+    headers += [(name.encode(), value.encode("latin-1")) for name, value in known.items()]
+    return Message(http.method, http.scope["path"], target, headers, body, way.once, way.id)
 
 
 def _outlives(body: Mapping[str, Any]) -> bool:
