@@ -81,22 +81,16 @@ def replicas(args: dict[str, Any]) -> Any:
             "those of their machines (--listen node, or listen: node), in a network that only you can reach"
         )
     open_directory(plan)
-    # Processes that replace others need room beside them: without it they would be waited for in vain.
-    surge = {"max_surge_percent": 100} if plan.surge else {}
+    options: dict[str, Any] = {"num_replicas": plan.replicas.least}
+    if not plan.replicas.is_fixed:
+        policy = AutoscalingPolicy(policy_function=scaling.policy)
+        bounds = {"min_replicas": plan.replicas.least, "max_replicas": plan.replicas.most}
+        options = {"autoscaling_config": AutoscalingConfig(policy=policy, **bounds)}
+    if plan.surge:
+        # Processes that replace others need room beside them: without it they would be waited for in vain.
+        options["max_surge_percent"] = 100
     resources = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
-    deployed = _deployment(Replica, plan, resources, **_size(plan), **surge)
-    return _with_version(deployed, plan.replica_version()).bind(plan.model_dump(mode="json"))
-
-
-def _size(plan: Plan) -> dict[str, Any]:
-    if plan.replicas.is_fixed:
-        return {"num_replicas": plan.replicas.least}
-    config = AutoscalingConfig(
-        min_replicas=plan.replicas.least,
-        max_replicas=plan.replicas.most,
-        policy=AutoscalingPolicy(policy_function=scaling.policy),
-    )
-    return {"autoscaling_config": config}
+    return _application(Replica, plan, plan.replica_version(), resources, **options)
 
 
 def switches(args: dict[str, Any]) -> Any:
@@ -105,10 +99,8 @@ def switches(args: dict[str, Any]) -> Any:
     open_directory(plan)
     num_machines = len(machines())
     num = plan.switches or num_machines
-    deployed = _deployment(
-        Switch, plan, {"num_cpus": 0}, num_replicas=num, max_replicas_per_node=-(-num // num_machines)
-    )
-    return _with_version(deployed, plan.switch_version()).bind(plan.model_dump(mode="json"))
+    options = {"num_replicas": num, "max_replicas_per_node": -(-num // num_machines)}
+    return _application(Switch, plan, plan.switch_version(), {"num_cpus": 0}, **options)
 
 
 def machines() -> list[str]:
@@ -116,8 +108,10 @@ def machines() -> list[str]:
     return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
 
-def _deployment(keeper: type[Keeper], plan: Plan, resources: dict[str, Any], **options: Any) -> Any:
-    return serve.deployment(
+def _application(
+    keeper: type[Keeper], plan: Plan, version: str, resources: dict[str, Any], **options: Any
+) -> Any:
+    deployment = serve.deployment(
         keeper,
         ray_actor_options=resources,
         health_check_period_s=_HEALTH_S,
@@ -126,11 +120,8 @@ def _deployment(keeper: type[Keeper], plan: Plan, resources: dict[str, Any], **o
         max_constructor_retry_count=2,
         **options,
     )
-
-
-def _with_version(deployment: Any, text: str) -> Any:
-    """Gives a deployment a version, without which Serve replaces all processes whenever the application is deployed."""
-    return deployment.options(version=text, _internal=True)
+    # Without a version Serve replaces all processes whenever the application is deployed.
+    return deployment.options(version=version, _internal=True).bind(plan.model_dump(mode="json"))
 
 
 class Keeper:
