@@ -33,6 +33,12 @@ OF_SWITCH = frozenset(
 """Settings that a switch has a use for, beside where it listens."""
 UNENCRYPTED = frozenset(("ssl_certfile", "ssl_keyfile"))
 """Settings that the processes of a cluster cannot have, since they ask each other by plain HTTP."""
+_NOT_IN_SETTINGS = {
+    **dict.fromkeys(OWN_SETTINGS, "replicas cannot have it in common"),
+    **dict.fromkeys(UNENCRYPTED, "a cluster speaks plain HTTP; put a proxy with the certificate in front"),
+    "host": "host stands outside the settings; it is that of the switches",
+    "port": "port stands outside the settings; it is that of the switches",
+}
 DRAIN_S = 30.0
 """The default of Settings.drain_timeout."""
 _MARGIN_S = 15.0
@@ -126,16 +132,8 @@ class Plan(BaseModel):
         return plan
 
     def _check_settings(self) -> None:
-        for name in sorted(OWN_SETTINGS & self.settings.keys()):
-            raise PlanError(f"settings.{name}: replicas cannot have it in common")
-        for name in sorted(UNENCRYPTED & self.settings.keys()):
-            raise PlanError(
-                f"settings.{name}: a cluster speaks plain HTTP; put a proxy with the certificate in front"
-            )
-        for name in sorted({"host", "port"} & self.settings.keys()):
-            raise PlanError(
-                f"settings.{name}: {name} stands outside the settings; it is that of the switches"
-            )
+        for name in sorted(_NOT_IN_SETTINGS.keys() & self.settings.keys()):
+            raise PlanError(f"settings.{name}: {_NOT_IN_SETTINGS[name]}")
         if self.settings.get("log_level", "info") not in ("debug", "info"):
             raise PlanError(
                 "settings.log_level: must be info or debug, since where a replica listens is read there"

@@ -98,6 +98,8 @@ class Relay:
         self._upstream: Upstream | None = None
         self._replica = ""
         self._was_sent = False
+        self._was_refused = False
+        """A replica refused the request for its load."""
         self._status = 0
         self._kind = 0
         """The status; the same one for all refusals of a replica that has no room or is not ready."""
@@ -122,19 +124,16 @@ class Relay:
             ApiError: it was refused, and the client has nothing yet.
         """
         excluded: frozenset[str] = frozenset()
-        was_refused = False
-        while self._may_ask and (place := self._next_place(excluded, was_refused=was_refused)):
+        while self._may_ask and (place := self._next_place(excluded)):
             if excluded:
                 self._metrics.retries.inc()
             excluded |= {place.replica}
             try:
-                if await self._ask(
-                    place, self._message, self._passed_over(excluded, was_refused=was_refused)
-                ):
+                if await self._ask(place, self._message, self._passed_over(excluded)):
                     return
             finally:
                 place.leave()
-            was_refused = was_refused or self._kind == _REFUSED
+            self._was_refused |= self._kind == _REFUSED
         await self._rescue()
 
     def end(self) -> None:
@@ -200,24 +199,24 @@ class Relay:
         may_be_done = self._message.once and self._was_sent and not was_refused
         return not (may_be_done or self._has_begun or self.connection.gone)
 
-    def _next_place(self, excluded: frozenset[str], *, was_refused: bool) -> Place | None:
+    def _next_place(self, excluded: frozenset[str]) -> Place | None:
         """Returns the next replica to ask; None if there is none and the reply has begun."""
         try:
             return self._guide.choose(excluded)
         except ApiError:
             if self.connection.committed:
                 return None
-            if was_refused or not excluded:
+            if self._was_refused or not excluded:
                 raise
             raise _lost() from None
 
-    def _passed_over(self, excluded: frozenset[str], *, was_refused: bool) -> tuple[int, ...]:
+    def _passed_over(self, excluded: frozenset[str]) -> tuple[int, ...]:
         """Returns the kinds of replies in whose place another replica is asked: once, or until one has the id."""
         if not self._guide.has_others(excluded) or not isinstance(self._message.body, bytes):
             return ()
         if self._message.id:
             return (HTTPStatus.NOT_FOUND, _REFUSED)
-        return () if was_refused else (_REFUSED,)
+        return () if self._was_refused else (_REFUSED,)
 
     async def _ask(self, place: Place, message: Message, passed_over: tuple[int, ...] = ()) -> bool:
         """Passes one replica's reply on; False if the reply did not come to its end.

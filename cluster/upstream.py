@@ -60,7 +60,7 @@ class Upstream(asyncio.Protocol):
         """The time at which something came last."""
         self._listener = listener
         self._is_head = is_head
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self.on_body = self._body.append
@@ -74,26 +74,24 @@ class Upstream(asyncio.Protocol):
         """Closes the connection; the listener is told nothing more."""
         self._is_over = True
         self._writable.set()
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def pause(self) -> None:
-        if self._transport is not None and not self._is_over:
+        if not self._is_over:
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self._transport is not None and not self._is_over:
+        if not self._is_over:
             self._transport.resume_reading()
 
     async def upload(self, parts: AsyncIterator[bytes]) -> None:
         """Sends the body of a request in chunks, as fast as the replica takes it, unless the reply is there before."""
         async for part in parts:
-            if self._is_over or self._transport is None:
+            if self._is_over:
                 return
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
             await self._writable.wait()
-        if self._transport is not None:
-            self._transport.write(b"0\r\n\r\n")
+        self._transport.write(b"0\r\n\r\n")
 
     # As an asyncio.Protocol
 

@@ -129,25 +129,14 @@ class RedisStore(RedisRecords):
         return [answer.decode() for answer in await self.link.all(commands)]
 
     def _write_journal(self, change: JournalChange) -> Command:
-        return self._call(
-            scripts.WRITE_JOURNAL,
-            [
-                *self._journal_keys(change.stream_id),
-                self._key("unfinished"),
-                *(self._key(section, hashed(change.tenant)) for section in _JOURNAL_SHARES),
-            ],
-            self._owner,
-            None if change.header is None else pack(change.header),
-            change.offset,
-            pack_tokens(change.token_ids),
-            ms(change.ttl_s),
-            None if change.end is None else pack(change.end),
-            change.stream_id,
-            hashed(change.tenant),
-            *self._journal_keys(""),
-            MAX_TENANT_BYTES,
-            RECORD_BYTES,
-        )
+        tenant = hashed(change.tenant)
+        shares = (self._key(section, tenant) for section in _JOURNAL_SHARES)
+        keys = [*self._journal_keys(change.stream_id), self._key("unfinished"), *shares]
+        header, end = (None if part is None else pack(part) for part in (change.header, change.end))
+        written = (header, change.offset, pack_tokens(change.token_ids), ms(change.ttl_s), end)
+        names = (change.stream_id, tenant, *self._journal_keys(""))
+        bounds = (MAX_TENANT_BYTES, RECORD_BYTES)
+        return self._call(scripts.WRITE_JOURNAL, keys, self._owner, *written, *names, *bounds)
 
     async def read_journal(self, stream_id: str) -> Journal | None:
         return next(iter(await self.read_journals([stream_id])), None)
@@ -191,21 +180,11 @@ class RedisStore(RedisRecords):
     async def reserve(
         self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
     ) -> Grant:
-        command = self._call(
-            scripts.RESERVE,
-            self._quota_keys(tenant, windows),
-            _cost(1, quota.requests_per_minute),
-            _cost(num_tokens, quota.tokens_per_minute),
-            quota.max_streams,
-            lease_id,
-            int(LEASE_S * SECOND_US),
-            num_tokens,
-            *(
-                bound
-                for window in windows
-                for bound in (window.max_requests, window.max_tokens, _life_ms(window))
-            ),
-        )
+        costs = (_cost(1, quota.requests_per_minute), _cost(num_tokens, quota.tokens_per_minute))
+        lease = (quota.max_streams, lease_id, int(LEASE_S * SECOND_US))
+        bounds = chain.from_iterable((one.max_requests, one.max_tokens, _life_ms(one)) for one in windows)
+        keys = self._quota_keys(tenant, windows)
+        command = self._call(scripts.RESERVE, keys, *costs, *lease, num_tokens, *bounds)
         fits, *counts = await self.link.one(command)
         standing = _standing(counts)
         return standing.grant(quota) if fits else judge(quota, num_tokens, standing, windows)
