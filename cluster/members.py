@@ -11,6 +11,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from time import monotonic
 from urllib.parse import urlsplit
 
 import orjson
@@ -31,6 +32,8 @@ SILENT_S = 5.0
 _CHECKS = 5
 """The checks in that time. A switch whose own loop is held up makes none, and blames nobody."""
 MAX_LINE_BYTES = 256 * 1024 * 1024
+MOST_S = 0.5
+"""The longest time that counts between two readings: the switch reads the clock four times a second."""
 
 
 def parse_address(url: str) -> Address:
@@ -47,6 +50,22 @@ def parse_address(url: str) -> Address:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path not in ("", "/"):
         raise ValueError(f"{url}: not like http://HOST:PORT or https://HOST:PORT")
     return Address(parts.hostname, port, is_tls=parts.scheme == "https")
+
+
+class AwakeClock:
+    """A clock that stands still while the event loop is held up: what was not read meanwhile is not silence."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._read_s = clock()
+        self._held_up_s = 0.0
+
+    def __call__(self) -> float:
+        """Returns seconds that never go back."""
+        now_s = self._clock()
+        self._held_up_s += max(0.0, now_s - self._read_s - MOST_S)
+        self._read_s = now_s
+        return now_s - self._held_up_s
 
 
 @dataclass(slots=True)

@@ -18,8 +18,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.cluster.clock import AwakeClock
-from penstock.cluster.members import Member, Members
+from penstock.cluster.members import AwakeClock, Member, Members
 from penstock.cluster.metrics import Metrics
 from penstock.cluster.position import Position
 from penstock.cluster.queries import QueryReader, owner_tag

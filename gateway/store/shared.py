@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeVar
 
 from penstock.gateway.background import every, meanwhile
 from penstock.gateway.store.interface import (
@@ -29,6 +30,8 @@ FLUSH_S = 0.03
 """The time for which a put waits for others to be sent with it."""
 MAX_DIRTY = 100_000
 CLOSE_S = 1.0
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class SharedStore:
         self.remote = remote
         self._clock = local.clock
         self._backlog = Backlog(max_dirty, max_dirty_bytes)
-        self._releases: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._releases: dict[tuple[str, str], None] = {}
         self._unshared: dict[str, int] = {}
         """The tokens reserved by lease while Redis was gone, still to be written to it."""
         self._unsure: dict[tuple[str, str], None] = {}
@@ -130,7 +133,6 @@ class SharedStore:
         """What tenants used of windows while Redis was gone, by tenant and window, still to be written to it."""
         self._num_losses_seen = remote.num_losses
         self._work = asyncio.Event()
-        self._is_closing = False
 
     @property
     def durable(self) -> RedisStore:
@@ -293,12 +295,8 @@ class SharedStore:
             if grant.refused is None and not lease_id:
                 self._owe(tenant, windows, Use(1, num_tokens))
             elif grant.refused is None:
-                self._unshared[lease_id] = num_tokens
-                self._unsure[tenant, lease_id] = None
-                if len(self._unshared) > MAX_DIRTY:
-                    del self._unshared[next(iter(self._unshared))]
-                if len(self._unsure) > MAX_DIRTY:
-                    del self._unsure[next(iter(self._unsure))]
+                _note(self._unshared, lease_id, num_tokens)
+                _note(self._unsure, (tenant, lease_id), None)
                 self._work.set()
             return grant
         if grant.refused is None:
@@ -348,9 +346,7 @@ class SharedStore:
         try:
             await self.remote.release(tenant, lease_id)
         except StoreUnavailable:
-            self._releases[tenant, lease_id] = None
-            while len(self._releases) > MAX_DIRTY:
-                self._releases.popitem(last=False)
+            _note(self._releases, (tenant, lease_id), None)
             self._work.set()
 
     # What it does by itself
@@ -366,23 +362,19 @@ class SharedStore:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Writes behind and beats; at the end what is left is written, if that can be done within `CLOSE_S`."""
-        self._is_closing = False
         async with self.remote.running():
             await self._beat_if_possible()
-            flushing = asyncio.create_task(self._flush_always())
+            beating = every(HEARTBEAT_S, self._beat_if_possible, "the heartbeat")
             try:
-                async with meanwhile(every(HEARTBEAT_S, self._beat_if_possible, "the heartbeat")):
+                async with meanwhile(beating), meanwhile(self._flush_always()):
                     yield
             finally:
-                self._is_closing = True
-                self._work.set()
-                await flushing
                 with suppress(StoreUnavailable, TimeoutError):
                     async with asyncio.timeout(CLOSE_S):
                         await self.flush()
 
     async def _flush_always(self) -> None:
-        while not self._is_closing:
+        while True:
             await self._work.wait()
             await asyncio.sleep(FLUSH_S)
             self._work.clear()
@@ -408,7 +400,7 @@ class SharedStore:
             (tenant, _), (window, use) = self._owed.popitem()
             try:
                 await self.remote.settle(tenant, Quota(), use.tokens, "", [window], num_requests=use.requests)
-            except StoreUnavailable:
+            except BaseException:  # also if this is cancelled
                 self._owe(tenant, [window], use)
                 raise
 
@@ -446,3 +438,10 @@ class SharedStore:
             if key not in self._backlog:
                 self._backlog.put(key, Pending(entry.value, entry.expires_s, only_new=True))
         self._work.set()
+
+
+def _note(entries: dict[K, V], key: K, value: V) -> None:
+    """Enters a value among at most MAX_DIRTY: the oldest goes."""
+    entries[key] = value
+    if len(entries) > MAX_DIRTY:
+        del entries[next(iter(entries))]
