@@ -133,6 +133,6 @@ class Child:
         print(line, file=sys.stderr, flush=True)
         if line:
             self._lines.append(line.removeprefix("penstock: "))
-        if found := _READY.search(line):
-            self.url = found[1]
+        if ready := _READY.search(line):
+            self.url = ready[1]
             self._ready.set()

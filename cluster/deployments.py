@@ -29,8 +29,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from penstock.cluster import scaling
 from penstock.cluster.child import Child, ChildFailed
-from penstock.cluster.directory import BEAT_S, Answer, Directory, Report, Stranger
-from penstock.cluster.figures import Figures
+from penstock.cluster.directory import BEAT_S, BeatReply, Directory, Report, Stranger
+from penstock.cluster.figures import LoadRates
 from penstock.cluster.plan import OF_SWITCH, Plan, PlanError
 from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
 
@@ -57,9 +57,9 @@ def find_directory(plan: Plan) -> Any | None:
 
 def open_directory(plan: Plan, secret: str | None = None) -> Any:
     """Returns the handle of a cluster's directory, which is started if there is none, with this secret or a new one."""
-    found = find_directory(plan)
-    if found is not None:
-        return found
+    directory = find_directory(plan)
+    if directory is not None:
+        return directory
     options = {
         "name": plan.directory,
         "namespace": NAMESPACE,
@@ -141,7 +141,7 @@ class Keeper:
         self._secret = await self._directory.secret.remote()
         self._name = f"{self._plan.name}-{serve.get_replica_context().replica_id.unique_id}"
         self._node: str = ray.util.get_node_ip_address()
-        self._figures = Figures()
+        self._figures = LoadRates()
         self._numbers: dict[str, float] = defaultdict(float)
         self._identity = ""
         self._is_stopping = False
@@ -193,12 +193,12 @@ class Keeper:
         self, host: str, first: int, command: str, variables: Mapping[str, str], *arguments: str
     ) -> Child:
         """Starts a process on the first port that it can have."""
-        own = {"PENSTOCK_CLUSTER_SECRET": self._secret, "PENSTOCK_HOST": host}
+        common = {"PENSTOCK_CLUSTER_SECRET": self._secret, "PENSTOCK_HOST": host}
         failure = ChildFailed(f"no port of {host} from {first} to {first + _NUM_PORTS - 1} is free")
         for port in _free_ports(host, first):
             try:
                 return await Child.start(
-                    [command, *arguments], {**variables, **own, "PENSTOCK_PORT": str(port)}
+                    [command, *arguments], {**variables, **common, "PENSTOCK_PORT": str(port)}
                 )
             except ChildFailed as error:
                 failure = error
@@ -206,7 +206,7 @@ class Keeper:
                     break
         raise failure
 
-    async def _beat(self) -> Answer:
+    async def _beat(self) -> BeatReply:
         assert self._child is not None
         report = Report(
             kind=self._kind,
@@ -219,7 +219,7 @@ class Keeper:
             figures=self._numbers,
             is_draining=self._is_draining or self._is_stopping,
         )
-        answer: Answer = await self._directory.beat.remote(report)
+        answer: BeatReply = await self._directory.beat.remote(report)
         return answer
 
     async def _tell(self) -> None:
@@ -235,7 +235,7 @@ class Keeper:
     def _read(self, metrics: str) -> dict[str, float]:
         raise NotImplementedError
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: BeatReply) -> None:
         raise NotImplementedError
 
     async def _end_with_child(self) -> None:
@@ -282,7 +282,7 @@ class Replica(Keeper):
     def _read(self, metrics: str) -> dict[str, float]:
         return self._figures.of_replica(metrics)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: BeatReply) -> None:
         self._numbers["missed"] += answer.refused
         if answer.drain and not self._is_draining:
             assert self._child is not None
@@ -315,7 +315,7 @@ class Switch(Keeper):
     def _read(self, metrics: str) -> dict[str, float]:
         return self._figures.of_switch(metrics)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: BeatReply) -> None:
         text = "".join(f"{url}\n" for url in sorted(answer.replicas))
         if text != self._file.read_text():
             new = self._file.with_suffix(".new")

@@ -42,7 +42,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class BeatReply:
     """The answer to a report."""
 
     replicas: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ClusterView:
     """All that the directory knows."""
 
     replicas: tuple[Report, ...]
@@ -77,7 +77,7 @@ class Directory:
     def secret(self) -> str:
         return self._secret
 
-    def beat(self, report: Report) -> Answer:
+    def beat(self, report: Report) -> BeatReply:
         """Takes a report; raises Stranger for a replica that serves something else than those that are here."""
         self._forget_silent()
         if report.kind == "replica" and report.name not in self._heard:
@@ -90,9 +90,9 @@ class Directory:
         self._heard[report.name] = report, monotonic()
         replicas = self._of("replica")
         if report.kind == "switch":
-            return Answer(replicas=tuple(one.url for one in replicas))
+            return BeatReply(replicas=tuple(one.url for one in replicas))
         switches = self._of("switch")
-        return Answer(
+        return BeatReply(
             refused=sum(one.figures.get("refused", 0.0) for one in switches) / len(replicas),
             drain=report.name in self._to_drain,
             num_switches=len(switches),
@@ -116,9 +116,9 @@ class Directory:
     def forget_failures(self) -> None:
         self._failures.clear()
 
-    def view(self) -> View:
+    def view(self) -> ClusterView:
         self._forget_silent()
-        return View(
+        return ClusterView(
             replicas=tuple(self._of("replica")),
             switches=tuple(self._of("switch")),
             failures=tuple(self._failures),

@@ -96,7 +96,7 @@ class Members:
             identity: what every replica has to serve.
             clock: the router's.
         """
-        self.known: dict[str, Member] = {}
+        self.live: dict[str, Member] = {}
         """The replicas whose state is known, by name."""
         self._router = router
         self._switch = switch
@@ -105,7 +105,7 @@ class Members:
         self._block_size = block_size
         self._clock = clock
         self._tasks: dict[Address, asyncio.Task[None]] = {}
-        self._told: dict[Address, str] = {}
+        self._last_lines: dict[Address, str] = {}
         """The last line of the log about each replica."""
 
     @contextlib.asynccontextmanager
@@ -126,7 +126,7 @@ class Members:
 
     async def _keep_listening(self, address: Address) -> None:
         while True:
-            self._tell(address, await self._listen(address))
+            self._log_news(address, await self._listen(address))
             await asyncio.sleep(AGAIN_S)
 
     async def _listen(self, address: Address) -> str:
@@ -164,7 +164,7 @@ class Members:
         finally:
             upstream.close()
             if name:
-                self.known.pop(name, None)
+                self.live.pop(name, None)
                 self._router.on_gone(name)
 
     def _take(self, address: Address, line: bytes, name: str) -> str:
@@ -178,7 +178,7 @@ class Members:
         change = parse_change(message)
         self._router.on_change(name, change, self._clock())
         if change.load is not None:
-            self.known[name].is_draining = change.load.is_draining
+            self.live[name].is_draining = change.load.is_draining
         return name
 
     def _enter(self, address: Address, snapshot: Snapshot) -> str:
@@ -188,17 +188,17 @@ class Members:
             raise StateError(f"it serves {snapshot.model}, and this switch is for {self._identity}")
         if snapshot.block_size != self._block_size:
             raise StateError(f"its blocks have {snapshot.block_size} tokens, not {self._block_size}")
-        if name in self.known:
+        if name in self.live:
             raise StateError(f"another replica is called {name}, too; set --replica")
         self._router.on_snapshot(snapshot, self._clock())
-        self.known[name] = Member(name, tag_of(name), address, snapshot.load.is_draining)
-        self._tell(address, "")
+        self.live[name] = Member(name, tag_of(name), address, snapshot.load.is_draining)
+        self._log_news(address, "")
         return name
 
-    def _tell(self, address: Address, reason: str) -> None:
+    def _log_news(self, address: Address, reason: str) -> None:
         """Writes a line into the log if something changed."""
-        if self._told.get(address) != reason:
-            self._told[address] = reason
+        if self._last_lines.get(address) != reason:
+            self._last_lines[address] = reason
             if reason:
                 log.warning("replica %s is left out: %s", address, reason)
             else:
@@ -206,7 +206,7 @@ class Members:
 
 
 class _StateStream:
-    """A stream of messages, one a line; a `cluster.upstream.Listener`."""
+    """A stream of messages, one a line; a `cluster.upstream.ReplyListener`."""
 
     def __init__(self) -> None:
         self.lines = asyncio.StreamReader(MAX_LINE_BYTES)

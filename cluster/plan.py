@@ -49,7 +49,7 @@ class PlanError(ValueError):
     """The plan is not possible; the message names the field."""
 
 
-class Size(BaseModel):
+class ReplicaRange(BaseModel):
     """The number of replicas; more than `least` as the load wants them."""
 
     model_config = ConfigDict(frozen=True)
@@ -58,7 +58,7 @@ class Size(BaseModel):
     most: int = Field(ge=1, le=1000)
 
     @model_validator(mode="after")
-    def _in_order(self) -> Size:
+    def _in_order(self) -> ReplicaRange:
         if self.most < self.least:
             raise ValueError(f"{self.most} is less than {self.least}")
         return self
@@ -71,14 +71,14 @@ class Size(BaseModel):
         return str(self.least) if self.is_fixed else f"{self.least}-{self.most}"
 
 
-def _parse_size(value: object) -> object:
+def _parse_range(value: object) -> object:
     """Reads a size like `3` or `2-8`."""
-    if isinstance(value, Size | dict):
+    if isinstance(value, ReplicaRange | dict):
         return value
-    found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(value))
-    if found is None:
+    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(value))
+    if match is None:
         raise ValueError("must be like 3, or 2-8 for as many as the load wants")
-    return {"least": int(found[1]), "most": int(found[2] or found[1])}
+    return {"least": int(match[1]), "most": int(match[2] or match[1])}
 
 
 def _to_text(value: object) -> object:
@@ -100,7 +100,7 @@ class Plan(BaseModel):
     """The cluster's name; its applications are NAME-replicas and NAME-switches."""
     settings: dict[str, _Text] = {}
     """Settings of `penstock serve`, by name (max_model_len), for every replica."""
-    replicas: Annotated[Size, BeforeValidator(_parse_size)] = Size(least=1, most=1)
+    replicas: Annotated[ReplicaRange, BeforeValidator(_parse_range)] = ReplicaRange(least=1, most=1)
     cpus: float = Field(default=1, ge=0)
     """Cores that Ray sets aside for a replica."""
     gpus: float = Field(default=0, ge=0)

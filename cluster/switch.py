@@ -19,10 +19,10 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.cluster.members import AwakeClock, Member, Members
-from penstock.cluster.metrics import Metrics
+from penstock.cluster.metrics import SwitchMetrics
 from penstock.cluster.position import Position
 from penstock.cluster.queries import QueryReader, owner_tag
-from penstock.cluster.relay import Message, Place, Relay, none_ready
+from penstock.cluster.relay import ForwardedRequest, Relay, Target, none_ready
 from penstock.cluster.upstream import Address, end_to_end
 from penstock.engine.planning.request import Pooling
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
@@ -98,7 +98,7 @@ class Switch:
         """`router` chooses the replicas; another one than the usual is for comparisons."""
         self.options = options
         self.access = Access(options.clients)
-        self.metrics = Metrics()
+        self.metrics = SwitchMetrics()
         self.draining = False
         """No new request is taken in."""
         self.router = router or Router()
@@ -147,9 +147,9 @@ class Switch:
         clock = asyncio.get_running_loop().time
         connection = Connection(scope, send, clock, self.metrics.slow_readers.inc)
         try:
-            own = await self._own(http)
-            if own is not None:
-                await own(scope, receive, send)
+            reply = await self._own_reply(http)
+            if reply is not None:
+                await reply(scope, receive, send)
                 return
             await self._pass_on(http, connection, receive)
         except ApiError as error:
@@ -161,18 +161,18 @@ class Switch:
                 raise
             await (await answer_fault(http, error))(scope, receive, send)
 
-    async def _own(self, http: HttpRequest) -> Response | None:
+    async def _own_reply(self, http: HttpRequest) -> Response | None:
         """Returns the reply to a request for the switch itself; None if it is for a replica."""
         path: str = http.scope["path"]
         if path == "/health":
             return Json({"status": "ok"})
         if path == "/ready":
-            state = "draining" if self.draining else "ready" if self.members.known else "no replica is ready"
+            state = "draining" if self.draining else "ready" if self.members.live else "no replica is ready"
             is_ready = state == "ready"
             return Json({"status": state}, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
         if path == "/metrics":
             self.metrics.streams.set(len(self._relays))
-            self.metrics.replicas.set(len(self.members.known))
+            self.metrics.replicas.set(len(self.members.live))
             return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE})
         if path.startswith(_CHOOSE + "/"):
             return await self._choose(http, path.removeprefix(_CHOOSE))
@@ -181,20 +181,20 @@ class Switch:
     async def _choose(self, http: HttpRequest, path: str) -> Response:
         """Tells another proxy where a request is to go, and reserves its place there."""
         self._check_open()
-        chosen = self._chosen[self._client(http).tenant.name]
-        way = await self._way(http, path)
-        place = way.choose(frozenset())
-        passed = {name.decode(): value.decode() for name, value in place.headers}
-        if passed:
-            chosen.append(place.leave)
-        if len(chosen) > MOST_CHOSEN:
-            chosen.popleft()()
-        told = {"replica": place.replica, "address": str(place.address)}
-        named = {f"x-penstock-{name}": value.encode().decode("latin-1") for name, value in told.items()}
-        named |= {"x-penstock-authority": place.address.authority, "x-accel-redirect": _NGINX_LOCATION}
-        if way.once:
-            named["x-penstock-once"] = "1"
-        return Json({**told, "headers": passed}, headers={**named, **passed})
+        leaves = self._chosen[self._client(http).tenant.name]
+        route = await self._route(http, path)
+        target = route.choose(frozenset())
+        added = {name.decode(): value.decode() for name, value in target.headers}
+        if added:
+            leaves.append(target.leave)
+        if len(leaves) > MOST_CHOSEN:
+            leaves.popleft()()
+        answer = {"replica": target.replica, "address": str(target.address)}
+        headers = {f"x-penstock-{name}": value.encode().decode("latin-1") for name, value in answer.items()}
+        headers |= {"x-penstock-authority": target.address.authority, "x-accel-redirect": _NGINX_LOCATION}
+        if route.once:
+            headers["x-penstock-once"] = "1"
+        return Json({**answer, "headers": added}, headers={**headers, **added})
 
     async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:
         self._check_open()
@@ -206,9 +206,9 @@ class Switch:
         parts = _parts(http, read) if operation.is_form else None
         if parts is None:
             read.set()
-        way = await self._way(http, path)
-        message = _message(http, parts or (b"" if is_open else await http.body()), way)
-        relay = Relay(message, way, connection, self.metrics, way.position)
+        route = await self._route(http, path)
+        request = _forwarded(http, parts or (b"" if is_open else await http.body()), route)
+        relay = Relay(request, route, connection, self.metrics, route.position)
         forget_body(http)
 
         async def watch() -> None:
@@ -225,53 +225,53 @@ class Switch:
 
     def _client(self, http: HttpRequest) -> Client:
         client = self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
-        if (asked := CORRELATION.get()) is not None:
-            asked.tenant = client.tenant.name
+        if (request := CORRELATION.get()) is not None:
+            request.tenant = client.tenant.name
         return client
 
-    async def _way(self, http: HttpRequest, path: str) -> _Way:
+    async def _route(self, http: HttpRequest, path: str) -> _Route:
         """Raises 404 for what a replica says to its switches alone, 403 for a lane that the client may not use."""
         operation, id = _operation(http.method, path)
         passing = operation.passing
         if Passing.OWN in passing:
             raise not_found(f"Unknown request URL: {path}.")
         if Passing.BY_PROMPT in passing:
-            return await self._way_by_prompt(http, path, operation)
+            return await self._route_by_prompt(http, path, operation)
         position = None
         if Passing.BY_ID | Passing.RECORDED in passing:
             position = Position(path.removesuffix(f"/{id}"), id, position_asked(http))
-        return _Way(
+        return _Route(
             switch=self,
             id=id if Passing.BY_ID in passing else "",
             position=position,
             once=Passing.ONCE in passing,
         )
 
-    async def _way_by_prompt(self, http: HttpRequest, path: str, operation: Operation) -> _Way:
+    async def _route_by_prompt(self, http: HttpRequest, path: str, operation: Operation) -> _Route:
         began_s = perf_counter()
-        client, body = self._client(http), await http.body()
+        client, raw = self._client(http), await http.body()
         try:
-            asked = await off_loop(len(body), parse_object, body, self.options.limits)
+            body = await off_loop(len(raw), parse_object, raw, self.options.limits)
         except ApiError:  # the replica will say so
-            asked = {}
+            body = {}
         assert operation.body is not None
         query = await self._queries.read(
-            operation.body, asked, len(body), client.tenant, slo_of(http.headers), self.router.policies
+            operation.body, body, len(raw), client.tenant, slo_of(http.headers), self.router.policies
         )
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
         has_key = "idempotency-key" in http.headers
         is_recorded = (
             Passing.RECORDED in operation.passing
-            and asked.get("stream", path.startswith(OLLAMA_PATH)) is True
-            and (has_key or http.headers.get(RESUMABLE_HEADER) == "true" or _outlives(asked))
+            and body.get("stream", path.startswith(OLLAMA_PATH)) is True
+            and (has_key or http.headers.get(RESUMABLE_HEADER) == "true" or _outlives(body))
         )
         # It would be in the conversation, or kept, twice: what a dead replica began another one takes over.
-        stays = asked.get("conversation") is not None or asked.get("background") is True
-        stays = stays or (operation.body is ChatBody and asked.get("store") is True)
-        return _Way(
+        stays = body.get("conversation") is not None or body.get("background") is True
+        stays = stays or (operation.body is ChatBody and body.get("store") is True)
+        return _Route(
             switch=self,
             query=query,
-            owner=owner_tag(asked),
+            owner=owner_tag(body),
             position=Position(path) if is_recorded else None,
             once=stays and not has_key,
         )
@@ -295,8 +295,8 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """The way in which one request is passed on; a `cluster.relay.Guide`."""
+class _Route:
+    """The route of one request; a `cluster.relay.Picker`."""
 
     switch: Switch
     query: RouteQuery | None = None
@@ -308,49 +308,49 @@ class _Way:
     position: Position | None = None
     """The client's position in a stream that is recorded."""
     once: bool = False
-    """The request makes something that stays; see `Message`."""
+    """The request makes something that stays; see `ForwardedRequest`."""
 
-    def choose(self, excluded: frozenset[str]) -> Place:
+    def choose(self, excluded: frozenset[str]) -> Target:
         if self.query is not None:
             return self._by_forecast(self.query, excluded)
-        for place in self.owners(self.id) if self.id else ():
-            if place.replica not in excluded:
-                return place
+        for target in self.owners(self.id) if self.id else ():
+            if target.replica not in excluded:
+                return target
         return self._any(excluded)
 
     def has_others(self, excluded: frozenset[str]) -> bool:
         return any(self.id or not member.is_draining for member in self._beside(excluded))
 
     def is_lost(self, replica: str) -> bool:
-        return replica not in self.switch.members.known
+        return replica not in self.switch.members.live
 
-    def owners(self, id: str) -> Iterator[Place]:
+    def owners(self, id: str) -> Iterator[Target]:
         tag = tag_in(id)
-        known = self.switch.members.known.values()
-        return map(_place, sorted(known, key=lambda member: member.tag != tag))
+        live = self.switch.members.live.values()
+        return map(_target, sorted(live, key=lambda member: member.tag != tag))
 
-    def _any(self, excluded: frozenset[str]) -> Place:
+    def _any(self, excluded: frozenset[str]) -> Target:
         beside = self._beside(excluded)
         if not beside:
             raise none_ready()
-        return _place(self.switch.next_of([one for one in beside if not one.is_draining] or beside))
+        return _target(self.switch.next_of([one for one in beside if not one.is_draining] or beside))
 
-    def _by_forecast(self, query: RouteQuery, excluded: frozenset[str]) -> Place:
-        router, known = self.switch.router, self.switch.members.known
+    def _by_forecast(self, query: RouteQuery, excluded: frozenset[str]) -> Target:
+        router, live = self.switch.router, self.switch.members.live
         now = self.switch.clock()
-        owner = next((name for name, member in known.items() if member.tag == self.owner), None)
-        found: Any = None
+        owner = next((name for name, member in live.items() if member.tag == self.owner), None)
+        choice: Any = None
         if owner is not None and owner not in excluded:
-            found = router.choose(query, now, known.keys() - {owner})
-        if found is None or isinstance(found, Refusal):
-            found = router.choose(query, now, excluded)
-        if isinstance(found, Refusal):
-            raise self._refused(found)
+            choice = router.choose(query, now, live.keys() - {owner})
+        if choice is None or isinstance(choice, Refusal):
+            choice = router.choose(query, now, excluded)
+        if isinstance(choice, Refusal):
+            raise self._refused(choice)
         self.switch.metrics.prompt_tokens.inc(query.num_prompt)
-        self.switch.metrics.cached_tokens.inc(found.num_cached)
-        ticket = ticket_of(self.switch.options.secret, self.switch.name, found.ticket).encode()
-        leave = partial(router.note_done, found.ticket)
-        return Place(found.replica, known[found.replica].address, [(TICKET_HEADER.encode(), ticket)], leave)
+        self.switch.metrics.cached_tokens.inc(choice.num_cached)
+        ticket = ticket_of(self.switch.options.secret, self.switch.name, choice.ticket).encode()
+        leave = partial(router.note_done, choice.ticket)
+        return Target(choice.replica, live[choice.replica].address, [(TICKET_HEADER.encode(), ticket)], leave)
 
     def _refused(self, why: Refusal) -> ApiError:
         self.switch.metrics.refused(why.reason).inc()
@@ -359,7 +359,7 @@ class _Way:
         return refused(str(why), why.reason, why.retry_after_s, tenant_limit=why.tenant_limit)
 
     def _beside(self, excluded: frozenset[str]) -> list[Member]:
-        return [member for name, member in self.switch.members.known.items() if name not in excluded]
+        return [member for name, member in self.switch.members.live.items() if name not in excluded]
 
 
 def _operation(method: str, path: str) -> tuple[Operation, str]:
@@ -368,13 +368,13 @@ def _operation(method: str, path: str) -> tuple[Operation, str]:
     if path in OPERATIONS:
         return OPERATIONS[path].get(method, _UNKNOWN), ""
     for pattern, operations in _WITH_PARAMETERS:
-        if found := pattern.match(path):
-            return operations.get(method, _UNKNOWN), found[1]
+        if match := pattern.match(path):
+            return operations.get(method, _UNKNOWN), match[1]
     return _UNKNOWN, ""
 
 
-def _place(member: Member) -> Place:
-    return Place(member.name, member.address)
+def _target(member: Member) -> Target:
+    return Target(member.name, member.address)
 
 
 async def _parts(http: HttpRequest, read: asyncio.Event) -> AsyncIterator[bytes]:
@@ -386,20 +386,20 @@ async def _parts(http: HttpRequest, read: asyncio.Event) -> AsyncIterator[bytes]
     read.set()
 
 
-def _message(http: HttpRequest, body: bytes | AsyncIterator[bytes], way: _Way) -> Message:
+def _forwarded(http: HttpRequest, body: bytes | AsyncIterator[bytes], route: _Route) -> ForwardedRequest:
     target = http.scope["raw_path"]
     if query := http.scope["query_string"]:
         target += b"?" + query
     request = CORRELATION.get()
     assert request is not None
-    known = {"x-request-id": request.request_id}
+    added = {"x-request-id": request.request_id}
     if request.address:
-        known[_FORWARDED_FOR] = request.address
-    reached = {FORWARDED_HOST: http.headers.get("host", ""), FORWARDED_PROTO: http.url.scheme}
-    known |= {name: value for name, value in reached.items() if name not in http.headers}
+        added[_FORWARDED_FOR] = request.address
+    origin = {FORWARDED_HOST: http.headers.get("host", ""), FORWARDED_PROTO: http.url.scheme}
+    added |= {name: value for name, value in origin.items() if name not in http.headers}
     headers = [header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON]
-    headers += [(name.encode(), value.encode("latin-1")) for name, value in known.items()]
-    return Message(http.method, http.scope["path"], target, headers, body, way.once, way.id)
+    headers += [(name.encode(), value.encode("latin-1")) for name, value in added.items()]
+    return ForwardedRequest(http.method, http.scope["path"], target, headers, body, route.once, route.id)
 
 
 def _outlives(body: Mapping[str, Any]) -> bool:

@@ -39,7 +39,7 @@ class Address:
         return f"{'https' if self.is_tls else 'http'}://{self.authority}"
 
 
-class Listener(Protocol):
+class ReplyListener(Protocol):
     """The receiver of a reply."""
 
     def on_head(self, status: int, headers: Headers) -> None: ...
@@ -53,7 +53,7 @@ class Listener(Protocol):
 class Upstream(asyncio.Protocol):
     """The connection to a replica, from the request to the end of its reply."""
 
-    def __init__(self, listener: Listener, *, is_head: bool = False) -> None:
+    def __init__(self, listener: ReplyListener, *, is_head: bool = False) -> None:
         """With `is_head` the reply has no body, whatever its headers say."""
         self._clock = asyncio.get_running_loop().time
         self.heard_s = self._clock()
@@ -155,7 +155,9 @@ def tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-async def connect(address: Address, request: bytes, listener: Listener, *, is_head: bool = False) -> Upstream:
+async def connect(
+    address: Address, request: bytes, listener: ReplyListener, *, is_head: bool = False
+) -> Upstream:
     """Opens a connection and sends a request.
 
     Raises:

@@ -270,8 +270,8 @@ def duration(seconds: float) -> str:
 def _headers(grant: Grant, windows: Sequence[Window], now_s: float) -> dict[str, str]:
     """Returns the headers that say where a tenant stands, in Anthropic's form as well where its API is asked."""
     headers: dict[str, str] = {}
-    asked = CORRELATION.get()
-    is_anthropic = asked is not None and asked.path.startswith(ANTHROPIC_PATH)
+    request = CORRELATION.get()
+    is_anthropic = request is not None and request.path.startswith(ANTHROPIC_PATH)
     for bound, allotment in allotments(grant, windows).items():
         limit, remaining = str(allotment.limit), str(max(0, allotment.remaining))
         if is_anthropic and bound in ("requests", "tokens"):

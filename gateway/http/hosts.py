@@ -31,7 +31,10 @@ class Hosts:
         names = (value.decode("latin-1") for name, value in headers if name == b"host")
         if self._any or all(_name(name) in self._hosts for name in names):
             return None
-        message = "This server does not answer to the host of this request; its operator can allow it by --allowed-hosts."
+        message = (
+            "This server does not answer to the host of this request; "
+            "its operator can allow it by --allowed-hosts."
+        )
         return ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, code="host_not_allowed", close=True)
 
 

@@ -58,7 +58,7 @@ class _OldCycle(_Cycle):
         await super().send(message)
 
 
-class _Parser(httptools.HttpRequestParser):
+class _RequestParser(httptools.HttpRequestParser):
     """Hands the protocol the bytes after the head of a request that offers an upgrade."""
 
     def __init__(self, protocol: GatewayProtocol) -> None:
@@ -89,7 +89,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.parser = _Parser(self)
+        self.parser = _RequestParser(self)
         self._deadline: asyncio.TimerHandle | None = None
         self._in_header = True
         self._received_bytes = 0
@@ -201,7 +201,7 @@ class GatewayProtocol(HttpToolsProtocol):
         ]
         lines += [b"connection: close"] if wanted else []
         head = b"\r\n".join([b"%b %b HTTP/%b" % (method, self.url, version), *lines, b"", b""])
-        self.parser = _Parser(self)
+        self.parser = _RequestParser(self)
         self.parser.feed_data(head + rest)
 
     def on_message_complete(self) -> None:

@@ -91,8 +91,8 @@ def _window_wait_s(limit: int | None, used: int, amount: int, window: Window) ->
 
 
 @dataclass(slots=True)
-class _Account:
-    """An _Account is what one tenant used, as of `now_us`."""
+class _QuotaAccount:
+    """A _QuotaAccount is what one tenant used, as of `now_us`."""
 
     now_us: int = 0
     requests_us: int = 0
@@ -149,15 +149,15 @@ class LocalQuotas:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _QuotaAccount] = {}
 
     def __len__(self) -> int:
         return len(self._accounts)
 
     @contextmanager
-    def _account(self, tenant: str) -> Iterator[_Account]:
+    def _account(self, tenant: str) -> Iterator[_QuotaAccount]:
         """Yields a tenant's account, which is forgotten if it is idle afterwards."""
-        account = self._accounts.setdefault(tenant, _Account())
+        account = self._accounts.setdefault(tenant, _QuotaAccount())
         account.advance(int(self._clock() * SECOND_US))
         yield account
         if account.is_idle:

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from penstock.gateway.store.gcra import LocalQuotas
-from penstock.gateway.store.interface import Grant, Key, Quota, Share, StoreStats, Window
+from penstock.gateway.store.interface import Grant, Key, Quota, ShareStats, StoreStats, Window
 
 MAX_BYTES = 64 * 1024 * 1024
 _OVERHEAD_BYTES = 256
@@ -33,8 +33,8 @@ class Entry:
 
 
 @dataclass(slots=True)
-class _Share:
-    """A _Share is what one tenant has."""
+class _TenantRecords:
+    """A _TenantRecords is what one tenant has."""
 
     num_bytes: int = 0
     used: OrderedDict[Key, None] = field(default_factory=OrderedDict)
@@ -53,7 +53,7 @@ class LocalRecords:
         self.max_bytes = max_bytes
         self._clock = clock
         self._entries: dict[Key, Entry] = {}
-        self._shares: dict[str, _Share] = {}
+        self._shares: dict[str, _TenantRecords] = {}
         """The shares by tenant, none of which is empty."""
         self._expiries: builtins.list[tuple[float, Key]] = []
         """A heap of times at which something may expire: those that an entry was given since, too."""
@@ -86,7 +86,7 @@ class LocalRecords:
         entry = Entry(value, self._clock() + ttl_s)
         if entry.num_bytes > self.max_bytes or ttl_s <= 0:
             return
-        share = self._shares.setdefault(key.tenant, _Share())
+        share = self._shares.setdefault(key.tenant, _TenantRecords())
         share.used[key] = share.ids[key.kind][key.id] = None
         share.num_bytes += entry.num_bytes
         self.num_bytes += entry.num_bytes
@@ -169,7 +169,7 @@ class MemoryStore:
 
     def stats(self) -> StoreStats:
         records = self.records
-        share = Share(
+        share = ShareStats(
             records.max_bytes // max(1, records.num_tenants), records.largest_share, records.num_evicted
         )
         return StoreStats(num_records=len(records), num_bytes=records.num_bytes, shares={"memory": share})

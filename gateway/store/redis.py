@@ -169,8 +169,8 @@ class RedisStore(RedisRecords):
         keys = [self._key("unfinished"), self._key("replicas"), self._key("since")]
         alive_us = int(ALIVE_S * SECOND_US)
         arguments = (self._owner, self._name, alive_us, self._key("journal", ""), MAX_CLAIMED)
-        own = await self.link.one(self._call(scripts.CLAIM, keys, *arguments))
-        return [stream_id.decode(errors="replace") for stream_id in own]
+        stream_ids = await self.link.one(self._call(scripts.CLAIM, keys, *arguments))
+        return [stream_id.decode(errors="replace") for stream_id in stream_ids]
 
     def _journal_keys(self, stream_id: str) -> tuple[str, str]:
         return self._key("journal", stream_id), self._key("tokens", stream_id)
@@ -275,27 +275,27 @@ class RedisStore(RedisRecords):
         deadline_s = time.monotonic() + MAX_WAIT_S / 2
         hot = self._key("hot")
         names = await self.link.one(("ZREVRANGE", hot, 0, limit - 1)) if limit > 0 else []
-        found: builtins.list[PrefixChange] = []
+        hottest: builtins.list[PrefixChange] = []
         for some in batched(names):
             if time.monotonic() > deadline_s:
                 break
-            found += await self._prefixes(some)
-        return found
+            hottest += await self._prefixes(some)
+        return hottest
 
     async def _prefixes(self, names: Sequence[bytes]) -> builtins.list[PrefixChange]:
         """Reads blocks; those of which nothing is written, or nothing right, are no longer hot."""
         keys = [self._key("prefix", name.decode(errors="replace")) for name in names]
-        found, gone = [], []
+        blocks, gone = [], []
         for name, packed in zip(names, await self.link.one(("MGET", *keys)), strict=True):
             try:
-                found.append(unpack_prefix(packed or b""))
+                blocks.append(unpack_prefix(packed or b""))
             except ValueError as error:
                 gone.append(name)
                 if packed is not None:
                     self._note_unreadable(f"the prefix {name!r}", error)
         if gone:
             await self.link.one(("ZREM", self._key("hot"), *gone))
-        return found
+        return blocks
 
     # This process among others
 

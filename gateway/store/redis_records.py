@@ -12,7 +12,7 @@ from urllib.parse import quote
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.store import scripts
 from penstock.gateway.store.gcra import SECOND_US
-from penstock.gateway.store.interface import PIECE, Key, Share
+from penstock.gateway.store.interface import PIECE, Key, ShareStats
 from penstock.gateway.store.link import Argument, Command, Link, log
 from penstock.gateway.store.packing import pack, unpack
 
@@ -42,8 +42,8 @@ class RedisRecords:
         """The bytes of each tenant at this process's last write for it."""
 
     @property
-    def share_of_tenants(self) -> Share:
-        return Share(MAX_TENANT_BYTES, max(self._shares.values(), default=0), self._num_evicted)
+    def share_of_tenants(self) -> ShareStats:
+        return ShareStats(MAX_TENANT_BYTES, max(self._shares.values(), default=0), self._num_evicted)
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
         kept = None if ttl_s is None else self._keep("GET", key, ttl_s)
@@ -90,11 +90,11 @@ class RedisRecords:
     async def share_all(self, records: Sequence[tuple[Key, bytes, float]]) -> None:
         """Shares records: only those that are not there are sent."""
         there = await self.link.all([self._keep("EXISTS", key, ttl_s) for key, _, ttl_s in records])
-        await self.put_all([record for record, found in zip(records, there, strict=True) if not found])
+        await self.put_all([record for record, is_there in zip(records, there, strict=True) if not is_there])
 
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
-        found = await self.link.all([self._keep("GET", key, ttl_s) for key in keys])
-        return [await self._value(key, packed) for key, packed in zip(keys, found, strict=True)]
+        values = await self.link.all([self._keep("GET", key, ttl_s) for key in keys])
+        return [await self._value(key, packed) for key, packed in zip(keys, values, strict=True)]
 
     async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
         bounds = (min(limit, MAX_LISTED), self._record(Key(kind, tenant, "")))

@@ -110,8 +110,8 @@ end)
 
 KEEP = _script("""
 -- KEYS record, index, sizes, expiries  ARGV now, ttl_ms, name, GET or EXISTS
-local found = redis.call(ARGV[4], KEYS[1])
-if found and found ~= 0 then
+local answer = redis.call(ARGV[4], KEYS[1])
+if answer and answer ~= 0 then
     keep(KEYS[1], ARGV[2])
     keep(KEYS[2], ARGV[2])
     if redis.call('ZADD', KEYS[4], 'XX', 'GT', 'CH', now + ARGV[2] * 1000, ARGV[3]) == 1 then
@@ -119,7 +119,7 @@ if found and found ~= 0 then
         keep(KEYS[4], ARGV[2])
     end
 end
-return found
+return answer
 """)
 
 DELETE = _script("""
@@ -131,9 +131,9 @@ return redis.call('UNLINK', KEYS[1])
 
 LIST = _script("""
 -- KEYS index  ARGV (now), most ids, prefix of records
-local found, start = {}, 0
+local existing, start = {}, 0
 local most = tonumber(ARGV[2])
-while #found < most do
+while #existing < most do
     local ids = redis.call('ZREVRANGE', KEYS[1], start, start + 99)
     if #ids == 0 then break end
     for _, id in ipairs(ids) do
@@ -141,11 +141,11 @@ while #found < most do
             redis.call('ZREM', KEYS[1], id)
         else
             start = start + 1
-            if #found < most then found[#found + 1] = id end
+            if #existing < most then existing[#existing + 1] = id end
         end
     end
 end
-return found
+return existing
 """)
 
 WRITE_JOURNAL = _script("""
@@ -153,12 +153,12 @@ WRITE_JOURNAL = _script("""
 -- ARGV now, owner, header, offset, tokens, ttl_ms, end, stream, hash of the tenant, beginning of journal keys, of token
 --      keys, most bytes of the tenant's journals, what one takes beside its content
 -- Those that have ended make room for others; where they do not suffice, no new one is begun.
-local known = redis.call('HMGET', KEYS[1], 'end', 'owner')
+local before = redis.call('HMGET', KEYS[1], 'end', 'owner')
 local offset = tonumber(ARGV[4])
-if known[1] then return 'ended' end
-if not known[2] and ARGV[3] == '' then return 'missing' end
-if known[2] and known[2] ~= ARGV[2] then return 'foreign' end
-if not known[2] then redis.call('UNLINK', KEYS[1], KEYS[2]) end
+if before[1] then return 'ended' end
+if not before[2] and ARGV[3] == '' then return 'missing' end
+if before[2] and before[2] ~= ARGV[2] then return 'foreign' end
+if not before[2] then redis.call('UNLINK', KEYS[1], KEYS[2]) end
 local count = math.floor(redis.call('STRLEN', KEYS[2]) / 4)
 if offset > count then return 'gap' end
 if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'header', ARGV[3], 'owner', ARGV[2], 'tenant', ARGV[9]) end
@@ -180,7 +180,7 @@ local left = make_room(KEYS[4], KEYS[5], ARGV[12], function(oldest)
     redis.call('UNLINK', ARGV[10] .. oldest, ARGV[11] .. oldest)
     return true
 end)
-if known[2] or left[1] <= tonumber(ARGV[12]) then return 'written' end
+if before[2] or left[1] <= tonumber(ARGV[12]) then return 'written' end
 redis.call('UNLINK', KEYS[1], KEYS[2])
 redis.call('ZREM', KEYS[3], ARGV[8])
 forget(KEYS[4], KEYS[5], ARGV[8])
@@ -197,8 +197,8 @@ redis.call('UNLINK', KEYS[1], KEYS[2])
 
 READ_JOURNAL = _script("""
 -- KEYS journal, tokens
-local known = redis.call('HMGET', KEYS[1], 'header', 'end', 'count')
-return {known[1], known[2], known[3], redis.call('GET', KEYS[2])}
+local fields = redis.call('HMGET', KEYS[1], 'header', 'end', 'count')
+return {fields[1], fields[2], fields[3], redis.call('GET', KEYS[2])}
 """)
 
 CLAIM = _script("""
@@ -213,7 +213,7 @@ if not lives(ARGV[2]) then return {} end
 local since = tonumber(redis.call('GET', KEYS[3]) or '')
 local too_early = not since or now - since < alive_us
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-local own = {}
+local claimed = {}
 for _, stream in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[6] - 1)) do
     local owner = redis.call('HGET', ARGV[5] .. stream, 'owner')
     if not owner then
@@ -222,18 +222,18 @@ for _, stream in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[6] - 1)) do
         local same_name = string.sub(owner, 1, #ARGV[3]) == ARGV[3]
         if same_name or not (too_early or lives(owner)) then
             if owner ~= ARGV[2] then redis.call('HSET', ARGV[5] .. stream, 'owner', ARGV[2]) end
-            own[#own + 1] = stream
+            claimed[#claimed + 1] = stream
         end
     end
 end
-return own
+return claimed
 """)
 
 BEAT = _script("""
 -- KEYS replicas, since, resident  ARGV now, owner, owner up to its epoch, alive_us, first, ttl_ms of resident
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('SET', KEYS[2], string.format('%.0f', now)) end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[4])
-local known = redis.call('ZSCORE', KEYS[1], ARGV[2])
+local before = redis.call('ZSCORE', KEYS[1], ARGV[2])
 for _, other in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
     if other ~= ARGV[2] and string.sub(other, 1, #ARGV[3]) == ARGV[3] then
         if ARGV[5] == '1' then redis.call('ZREM', KEYS[1], other) else return {'replaced', ''} end
@@ -243,7 +243,7 @@ redis.call('ZADD', KEYS[1], now, ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[4] / 1000)
 redis.call('PEXPIRE', KEYS[2], ARGV[4] / 1000)
 redis.call('PEXPIRE', KEYS[3], ARGV[6])
-return {known and 'known' or 'new', redis.call('GET', KEYS[2])}
+return {before and 'known' or 'new', redis.call('GET', KEYS[2])}
 """)
 
 RESERVE = _script("""
