@@ -29,7 +29,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from penstock.cluster import scaling
 from penstock.cluster.child import Child, ChildFailed
-from penstock.cluster.directory import BEAT_S, BeatReply, Directory, Report, Stranger
+from penstock.cluster.directory import BEAT_S, BeatReply, Directory, ModelMismatch, Report
 from penstock.cluster.figures import LoadRates
 from penstock.cluster.plan import OF_SWITCH, Plan, PlanError
 from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
@@ -134,7 +134,7 @@ class Keeper:
         """Starts the process, and returns when it is ready.
 
         Raises:
-            ChildFailed, Stranger: the process does not start, or does not fit; the directory has been told why.
+            ChildFailed, ModelMismatch: the process does not start, or does not fit; the directory has been told why.
         """
         self._plan = Plan.parse(plan)
         self._directory = ray.get_actor(self._plan.directory, NAMESPACE)
@@ -152,14 +152,17 @@ class Keeper:
         try:
             self._child = await self._start()
             await self._join()
-        except (ChildFailed, Stranger) as error:
+        except (ChildFailed, ModelMismatch) as error:
             if self._child is not None:
                 await self._child.stop(self._plan.stop_s)
             await self._leave()
             reason = getattr(error, "cause", error)  # what an actor raises comes with its traceback
             await self._directory.note_failure.remote(f"{self._name} on {self._node}: {reason}")
             raise
-        self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._end_with_child())]
+        self._tasks = [
+            asyncio.create_task(self._report_always()),
+            asyncio.create_task(self._end_with_child()),
+        ]
 
     async def __del__(self) -> None:
         """Ends the process; Serve awaits this for as long as `graceful_shutdown_timeout_s`."""
@@ -222,7 +225,7 @@ class Keeper:
         answer: BeatReply = await self._directory.beat.remote(report)
         return answer
 
-    async def _tell(self) -> None:
+    async def _report_always(self) -> None:
         """Tells the directory every second that the process is there; nothing changes while the directory is gone."""
         assert self._child is not None
         while True:

@@ -18,7 +18,7 @@ GONE_S = 10.0
 _NUM_FAILURES = 8
 
 
-class Stranger(Exception):
+class ModelMismatch(Exception):
     """A replica serves something else than the others do."""
 
 
@@ -78,12 +78,12 @@ class Directory:
         return self._secret
 
     def beat(self, report: Report) -> BeatReply:
-        """Takes a report; raises Stranger for a replica that serves something else than those that are here."""
+        """Takes a report; raises ModelMismatch for a replica that serves something else than those that are here."""
         self._forget_silent()
         if report.kind == "replica" and report.name not in self._heard:
             for other in self._of("replica"):
                 if other.identity != report.identity:
-                    raise Stranger(
+                    raise ModelMismatch(
                         f"it serves {report.identity}, and {other.name} on {other.node} serves {other.identity}; "
                         "all of a cluster must have the same checkpoint and version of Penstock"
                     )

@@ -58,7 +58,7 @@ class Target:
     address: Address
     headers: Headers = ()
     """Headers that the replica gets beside the client's."""
-    leave: Callable[[], None] = field(default=lambda: None)
+    release: Callable[[], None] = field(default=lambda: None)
     """A function to call when the request is over at this replica."""
 
 
@@ -132,7 +132,7 @@ class Relay:
                 if await self._ask(target, self._request, self._passed_over(excluded)):
                     return
             finally:
-                target.leave()
+                target.release()
             self._was_refused |= self._kind == _REFUSED
         await self._rescue()
 

@@ -110,7 +110,7 @@ class Switch:
         self.name = name
         self._queries = QueryReader(prompts, options.block_size, options.limits, options.pooling)
         self._relays: dict[Relay, None] = {}
-        self._chosen: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
+        self._releases: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
         """The functions that give up the last places of each tenant that other proxies were told of."""
         self._empty = asyncio.Event()
         self._empty.set()
@@ -181,14 +181,14 @@ class Switch:
     async def _choose(self, http: HttpRequest, path: str) -> Response:
         """Tells another proxy where a request is to go, and reserves its place there."""
         self._check_open()
-        leaves = self._chosen[self._client(http).tenant.name]
+        releases = self._releases[self._client(http).tenant.name]
         route = await self._route(http, path)
         target = route.choose(frozenset())
         added = {name.decode(): value.decode() for name, value in target.headers}
         if added:
-            leaves.append(target.leave)
-        if len(leaves) > MOST_CHOSEN:
-            leaves.popleft()()
+            releases.append(target.release)
+        if len(releases) > MOST_CHOSEN:
+            releases.popleft()()
         answer = {"replica": target.replica, "address": str(target.address)}
         headers = {f"x-penstock-{name}": value.encode().decode("latin-1") for name, value in answer.items()}
         headers |= {"x-penstock-authority": target.address.authority, "x-accel-redirect": _NGINX_LOCATION}
@@ -349,8 +349,10 @@ class _Route:
         self.switch.metrics.prompt_tokens.inc(query.num_prompt)
         self.switch.metrics.cached_tokens.inc(choice.num_cached)
         ticket = ticket_of(self.switch.options.secret, self.switch.name, choice.ticket).encode()
-        leave = partial(router.note_done, choice.ticket)
-        return Target(choice.replica, live[choice.replica].address, [(TICKET_HEADER.encode(), ticket)], leave)
+        release = partial(router.note_done, choice.ticket)
+        return Target(
+            choice.replica, live[choice.replica].address, [(TICKET_HEADER.encode(), ticket)], release
+        )
 
     def _refused(self, why: Refusal) -> ApiError:
         self.switch.metrics.refused(why.reason).inc()
