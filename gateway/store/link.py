@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import AbstractConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
@@ -121,9 +121,7 @@ class Link:
         self._clock = clock
         self._num_successes = 0
         self._run_id: bytes | None = None
-        options = {
-            "max_connections": MAX_CONNECTIONS,
-            "timeout": POOL_WAIT_S,
+        options: dict[str, Any] = {
             "client_name": client_name,
             "protocol": 2,
             "decode_responses": False,
@@ -133,11 +131,8 @@ class Link:
             "retry": Retry(NoBackoff(), 0),
             "redis_connect_func": self._on_connect,
         }
-        self._pool = BlockingConnectionPool.from_url(url, **options)
-        # Once more: what the URL says won, until now.
-        self._pool.connection_kwargs.update(
-            {name: option for name, option in options.items() if name not in ("max_connections", "timeout")}
-        )
+        pool: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "timeout": POOL_WAIT_S}
+        self._pool = BlockingConnectionPool(**{**pool, **parse_url(url), **options})
         self._client = Redis(connection_pool=self._pool)
         self._client.response_callbacks.clear()
 
