@@ -148,22 +148,23 @@ class LocalQuotas:
     """LocalQuotas count what tenants used, as far as this process knows."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self.clock = clock
         self._accounts: dict[str, _QuotaAccount] = {}
 
-    def __len__(self) -> int:
+    @property
+    def num_accounts(self) -> int:
         return len(self._accounts)
 
     @contextmanager
     def _account(self, tenant: str) -> Iterator[_QuotaAccount]:
         """Yields a tenant's account, which is forgotten if it is idle afterwards."""
         account = self._accounts.setdefault(tenant, _QuotaAccount())
-        account.advance(int(self._clock() * SECOND_US))
+        account.advance(int(self.clock() * SECOND_US))
         yield account
         if account.is_idle:
             del self._accounts[tenant]
 
-    def reserve(
+    async def reserve(
         self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
     ) -> Grant:
         with self._account(tenant) as account:
@@ -173,8 +174,10 @@ class LocalQuotas:
             account.charge(quota, num_tokens, lease_id, windows)
             return account.standing(windows, lease_id).grant(quota)
 
-    def standing(self, tenant: str, quota: Quota, windows: Sequence[Window]) -> Grant:
-        """Returns where a tenant stands."""
+    async def standings(self, tenants: Sequence[tuple[str, Quota, Sequence[Window]]]) -> list[Grant]:
+        return [self._standing(*tenant) for tenant in tenants]
+
+    def _standing(self, tenant: str, quota: Quota, windows: Sequence[Window]) -> Grant:
         with self._account(tenant) as account:
             return account.standing(windows).grant(quota)
 
@@ -185,14 +188,21 @@ class LocalQuotas:
         with self._account(tenant) as account:
             account.charge(quota, num_tokens, lease_id, windows)
 
-    def settle(self, tenant: str, quota: Quota, num_tokens: int, windows: Sequence[Window] = ()) -> None:
+    async def settle(
+        self,
+        tenant: str,
+        quota: Quota,
+        num_tokens: int,
+        lease_id: str,  # noqa: ARG002
+        windows: Sequence[Window] = (),
+    ) -> None:
         with self._account(tenant) as account:
             if quota.tokens_per_minute is not None:
                 ahead_us = account.tokens_us - account.now_us + cost_us(num_tokens, quota.tokens_per_minute)
                 account.tokens_us = account.now_us + min(max(0, ahead_us), MAX_AHEAD_US)
             account.count((window for window in windows if window.id in account.counts), 0, num_tokens)
 
-    def renew(self, leases: Sequence[tuple[str, str]]) -> None:
+    async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         for tenant, lease_id in leases:
             with self._account(tenant) as account:
                 account.lend(lease_id)
@@ -200,6 +210,6 @@ class LocalQuotas:
             with self._account(tenant):
                 pass  # so that what is idle by now is forgotten
 
-    def release(self, tenant: str, lease_id: str) -> None:
+    async def release(self, tenant: str, lease_id: str) -> None:
         with self._account(tenant) as account:
             account.leases.pop(lease_id, None)

@@ -300,7 +300,7 @@ class SharedStore:
                 self._work.set()
             return grant
         if grant.refused is None:
-            self.local.quotas.charge(tenant, quota, num_tokens, lease_id, windows)
+            self.local.charge(tenant, quota, num_tokens, lease_id, windows)
         return grant
 
     async def settle(
