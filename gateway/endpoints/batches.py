@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -30,6 +30,7 @@ from penstock.gateway.sessions.batches.running import Batches
 from penstock.gateway.sessions.responses.objects import page
 from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.wire.metadata import check_metadata
+from penstock.gateway.wire.schemas import Metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 from penstock.priority.lanes import Lane
 
@@ -41,13 +42,12 @@ _LANE_FIELDS = frozenset({"service_tier", "speed"})
 class BatchBody(StrictBody):
     """The body of `POST /v1/batches`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"metadata": "max_metadata"}
     NOT_SUPPORTED = frozenset({"output_expires_after"})
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class BatchesApi(Endpoints):

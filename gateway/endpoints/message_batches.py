@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, ClassVar
+from collections.abc import AsyncIterator
+from typing import Annotated
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -32,7 +32,7 @@ from penstock.gateway.sessions.batches.messages import (
 )
 from penstock.gateway.sessions.batches.running import Batches
 from penstock.gateway.store.interface import Key
-from penstock.gateway.wire.strict import StrictBody, validated
+from penstock.gateway.wire.strict import Most, StrictBody, validated
 
 
 class BatchedMessage(StrictBody):
@@ -45,9 +45,7 @@ class BatchedMessage(StrictBody):
 class MessageBatchBody(StrictBody):
     """The body of `POST /v1/messages/batches`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"requests": MAX_LINES}
-
-    requests: Annotated[list[BatchedMessage], Field(min_length=1)]
+    requests: Annotated[list[BatchedMessage], Field(min_length=1), Most(MAX_LINES)]
 
 
 class MessageBatchesApi(Endpoints):

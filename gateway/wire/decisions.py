@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
+from pydantic import Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import as_call
-from penstock.gateway.wire.mistakes import unsupported_value
 from penstock.gateway.wire.questions import Option, Question, Questions
 from penstock.gateway.wire.schemas import ServiceTier
-from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody
+from penstock.gateway.wire.strict import TOLERANT, Kinds, Many, Most, StrictBody, TolerantBody
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
-_PARTS_OF = ("content", "output", "instructions")
-_PARTS = ("input_text", "input_json", "output_text", "refusal")
-_CALLS = ("function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output")
-_QUESTIONS = ("predicate", "choice", "score")
 _YES, _NO = "Yes", "No"
 
 
@@ -45,26 +40,6 @@ BY_TYPE = Discriminator(
     custom_error_type="unknown_type",
     custom_error_message="Input should have a type that is known here",
 )
-
-
-def _known(field: str, *kinds: str) -> BeforeValidator:
-    """Clients are told which kind of item, or of part, it is that this server does not know."""
-
-    def check(items: object) -> object:
-        for i, item in enumerate(items if isinstance(items, list) else ()):
-            _check_kind(f"{field}[{i}]", item, kinds)
-            for name in _PARTS_OF if isinstance(item, dict) else ():
-                for j, part in enumerate(parts if isinstance(parts := item.get(name), list) else ()):
-                    _check_kind(f"{field}[{i}].{name}[{j}]", part, _PARTS)
-        return items
-
-    return BeforeValidator(check)
-
-
-def _check_kind(field: str, item: object, kinds: Sequence[str]) -> None:
-    kind = item.get("type") if isinstance(item, dict) else None
-    if isinstance(kind, str) and kind not in kinds:
-        raise unsupported_value(f"{field}.type", kind)
 
 
 @with_config(TOLERANT)
@@ -92,8 +67,10 @@ Part = Annotated[
     | Annotated[DecisionRefusal, Tag("Refusal")]
     | Annotated[DecisionJson, Tag("Input_json")],
     BY_TYPE,
+    Kinds(("input_text", "input_json", "output_text", "refusal")),
 ]
-Content = str | Annotated[Many[Part], Field(min_length=1)]
+Parts = Annotated[Many[Part], Most("max_content_parts")]
+Content = str | Annotated[Parts, Field(min_length=1)]
 
 
 class DecisionMessage(TolerantBody):
@@ -131,7 +108,7 @@ class DecisionOutput(_CallItem):
     """The output of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    output: str | Many[Part]
+    output: str | Parts
 
 
 DecisionItem = Annotated[
@@ -141,6 +118,9 @@ DecisionItem = Annotated[
     | Annotated[DecisionOutput, Tag("Function_call_output")]
     | Annotated[DecisionOutput, Tag("Custom_tool_call_output")],
     BY_TYPE,
+    Kinds(
+        ("message", "function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output")
+    ),
 ]
 
 
@@ -160,7 +140,7 @@ class Choice(StrictBody):
 
 class ChoiceQuestion(_AskedQuestion):
     type: Literal["choice"]
-    choices: Annotated[Many[Choice], Field(min_length=2)]
+    choices: Annotated[Many[Choice], Field(min_length=2), Most(MAX_OPTIONS)]
 
 
 class Level(StrictBody):
@@ -170,7 +150,7 @@ class Level(StrictBody):
 
 class ScoreQuestion(_AskedQuestion):
     type: Literal["score"]
-    levels: Annotated[Many[Level], Field(min_length=2)]
+    levels: Annotated[Many[Level], Field(min_length=2), Most(MAX_OPTIONS)]
 
 
 DecisionQuestion = Annotated[
@@ -178,6 +158,7 @@ DecisionQuestion = Annotated[
     | Annotated[ChoiceQuestion, Tag("Choice")]
     | Annotated[ScoreQuestion, Tag("Score")],
     BY_TYPE,
+    Kinds(("predicate", "choice", "score")),
 ]
 
 
@@ -192,26 +173,8 @@ class DecidedBody(StrictBody):
 class DecisionsBody(DecidedBody):
     """`POST /v1/decisions`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        "input": "max_messages",
-        "input[].content": "max_content_parts",
-        "input[].output": "max_content_parts",
-        "questions": MAX_QUESTIONS,
-        "questions[].instructions": "max_content_parts",
-        "questions[].choices": MAX_OPTIONS,
-        "questions[].levels": MAX_OPTIONS,
-    }
-
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "input[]": (DecisionMessage, _CallItem, DecisionCall, DecisionCustomCall, DecisionOutput),
-        **dict.fromkeys(
-            ("input[].content[]", "input[].output[]", "questions[].instructions[]"),
-            (DecisionText, DecisionRefusal, DecisionJson),
-        ),
-    }
-
-    input: str | Annotated[Many[DecisionItem], Field(min_length=1), _known("input", "message", *_CALLS)]
-    questions: Annotated[Many[DecisionQuestion], Field(min_length=1), _known("questions", *_QUESTIONS)]
+    input: str | Annotated[Many[DecisionItem], Field(min_length=1), Most("max_messages")]
+    questions: Annotated[Many[DecisionQuestion], Field(min_length=1), Most(MAX_QUESTIONS)]
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -259,10 +222,9 @@ class SystemOneBody(DecidedBody):
 
     NOT_SUPPORTED = frozenset({"assets"})
     IGNORED = frozenset({"keep_alive"})
-    MOST: ClassVar[Mapping[str, str | int]] = {"questions": MAX_QUESTIONS}
 
     state: Text
-    questions: Annotated[dict[str, SystemQuestion], Field(min_length=1)]
+    questions: Annotated[dict[str, SystemQuestion], Field(min_length=1), Most(MAX_QUESTIONS)]
 
 
 # Their translation

@@ -6,9 +6,9 @@ import math
 import sys
 from array import array
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import mul
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
@@ -16,8 +16,8 @@ from typing_extensions import TypedDict
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, Texts
-from penstock.gateway.wire.schemas import ServiceTier, Truncation
-from penstock.gateway.wire.strict import STRICT, Many, StrictBody
+from penstock.gateway.wire.schemas import Dimensions, ServiceTier, Truncation
+from penstock.gateway.wire.strict import STRICT, Many, Most, StrictBody
 from penstock.gateway.wire.translation import split_prompt
 from penstock.gateway.wire.writing import Counts, Outputs
 
@@ -34,11 +34,9 @@ class Embedded(StrictBody):
 class EmbeddingsBody(Embedded):
     """`POST /v1/embeddings`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"dimensions": 2**20}
-
     input: str | Many[str] | Many[int] | Many[Many[int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Dimensions | None = None
     add_special_tokens: bool | None = None
 
 
@@ -50,11 +48,10 @@ class Document(TypedDict):
 class RerankBody(Embedded):
     """`POST /rerank`, as Jina and Cohere have it."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"documents": "max_inputs"}
     NOT_SUPPORTED = frozenset({"max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"})
 
     query: str
-    documents: Annotated[Many[str | Document], Field(min_length=1)]
+    documents: Annotated[Many[str | Document], Field(min_length=1), Most("max_inputs")]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
 
@@ -63,17 +60,16 @@ class RerankBody(Embedded):
         return [found if isinstance(found, str) else found["text"] for found in self.documents]
 
 
+Side = str | Annotated[Many[str], Field(min_length=1), Most("max_inputs")]
+
+
 class ScoreBody(Embedded):
     """`POST /score`, as vLLM has it; `queries` and `documents` are other names of the two."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = dict.fromkeys(
-        ("text_1", "text_2", "queries", "documents"), "max_inputs"
-    )
-
-    text_1: str | Annotated[Many[str], Field(min_length=1)] | None = None
-    text_2: str | Annotated[Many[str], Field(min_length=1)] | None = None
-    queries: str | Annotated[Many[str], Field(min_length=1)] | None = None
-    documents: str | Annotated[Many[str], Field(min_length=1)] | None = None
+    text_1: Side | None = None
+    text_2: Side | None = None
+    queries: Side | None = None
+    documents: Side | None = None
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Returns the texts to be compared, one with all others or pair by pair.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -55,11 +55,8 @@ def explained(error: ValidationError, values: object, sent: Mapping[str, str]) -
     """
     found = error.errors(include_url=False)
 
-    def path_of(details: ErrorDetails) -> str:
-        return _path(details, values, sent)
-
     details = max(found, key=lambda each: len(each["loc"]))
-    path = path_of(details)
+    path = _path(details, values, sent)
     field = str(details["loc"][0]) if details["loc"] else None
     if details["type"] == "extra_forbidden":
         return invalid(f"Unrecognized request argument supplied: {path}.", path, "unknown_parameter")
@@ -75,7 +72,7 @@ def explained(error: ValidationError, values: object, sent: Mapping[str, str]) -
         wanted, tag = _listed(known["expected_tags"]), known["tag"][:_MOST_SHOWN]
         return invalid(f"Invalid '{path}': Input should be {wanted}, not '{tag}'.", path)
     # What may be of several types has an error for each: one of its own type says more than that it is not of another.
-    here = [each for each in found if path_of(each) == path]
+    here = [each for each in found if _path(each, values, sent) == path]
     closest = next((each["msg"] for each in here if each["type"] not in _WANTED), None)
     wanted = " or ".join(dict.fromkeys(_WANTED.get(each["type"], "") for each in here))
     message = f"Input should be {wanted}" if closest is None else _SUBJECT.sub("Input", closest)
@@ -100,6 +97,11 @@ def _path(details: ErrorDetails, values: object, sent: Mapping[str, str]) -> str
     parts = [part for _, part in steps_in(values, location)]
     if details["type"] == "missing":
         parts.append(location[-1])
+    return path_of(parts, sent)
+
+
+def path_of(parts: Sequence[str | int], sent: Mapping[str, str]) -> str:
+    """Writes the way to a value as `messages[0].content`, with its field under the name by which it was sent."""
     path = ""
     for number, part in enumerate(parts):
         if isinstance(part, int):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 import orjson
 from pydantic import BeforeValidator, Field, with_config
@@ -16,8 +16,10 @@ from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import agreed, plain_effort
 from penstock.gateway.wire.schemas import ChatBody
-from penstock.gateway.wire.strict import STRICT, TOLERANT, Many, StrictBody, TolerantBody, read
+from penstock.gateway.wire.strict import STRICT, TOLERANT, Many, Most, StrictBody, TolerantBody, read
 from penstock.gateway.wire.translation import as_far_as_room, chat_ask
+
+PARTS = Most("max_content_parts")
 
 
 @with_config(TOLERANT)
@@ -63,7 +65,7 @@ class TextSource(TypedDict):
 @with_config(TOLERANT)
 class ContentSource(TypedDict):
     type: Literal["content"]
-    content: str | Many[TextBlock]
+    content: Annotated[str | Many[TextBlock], PARTS]
 
 
 @with_config(TOLERANT)
@@ -82,7 +84,7 @@ class SearchResultBlock(TypedDict):
     type: Literal["search_result"]
     source: str
     title: str
-    content: Many[TextBlock]
+    content: Annotated[Many[TextBlock], PARTS]
     cache_control: NotRequired[object]
 
 
@@ -94,7 +96,7 @@ Shown = Annotated[TextBlock | DocumentBlock | SearchResultBlock, Field(discrimin
 class ToolResultBlock(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: NotRequired[str | Many[Shown]]
+    content: NotRequired[Annotated[str | Many[Shown], PARTS]]
     is_error: NotRequired[bool | None]
     cache_control: NotRequired[object]
 
@@ -113,7 +115,7 @@ Block = Annotated[
 
 class AnthropicMessage(TolerantBody):
     role: Literal["user", "assistant", "system"]
-    content: str | Many[Block]
+    content: Annotated[str | Many[Block], PARTS]
 
 
 @with_config(STRICT)
@@ -180,34 +182,11 @@ class CountTokensBody(StrictBody):
             "workspace_id",
         }
     )
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "messages[]": (AnthropicMessage,),
-        "messages[].content[]": (
-            TextBlock,
-            DocumentBlock,
-            SearchResultBlock,
-            ThinkingBlock,
-            RedactedThinkingBlock,
-            ToolUseBlock,
-            ToolResultBlock,
-        ),
-        "messages[].content[].content[]": (TextBlock, DocumentBlock, SearchResultBlock),
-        "messages[].content[].source": (TextSource, ContentSource),
-        "system[]": (TextBlock,),
-    }
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        "messages": "max_messages",
-        "messages[].content": "max_content_parts",
-        "messages[].content[].content": "max_content_parts",
-        "messages[].content[].source.content": "max_content_parts",
-        "system": "max_content_parts",
-        "tools": "max_tools",
-    }
 
     model: Annotated[str, Field(min_length=1)]
-    messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
-    system: str | Many[TextBlock] | None = None
-    tools: Annotated[Many[AnthropicTool], BeforeValidator(_own_tools)] | None = None
+    messages: Annotated[Many[AnthropicMessage], Field(min_length=1), Most("max_messages")]
+    system: Annotated[str | Many[TextBlock] | None, PARTS] = None
+    tools: Annotated[Many[AnthropicTool], BeforeValidator(_own_tools), Most("max_tools")] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -223,14 +202,9 @@ class MessagesBody(CountTokensBody):
 
     NOT_SUPPORTED = frozenset({"container", "mcp_servers"})
     IGNORED = CountTokensBody.IGNORED | {"diagnostics", "inference_geo"}
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        **CountTokensBody.MOST,
-        "stop_sequences": "max_stop",
-        "metadata": "max_metadata",
-    }
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Many[Annotated[str, Field(min_length=1)]] | None = None
+    stop_sequences: Annotated[Many[Annotated[str, Field(min_length=1)]], Most("max_stop")] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -238,7 +212,7 @@ class MessagesBody(CountTokensBody):
     service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard", "fast"] | None = None
 
-    metadata: dict[str, str | None] | None = None
+    metadata: Annotated[dict[str, str | None], Most("max_metadata")] | None = None
     """Accepted: it is the client's own."""
 
 

@@ -14,8 +14,8 @@ from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import plain_effort
-from penstock.gateway.wire.schemas import MAX_TEMPERATURE, ChatBody
-from penstock.gateway.wire.strict import STRICT, Many, StrictBody, TolerantBody, read
+from penstock.gateway.wire.schemas import MAX_TEMPERATURE, ChatBody, Dimensions
+from penstock.gateway.wire.strict import STRICT, Ignored, Many, Most, StrictBody, TolerantBody, read
 from penstock.gateway.wire.translation import as_far_as_room, chat_ask
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
@@ -50,9 +50,9 @@ class Options(StrictBody):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = None
     """-1 and -2, and 0 as for none, are what the context has room for."""
-    stop: str | Many[str] | None = None
+    stop: Annotated[str | Many[str] | None, Most("max_stop")] = None
 
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    repeat_last_n: Annotated[Annotated[int, Field(ge=-1)] | None, Ignored(unless=-1)] = None
     """0 penalizes nothing; whatever else it is, all tokens of the sequence are penalized, as -1 asks for."""
     tfs_z: _Neutral | None = None
     mirostat: Literal[0] | None = None
@@ -85,10 +85,6 @@ class OfModel(GoBody):
 
     model_config = STRICT
     POINTERS = frozenset({"stream", "think", "truncate", "shift", "keep_alive"})
-
-    MOST: ClassVar[Mapping[str, str | int]] = {"options.stop": "max_stop"}
-    IGNORED = frozenset({"options.repeat_last_n"})
-    NEUTRAL: ClassVar[Mapping[str, object]] = {"options.repeat_last_n": -1}
 
     model: Annotated[str, Field(min_length=1)]
     options: Options | None = None
@@ -132,7 +128,7 @@ class OllamaMessage(GoBody):
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lower)]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: Many[OllamaToolCall] | None = None
+    tool_calls: Annotated[Many[OllamaToolCall], Most("max_tool_calls")] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
     images: Annotated[list[object], Field(max_length=0)] | None = None
@@ -142,21 +138,9 @@ class OllamaChatBody(Asked):
     """`POST /api/chat`."""
 
     NOT_SUPPORTED = frozenset({"_debug_render_only"})
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        **Asked.MOST,
-        "messages": "max_messages",
-        "messages[].tool_calls": "max_tool_calls",
-        "tools": "max_tools",
-    }
 
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "messages[]": (OllamaMessage,),
-        "messages[].tool_calls[]": (OllamaToolCall,),
-        "messages[].tool_calls[].function": (OllamaCalledFunction,),
-    }
-
-    messages: Many[OllamaMessage] | None = None
-    tools: Many[dict[str, object]] | None = None
+    messages: Annotated[Many[OllamaMessage], Most("max_messages")] | None = None
+    tools: Annotated[Many[dict[str, object]], Most("max_tools")] | None = None
 
 
 class OllamaGenerateBody(Asked):
@@ -177,12 +161,10 @@ class OllamaGenerateBody(Asked):
 class OllamaEmbedBody(OfModel):
     """`POST /api/embed`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {**OfModel.MOST, "input": "max_inputs", "dimensions": 2**20}
-
-    input: str | Many[str] | None = None
+    input: Annotated[str | Many[str] | None, Most("max_inputs")] = None
     truncate: bool | None = None
     """Whether texts that are too long lose their end."""
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Dimensions | None = None
 
 
 class OllamaEmbeddingBody(OfModel):
