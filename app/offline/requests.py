@@ -16,7 +16,7 @@ from penstock.gateway.access.keys import OPEN_TENANT
 from penstock.gateway.endpoints.requests import bad_words_of, salt_of
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask
+from penstock.gateway.wire.ask import Ask, chat_ask, completion_ask
 from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from penstock.gateway.wire.conversation import as_dict
 from penstock.gateway.wire.embeddings import EmbeddingsBody
@@ -32,7 +32,6 @@ from penstock.gateway.wire.sampling import (
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody
 from penstock.gateway.wire.strict import read
 from penstock.gateway.wire.structured import Form
-from penstock.gateway.wire.translation import chat_ask, completion_ask
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""

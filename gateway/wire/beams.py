@@ -10,6 +10,7 @@ from penstock.gateway.errors import invalid
 from penstock.gateway.wire.sampling import MaxTokens, SamplingDefaults
 from penstock.gateway.wire.schemas import Sampled
 
+SEARCH_FIELDS = {"early_stopping", "length_penalty", "use_beam_search"}
 NEUTRAL = SamplingDefaults(temperature=0.0)
 """The defaults of a search, in place of the checkpoint's: it is for what the model itself finds likeliest."""
 

@@ -114,8 +114,7 @@ class CompletionWriter(EventWriter, ABC):
             usage_so_far: every chunk has the usage, not the last one alone.
             is_recorded: every event has its number as its id.
         """
-        super().__init__(is_recorded=is_recorded)
-        self.opens_early = is_recorded
+        self.opens_early = self._is_numbered = is_recorded
         self._tokens = tokens
         self._names: TokenName = TOKEN_NUMBERS if extras.token_numbers else tokens
         """The names of tokens in log probabilities."""

@@ -142,6 +142,7 @@ _SAMPLERS: Mapping[str, Mapping[str, object]] = {
     "xtc": {"xtc_probability": 0},
 }
 """llama.cpp's samplers, and the fields that turn each of them off."""
+SAMPLER_FIELDS = {"repeat_last_n", "samplers"}
 
 
 def without_others(values: Mapping[str, object]) -> dict[str, object]:

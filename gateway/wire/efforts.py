@@ -51,6 +51,7 @@ class ReasoningChoice(StrictBody):
 
 
 NO_CHOICE = ReasoningChoice()
+REASONING_FIELDS = {"enable_thinking", "reasoning", "reasoning_effort", "thinking", "thinking_token_budget"}
 
 
 class Reasoned(StrictBody):

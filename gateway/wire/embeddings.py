@@ -15,10 +15,9 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask, Texts
+from penstock.gateway.wire.ask import Ask, Texts, split_prompt
 from penstock.gateway.wire.schemas import Dimensions, ServiceTier, Truncation
 from penstock.gateway.wire.strict import STRICT, Many, Most, StrictBody
-from penstock.gateway.wire.translation import split_prompt
 from penstock.gateway.wire.writing import Counts, Outputs
 
 

@@ -84,12 +84,10 @@ class EventWriter:
     """The ground of writers whose events have their number, where the reply is recorded, as the event's id."""
 
     media_type = ""
-
-    def __init__(self, *, is_recorded: bool) -> None:
-        self.common = b""
-        self._is_numbered = is_recorded
-        self._number = 0
-        """The number of the next event."""
+    common = b""
+    _is_numbered = False
+    _number = 0
+    """The number of the next event."""
 
     def _frame(self, event: str) -> bytes:
         if self._is_numbered:

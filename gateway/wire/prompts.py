@@ -24,8 +24,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.gateway.errors import ApiError, invalid
-from penstock.gateway.wire.conversation import thinking_switches
-from penstock.gateway.wire.histories import Message, Shape, shapes
+from penstock.gateway.wire.conversation import AnyMessage, Shape, shapes, thinking_switches
 from penstock.gateway.wire.reading import Formats
 from penstock.gateway.wire.tokenizer import Tokenizer
 
@@ -228,7 +227,7 @@ class Prompts:
     def _shapes(self) -> list[Shape]:
         return shapes(self.tokenizer.chat_template or "", self._shows)
 
-    def _shows(self, messages: Sequence[Message]) -> bool:
+    def _shows(self, messages: Sequence[AnyMessage]) -> bool:
         """Whether the template takes these messages and shows their texts, none of which is a mark."""
         try:
             shown = self._render([dict(message) for message in messages], True, {"tools": None})

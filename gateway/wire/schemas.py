@@ -16,6 +16,7 @@ from penstock.gateway.wire.dialects import (
     NAMES,
     NEUTRAL_HINTS,
     OFF,
+    SAMPLER_FIELDS,
     UNSET,
     Arguments,
     without_others,
@@ -132,7 +133,7 @@ class Sampled(StrictBody):
 
     @classmethod
     def prepared(cls, values: Mapping[str, object]) -> Mapping[str, object]:
-        return without_others(values)
+        return without_others(values) if values.keys() & SAMPLER_FIELDS else values
 
     @property
     def num_generated(self) -> int:

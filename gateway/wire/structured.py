@@ -17,6 +17,10 @@ from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits, parse_object
 from penstock.gateway.wire.schemas import AnswerFormat, Sampled, Schema
 
+FORM_FIELDS = {
+    *("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema"),
+    *("response_format", "structured_outputs", "text"),
+}
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 
 

@@ -12,12 +12,11 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask
+from penstock.gateway.wire.ask import Ask, as_far_as_room, chat_ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import agreed, plain_effort
 from penstock.gateway.wire.schemas import ChatBody
 from penstock.gateway.wire.strict import STRICT, TOLERANT, Many, Most, StrictBody, TolerantBody, read
-from penstock.gateway.wire.translation import as_far_as_room, chat_ask
 
 PARTS = Most("max_content_parts")
 

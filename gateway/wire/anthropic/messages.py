@@ -39,7 +39,7 @@ class MessageWriter(EventWriter):
             max_tokens: as it was asked for; the context may have room for less.
             is_recorded: every event has its number as its id.
         """
-        super().__init__(is_recorded=is_recorded)
+        self._is_numbered = is_recorded
         self._head = head
         self._max_tokens = max_tokens
         self._reading = reading

@@ -10,13 +10,12 @@ from pydantic import BeforeValidator
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask, Infill, Shown
+from penstock.gateway.wire.ask import Ask, Infill, Shown, text_ask
 from penstock.gateway.wire.completions import Extras
 from penstock.gateway.wire.dialects import UNSET
 from penstock.gateway.wire.sampling import MaxTokens
 from penstock.gateway.wire.schemas import Biases, ChatBody, CompletionBody, check_counts
 from penstock.gateway.wire.strict import Many, Most, TolerantBody
-from penstock.gateway.wire.translation import text_ask
 
 _HONOURED = {"response_fields", "return_tokens"}
 _LEFT_OUT = {"n_indent", "t_max_predict_ms"}

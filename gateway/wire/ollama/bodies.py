@@ -11,12 +11,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts
+from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts, as_far_as_room, chat_ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import plain_effort
 from penstock.gateway.wire.schemas import MAX_TEMPERATURE, ChatBody, Dimensions
 from penstock.gateway.wire.strict import STRICT, Ignored, Many, Most, StrictBody, TolerantBody, read
-from penstock.gateway.wire.translation import as_far_as_room, chat_ask
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
 """A sampler that is not here, switched off."""
