@@ -6,19 +6,17 @@ All that is the same in every chunk of a stream is rendered once: a token costs 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
-from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.frames import (
     DONE,
-    KEEPALIVE,
-    EventWriter,
+    ReplyWriter,
+    StreamedChoice,
     ascii_json,
-    error_frame,
     timings_of,
     usage_of,
 )
@@ -39,7 +37,6 @@ from penstock.gateway.wire.parsing import (
     CallBegun,
     Piece,
     ReasoningDelta,
-    ReplyParser,
     TextDelta,
     answer_of,
 )
@@ -69,22 +66,17 @@ class Extras:
 NO_EXTRAS = Extras()
 
 
-@dataclass(slots=True)
-class _Choice:
-    """The state of one choice of a stream."""
-
+@dataclass(slots=True, kw_only=True)
+class _Choice(StreamedChoice):
     index: int
-    parser: ReplyParser
     start: str
     """The beginning of each of its chunks."""
-    around: Mapping[type[Piece], tuple[str, str]]
-    """The chunk before and after the text of a piece, by the piece's type."""
     has_called: bool = False
     offsets: TextOffsets | None = None
     """The places of its tokens, where they are said."""
 
 
-class CompletionWriter(EventWriter, ABC):
+class CompletionWriter(ReplyWriter):
     """The `gateway.wire.writing.Writer` of chat or text completions, as far as both share it."""
 
     name: str
@@ -95,8 +87,8 @@ class CompletionWriter(EventWriter, ABC):
     texts: Mapping[type[Piece], tuple[str, str]]
     """The delta before and after the text of a piece that is text, by the piece's type."""
     empty_delta: str
-    keepalive = KEEPALIVE
     tail = DONE
+    _choices: list[_Choice]
 
     def __init__(
         self,
@@ -127,9 +119,8 @@ class CompletionWriter(EventWriter, ABC):
         """The beginning of every chunk."""
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
-        self._choices: list[_Choice] = []
         self._num_open = 0
-        self._last: tuple[_Choice, FinishReason] | None = None
+        self._ended: tuple[_Choice, FinishReason] | None = None
         """The choice that ended last, and why."""
 
     # What differs
@@ -177,20 +168,8 @@ class CompletionWriter(EventWriter, ABC):
     def _begun(self, index: int) -> _Choice:
         start, tail = f'{self._opening},"choices":[{{"index":{index},', f',"logprobs":null{self._tail}'
         around = {kind: (start + before, after + tail) for kind, (before, after) in self.texts.items()}
-        return _Choice(index, self._reading.parser(self._head.id, index), start, around)
-
-    def text(self, index: int, text: str) -> list[bytes]:
-        choice = self._choices[index]
-        pieces = choice.parser.feed(text)
-        if len(pieces) == 1:
-            (piece,) = pieces
-            if not isinstance(piece, CallBegun) and (around := choice.around.get(type(piece))):
-                frame = f"{around[0]}{encode_basestring_ascii(piece.text)}{around[1]}"
-                if self._is_numbered:  # not by `_frame`: a call for every token
-                    frame = f"id: {self._number}\n{frame}"
-                    self._number += 1
-                return [frame.encode("ascii")]
-        return self._chunks(choice, pieces)
+        parser = self._reading.parser(self._head.id, index)
+        return _Choice(parser=parser, around=around, index=index, start=start)
 
     def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:
         choice = self._choices[index]
@@ -205,7 +184,7 @@ class CompletionWriter(EventWriter, ABC):
             self._num_open -= 1
             if self._num_open:
                 return [*frames, self._finish(choice, delta.finish_reason, "")]
-            self._last = choice, delta.finish_reason
+            self._ended = choice, delta.finish_reason
         return frames
 
     def _note_usage(self, reply: Counts) -> None:
@@ -232,21 +211,16 @@ class CompletionWriter(EventWriter, ABC):
             chunks[0] = f'{choice.start}{deltas[0]},"logprobs":{known}{self._tail_of("null", beside)}'
         return list(map(self._frame, chunks))
 
-    def end(self, reply: Counts) -> list[bytes]:
-        """Returns the end of the choice that ended last, which has the timings, and the usage; or the error."""
-        if reply.error is not None:
-            return [error_frame(reply.error)]
+    def _last(self, reply: Counts) -> list[bytes]:
+        """Returns the end of the choice that ended last, which has the timings, and the usage."""
         frames = []
-        if self._last is not None:
+        if self._ended is not None:
             timings = timings_of(reply)
-            frames.append(self._finish(*self._last, f',"timings":{json.dumps(timings)}' if timings else ""))
+            frames.append(self._finish(*self._ended, f',"timings":{json.dumps(timings)}' if timings else ""))
         if self._include_usage:
             usage = json.dumps(usage_of(reply))
             frames.append(self._frame(f'{self._opening},"choices":[],"usage":{usage}}}\n\n'))
         return frames
-
-    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
-        return error_frame(error) + DONE
 
     def _finish(self, choice: _Choice, reason: FinishReason, extra: str) -> bytes:
         called = self.called if choice.has_called else None

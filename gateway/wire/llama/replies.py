@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
-from penstock.gateway.errors import ApiError
-from penstock.gateway.wire.frames import KEEPALIVE, error_frame
+from penstock.gateway.wire.frames import ReplyWriter
 from penstock.gateway.wire.llama.bodies import LlamaBody
 from penstock.gateway.wire.logprobs import TokenName, logprob_entry
 from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs, Whole
@@ -19,13 +18,8 @@ _SETTINGS = (
 """The settings that have the same name in the engine."""
 
 
-class LlamaWriter:
+class LlamaWriter(ReplyWriter):
     """The `gateway.wire.writing.Writer` of a reply to `/completion` or `/infill`."""
-
-    media_type = ""
-    keepalive = KEEPALIVE
-    tail = common = b""
-    opens_early = False
 
     def __init__(self, head: Head, body: LlamaBody, tokens: TokenName, context_length: int) -> None:
         self._head = head
@@ -34,9 +28,6 @@ class LlamaWriter:
         self._context_length = context_length
 
     # Streamed
-
-    def begin(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
-        return []
 
     def text(self, index: int, text: str) -> list[bytes]:
         return [_frame({"index": index, "content": text, "tokens": [], "stop": False})]
@@ -48,12 +39,6 @@ class LlamaWriter:
             return []
         part = {"index": index, "content": delta.text, "tokens": delta.token_ids, "stop": False}
         return [_frame(part | self._probabilities(delta))]
-
-    def end(self, reply: Counts) -> list[bytes]:
-        return [] if reply.error is None else [error_frame(reply.error)]
-
-    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
-        return error_frame(error)
 
     # Whole
 

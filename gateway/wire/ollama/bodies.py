@@ -203,27 +203,9 @@ class OllamaCreateBody(Named):
 
     NOT_SUPPORTED = frozenset(
         {
-            *(
-                "adapters",
-                "draft_files",
-                "draft_quantize",
-                "files",
-                "info",
-                "license",
-                "messages",
-                "modelfile",
-            ),
-            *(
-                "parameters",
-                "parser",
-                "path",
-                "quantization",
-                "quantize",
-                "remote_host",
-                "renderer",
-                "requires",
-            ),
-            *("system", "template"),
+            *("adapters", "draft_files", "draft_quantize", "files", "info", "license", "messages"),
+            *("modelfile", "parameters", "parser", "path", "quantization", "quantize", "remote_host"),
+            *("renderer", "requires", "system", "template"),
         }
     )
 
@@ -325,15 +307,8 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
 
 
 _SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
+    *("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
+    *("seed", "stop"),
 )
 """Options that have the same name elsewhere."""
 
