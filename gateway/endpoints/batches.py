@@ -29,8 +29,7 @@ from penstock.gateway.sessions.batches.run import Answer
 from penstock.gateway.sessions.batches.running import Batches
 from penstock.gateway.sessions.responses.objects import page
 from penstock.gateway.sessions.responses.schemas import PageQuery
-from penstock.gateway.wire.metadata import check_metadata
-from penstock.gateway.wire.schemas import Metadata
+from penstock.gateway.wire.schemas import Metadata, check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 from penstock.priority.lanes import Lane
 

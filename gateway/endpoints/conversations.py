@@ -25,8 +25,7 @@ from penstock.gateway.sessions.responses.schemas import (
     check_items,
 )
 from penstock.gateway.store.interface import Key
-from penstock.gateway.wire.metadata import check_metadata
-from penstock.gateway.wire.schemas import Metadata
+from penstock.gateway.wire.schemas import Metadata, check_metadata
 from penstock.gateway.wire.strict import Many, Most, StrictBody, validated
 
 MAX_ITEMS_A_CALL = 20

@@ -22,8 +22,7 @@ from penstock.gateway.sessions.recordings.kinds import CHAT, IDS
 from penstock.gateway.sessions.responses.objects import page, place_after
 from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.store.interface import Key, StoreUnavailable
-from penstock.gateway.wire.metadata import check_metadata
-from penstock.gateway.wire.schemas import Metadata
+from penstock.gateway.wire.schemas import Metadata, check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 
 MAX_LISTED = 1000

@@ -17,7 +17,6 @@ from penstock.gateway.wire.completions import NO_EXTRAS, Extras
 from penstock.gateway.wire.conversation import TemplateMessage, chat_tools
 from penstock.gateway.wire.efforts import REASONING_FIELDS, Reasoned
 from penstock.gateway.wire.logprobs import Best
-from penstock.gateway.wire.metadata import check_metadata
 from penstock.gateway.wire.questions import Questions
 from penstock.gateway.wire.sampling import NO_TOKENS, MaxTokens, chat_tokens, completion_tokens
 from penstock.gateway.wire.schemas import (
@@ -27,6 +26,7 @@ from penstock.gateway.wire.schemas import (
     Sampled,
     check_chat,
     check_completion,
+    check_metadata,
 )
 from penstock.gateway.wire.structured import FORM_FIELDS, Form, answer_form, form_of
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits, parse_object
+from penstock.gateway.wire.mistakes import missing
 from penstock.gateway.wire.schemas import AllowedChoice, ChatBody, Function, Message, NamedFunction, NamedTool
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse, tool_use
 
@@ -42,15 +43,11 @@ def check_messages(messages: Sequence[Message]) -> None:
     """Raises 400 for a message that lacks what its role must have."""
     for i, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
-            raise _missing(f"messages[{i}].content")
+            raise missing(f"messages[{i}].content")
         if message.role == "tool" and message.tool_call_id is None:
-            raise _missing(f"messages[{i}].tool_call_id")
+            raise missing(f"messages[{i}].tool_call_id")
         if message.role == "function" and message.name is None:
-            raise _missing(f"messages[{i}].name")
-
-
-def _missing(field: str) -> ApiError:
-    return invalid(f"You must provide the parameter '{field}'.", field, "missing_required_parameter")
+            raise missing(f"messages[{i}].name")
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -109,7 +106,7 @@ def chat_tools(body: ChatBody) -> ToolUse:
     if body.functions is not None:
         return _function_use(body, body.functions)
     if body.function_call not in (None, "none", "auto"):
-        raise _missing("functions")
+        raise missing("functions")
     if not body.tools and body.tool_choice in (None, "none", "auto"):
         return NO_TOOLS
     tools: list[dict[str, Any]] = [dict(tool) for tool in body.tools or ()]

@@ -6,9 +6,9 @@ import math
 import sys
 from array import array
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import mul
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, Texts, split_prompt
+from penstock.gateway.wire.mistakes import missing
 from penstock.gateway.wire.schemas import Dimensions, ServiceTier, Truncation
 from penstock.gateway.wire.strict import STRICT, Many, Most, StrictBody
 from penstock.gateway.wire.writing import Counts, Outputs
@@ -65,10 +66,10 @@ Side = str | Annotated[Many[str], Field(min_length=1), Most("max_inputs")]
 class ScoreBody(Embedded):
     """`POST /score`, as vLLM has it; `queries` and `documents` are other names of the two."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = {"queries": "text_1", "documents": "text_2"}
+
     text_1: Side | None = None
     text_2: Side | None = None
-    queries: Side | None = None
-    documents: Side | None = None
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Returns the texts to be compared, one with all others or pair by pair.
@@ -76,22 +77,17 @@ class ScoreBody(Embedded):
         Raises:
             ApiError: 400, if it cannot be said which with which.
         """
-        first = _one_of(self, "text_1", "queries")
-        second = _one_of(self, "text_2", "documents")
+        first, second = _texts("text_1", self.text_1), _texts("text_2", self.text_2)
         if len(first) not in (1, len(second)):
             message = f"{len(first)} texts cannot be compared with {len(second)}: give one, or as many."
             raise invalid(message, "text_1")
         return first, second
 
 
-def _one_of(body: ScoreBody, *names: str) -> list[str]:
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    if not given:
-        raise invalid(f"You must provide the parameter '{names[0]}'.", names[0], "missing_required_parameter")
-    if len(given) > 1:
-        raise invalid(f"Give '{names[0]}' or '{names[1]}', not both.", names[1])
-    (value,) = given.values()
-    return [value] if isinstance(value, str) else list(value)
+def _texts(field: str, given: str | list[str] | None) -> list[str]:
+    if given is None:
+        raise missing(field)
+    return [given] if isinstance(given, str) else given
 
 
 def embeddings_ask(body: EmbeddingsBody, limits: Limits) -> Ask:

@@ -61,14 +61,14 @@ def explained(error: ValidationError, values: object, sent: Mapping[str, str]) -
     if details["type"] == "extra_forbidden":
         return invalid(f"Unrecognized request argument supplied: {path}.", path, "unknown_parameter")
     if details["type"] == "missing":
-        return invalid(f"You must provide the parameter '{path}'.", path, "missing_required_parameter")
+        return missing(path)
     if _MISSING_FEATURES & {field, path.rpartition(".")[2]} and details["type"] in _OF_VALUE:
         return invalid(f"This value of '{path}' is not supported by this server.", path, "unsupported_value")
     if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
         known = details["ctx"]
         path += f".{known['discriminator'].strip(_QUOTE)}"
         if "tag" not in known:
-            return invalid(f"You must provide the parameter '{path}'.", path, "missing_required_parameter")
+            return missing(path)
         wanted, tag = _listed(known["expected_tags"]), known["tag"][:_MOST_SHOWN]
         return invalid(f"Invalid '{path}': Input should be {wanted}, not '{tag}'.", path)
     # What may be of several types has an error for each: one of its own type says more than that it is not of another.
@@ -83,6 +83,10 @@ def _listed(expected: str) -> str:
     """Writes pydantic's "'a', 'b', 'c'" as it writes the values of a literal: "'a', 'b' or 'c'"."""
     others, _, last = expected.rpartition(", ")
     return f"{others} or {last}" if others else last
+
+
+def missing(field: str) -> ApiError:
+    return invalid(f"You must provide the parameter '{field}'.", field, "missing_required_parameter")
 
 
 def unsupported_value(param: str, value: object) -> ApiError:

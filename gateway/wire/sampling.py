@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from penstock.engine.planning.bans import Words
@@ -33,9 +33,6 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-
-
-_DEFAULTED = tuple(field.name for field in fields(SamplingDefaults))
 
 
 class MaxTokens(NamedTuple):
@@ -127,8 +124,9 @@ def sampling_params(
     check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
     allowed = sorted(set(body.allowed_token_ids or ()))
     check_token_ids(allowed, vocab_size, "allowed_token_ids")
-    same: dict[str, Any] = {name: getattr(defaults, name) for name in _DEFAULTED}
-    same |= {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    same: dict[str, Any] = asdict(defaults) | {
+        name: value for name in _SAME if (value := getattr(body, name)) is not None
+    }
     same |= {"top_p": same["top_p"] or LEAST_TOP_P, "top_k": max(0, same["top_k"])}
     return SamplingParams(
         **same,

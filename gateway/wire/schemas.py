@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, with_config
@@ -40,6 +40,8 @@ Dimensions = Annotated[int, Field(ge=1), Most(2**20)]
 NumTop = Annotated[int, Field(ge=0), Most("max_top_logprobs")]
 TokenIds = Many[Annotated[int, Field(ge=0)]]
 Metadata = Annotated[dict[str, str], Most("max_metadata")]
+_METADATA_CHARS = (64, 512)
+"""The characters that a key and a value may have."""
 Unread = Annotated[str | None, Ignored()]
 """A text that nothing comes of."""
 
@@ -66,7 +68,21 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: bool | None = None
 
 
-class Sampled(StrictBody):
+class TokenChoice(StrictBody):
+    """The fields by which tokens are chosen that have the same names and ranges in Ollama's API."""
+
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: Annotated[str | Many[str] | None, Most("max_stop")] = None
+
+
+class Sampled(TokenChoice):
     """The fields that chat and text completions share: how tokens are chosen, and some that change nothing here."""
 
     ALIASES: ClassVar[Mapping[str, str]] = NAMES
@@ -80,13 +96,7 @@ class Sampled(StrictBody):
     stream_options: StreamOptions | None = None
     n: NumChoices | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[Biases, Most("max_logit_bias")] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Annotated[str | Many[str] | None, Most("max_stop")] = None
     service_tier: ServiceTier | None = None
 
     # Not OpenAI's, but what clients of open models send.
@@ -94,9 +104,6 @@ class Sampled(StrictBody):
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_a: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -319,8 +326,12 @@ class CompletionBody(Sampled):
 
 def check_counts(body: Sampled, limits: Limits) -> None:
     """Raises 400 for fields that are too long, or that exclude each other."""
-    _check_stop(body.stop, limits)
-    _check_bad_words(body.bad_words, limits)
+    if body.stop is not None:
+        if not all(stop := as_strings(body.stop)):
+            raise invalid("'stop' must not contain an empty string.", "stop")
+        _check_texts("stop", stop, "stop string", limits.max_stop_chars)
+    if body.bad_words:
+        _check_texts("bad_words", body.bad_words, "bad word", limits.max_bad_word_chars)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -359,19 +370,18 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
         raise invalid("'max_tokens' may only be 0 when 'echo' is true.", "max_tokens")
 
 
-def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
-    strings = [stop] if isinstance(stop, str) else stop or []
-    if not all(strings):
-        raise invalid("'stop' must not contain an empty string.", "stop")
-    if any(len(string) > limits.max_stop_chars for string in strings):
-        raise invalid(f"A stop string may have at most {limits.max_stop_chars} characters.", "stop")
-
-
-def _check_bad_words(words: list[str] | None, limits: Limits) -> None:
-    if any(len(word) > limits.max_bad_word_chars for word in words or ()):
-        message = f"A bad word may have at most {limits.max_bad_word_chars} characters."
-        raise invalid(message, "bad_words")
+def _check_texts(field: str, texts: Sequence[str], what: str, most: int) -> None:
+    if any(len(text) > most for text in texts):
+        raise invalid(f"A {what} may have at most {most} characters.", field)
 
 
 def as_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Raises 400 for metadata beyond OpenAI's bounds."""
+    for pair in (metadata or {}).items():
+        for text, part, most in zip(pair, ("key", "value"), _METADATA_CHARS, strict=True):
+            if len(text) > most:
+                raise invalid(f"A {part} of 'metadata' may have at most {most} characters.", "metadata")

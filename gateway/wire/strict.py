@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, ClassVar, NamedTuple, NotRequired, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NotRequired, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import get_type_hints, is_typeddict
@@ -107,14 +107,14 @@ def read(
     Raises:
         ApiError: 400 that names the first field that is wrong.
     """
-    fields = _fields(kind)
+    root, refused, unread = _places(kind)
     values, sent = _renamed(kind, values)
     values, others = _of_kinds(kind, kind.prepared(values))
     look = _Look(limits, sent)
-    look.at(fields.root, values, ())
+    look.at(root, values, ())
     for name in sorted((*look.ignored, *others)):
         ignore(name)
-    for name in sorted(fields.refused & values.keys()):
+    for name in sorted(refused & values.keys()):
         if not _is_off(values[name], kind.OFF.get(name)):
             raise unsupported(name)
     if look.too_large is not None:
@@ -123,7 +123,7 @@ def read(
         ignore(name)
     if look.unknown is not None:
         raise look.unknown
-    return validated(kind, {n: value for n, value in values.items() if n not in fields.unread}, sent)
+    return validated(kind, {n: value for n, value in values.items() if n not in unread}, sent)
 
 
 def validated(
@@ -196,16 +196,9 @@ class _Place:
             yield from place.bounds((*steps, name))
 
 
-class _Fields(NamedTuple):
-    """What is said of the fields of a kind of bodies, by its types and its tables."""
-
-    root: _Place
-    refused: frozenset[str]
-    unread: frozenset[str]
-
-
 @cache
-def _fields(kind: type[StrictBody]) -> _Fields:
+def _places(kind: type[StrictBody]) -> tuple[_Place, frozenset[str], frozenset[str]]:
+    """Returns what is said of a kind of bodies, the fields that are refused, and those that are not validated."""
     root, fields = place_of(kind), kind.model_fields.keys()
     for name in kind.IGNORED:
         place = root
@@ -213,7 +206,7 @@ def _fields(kind: type[StrictBody]) -> _Fields:
             place = place.below.setdefault(step, _Place())
         place.ignored = Ignored(kind.NEUTRAL.get(name))
     refused = kind.NOT_SUPPORTED | kind.OFF.keys() - fields
-    return _Fields(root, refused, refused | (kind.IGNORED - fields))
+    return root, refused, refused | (kind.IGNORED - fields)
 
 
 def place_of(kind: Any) -> _Place:
@@ -244,8 +237,9 @@ class _Look:
         if place.most is not None and self.too_large is None:
             self._count(place.most, value, steps)
         if isinstance(value, dict):
-            if place.kinds and self.unknown is None:
-                self._check_kind(place.kinds, value.get("type"), steps)
+            kind = _kind_of(value) if place.kinds and self.unknown is None else None
+            if kind is not None and kind not in place.kinds:
+                self.unknown = unsupported_value(path_of((*steps, "type"), self._sent), kind)
             if place.members and not value.keys() <= place.members:
                 others = (name for name in value.keys() - place.members if value[name])
                 self.unread |= {_place_name((*steps, name)) for name in others}
@@ -262,10 +256,6 @@ class _Look:
         if isinstance(number, int | float) and number > most:
             name = path_of(steps, self._sent)
             self.too_large = invalid(f"'{name}' is {number}, but this server takes at most {most}.", name)
-
-    def _check_kind(self, known: tuple[str, ...], kind: object, steps: tuple[str | int, ...]) -> None:
-        if isinstance(kind, str) and kind not in known:
-            self.unknown = unsupported_value(path_of((*steps, "type"), self._sent), kind)
 
 
 def _place_name(steps: Sequence[str | int]) -> str:
@@ -307,17 +297,17 @@ def _of_kinds(
     for name, known in kind.KINDS.items():
         entries = values.get(name)
         if isinstance(entries, list):
-            kinds = [_kind_of(entry, known) for entry in entries]
-            others |= {f"{name}[].{other}" for other in kinds if other not in known}
-            kept = [entry for entry, of in zip(entries, kinds, strict=True) if of in known]
-            values = {**values, name: kept}
+            strange = {
+                i: of for i, entry in enumerate(entries) if (of := _kind_of(entry)) and of not in known
+            }
+            others |= {f"{name}[].{of}" for of in strange.values()}
+            values = {**values, name: [entry for i, entry in enumerate(entries) if i not in strange]}
     return values, _shown(others)
 
 
-def _kind_of(entry: object, known: frozenset[str]) -> str:
-    """Returns the kind of an entry; a known one, if it has none, for then it is refused."""
+def _kind_of(entry: object) -> str | None:
     kind = entry.get("type") if isinstance(entry, dict) else None
-    return kind if isinstance(kind, str) else next(iter(known))
+    return kind if isinstance(kind, str) else None
 
 
 def _is_off(value: object, off: tuple[object, ...] | None) -> bool:

@@ -15,6 +15,7 @@ import orjson
 from penstock.engine.planning.grammar import Grammar, GrammarKind
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits, parse_object
+from penstock.gateway.wire.mistakes import missing
 from penstock.gateway.wire.schemas import AnswerFormat, Sampled, Schema
 
 FORM_FIELDS = {
@@ -72,10 +73,6 @@ def schema_grammar(schema: Schema | None) -> Grammar:
     """Returns the grammar of the JSON that a schema accepts; of any JSON without one."""
     text = orjson.dumps({} if schema is None else schema).decode()
     return Grammar(GrammarKind.JSON_SCHEMA, text)
-
-
-def missing(field: str) -> ApiError:
-    return invalid(f"You must provide the parameter '{field}'.", field, "missing_required_parameter")
 
 
 def _guided(body: Sampled, limits: Limits) -> Iterator[Form]:

@@ -14,7 +14,7 @@ from penstock.gateway.errors import ApiError, invalid, unsupported
 from penstock.gateway.limits import Limits
 from penstock.gateway.wire.dialects import BUDGET_NAMES, NAMES, Arguments
 from penstock.gateway.wire.efforts import Reasoned
-from penstock.gateway.wire.metadata import check_metadata
+from penstock.gateway.wire.mistakes import missing
 from penstock.gateway.wire.schemas import (
     CHOICES,
     OPEN,
@@ -24,6 +24,7 @@ from penstock.gateway.wire.schemas import (
     ToolName,
     Variables,
     check_counts,
+    check_metadata,
 )
 from penstock.gateway.wire.strict import (
     TOLERANT,
@@ -35,7 +36,7 @@ from penstock.gateway.wire.strict import (
     TolerantBody,
     validated,
 )
-from penstock.gateway.wire.structured import ANY_OBJECT, Form, missing, schema_grammar
+from penstock.gateway.wire.structured import ANY_OBJECT, Form, schema_grammar
 
 MAX_LISTED = 100
 DEFAULT_LISTED = 20

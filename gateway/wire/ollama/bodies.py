@@ -14,8 +14,8 @@ from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts, as_far_as_room, chat_ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import plain_effort
-from penstock.gateway.wire.schemas import MAX_TEMPERATURE, ChatBody, Dimensions
-from penstock.gateway.wire.strict import STRICT, Ignored, Many, Most, StrictBody, TolerantBody, read
+from penstock.gateway.wire.schemas import ChatBody, Dimensions, TokenChoice
+from penstock.gateway.wire.strict import STRICT, Ignored, Many, Most, TolerantBody, read
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
 """A sampler that is not here, switched off."""
@@ -35,21 +35,12 @@ class GoBody(TolerantBody):
         return {name: value for name, value in values.items() if value or name in cls.POINTERS}
 
 
-class Options(StrictBody):
+class Options(TokenChoice):
     """The options by which tokens are chosen; those about loading a model are accepted and change nothing."""
 
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = None
     """-1 and -2, and 0 as for none, are what the context has room for."""
-    stop: Annotated[str | Many[str] | None, Most("max_stop")] = None
 
     repeat_last_n: Annotated[Annotated[int, Field(ge=-1)] | None, Ignored(unless=-1)] = None
     """0 penalizes nothing; whatever else it is, all tokens of the sequence are penalized, as -1 asks for."""
@@ -300,17 +291,10 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
         "top_logprobs": body.top_logprobs if body.logprobs else None,
         "response_format": _response_format(body.format),
         **_thinking(body.think),
-        **{name: getattr(options, name) for name in _SAME},
+        **{name: getattr(options, name) for name in TokenChoice.model_fields},
         **fields,
     }
     return read(ChatBody, {name: value for name, value in values.items() if value is not None}, limits)
-
-
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
-    *("seed", "stop"),
-)
-"""Options that have the same name elsewhere."""
 
 
 def _thinking(think: bool | str | None) -> dict[str, object]:
