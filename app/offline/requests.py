@@ -26,7 +26,7 @@ from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.sampling import (
     NO_TOKENS,
     MaxTokens,
-    Room,
+    output_tokens,
     sampling_params,
 )
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody
@@ -175,7 +175,7 @@ class Requests:
     def _check_room(self, token_ids: list[int], name: str, asked: MaxTokens) -> int:
         """The most output tokens after a prompt; `name` is what it is called."""
         check_token_ids(token_ids, self._vocab_size, name)
-        return Room(self._core.engine.max_sequence_tokens, len(token_ids)).output_tokens(asked, name)
+        return output_tokens(asked, self._core.engine.max_sequence_tokens, len(token_ids), name)
 
     def _grammar(self, form: Form | None) -> CompiledGrammar | None:
         if form is None:

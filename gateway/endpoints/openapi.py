@@ -27,7 +27,7 @@ from penstock.gateway.sessions.batches.files import FILE_ID
 from penstock.gateway.sessions.batches.messages import MESSAGE_BATCH_ID
 from penstock.gateway.sessions.recordings.kinds import CHAT, IDS, LINES, MESSAGE, TEXT
 from penstock.gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
-from penstock.gateway.wire.strict import place_of
+from penstock.gateway.wire.strict import rules_of
 
 JsonSchema = dict[str, Any]
 
@@ -93,7 +93,7 @@ class _Schemas:
         self.components: dict[str, JsonSchema] = definitions.get("$defs", {})
         for kind in types.values():
             self._name(kind)
-            for steps, most in place_of(kind).bounds():
+            for steps, most in rules_of(kind).bounds():
                 number = getattr(limits, most) if isinstance(most, str) else most
                 self._bound(self.of(kind), steps, number)
 

@@ -23,7 +23,7 @@ from penstock.gateway.wire.schemas import (
     ChatBody,
     CompletionBody,
     Message,
-    Sampled,
+    SamplingFields,
     check_chat,
     check_completion,
     check_metadata,
@@ -139,7 +139,7 @@ class Ask:
     """An empty tuple asks for nothing but that the model be loaded."""
     service_tier: str | None = None
 
-    sampling: Sampled | None = None
+    sampling: SamplingFields | None = None
     """The choice of tokens; None if none are generated: texts are embedded, the answers of questions are scored."""
     max_tokens: MaxTokens = NO_TOKENS
     num_logprobs: int | None = None
@@ -273,7 +273,7 @@ def _check_prompts(body: CompletionBody, num_prompts: int, limits: Limits) -> No
         raise invalid(f"'{name}' times the prompts must be at most {limits.max_choices}.", name)
 
 
-def _compared(body: Sampled, num_logprobs: int | None) -> int | None:
+def _compared(body: SamplingFields, num_logprobs: int | None) -> int | None:
     """Returns the log probabilities to compute: those asked for, or those by which the best choices are found."""
     is_compared = body.num_generated > (body.n or 1) and not body.use_beam_search
     return 0 if num_logprobs is None and is_compared else num_logprobs
@@ -283,7 +283,7 @@ def _form(body: ChatBody | CompletionBody, limits: Limits) -> Form | None:
     return form_of(body, limits, answer_form(body.response_format))
 
 
-def _is_resumable(body: Sampled) -> bool:
+def _is_resumable(body: SamplingFields) -> bool:
     return body.stream_options is not None and bool(body.stream_options.resumable)
 
 

@@ -8,7 +8,7 @@ from penstock.engine.planning.block_tables import most_tokens_of_forks
 from penstock.engine.planning.request import BeamParams
 from penstock.gateway.errors import invalid
 from penstock.gateway.wire.sampling import MaxTokens, SamplingDefaults
-from penstock.gateway.wire.schemas import Sampled
+from penstock.gateway.wire.schemas import SamplingFields
 
 SEARCH_FIELDS = {"early_stopping", "length_penalty", "use_beam_search"}
 NEUTRAL = SamplingDefaults(temperature=0.0)
@@ -29,7 +29,7 @@ _EXCLUDED: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def check_beams(body: Sampled, max_beams: int) -> None:
+def check_beams(body: SamplingFields, max_beams: int) -> None:
     """
     Raises:
         ApiError: 400, for a search that would be wider than `max_beams`, or with what it has no use for; without a
@@ -58,12 +58,12 @@ def check_beams(body: Sampled, max_beams: int) -> None:
         raise invalid(f"With 'use_beam_search', '{name}' may be at most {max_beams} here.", name)
 
 
-def width_field(body: Sampled) -> str:
+def width_field(body: SamplingFields) -> str:
     """Returns the field that says how many beams there are."""
     return "n" if body.best_of is None else "best_of"
 
 
-def beams_of(body: Sampled, eos_token_ids: Iterable[int]) -> BeamParams | None:
+def beams_of(body: SamplingFields, eos_token_ids: Iterable[int]) -> BeamParams | None:
     """Returns the search that a request asks for; None if it asks for none."""
     if not body.use_beam_search:
         return None
@@ -75,7 +75,7 @@ def beams_of(body: Sampled, eos_token_ids: Iterable[int]) -> BeamParams | None:
     )
 
 
-def beam_tokens(asked: MaxTokens, num_prompt: int, width: int, num_kv_tokens: int, block_size: int) -> int:
+def beam_tokens(wanted: MaxTokens, num_prompt: int, width: int, num_kv_tokens: int, block_size: int) -> int:
     """Returns the number of output tokens of each beam for which all together have room.
 
     Args:
@@ -85,10 +85,10 @@ def beam_tokens(asked: MaxTokens, num_prompt: int, width: int, num_kv_tokens: in
         ApiError: 400, if more was asked for.
     """
     most = most_tokens_of_forks(num_kv_tokens // block_size, block_size, num_prompt, width) - num_prompt
-    if most < asked.least:
+    if most < wanted.least:
         message = (
             f"The KV cache has room for {max(0, most)} tokens of each of {width} beams after this prompt of "
             f"{num_prompt} tokens."
         )
-        raise invalid(message, asked.field, "context_length_exceeded")
+        raise invalid(message, wanted.field, "context_length_exceeded")
     return most

@@ -6,7 +6,7 @@ All that is the same in every chunk of a stream is rendered once: a token costs 
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
@@ -67,7 +67,7 @@ NO_EXTRAS = Extras()
 
 
 @dataclass(slots=True, kw_only=True)
-class _Choice(StreamedChoice):
+class _ChunkedChoice(StreamedChoice):
     index: int
     start: str
     """The beginning of each of its chunks."""
@@ -76,7 +76,7 @@ class _Choice(StreamedChoice):
     """The places of its tokens, where they are said."""
 
 
-class CompletionWriter(ReplyWriter):
+class CompletionWriter(ReplyWriter, ABC):
     """The `gateway.wire.writing.Writer` of chat or text completions, as far as both share it."""
 
     name: str
@@ -88,7 +88,7 @@ class CompletionWriter(ReplyWriter):
     """The delta before and after the text of a piece that is text, by the piece's type."""
     empty_delta: str
     tail = DONE
-    _choices: list[_Choice]
+    _choices: list[_ChunkedChoice]
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class CompletionWriter(ReplyWriter):
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
         self._num_open = 0
-        self._ended: tuple[_Choice, FinishReason] | None = None
+        self._ended: tuple[_ChunkedChoice, FinishReason] | None = None
         """The choice that ended last, and why."""
 
     # What differs
@@ -140,11 +140,13 @@ class CompletionWriter(ReplyWriter):
         """Returns the members with token ids for a chunk's choice, and those for the chunk itself."""
         if not self._extras.token_ids:
             return "", ""
-        own, prompt = _member("token_ids", delta.token_ids), delta.prompt_token_ids
-        return own, _member("prompt_token_ids", prompt) if prompt else ""
+        of_choice, prompt = _member("token_ids", delta.token_ids), delta.prompt_token_ids
+        return of_choice, _member("prompt_token_ids", prompt) if prompt else ""
 
     @abstractmethod
-    def logprobs(self, reply: Counts, delta: Delta, choice: _Choice | None = None) -> dict[str, object]:
+    def logprobs(
+        self, reply: Counts, delta: Delta, choice: _ChunkedChoice | None = None
+    ) -> dict[str, object]:
         """Returns the log probabilities of the next tokens of a streamed choice, or of all tokens of a whole one.
 
         Lists that may be large are iterators.
@@ -165,11 +167,11 @@ class CompletionWriter(ReplyWriter):
         first = f'{self.first_delta},"logprobs":null{self._tail}'
         return [self._frame(choice.start + first) for choice in self._choices if self.first_delta]
 
-    def _begun(self, index: int) -> _Choice:
+    def _begun(self, index: int) -> _ChunkedChoice:
         start, tail = f'{self._opening},"choices":[{{"index":{index},', f',"logprobs":null{self._tail}'
         around = {kind: (start + before, after + tail) for kind, (before, after) in self.texts.items()}
         parser = self._reading.parser(self._head.id, index)
-        return _Choice(parser=parser, around=around, index=index, start=start)
+        return _ChunkedChoice(parser=parser, around=around, index=index, start=start)
 
     def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:
         choice = self._choices[index]
@@ -193,22 +195,22 @@ class CompletionWriter(ReplyWriter):
             self._tail = self._tail_of("null", "")
 
     def _chunks(
-        self, choice: _Choice, pieces: Sequence[Piece], known: str = "null", beside: str = ""
+        self, choice: _ChunkedChoice, pieces: Sequence[Piece], members: str = "null", beside: str = ""
     ) -> list[bytes]:
         """Returns a chunk for each piece.
 
         Args:
-            known: the log probabilities of their tokens, and what else the choice says of them; they go with the
+            members: the log probabilities of their tokens, and what else the choice says of them; they go with the
                 first piece, or alone.
             beside: the members about these tokens that stand beside the choices.
         """
         deltas = [self.piece(piece) for piece in pieces]
-        if not deltas and known != "null":
+        if not deltas and members != "null":
             deltas = [self.empty_delta]
         choice.has_called |= any(isinstance(piece, CallBegun) for piece in pieces)
         chunks = [f'{choice.start}{delta},"logprobs":null{self._tail}' for delta in deltas]
-        if deltas and (known != "null" or beside):
-            chunks[0] = f'{choice.start}{deltas[0]},"logprobs":{known}{self._tail_of("null", beside)}'
+        if deltas and (members != "null" or beside):
+            chunks[0] = f'{choice.start}{deltas[0]},"logprobs":{members}{self._tail_of("null", beside)}'
         return list(map(self._frame, chunks))
 
     def _last(self, reply: Counts) -> list[bytes]:
@@ -222,7 +224,7 @@ class CompletionWriter(ReplyWriter):
             frames.append(self._frame(f'{self._opening},"choices":[],"usage":{usage}}}\n\n'))
         return frames
 
-    def _finish(self, choice: _Choice, reason: FinishReason, extra: str) -> bytes:
+    def _finish(self, choice: _ChunkedChoice, reason: FinishReason, extra: str) -> bytes:
         called = self.called if choice.has_called else None
         tail = self._tail_of(f'"{finish_reason(reason, called)}"', extra)
         return self._frame(f'{choice.start}{self.empty_delta},"logprobs":null{tail}')
@@ -309,7 +311,7 @@ class ChatWriter(CompletionWriter):
         self,
         reply: Counts,  # noqa: ARG002
         delta: Delta,
-        choice: _Choice | None = None,  # noqa: ARG002
+        choice: _ChunkedChoice | None = None,  # noqa: ARG002
     ) -> dict[str, object]:
         content = logprob_entries(self._names, delta, self._extras.num_top)
         return {"content": content, "refusal": None}
@@ -334,7 +336,9 @@ class TextWriter(CompletionWriter):
     def token_ids(self, delta: Delta) -> tuple[str, str]:
         return "".join(super().token_ids(delta)), ""
 
-    def logprobs(self, reply: Counts, delta: Delta, choice: _Choice | None = None) -> dict[str, object]:
+    def logprobs(
+        self, reply: Counts, delta: Delta, choice: _ChunkedChoice | None = None
+    ) -> dict[str, object]:
         token_ids = [*delta.prompt_token_ids, *delta.token_ids][-len(delta.logprobs) :]
         offsets = None if choice is None else choice.offsets
         if offsets is None:

@@ -17,7 +17,14 @@ from typing_extensions import TypedDict
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits, parse_object
 from penstock.gateway.wire.mistakes import missing
-from penstock.gateway.wire.schemas import AllowedChoice, ChatBody, Function, Message, NamedFunction, NamedTool
+from penstock.gateway.wire.schemas import (
+    AllowedChoice,
+    ChatBody,
+    Function,
+    FunctionChoice,
+    Message,
+    NamedFunction,
+)
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse, tool_use
 
 _LIMITS = Limits()
@@ -53,19 +60,19 @@ def check_messages(messages: Sequence[Message]) -> None:
 def as_dict(message: Message) -> dict[str, Any]:
     """Returns a message as chat templates know it: parts of text are joined, arguments of calls are objects."""
     role = "tool" if message.role == "function" else message.role
-    found: dict[str, Any] = {"role": role, "content": text_of(message)}
+    fields: dict[str, Any] = {"role": role, "content": text_of(message)}
     if message.name:
-        found["name"] = message.name
+        fields["name"] = message.name
     if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
     if reasoning := message.reasoning_content or message.reasoning:
-        found["reasoning_content"] = reasoning
+        fields["reasoning_content"] = reasoning
     calls = [
         as_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
     ]
     if message.function_call is not None:
         calls.append(as_call("", message.function_call.name, message.function_call.arguments))
-    return found | ({"tool_calls": calls} if calls else {})
+    return fields | ({"tool_calls": calls} if calls else {})
 
 
 def text_of(message: Message) -> str:
@@ -111,7 +118,7 @@ def chat_tools(body: ChatBody) -> ToolUse:
         return NO_TOOLS
     tools: list[dict[str, Any]] = [dict(tool) for tool in body.tools or ()]
     choice, one_call = body.tool_choice, body.parallel_tool_calls is False
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, FunctionChoice):
         return tool_use(tools, "required", [choice.function.name], one_call=True)
     if isinstance(choice, AllowedChoice):
         names = [tool.function.name for tool in choice.allowed_tools.tools]
@@ -151,18 +158,18 @@ _ROLE_OF_RESULTS = re.compile(r"role('\])? *[!=]= *['\"]tool")
 
 def shapes(template: str, shows: Shows) -> list[Shape]:
     """Returns what has to be done to messages, in this order, before a chat template takes them."""
-    own = _own_shapes(template)
+    format_shapes = _own_shapes(template)
 
     def fails(roles: str, *more: Shape) -> bool:
-        return not shows(_shaped(_talk(roles), [*more, *own]))
+        return not shows(_shaped(_talk(roles), [*more, *format_shapes]))
 
     if fails("user"):  # nothing can be seen of such a template
-        return own
+        return format_shapes
     if fails("user calls tool") and not fails("user calls tool", _with_text_arguments):
-        own = [_with_text_arguments, *own]
+        format_shapes = [_with_text_arguments, *format_shapes]
     orders = ("system system user", "user assistant system user", "system user assistant system user")
     keeps_words = not fails("user said_calls tool") or fails("user assistant calls tool assistant")
-    asked: list[tuple[bool, Shape]] = [
+    choices: list[tuple[bool, Shape]] = [
         ("developer" not in template or fails("developer user"), _without_developers),
         (any(map(fails, orders)), _with_one_system),
         (fails("system"), _with_a_user),
@@ -174,13 +181,13 @@ def shapes(template: str, shows: Shows) -> list[Shape]:
         (fails("user user") or fails("assistant user"), _in_turns),
         (not keeps_words, _with_words_before_calls),
     ]
-    return [shape for is_asked, shape in asked if is_asked] + own
+    return [shape for is_asked, shape in choices if is_asked] + format_shapes
 
 
 def _own_shapes(template: str) -> list[Shape]:
     """Returns what makes OpenAI's messages those of a template that has fields or roles of its own for them."""
     is_harmony = _HARMONY in template
-    asked: list[tuple[bool, Shape]] = [
+    choices: list[tuple[bool, Shape]] = [
         ("tool_plan" in template, _with_plans),
         (
             "observation" in template and "metadata" in template and "tool_calls" not in template,
@@ -192,7 +199,7 @@ def _own_shapes(template: str) -> list[Shape]:
         (is_harmony or "<|tool_call>" in template, _with_reasons_for_calls),
         (True, _with_thinking),
     ]
-    return [shape for is_asked, shape in asked if is_asked]
+    return [shape for is_asked, shape in choices if is_asked]
 
 
 def _shaped(messages: Sequence[AnyMessage], by: Iterable[Shape]) -> Sequence[AnyMessage]:
@@ -223,11 +230,11 @@ def _with_a_user(messages: Sequence[AnyMessage]) -> Iterator[AnyMessage]:
 
 def _with_system_in_turn(messages: Sequence[AnyMessage]) -> Iterator[AnyMessage]:
     """Yields what the system says before the words of the first user's turn, as Gemma 3's template does."""
-    said = [message["content"] for message in messages if message["role"] in _SYSTEM]
+    texts = [message["content"] for message in messages if message["role"] in _SYSTEM]
     for message in messages:
-        if message["role"] == "user" and said:
-            yield {**message, "content": "\n\n".join([*said, message["content"]])}
-            said = []
+        if message["role"] == "user" and texts:
+            yield {**message, "content": "\n\n".join([*texts, message["content"]])}
+            texts = []
         elif message["role"] not in _SYSTEM:
             yield message
 
@@ -253,10 +260,10 @@ def _with_results_behind_calls(messages: Sequence[AnyMessage]) -> Iterator[AnyMe
 
 def _without_stray_results(messages: Sequence[AnyMessage]) -> Iterator[AnyMessage]:
     """Yields results whose calls are not there, for the client has cut them off, as words of a user."""
-    known: set[str] = set()
+    call_ids: set[str] = set()
     for message in messages:
-        known |= {call["id"] for call in message.get("tool_calls", ())}
-        is_stray = message["role"] == "tool" and message.get("tool_call_id") not in known
+        call_ids |= {call["id"] for call in message.get("tool_calls", ())}
+        is_stray = message["role"] == "tool" and message.get("tool_call_id") not in call_ids
         yield {"role": "user", "content": message["content"]} if is_stray else message
 
 
@@ -264,9 +271,9 @@ def _with_a_result_each(messages: Sequence[AnyMessage]) -> Iterator[AnyMessage]:
     """Yields an empty result for each call that has none, but for those that end the conversation."""
     for message, results in _with_results(messages):
         yield from (message, *results)
-        known = {result.get("tool_call_id") for result in results}
+        call_ids = {result.get("tool_call_id") for result in results}
         for call in message.get("tool_calls", ()) if message is not messages[-1] else ():
-            if call["id"] not in known:
+            if call["id"] not in call_ids:
                 name = call["function"]["name"]
                 yield {"role": "tool", "tool_call_id": call["id"], "name": name, "content": ""}
 
@@ -378,8 +385,8 @@ def _one_call_each(messages: Sequence[AnyMessage]) -> Iterator[AnyMessage]:
             yield {**message, "tool_calls": [call]}
             yield from (result for result in results if result.get("tool_call_id") == call["id"])
             message = {"role": "assistant", "content": ""}
-        known = [call["id"] for call in calls]
-        yield from (result for result in results if result.get("tool_call_id") not in known)
+        call_ids = [call["id"] for call in calls]
+        yield from (result for result in results if result.get("tool_call_id") not in call_ids)
 
 
 def _with_responses(messages: Sequence[AnyMessage]) -> Iterator[AnyMessage]:

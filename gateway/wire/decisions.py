@@ -19,7 +19,7 @@ from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import as_call
 from penstock.gateway.wire.questions import Option, Question, Questions
 from penstock.gateway.wire.schemas import ServiceTier
-from penstock.gateway.wire.strict import TOLERANT, Kinds, Many, Most, StrictBody, TolerantBody
+from penstock.gateway.wire.strict import TOLERANT, KnownKinds, Many, Most, StrictBody, TolerantBody
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -67,7 +67,7 @@ Part = Annotated[
     | Annotated[DecisionRefusal, Tag("Refusal")]
     | Annotated[DecisionJson, Tag("Input_json")],
     BY_TYPE,
-    Kinds(("input_text", "input_json", "output_text", "refusal")),
+    KnownKinds(("input_text", "input_json", "output_text", "refusal")),
 ]
 Parts = Annotated[Many[Part], Most("max_content_parts")]
 Content = str | Annotated[Parts, Field(min_length=1)]
@@ -80,13 +80,13 @@ class DecisionMessage(TolerantBody):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class _CallItem(TolerantBody):
+class _CallFields(TolerantBody):
     call_id: str
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class DecisionCall(_CallItem):
+class DecisionCall(_CallFields):
     """A call of a function."""
 
     type: Literal["function_call"]
@@ -95,7 +95,7 @@ class DecisionCall(_CallItem):
     namespace: str | None = None
 
 
-class DecisionCustomCall(_CallItem):
+class DecisionCustomCall(_CallFields):
     """A call of a tool whose input is any text."""
 
     type: Literal["custom_tool_call"]
@@ -104,7 +104,7 @@ class DecisionCustomCall(_CallItem):
     namespace: str | None = None
 
 
-class DecisionOutput(_CallItem):
+class DecisionOutput(_CallFields):
     """The output of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -118,7 +118,7 @@ DecisionItem = Annotated[
     | Annotated[DecisionOutput, Tag("Function_call_output")]
     | Annotated[DecisionOutput, Tag("Custom_tool_call_output")],
     BY_TYPE,
-    Kinds(
+    KnownKinds(
         ("message", "function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output")
     ),
 ]
@@ -133,24 +133,24 @@ class PredicateQuestion(_AskedQuestion):
     type: Literal["predicate"]
 
 
-class Choice(StrictBody):
+class ChoiceOption(StrictBody):
     value: Annotated[str, Field(min_length=1)] | bool
     description: str | None = None
 
 
 class ChoiceQuestion(_AskedQuestion):
     type: Literal["choice"]
-    choices: Annotated[Many[Choice], Field(min_length=2), Most(MAX_OPTIONS)]
+    choices: Annotated[Many[ChoiceOption], Field(min_length=2), Most(MAX_OPTIONS)]
 
 
-class Level(StrictBody):
+class ScoreLevel(StrictBody):
     label: Annotated[str, Field(min_length=1)]
     description: str | None = None
 
 
 class ScoreQuestion(_AskedQuestion):
     type: Literal["score"]
-    levels: Annotated[Many[Level], Field(min_length=2), Most(MAX_OPTIONS)]
+    levels: Annotated[Many[ScoreLevel], Field(min_length=2), Most(MAX_OPTIONS)]
 
 
 DecisionQuestion = Annotated[
@@ -158,7 +158,7 @@ DecisionQuestion = Annotated[
     | Annotated[ChoiceQuestion, Tag("Choice")]
     | Annotated[ScoreQuestion, Tag("Score")],
     BY_TYPE,
-    Kinds(("predicate", "choice", "score")),
+    KnownKinds(("predicate", "choice", "score")),
 ]
 
 
@@ -278,15 +278,15 @@ def _distinct(question: Question) -> Question:
 def _system_question(name: str, question: Any) -> Question:
     field, text = f"questions.{name}", _text(question.instructions)
     if isinstance(question, NoulSystemQuestion):
-        said = question.criteria or NoulCriteria()
-        options = Option(_YES, True, _text(said.true)), Option(_NO, False, _text(said.false))
+        criteria = question.criteria or NoulCriteria()
+        options = Option(_YES, True, _text(criteria.true)), Option(_NO, False, _text(criteria.false))
         return Question(field, "predicate", name, text, options)
     if isinstance(question, ScoreSystemQuestion):
         levels = enumerate(map(_text, question.criteria))
         return Question(
             field, "score", name, text, tuple(Option(str(i), level, level) for i, level in levels)
         )
-    choices = tuple(Option(choice, choice, _text(said)) for choice, said in question.criteria.items())
+    choices = tuple(Option(choice, choice, _text(meaning)) for choice, meaning in question.criteria.items())
     return Question(field, "choice", name, text, choices)
 
 

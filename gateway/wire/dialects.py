@@ -111,11 +111,11 @@ def without_others(values: Mapping[str, object]) -> dict[str, object]:
 
     The order of samplers is this server's own.
     """
-    found, named = dict(values), values.get("samplers")
+    changed, named = dict(values), values.get("samplers")
     if isinstance(named, list):
         names = {"typ_p" if name == "typical_p" else name for name in named if isinstance(name, str)}
         for name in _SAMPLERS.keys() - names:
-            found |= _SAMPLERS[name]
-    if found.get("repeat_last_n") == 0:
-        found |= _SAMPLERS["penalties"]
-    return found
+            changed |= _SAMPLERS[name]
+    if changed.get("repeat_last_n") == 0:
+        changed |= _SAMPLERS["penalties"]
+    return changed

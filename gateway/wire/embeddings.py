@@ -57,7 +57,7 @@ class RerankBody(Embedded):
 
     @property
     def texts(self) -> list[str]:
-        return [found if isinstance(found, str) else found["text"] for found in self.documents]
+        return [document if isinstance(document, str) else document["text"] for document in self.documents]
 
 
 Side = str | Annotated[Many[str], Field(min_length=1), Most("max_inputs")]

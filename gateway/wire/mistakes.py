@@ -53,9 +53,9 @@ def explained(error: ValidationError, values: object, sent: Mapping[str, str]) -
     Args:
         sent: the names by which clients sent fields, where these are other ones.
     """
-    found = error.errors(include_url=False)
+    errors = error.errors(include_url=False)
 
-    details = max(found, key=lambda each: len(each["loc"]))
+    details = max(errors, key=lambda each: len(each["loc"]))
     path = _path(details, values, sent)
     field = str(details["loc"][0]) if details["loc"] else None
     if details["type"] == "extra_forbidden":
@@ -65,14 +65,14 @@ def explained(error: ValidationError, values: object, sent: Mapping[str, str]) -
     if _MISSING_FEATURES & {field, path.rpartition(".")[2]} and details["type"] in _OF_VALUE:
         return invalid(f"This value of '{path}' is not supported by this server.", path, "unsupported_value")
     if details["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        known = details["ctx"]
-        path += f".{known['discriminator'].strip(_QUOTE)}"
-        if "tag" not in known:
+        context = details["ctx"]
+        path += f".{context['discriminator'].strip(_QUOTE)}"
+        if "tag" not in context:
             return missing(path)
-        wanted, tag = _listed(known["expected_tags"]), known["tag"][:_MOST_SHOWN]
+        wanted, tag = _listed(context["expected_tags"]), context["tag"][:_MOST_SHOWN]
         return invalid(f"Invalid '{path}': Input should be {wanted}, not '{tag}'.", path)
     # What may be of several types has an error for each: one of its own type says more than that it is not of another.
-    here = [each for each in found if _path(each, values, sent) == path]
+    here = [each for each in errors if _path(each, values, sent) == path]
     closest = next((each["msg"] for each in here if each["type"] not in _WANTED), None)
     wanted = " or ".join(dict.fromkeys(_WANTED.get(each["type"], "") for each in here))
     message = f"Input should be {wanted}" if closest is None else _SUBJECT.sub("Input", closest)

@@ -21,7 +21,7 @@ def repaired(values: dict[str, Any], error: ValidationError) -> bool:
     Empty members that there is no field for are left out, and whole numbers become integers where one is wanted, as
     JSON Schema has it. Lists are mended as a whole, for they are read up to their first mistake.
     """
-    found = False
+    is_mended = False
     for each in error.errors(include_url=False, include_context=False):
         steps = list(steps_in(values, each["loc"]))
         if not steps:
@@ -29,13 +29,13 @@ def repaired(values: dict[str, Any], error: ValidationError) -> bool:
         holder, name = steps[-1]
         if each["type"] == "extra_forbidden" and name == each["loc"][-1] and _is_empty(holder[name]):
             del holder[name]
-            found = True
+            is_mended = True
         elif each["type"] in _WANT_INTEGERS:
             holder, name = next(step for step in reversed(steps) if isinstance(step[0], dict))
             if _has_whole(holder[name]):
                 holder[name] = _integers(holder[name])
-                found = True
-    return found
+                is_mended = True
+    return is_mended
 
 
 def steps_in(values: object, location: tuple[int | str, ...]) -> Iterator[tuple[Any, int | str]]:

@@ -12,7 +12,7 @@ from penstock.engine.planning.request import SamplingParams
 from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.errors import ApiError, ContextExceeded, invalid
 from penstock.gateway.wire.prompts import check_token_ids
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, as_strings
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, SamplingFields, as_strings
 
 LEAST_TOP_P = 1e-6
 """The top_p used for 0, which leaves the likeliest token alone."""
@@ -67,26 +67,19 @@ def completion_tokens(body: CompletionBody) -> MaxTokens:
     return MaxTokens("max_tokens", body.max_tokens)
 
 
-class Room(NamedTuple):
-    """The context that a prompt leaves for its answer."""
+def output_tokens(wanted: MaxTokens, context_length: int, num_prompt_tokens: int, prompt_field: str) -> int:
+    """Returns how many output tokens each choice may have.
 
-    context_length: int
-    num_prompt_tokens: int
-
-    def output_tokens(self, asked: MaxTokens, prompt_field: str) -> int:
-        """Returns how many output tokens each choice may have.
-
-        Raises:
-            ApiError: 400, if the prompt, or prompt and answer together, do not fit.
-        """
-        left = self.context_length - self.num_prompt_tokens
-        if left < 1:
-            what = f"{self.num_prompt_tokens} tokens"
-            raise context_exceeded(self.context_length, what, prompt_field, self.num_prompt_tokens)
-        if asked.number is not None and asked.number > left and not asked.may_be_fewer:
-            what = f"{self.num_prompt_tokens} tokens and {asked.field} {asked.number}"
-            raise context_exceeded(self.context_length, what, asked.field)
-        return left if asked.number is None else min(asked.number, left)
+    Raises:
+        ApiError: 400, if the prompt, or prompt and answer together, do not fit.
+    """
+    left = context_length - num_prompt_tokens
+    if left < 1:
+        raise context_exceeded(context_length, f"{num_prompt_tokens} tokens", prompt_field, num_prompt_tokens)
+    if wanted.number is not None and wanted.number > left and not wanted.may_be_fewer:
+        what = f"{num_prompt_tokens} tokens and {wanted.field} {wanted.number}"
+        raise context_exceeded(context_length, what, wanted.field)
+    return left if wanted.number is None else min(wanted.number, left)
 
 
 def context_exceeded(context_length: int, what: str, field: str, num_tokens: int | None = None) -> ApiError:
@@ -98,7 +91,7 @@ def context_exceeded(context_length: int, what: str, field: str, num_tokens: int
 
 
 def sampling_params(
-    body: Sampled,
+    body: SamplingFields,
     defaults: SamplingDefaults,
     *,
     max_tokens: int,

@@ -22,7 +22,7 @@ from penstock.gateway.wire.dialects import (
     without_others,
 )
 from penstock.gateway.wire.efforts import NO_CHOICE, Reasoned, ReasoningChoice, agreed
-from penstock.gateway.wire.strict import TOLERANT, Ignored, Kinds, Many, Most, StrictBody, TolerantBody
+from penstock.gateway.wire.strict import TOLERANT, Ignored, KnownKinds, Many, Most, StrictBody, TolerantBody
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 
@@ -82,7 +82,7 @@ class TokenChoice(StrictBody):
     stop: Annotated[str | Many[str] | None, Most("max_stop")] = None
 
 
-class Sampled(TokenChoice):
+class SamplingFields(TokenChoice):
     """The fields that chat and text completions share: how tokens are chosen, and some that change nothing here."""
 
     ALIASES: ClassVar[Mapping[str, str]] = NAMES
@@ -206,7 +206,7 @@ class Tool(TypedDict):
     function: Function
 
 
-Tools = Annotated[Many[Annotated[Tool, Kinds(("function",))]], Most("max_tools")]
+Tools = Annotated[Many[Annotated[Tool, KnownKinds(("function",))]], Most("max_tools")]
 Variables = Annotated[dict[str, Any], Most("max_template_variables")]
 
 
@@ -214,22 +214,22 @@ class NamedFunction(StrictBody):
     name: str
 
 
-class NamedTool(StrictBody):
+class FunctionChoice(StrictBody):
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(StrictBody):
+class AllowedFunctions(StrictBody):
     mode: Literal["auto", "required"]
-    tools: Many[NamedTool]
+    tools: Many[FunctionChoice]
 
 
 class AllowedChoice(StrictBody):
     type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
+    allowed_tools: AllowedFunctions
 
 
-CHOICES = Kinds(("function", "allowed_tools"))
+CHOICES = KnownKinds(("function", "allowed_tools"))
 """The kinds of `tool_choice` that are objects."""
 
 
@@ -258,7 +258,7 @@ class AnswerFormat(StrictBody):
     """llama.cpp's place for the schema."""
 
 
-class ChatBody(Chat, Reasoned, Sampled):
+class ChatBody(Chat, Reasoned, SamplingFields):
     """`POST /v1/chat/completions`."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {**NAMES, **BUDGET_NAMES, "n_predict": "max_tokens"}
@@ -268,7 +268,7 @@ class ChatBody(Chat, Reasoned, Sampled):
     metadata: Metadata | None = None
     store: bool | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None, CHOICES
+        Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None, CHOICES
     ] = None
     parallel_tool_calls: bool | None = None
     documents: Annotated[Many[dict[str, Any]], Most("max_inputs")] | None = None
@@ -307,7 +307,7 @@ class ChatBody(Chat, Reasoned, Sampled):
         return self.include_reasoning is not False and self.reasoning_format != "hidden" and not is_excluded
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SamplingFields):
     """`POST /v1/completions`."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {**NAMES, "n_predict": "max_tokens", "n_probs": "logprobs"}
@@ -324,7 +324,7 @@ class CompletionBody(Sampled):
     response_format: AnswerFormat | None = None
 
 
-def check_counts(body: Sampled, limits: Limits) -> None:
+def check_counts(body: SamplingFields, limits: Limits) -> None:
     """Raises 400 for fields that are too long, or that exclude each other."""
     if body.stop is not None:
         if not all(stop := as_strings(body.stop)):

@@ -55,7 +55,7 @@ class Ignored:
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class KnownKinds:
     """The types that an object may have: others are refused by name."""
 
     names: tuple[str, ...]
@@ -107,7 +107,7 @@ def read(
     Raises:
         ApiError: 400 that names the first field that is wrong.
     """
-    root, refused, unread = _places(kind)
+    root, refused, unread = _rules(kind)
     values, sent = _renamed(kind, values)
     values, others = _of_kinds(kind, kind.prepared(values))
     look = _Look(limits, sent)
@@ -143,7 +143,7 @@ def validated(
 
 
 @dataclass(slots=True)
-class _Place:
+class _FieldRules:
     """What the types that may stand at a place in a body say of it."""
 
     most: str | int | None = None
@@ -151,7 +151,7 @@ class _Place:
     kinds: tuple[str, ...] = ()
     members: frozenset[str] = frozenset()
     """The members that are read of an object whose other members are taken although nothing comes of them."""
-    below: dict[str, _Place] = field(default_factory=dict)
+    below: dict[str, _FieldRules] = field(default_factory=dict)
     """The places of its members, or as `[]` that of its entries, as far as anything is said of them."""
 
     def add(self, hint: Any) -> None:
@@ -161,7 +161,7 @@ class _Place:
             self.most = hint.bound
         elif isinstance(hint, Ignored):
             self.ignored = hint
-        elif isinstance(hint, Kinds):
+        elif isinstance(hint, KnownKinds):
             self.kinds = hint.names
         elif origin in (Annotated, Union, UnionType, NotRequired):
             for each in args:
@@ -182,38 +182,38 @@ class _Place:
             self._add_below(name, hints)
 
     def _add_below(self, name: str, hints: Sequence[Any]) -> None:
-        place = self.below.get(name, _Place())
+        rules = self.below.get(name, _FieldRules())
         for each in hints:
-            place.add(each)
-        if place != _Place():
-            self.below[name] = place
+            rules.add(each)
+        if rules != _FieldRules():
+            self.below[name] = rules
 
     def bounds(self, steps: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str | int]]:
         """Yields the steps to each place with a bound, and the bound."""
         if self.most is not None:
             yield steps, self.most
-        for name, place in self.below.items():
-            yield from place.bounds((*steps, name))
+        for name, rules in self.below.items():
+            yield from rules.bounds((*steps, name))
 
 
 @cache
-def _places(kind: type[StrictBody]) -> tuple[_Place, frozenset[str], frozenset[str]]:
+def _rules(kind: type[StrictBody]) -> tuple[_FieldRules, frozenset[str], frozenset[str]]:
     """Returns what is said of a kind of bodies, the fields that are refused, and those that are not validated."""
-    root, fields = place_of(kind), kind.model_fields.keys()
+    root, fields = rules_of(kind), kind.model_fields.keys()
     for name in kind.IGNORED:
-        place = root
+        rules = root
         for step in name.replace("[]", ".[]").split("."):
-            place = place.below.setdefault(step, _Place())
-        place.ignored = Ignored(kind.NEUTRAL.get(name))
+            rules = rules.below.setdefault(step, _FieldRules())
+        rules.ignored = Ignored(kind.NEUTRAL.get(name))
     refused = kind.NOT_SUPPORTED | kind.OFF.keys() - fields
     return root, refused, refused | (kind.IGNORED - fields)
 
 
-def place_of(kind: Any) -> _Place:
+def rules_of(kind: Any) -> _FieldRules:
     """Returns what a type says of a value and of what stands below it."""
-    place = _Place()
-    place.add(kind)
-    return place
+    rules = _FieldRules()
+    rules.add(kind)
+    return rules
 
 
 class _Look:
@@ -231,22 +231,22 @@ class _Look:
         self._limits = limits
         self._sent = sent
 
-    def at(self, place: _Place, value: object, steps: tuple[str | int, ...]) -> None:
-        if place.ignored is not None and value and value != place.ignored.unless:
+    def at(self, rules: _FieldRules, value: object, steps: tuple[str | int, ...]) -> None:
+        if rules.ignored is not None and value and value != rules.ignored.unless:
             self.ignored.add(_place_name(steps))
-        if place.most is not None and self.too_large is None:
-            self._count(place.most, value, steps)
+        if rules.most is not None and self.too_large is None:
+            self._count(rules.most, value, steps)
         if isinstance(value, dict):
-            kind = _kind_of(value) if place.kinds and self.unknown is None else None
-            if kind is not None and kind not in place.kinds:
+            kind = _kind_of(value) if rules.kinds and self.unknown is None else None
+            if kind is not None and kind not in rules.kinds:
                 self.unknown = unsupported_value(path_of((*steps, "type"), self._sent), kind)
-            if place.members and not value.keys() <= place.members:
-                others = (name for name in value.keys() - place.members if value[name])
+            if rules.members and not value.keys() <= rules.members:
+                others = (name for name in value.keys() - rules.members if value[name])
                 self.unread |= {_place_name((*steps, name)) for name in others}
             for name, member in value.items():
-                if (below := place.below.get(name)) is not None:
+                if (below := rules.below.get(name)) is not None:
                     self.at(below, member, (*steps, name))
-        elif isinstance(value, list) and (entries := place.below.get("[]")) is not None:
+        elif isinstance(value, list) and (entries := rules.below.get("[]")) is not None:
             for i, entry in enumerate(value):
                 self.at(entries, entry, (*steps, i))
 
@@ -275,18 +275,18 @@ def _renamed(
     Raises:
         ApiError: 400 for a field that is there under two names.
     """
-    found, sent = dict(values), dict[str, str]()
+    renamed, sent = dict(values), dict[str, str]()
     for name in sorted(kind.ALIASES.keys() & values.keys()):
-        value, field = found.pop(name), kind.ALIASES[name]
+        value, field = renamed.pop(name), kind.ALIASES[name]
         if value is None:
             continue
-        if found.get(field) is not None:
+        if renamed.get(field) is not None:
             raise invalid(f"Give '{field}' or '{name}', not both.", name)
-        found[field], sent[field] = value, name
-    for name in kind.UNSET.keys() & found.keys():
-        if found[name] in kind.UNSET[name]:
-            del found[name]
-    return found, sent
+        renamed[field], sent[field] = value, name
+    for name in kind.UNSET.keys() & renamed.keys():
+        if renamed[name] in kind.UNSET[name]:
+            del renamed[name]
+    return renamed, sent
 
 
 def _of_kinds(

@@ -16,7 +16,7 @@ from penstock.engine.planning.grammar import Grammar, GrammarKind
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits, parse_object
 from penstock.gateway.wire.mistakes import missing
-from penstock.gateway.wire.schemas import AnswerFormat, Sampled, Schema
+from penstock.gateway.wire.schemas import AnswerFormat, SamplingFields, Schema
 
 FORM_FIELDS = {
     *("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema"),
@@ -32,16 +32,16 @@ class Form(NamedTuple):
     grammar: Grammar
 
 
-def form_of(body: Sampled, limits: Limits, asked: Form | None) -> Form | None:
+def form_of(body: SamplingFields, limits: Limits, answer: Form | None) -> Form | None:
     """Returns the one form that a body asks for; None if its answer is free.
 
     Args:
-        asked: what its `response_format` asks for.
+        answer: what its `response_format` asks for.
 
     Raises:
         ApiError: 400 that names the field, if there are several, or one that is too large, or no grammar.
     """
-    forms = [*([] if asked is None else [asked]), *_guided(body, limits)]
+    forms = [*([] if answer is None else [answer]), *_guided(body, limits)]
     if not forms:
         return None
     if len(forms) > 1:
@@ -75,7 +75,7 @@ def schema_grammar(schema: Schema | None) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, text)
 
 
-def _guided(body: Sampled, limits: Limits) -> Iterator[Form]:
+def _guided(body: SamplingFields, limits: Limits) -> Iterator[Form]:
     if body.json_schema is not None:
         yield Form("json_schema", schema_grammar(_parsed(body.json_schema, "json_schema", limits)))
     if body.grammar:

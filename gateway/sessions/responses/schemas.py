@@ -19,7 +19,7 @@ from penstock.gateway.wire.schemas import (
     CHOICES,
     OPEN,
     Metadata,
-    Sampled,
+    SamplingFields,
     Schema,
     ToolName,
     Variables,
@@ -29,7 +29,7 @@ from penstock.gateway.wire.schemas import (
 from penstock.gateway.wire.strict import (
     TOLERANT,
     Ignored,
-    Kinds,
+    KnownKinds,
     Many,
     Most,
     StrictBody,
@@ -145,7 +145,7 @@ InputItem = Annotated[
     | Annotated[InputCallOutput, Tag("Output")]
     | Annotated[InputReasoning, Tag("Reasoning")],
     Discriminator(lambda item: _TAGS.get(_kind(item), "Message")),
-    Kinds(tuple(_PREFIXES)),
+    KnownKinds(tuple(_PREFIXES)),
 ]
 _TAGS = {"function_call": "Call", "function_call_output": "Output", "reasoning": "Reasoning"}
 InputItems = Annotated[Many[InputItem], Most("max_messages")]
@@ -200,7 +200,7 @@ def _its_id(conversation: object) -> object:
     return conversation
 
 
-class ResponseBody(Reasoned, Sampled):
+class ResponseBody(Reasoned, SamplingFields):
     """`POST /v1/responses`."""
 
     NOT_SUPPORTED = frozenset(

@@ -153,7 +153,7 @@ class AnthropicToolChoice(StrictBody):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(StrictBody):
+class ThinkingConfig(StrictBody):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
@@ -187,7 +187,7 @@ class CountTokensBody(StrictBody):
     system: Annotated[str | Many[TextBlock] | None, PARTS] = None
     tools: Annotated[Many[AnthropicTool], BeforeValidator(_own_tools), Most("max_tools")] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older place of the format."""
@@ -215,7 +215,7 @@ class MessagesBody(CountTokensBody):
     """Accepted: it is the client's own."""
 
 
-# What of it chat completions are asked
+# What of it chat completions are fields
 
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code begins its system prompt with a line of its own that is another in every request: no model has a use for
@@ -251,28 +251,28 @@ def _sampling(body: MessagesBody) -> dict[str, object]:
     }
 
 
-def _thinking(thinking: Thinking | None) -> dict[str, object]:
+def _thinking(thinking: ThinkingConfig | None) -> dict[str, object]:
     """Returns the fields that switch reasoning on, off or out of sight, and bound it."""
     if thinking is None:
         return {}
-    asked: dict[str, object] = {"include_reasoning": False} if thinking.display == "omitted" else {}
+    fields: dict[str, object] = {"include_reasoning": False} if thinking.display == "omitted" else {}
     if thinking.type in ("enabled", "disabled"):
-        asked["chat_template_kwargs"] = thinking_switches(thinking.type == "enabled")
+        fields["chat_template_kwargs"] = thinking_switches(thinking.type == "enabled")
     if thinking.type != "disabled":
-        asked["thinking_token_budget"] = thinking.budget_tokens
-    return asked
+        fields["thinking_token_budget"] = thinking.budget_tokens
+    return fields
 
 
 def _output(body: CountTokensBody) -> dict[str, object]:
-    asked: dict[str, object] = {}
+    fields: dict[str, object] = {}
     config = body.output_config or OutputConfig()
     if config.effort is not None:
-        asked["reasoning_effort"] = plain_effort(config.effort)
+        fields["reasoning_effort"] = plain_effort(config.effort)
     format = agreed({"output_config.format": config.format, "output_format": body.output_format})
     if format is not None:
         schema = {"name": "format", "schema": format.schema_}
-        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return asked
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
 
 
 def _tools(body: CountTokensBody) -> dict[str, object]:
@@ -298,7 +298,7 @@ def _tool(tool: AnthropicTool) -> dict[str, object]:
 def _conversation(body: CountTokensBody) -> list[dict[str, object]]:
     """Returns the messages of a chat; turns of one role that follow each other are joined."""
     system = _system(body.system)
-    turns = [_Turn("system", system)] if system else []
+    turns = [_TurnParts("system", system)] if system else []
     for message in body.messages:
         content = message.content
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
@@ -318,7 +318,7 @@ def _system(system: str | list[TextBlock] | None) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _TurnParts:
     """One message of a chat as it is put together."""
 
     role: str
@@ -331,7 +331,7 @@ class _Turn:
     def is_empty(self) -> bool:
         return not (self.texts or self.thoughts or self.calls)
 
-    def add(self, other: _Turn) -> None:
+    def add(self, other: _TurnParts) -> None:
         self.texts += other.texts
         self.thoughts += other.thoughts
         self.calls += other.calls
@@ -347,16 +347,16 @@ class _Turn:
         return message
 
 
-def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
+def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_TurnParts]:
     """Yields a message as turns of a chat; each result of a tool is one of its own."""
-    turn, has_results = _Turn(role), False
+    turn, has_results = _TurnParts(role), False
     for block in blocks:
         if block["type"] == "tool_result":
             has_results = True
             if not turn.is_empty:
                 yield turn
-                turn = _Turn(role)
-            yield _Turn("tool", [_result(block)], tool_call_id=block["tool_use_id"])
+                turn = _TurnParts(role)
+            yield _TurnParts("tool", [_result(block)], tool_call_id=block["tool_use_id"])
         elif block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": orjson.dumps(block["input"]).decode()}
             turn.calls.append({"id": block["id"], "type": "function", "function": function})
@@ -383,5 +383,5 @@ def _text(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
         return "\n".join((block["title"], block["source"], *map(_text, block["content"])))
     source = block["source"]
     content = source["data"] if source["type"] == "text" else source["content"]
-    told = content if isinstance(content, str) else "\n".join(map(_text, content))
-    return "\n".join(filter(None, (block.get("title"), block.get("context"), told)))
+    text = content if isinstance(content, str) else "\n".join(map(_text, content))
+    return "\n".join(filter(None, (block.get("title"), block.get("context"), text)))

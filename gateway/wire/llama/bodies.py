@@ -27,12 +27,12 @@ def _by_token(bias: object) -> object:
     """Returns biases by token where they come as pairs; false bans a token."""
     if not isinstance(bias, list):
         return bias
-    found: dict[str, object] = {}
+    biases: dict[str, object] = {}
     for i, pair in enumerate(bias):
         if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int):
             raise invalid(f"'logit_bias[{i}]' must be a token id and a bias.", f"logit_bias[{i}]")
-        found[str(pair[0])] = _BANNED if pair[1] is False else pair[1]
-    return found
+        biases[str(pair[0])] = _BANNED if pair[1] is False else pair[1]
+    return biases
 
 
 class LlamaBody(CompletionBody):

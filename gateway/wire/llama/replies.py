@@ -49,7 +49,7 @@ class LlamaWriter(ReplyWriter):
 
     def _choice(self, reply: Counts, index: int, delta: Delta) -> dict[str, object]:
         is_word, prompt = delta.stop is not None, self._body.prompt
-        found: dict[str, object] = {
+        members: dict[str, object] = {
             "index": index,
             "content": delta.text,
             "tokens": delta.token_ids if self._body.return_tokens else [],
@@ -68,7 +68,7 @@ class LlamaWriter(ReplyWriter):
             "timings": _timings(reply),
             **self._probabilities(delta),
         }
-        return _fields(found, self._body.response_fields) if self._body.response_fields else found
+        return _fields(members, self._body.response_fields) if self._body.response_fields else members
 
     def _settings(self, reply: Counts) -> dict[str, object]:
         sampling = reply.requests[0].sampling
@@ -121,14 +121,14 @@ def _pace(name: str, number: int, seconds: float) -> dict[str, object]:
 
 def _fields(values: Mapping[str, object], paths: Sequence[str]) -> dict[str, object]:
     """Returns the values at these paths, by path; paths that are not there are left out."""
-    found: dict[str, object] = {}
+    members: dict[str, object] = {}
     for path in paths:
         at: object = values
         for name in path.split("/"):
             at = at.get(name) if isinstance(at, Mapping) else None
         if at is not None:
-            found[path] = at
-    return found
+            members[path] = at
+    return members
 
 
 def _frame(values: object) -> bytes:

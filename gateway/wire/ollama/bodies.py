@@ -279,13 +279,12 @@ def plain_name(model: str) -> str:
 
 def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **fields: object) -> ChatBody:
     options = body.options or Options()
-    asked = options.num_predict
     values = {
         "model": plain_name(body.model),
         "messages": messages,
         "stream": body.stream is not False,
         "continue_final_message": messages[-1]["role"] == "assistant" or None,
-        "max_tokens": asked if asked and asked > 0 else None,
+        "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else None,
         "repetition_penalty": 1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
@@ -336,9 +335,9 @@ def _conversation(messages: list[OllamaMessage]) -> Iterator[dict[str, object]]:
             waiting = [(call["id"], call["function"]["name"]) for call in calls]
             turn["tool_calls"] = calls
         if message.role == "tool":
-            found = next((call for call in waiting if message.tool_name in (None, call[1])), ("", ""))
-            waiting = [call for call in waiting if call is not found]
-            turn["tool_call_id"] = message.tool_call_id or found[0]
+            answered = next((call for call in waiting if message.tool_name in (None, call[1])), ("", ""))
+            waiting = [call for call in waiting if call is not answered]
+            turn["tool_call_id"] = message.tool_call_id or answered[0]
         yield turn
 
 

@@ -151,20 +151,20 @@ class LineWriter(ReplyWriter):
         return ending
 
     def _said(self, answer: Answer) -> dict[str, object]:
-        said: dict[str, object] = {"role": "assistant", "content": answer.text}
+        members: dict[str, object] = {"role": "assistant", "content": answer.text}
         if not self._is_chat:
-            said = {"response": answer.text}
+            members = {"response": answer.text}
         if answer.reasoning:
-            said["thinking"] = answer.reasoning
+            members["thinking"] = answer.reasoning
         if answer.calls:
-            said["tool_calls"] = [
+            members["tool_calls"] = [
                 {"id": call.id, "function": {"name": call.name, "arguments": call.input}}
                 for call in answer.calls
             ]
-        return {"message": said} if self._is_chat else said
+        return {"message": members} if self._is_chat else members
 
 
-class EmbedWriter:
+class NormalEmbeddingWriter:
     """The writer of a reply to `/api/embed`, whose embeddings have a length of 1."""
 
     def __init__(self, ask: Ask) -> None:
@@ -184,7 +184,7 @@ class EmbedWriter:
         }
 
 
-class EmbeddingWriter:
+class PlainEmbeddingWriter:
     """The writer of a reply to `/api/embeddings`: the embedding as the model has it."""
 
     def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:  # noqa: ARG002
@@ -194,10 +194,10 @@ class EmbeddingWriter:
 
 def unasked(model: str, created: int, *, is_chat: bool) -> dict[str, object]:
     """Returns the answer to a body that asks for nothing but that the model be loaded."""
-    said: dict[str, object] = {"response": ""}
+    members: dict[str, object] = {"response": ""}
     if is_chat:
-        said = {"message": {"role": "assistant", "content": ""}}
-    return {"model": model, "created_at": timestamp(created), **said, "done": True, "done_reason": "load"}
+        members = {"message": {"role": "assistant", "content": ""}}
+    return {"model": model, "created_at": timestamp(created), **members, "done": True, "done_reason": "load"}
 
 
 def timestamp(seconds: int) -> str:
