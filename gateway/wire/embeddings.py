@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
-from array import array
+import struct
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from operator import mul
 from typing import Annotated, ClassVar, Literal
 
@@ -202,9 +201,6 @@ def shortened(embedding: list[float], dimensions: int | None, *, is_normalised: 
     return [value / length for value in values]
 
 
-def as_base64(values: Iterable[float]) -> str:
+def as_base64(values: Sequence[float]) -> str:
     """Encodes numbers as little-endian float32 in base64."""
-    words = array("f", values)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return b64encode(words.tobytes()).decode("ascii")
+    return b64encode(struct.pack(f"<{len(values)}f", *values)).decode("ascii")

@@ -113,27 +113,27 @@ def sampling_params(
     """
     if (body.min_tokens or 0) > max_tokens:
         raise invalid(f"'min_tokens' is greater than the {max_tokens} tokens there can be.", "min_tokens")
-    stop_token_ids = frozenset(body.stop_token_ids or ())
-    check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
-    allowed = sorted(set(body.allowed_token_ids or ()))
-    check_token_ids(allowed, vocab_size, "allowed_token_ids")
+    if body.stop_token_ids:
+        check_token_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
+    if body.allowed_token_ids:
+        check_token_ids(body.allowed_token_ids, vocab_size, "allowed_token_ids")
     same: dict[str, Any] = asdict(defaults) | {
         name: value for name in _SAME if (value := getattr(body, name)) is not None
     }
     same |= {"top_p": same["top_p"] or LEAST_TOP_P, "top_k": max(0, same["top_k"])}
     return SamplingParams(
         **same,
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=_logit_bias(body.logit_bias, vocab_size) if body.logit_bias else {},
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         max_tokens=max_tokens,
         stop=as_strings(body.stop),
         shows_stop=bool(body.include_stop_str_in_output),
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
         shown_special=shown_special,
         num_logprobs=num_logprobs,
         grammar=grammar,
         thinking=thinking,
-        allowed_token_ids=tuple(allowed),
+        allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
         bad_words=bad_words,
         num_prompt_logprobs=num_prompt_logprobs,
     )

@@ -109,7 +109,8 @@ def read(
     """
     root, refused, unread = _rules(kind)
     values, sent = _renamed(kind, values)
-    values, others = _of_kinds(kind, kind.prepared(values))
+    values = kind.prepared(values)
+    values, others = _of_kinds(kind, values) if kind.KINDS else (values, ())
     look = _Look(limits, sent)
     look.at(root, values, ())
     for name in sorted((*look.ignored, *others)):

@@ -70,7 +70,7 @@ class Options(TokenChoice):
     penalize_newline: Literal[True] | None = None
 
 
-class OfModel(GoBody):
+class ModelBody(GoBody):
     """The fields of all bodies that ask the model for something."""
 
     model_config = STRICT
@@ -82,7 +82,7 @@ class OfModel(GoBody):
     """Accepted: the model stays."""
 
 
-class Asked(OfModel):
+class GenerationBody(ModelBody):
     """The fields that chats and prompts share."""
 
     stream: bool | None = None
@@ -124,7 +124,7 @@ class OllamaMessage(GoBody):
     images: Annotated[list[object], Field(max_length=0)] | None = None
 
 
-class OllamaChatBody(Asked):
+class OllamaChatBody(GenerationBody):
     """`POST /api/chat`."""
 
     NOT_SUPPORTED = frozenset({"_debug_render_only"})
@@ -133,7 +133,7 @@ class OllamaChatBody(Asked):
     tools: Annotated[Many[dict[str, object]], Most("max_tools")] | None = None
 
 
-class OllamaGenerateBody(Asked):
+class OllamaGenerateBody(GenerationBody):
     """`POST /api/generate`."""
 
     NOT_SUPPORTED = frozenset({"template", "images", "_debug_render_only"})
@@ -148,7 +148,7 @@ class OllamaGenerateBody(Asked):
     """The tokens of the conversation so far, as the reply before told them."""
 
 
-class OllamaEmbedBody(OfModel):
+class OllamaEmbedBody(ModelBody):
     """`POST /api/embed`."""
 
     input: Annotated[str | Many[str] | None, Most("max_inputs")] = None
@@ -157,13 +157,13 @@ class OllamaEmbedBody(OfModel):
     dimensions: Dimensions | None = None
 
 
-class OllamaEmbeddingBody(OfModel):
+class OllamaEmbeddingBody(ModelBody):
     """`POST /api/embeddings`, which older clients know."""
 
     prompt: str | None = None
 
 
-class Named(GoBody):
+class NamedModelBody(GoBody):
     """The fields of bodies about a model; `name` is what older clients call it."""
 
     model_config = STRICT
@@ -173,7 +173,7 @@ class Named(GoBody):
     name: str | None = None
 
 
-class OllamaShowBody(Named):
+class OllamaShowBody(NamedModelBody):
     """`POST /api/show`."""
 
     IGNORED = frozenset({"options", "system", "template"})
@@ -181,7 +181,7 @@ class OllamaShowBody(Named):
     verbose: bool | None = None
 
 
-class OllamaPullBody(Named):
+class OllamaPullBody(NamedModelBody):
     """`POST /api/pull`."""
 
     IGNORED = frozenset({"insecure", "password", "username"})
@@ -189,7 +189,7 @@ class OllamaPullBody(Named):
     stream: bool | None = None
 
 
-class OllamaCreateBody(Named):
+class OllamaCreateBody(NamedModelBody):
     """`POST /api/create`: of a model that is there, without anything that would make it another one."""
 
     NOT_SUPPORTED = frozenset(
@@ -262,12 +262,12 @@ def embedding_ask(body: OllamaEmbeddingBody, _: Limits) -> Ask:
     return Ask(model=plain_name(body.model), field="prompt", input=(inputs,))
 
 
-def _loading(body: OfModel, field: str) -> Ask:
+def _loading(body: ModelBody, field: str) -> Ask:
     """Returns the ask of a body that only wants the model to be loaded."""
     return Ask(model=plain_name(body.model), field=field, input=())
 
 
-def shown_name(body: Named) -> str:
+def shown_name(body: NamedModelBody) -> str:
     """Returns the name of the model that is asked about."""
     return plain_name(body.model or body.name or "")
 
@@ -277,7 +277,9 @@ def plain_name(model: str) -> str:
     return model.removesuffix(":latest")
 
 
-def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **fields: object) -> ChatBody:
+def _as_chat(
+    body: GenerationBody, messages: list[dict[str, object]], limits: Limits, **fields: object
+) -> ChatBody:
     options = body.options or Options()
     values = {
         "model": plain_name(body.model),
