@@ -17,15 +17,18 @@ from penstock.gateway.endpoints.requests import bad_words_of, salt_of
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, chat_ask, completion_ask
-from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from penstock.gateway.wire.conversation import as_dict
 from penstock.gateway.wire.embeddings import EmbeddingsBody
 from penstock.gateway.wire.enforced import enforced_form
 from penstock.gateway.wire.lanes import urgency_of
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.sampling import (
+    NEUTRAL,
     NO_TOKENS,
     MaxTokens,
+    beam_tokens,
+    beams_of,
+    check_beams,
     output_tokens,
     sampling_params,
 )

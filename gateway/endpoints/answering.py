@@ -31,9 +31,9 @@ from penstock.gateway.sessions.owners import owned_id
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
 from penstock.gateway.wire.ask import Ask, Input, Turn
-from penstock.gateway.wire.beams import SEARCH_FIELDS, check_beams
 from penstock.gateway.wire.labels import Steps
 from penstock.gateway.wire.questions import Questions
+from penstock.gateway.wire.sampling import SEARCH_FIELDS, check_beams
 from penstock.gateway.wire.strict import Body
 from penstock.gateway.wire.writing import Counts, Head, WholeWriter
 

@@ -20,11 +20,10 @@ from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from penstock.gateway.sessions.recordings.frames import MAX_KEPT_BYTES
 from penstock.gateway.wire.ask import Ask, Conversation, Turn
-from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.enforced import enforced_form, enforced_tools
 from penstock.gateway.wire.reading import PLAIN, Reading, needs_grammar
-from penstock.gateway.wire.sampling import output_tokens, sampling_params
+from penstock.gateway.wire.sampling import NEUTRAL, beam_tokens, beams_of, output_tokens, sampling_params
 from penstock.gateway.wire.structured import Form
 from penstock.gateway.wire.tokenizer import Tokenizer
 from penstock.priority.lanes import Tenant

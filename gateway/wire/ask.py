@@ -12,13 +12,12 @@ from typing import Any
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.beams import width_field
 from penstock.gateway.wire.completions import NO_EXTRAS, Extras
 from penstock.gateway.wire.conversation import TemplateMessage, chat_tools
 from penstock.gateway.wire.efforts import REASONING_FIELDS, Reasoned
 from penstock.gateway.wire.logprobs import Best
 from penstock.gateway.wire.questions import Questions
-from penstock.gateway.wire.sampling import NO_TOKENS, MaxTokens, chat_tokens, completion_tokens
+from penstock.gateway.wire.sampling import NO_TOKENS, MaxTokens, chat_tokens, completion_tokens, width_field
 from penstock.gateway.wire.schemas import (
     ChatBody,
     CompletionBody,

@@ -1,4 +1,4 @@
-"""Request bodies of chat and text completions: OpenAI's names and ranges, and what clients of open models send."""
+"""Request bodies of chat and text completions, in OpenAI's names and others'; and of what makes tokens of texts."""
 
 from __future__ import annotations
 
@@ -322,6 +322,38 @@ class CompletionBody(SamplingFields):
     suffix: str | None = None
     add_special_tokens: bool | None = None
     response_format: AnswerFormat | None = None
+
+
+class TokenizeBody(StrictBody):
+    """`POST /tokenize`: a prompt or messages or, as llama.cpp has it, a content."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: Variables | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+    content: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(StrictBody):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class LocateBody(StrictBody):
+    """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
+
+    tokens: TokenIds | None = None
+    messages: Messages | None = None
 
 
 def check_counts(body: SamplingFields, limits: Limits) -> None:

@@ -18,8 +18,7 @@ from typing_extensions import get_type_hints, is_typeddict
 
 from penstock.gateway.errors import ApiError, invalid, unsupported
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.mistakes import explained, path_of, unsupported_value
-from penstock.gateway.wire.repairs import repaired
+from penstock.gateway.wire.mistakes import explained, path_of, repaired, unsupported_value
 
 SHOWN = re.compile(r"[\w.:\[\]-]{1,100}", re.ASCII)
 MOST_SHOWN = 16
