@@ -76,7 +76,7 @@ class _ChunkedChoice(StreamedChoice):
     """The places of its tokens, where they are said."""
 
 
-class CompletionWriter(ReplyWriter, ABC):
+class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
     """The `gateway.wire.writing.Writer` of chat or text completions, as far as both share it."""
 
     name: str

@@ -161,7 +161,7 @@ def shapes(template: str, shows: Shows) -> list[Shape]:
     format_shapes = _own_shapes(template)
 
     def fails(roles: str, *more: Shape) -> bool:
-        return not shows(_shaped(_talk(roles), [*more, *format_shapes]))
+        return not shows(shaped(_talk(roles), [*more, *format_shapes]))
 
     if fails("user"):  # nothing can be seen of such a template
         return format_shapes
@@ -202,7 +202,8 @@ def _own_shapes(template: str) -> list[Shape]:
     return [shape for is_asked, shape in choices if is_asked]
 
 
-def _shaped(messages: Sequence[AnyMessage], by: Iterable[Shape]) -> Sequence[AnyMessage]:
+def shaped(messages: Sequence[AnyMessage], by: Iterable[Shape]) -> Sequence[AnyMessage]:
+    """Returns the messages in the shapes that a template takes."""
     for shape in by:
         messages = list(shape(messages))
     return messages

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import orjson
 
@@ -91,7 +91,10 @@ class StreamedChoice:
     """The frame before and after the text of a piece, by the piece's type, for pieces that are a frame each."""
 
 
-class ReplyWriter:
+_ChoiceT = TypeVar("_ChoiceT", bound=StreamedChoice)
+
+
+class ReplyWriter(Generic[_ChoiceT]):
     """The ground of writers; where the reply is recorded, the events of a stream have their number as their id."""
 
     media_type = ""
@@ -101,7 +104,7 @@ class ReplyWriter:
     _is_numbered = False
     _number = 0
     """The number of the next event."""
-    _choices: Sequence[StreamedChoice] = ()
+    _choices: Sequence[_ChoiceT] = ()
 
     def begin(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
         return []
@@ -120,7 +123,7 @@ class ReplyWriter:
                 return [frame.encode("ascii")]
         return self._chunks(choice, pieces)
 
-    def _chunks(self, choice: Any, pieces: Sequence[Piece]) -> list[bytes]:
+    def _chunks(self, choice: _ChoiceT, pieces: Sequence[Piece]) -> list[bytes]:
         """Returns the frames of pieces of a choice."""
         raise NotImplementedError
 

@@ -24,7 +24,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.gateway.errors import ApiError, invalid
-from penstock.gateway.wire.conversation import AnyMessage, Shape, shapes, thinking_switches
+from penstock.gateway.wire.conversation import AnyMessage, Shape, shaped, shapes, thinking_switches
 from penstock.gateway.wire.reading import Formats
 from penstock.gateway.wire.tokenizer import Tokenizer
 
@@ -213,14 +213,12 @@ class Prompts:
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns the messages in the template's order and shape, with guards in their texts."""
-        for shape in self._shapes:
-            messages = list(shape(messages))
         return [
             {
                 key: value if key == "role" else self._guard(value, self._marks_in(message, key))
                 for key, value in message.items()
             }
-            for message in messages
+            for message in shaped(messages, self._shapes)
         ]
 
     @cached_property

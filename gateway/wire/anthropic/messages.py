@@ -26,7 +26,7 @@ _PING = 'event: ping\ndata: {"type":"ping"}\n\n'
 _TIERS = {Lane.INTERACTIVE: "priority", Lane.STANDARD: "standard", Lane.BATCH: "batch"}
 
 
-class MessageWriter(ReplyWriter):
+class MessageWriter(ReplyWriter[StreamedChoice]):
     """The `gateway.wire.writing.Writer` of one message."""
 
     keepalive = _PING.encode()

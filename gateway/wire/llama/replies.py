@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
-from penstock.gateway.wire.frames import ReplyWriter
+from penstock.gateway.wire.frames import ReplyWriter, StreamedChoice
 from penstock.gateway.wire.llama.bodies import LlamaBody
 from penstock.gateway.wire.logprobs import TokenName, logprob_entry
 from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs, Whole
@@ -18,7 +18,7 @@ _SETTINGS = (
 """The settings that have the same name in the engine."""
 
 
-class LlamaWriter(ReplyWriter):
+class LlamaWriter(ReplyWriter[StreamedChoice]):
     """The `gateway.wire.writing.Writer` of a reply to `/completion` or `/infill`."""
 
     def __init__(self, head: Head, body: LlamaBody, tokens: TokenName, context_length: int) -> None:

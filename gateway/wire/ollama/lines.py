@@ -27,7 +27,7 @@ from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.writing import Counts, Delta, Head, Outputs
 
 
-class LineWriter(ReplyWriter):
+class LineWriter(ReplyWriter[StreamedChoice]):
     """The `gateway.wire.writing.Writer` of a reply to `/api/chat` or `/api/generate`."""
 
     media_type = "application/x-ndjson"
