@@ -18,7 +18,7 @@ from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import as_call
 from penstock.gateway.wire.questions import Option, Question, Questions
-from penstock.gateway.wire.schemas import ServiceTier
+from penstock.gateway.wire.schemas import ModelRequest, ServiceTier
 from penstock.gateway.wire.strict import TOLERANT, KnownKinds, Many, Most, StrictBody, TolerantBody
 
 MAX_QUESTIONS = 400
@@ -162,10 +162,9 @@ DecisionQuestion = Annotated[
 ]
 
 
-class DecidedBody(StrictBody):
+class DecidedBody(ModelRequest):
     """The fields that both APIs share."""
 
-    model: Annotated[str, Field(min_length=1)]
     user: str | None = None
     service_tier: ServiceTier | None = None
 

@@ -16,15 +16,14 @@ from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask, Texts, split_prompt
 from penstock.gateway.wire.mistakes import missing
-from penstock.gateway.wire.schemas import Dimensions, ServiceTier, Truncation
-from penstock.gateway.wire.strict import STRICT, Many, Most, StrictBody
+from penstock.gateway.wire.schemas import Dimensions, ModelRequest, ServiceTier, Truncation
+from penstock.gateway.wire.strict import STRICT, Many, Most
 from penstock.gateway.wire.writing import Counts, Outputs
 
 
-class Embedded(StrictBody):
+class Embedded(ModelRequest):
     """The fields of all bodies whose texts are embedded."""
 
-    model: Annotated[str, Field(min_length=1)]
     user: str | None = None
     service_tier: ServiceTier | None = None
     truncate_prompt_tokens: Truncation | None = None

@@ -68,6 +68,10 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: bool | None = None
 
 
+class ModelRequest(StrictBody):
+    model: Annotated[str, Field(min_length=1)]
+
+
 class TokenChoice(StrictBody):
     """The fields by which tokens are chosen that have the same names and ranges in Ollama's API."""
 
@@ -82,7 +86,7 @@ class TokenChoice(StrictBody):
     stop: Annotated[str | Many[str] | None, Most("max_stop")] = None
 
 
-class SamplingFields(TokenChoice):
+class SamplingFields(TokenChoice, ModelRequest):
     """The fields that chat and text completions share: how tokens are chosen, and some that change nothing here."""
 
     ALIASES: ClassVar[Mapping[str, str]] = NAMES
@@ -91,7 +95,6 @@ class SamplingFields(TokenChoice):
     NEUTRAL: ClassVar[Mapping[str, object]] = NEUTRAL_HINTS
     IGNORED = HINTS
 
-    model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: NumChoices | None = None
