@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field
@@ -46,8 +46,8 @@ from penstock.gateway.sessions.batches.run import Batches, LineAnswer
 from penstock.gateway.sessions.responses.objects import page
 from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.store.interface import Key
-from penstock.gateway.wire.metadata import check_metadata
-from penstock.gateway.wire.strict import StrictBody, validated
+from penstock.gateway.wire.schemas import Metadata, check_metadata
+from penstock.gateway.wire.strict import Most, StrictBody, validated
 from penstock.priority.lanes import Lane
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
@@ -60,13 +60,12 @@ _LANE_FIELDS = frozenset({"service_tier", "speed"})
 class BatchBody(StrictBody):
     """The body of `POST /v1/batches`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"metadata": "max_metadata"}
     NOT_SUPPORTED = frozenset({"output_expires_after"})
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class BatchedMessage(StrictBody):
@@ -79,9 +78,7 @@ class BatchedMessage(StrictBody):
 class MessageBatchBody(StrictBody):
     """The body of `POST /v1/messages/batches`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"requests": MAX_LINES}
-
-    requests: Annotated[list[BatchedMessage], Field(min_length=1)]
+    requests: Annotated[list[BatchedMessage], Field(min_length=1), Most(MAX_LINES)]
 
 
 class _OneApi(Endpoints):

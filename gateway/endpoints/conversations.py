@@ -20,42 +20,30 @@ from penstock.gateway.sessions.responses.objects import Item, input_items, page
 from penstock.gateway.sessions.responses.schemas import (
     ITEM_PREFIXES,
     InputItem,
-    Items,
     PageQuery,
     check_id,
     check_items,
 )
 from penstock.gateway.store.interface import Key
-from penstock.gateway.wire.metadata import check_metadata
-from penstock.gateway.wire.strict import StrictBody, validated
+from penstock.gateway.wire.schemas import Metadata, check_metadata
+from penstock.gateway.wire.strict import Many, Most, StrictBody, validated
 
 MAX_ITEMS_A_CALL = 20
 MAX_LISTED_CONVERSATIONS = 10_000
 
-_MOST: dict[str, str | int] = {
-    "items": MAX_ITEMS_A_CALL,
-    "items[].content": "max_content_parts",
-    "items[].output": "max_content_parts",
-    "metadata": "max_metadata",
-}
+Items = Annotated[Many[InputItem], Most(MAX_ITEMS_A_CALL)]
 
 
 class CreateBody(StrictBody):
-    MOST = _MOST
-
     items: Items | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class UpdateBody(StrictBody):
-    MOST = _MOST
-
-    metadata: dict[str, str] | None
+    metadata: Metadata | None
 
 
 class AddBody(StrictBody):
-    MOST = _MOST
-
     items: Annotated[Items, Field(min_length=1)]
 
 

@@ -38,9 +38,8 @@ from penstock.gateway.wire.ollama.bodies import (
     OllamaPullBody,
     OllamaShowBody,
 )
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, LocateBody, TokenizeBody
 from penstock.gateway.wire.strict import StrictBody
-from penstock.gateway.wire.tokens import DetokenizeBody, LocateBody, TokenizeBody
 
 ANY, OWN, ONCE = Passing.ANY, Passing.OWN, Passing.ONCE
 BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED

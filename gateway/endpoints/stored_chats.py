@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import ClassVar, Literal
+from typing import Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -22,7 +22,7 @@ from penstock.gateway.sessions.recordings.kinds import CHAT, IDS
 from penstock.gateway.sessions.responses.objects import page, place_after
 from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.store.interface import Key, StoreUnavailable
-from penstock.gateway.wire.metadata import check_metadata
+from penstock.gateway.wire.schemas import Metadata, check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 
 MAX_LISTED = 1000
@@ -42,9 +42,7 @@ class ChatsQuery(PageQuery):
 class ChatUpdateBody(StrictBody):
     """The body of `POST /v1/chat/completions/{id}`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"metadata": "max_metadata"}
-
-    metadata: dict[str, str] | None
+    metadata: Metadata | None
 
 
 class StoredChatsApi(Endpoints):

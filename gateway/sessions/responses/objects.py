@@ -33,11 +33,12 @@ from penstock.gateway.sessions.responses.schemas import (
 from penstock.gateway.wire.ask import Ask, Kept, Turn
 from penstock.gateway.wire.conversation import TemplateMessage as Message
 from penstock.gateway.wire.conversation import as_call
+from penstock.gateway.wire.efforts import REASONING_FIELDS
 from penstock.gateway.wire.parsing import Call
 from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.sampling import MaxTokens
 from penstock.gateway.wire.strict import StrictBody
-from penstock.gateway.wire.structured import form_of
+from penstock.gateway.wire.structured import FORM_FIELDS, form_of
 from penstock.gateway.wire.tools.use import ToolUse, tool_use
 
 JsonObject = dict[str, Any]
@@ -288,8 +289,8 @@ def turn_ask(body: ResponseBody, limits: Limits) -> Ask:
         max_tokens=MaxTokens("max_output_tokens", body.max_output_tokens),
         num_logprobs=body.num_logprobs,
         tools=response_tools(body),
-        form=form_of(body, limits, text_form(body.text)),
-        reasoning=body,
+        form=form_of(body, limits, text_form(body.text)) if body.model_fields_set & FORM_FIELDS else None,
+        reasoning=body if body.model_fields_set & REASONING_FIELDS else None,
         kept=Kept(
             resumable=body.stream_options is not None and bool(body.stream_options.resumable),
             background=bool(body.background),

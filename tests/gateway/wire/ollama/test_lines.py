@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.frames import json_pieces
-from penstock.gateway.wire.ollama.lines import EmbedWriter, LineWriter
+from penstock.gateway.wire.ollama.lines import LineWriter, NormalEmbeddingWriter
 from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, ReasoningDelta, TextDelta
 from penstock.gateway.wire.reading import PLAIN
 from penstock.gateway.wire.writing import Delta
@@ -80,5 +80,5 @@ def test_any_text_survives(is_chat: bool, texts: list[str]) -> None:
 def test_embeddings_are_written_one_at_a_time() -> None:
     reply = Mock(timings=[make_timings(make_request())], num_prompt_tokens=3)
     outputs = [(i, Delta(embedding=[0.6, 0.8])) for i in range(100)]
-    written = EmbedWriter(Ask(model=MODEL, field="input", input=())).whole(reply, outputs)
+    written = NormalEmbeddingWriter(Ask(model=MODEL, field="input", input=())).whole(reply, outputs)
     assert [piece for piece in json_pieces(written) if b"0.6" in piece] == [b"[0.6,0.8]"] * 100
