@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from json.encoder import encode_basestring_ascii
@@ -28,10 +28,10 @@ from penstock.gateway.wire.reasoning import ANSWERS, REASONING_FORMATS, Plain, R
 from penstock.gateway.wire.tokenizer import Tokenizer
 from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Style
 from penstock.gateway.wire.tools.gemma import Gemma
-from penstock.gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
+from penstock.gateway.wire.tools.grammars import Beside, calls_grammar
 from penstock.gateway.wire.tools.harmony import Harmony
 from penstock.gateway.wire.tools.json_calls import Fenced, JsonCalls
-from penstock.gateway.wire.tools.llama import Either, Llama
+from penstock.gateway.wire.tools.pythonic import Llama, Pythonic
 from penstock.gateway.wire.tools.scanning import FormatParser, Scanner, Tools
 from penstock.gateway.wire.tools.tagged import Tagged
 from penstock.gateway.wire.tools.use import ToolUse
@@ -50,7 +50,7 @@ _PARSERS: Mapping[Style, type[FormatParser]] = {
     Style.NAMED: JsonCalls,
     Style.FENCED: Fenced,
     Style.TAGGED: Tagged,
-    Style.PYTHON: Either,
+    Style.PYTHON: Pythonic,
     Style.GEMMA: Gemma,
 }
 _SIGNS = {"minimax_m2": ("<minimax:tool_call>",)}
@@ -140,7 +140,10 @@ class Formats:
         """The characters with which special tokens begin."""
         self._without: dict[str, set[int]] = {}
         """The tokens without a character that begins a marker, as far as they were looked at; see Thoughts."""
-        signs = {name: [(sign,) for sign in format.signs] for name, format in TOOL_FORMATS.items()}
+        signs = {
+            name: [(sign,) for sign in format.signs or (format.opening,)]
+            for name, format in TOOL_FORMATS.items()
+        }
         self.tools = _chosen(tools, template, signs)
         ends = {
             name: [(format.closing, *ANSWERS.get(name, ()), *_SIGNS.get(name, ()))]
@@ -184,14 +187,9 @@ class Formats:
             ApiError: 400, if the tools are too large for a grammar.
         """
         thinking = self._thinking(prompt, reading)
-        if needs_grammar(use, answer):
-            return self._with_calls(reading, use, answer, thinking, tenant)
-        if answer is None or thinking is None:
+        if not needs_grammar(use, answer) and (answer is None or thinking is None):
             return answer
-        if reading.reasoning == HARMONY:
-            return self._with_calls(replace(reading, tools=HARMONY), use, answer, thinking, tenant)
-        text = answer_grammar(self._spelt, thinking, is_open=reading.is_open)
-        return Grammar(GrammarKind.LARK, text, answer)
+        return self._reply_grammar(reading, use, answer, thinking, tenant)
 
     def _thinking(self, prompt: Sequence[int], reading: Reading) -> Thinking | None:
         """Returns the markers of the reasoning that may come, or that a prompt has begun; None if it is over."""
@@ -204,10 +202,10 @@ class Formats:
             is_over = not (reading.is_open or tail.endswith(_NEXT))
         return None if is_over else thinking
 
-    def _with_calls(
+    def _reply_grammar(
         self, reading: Reading, use: ToolUse, answer: Grammar | None, thinking: Thinking | None, tenant: str
     ) -> Grammar:
-        assert reading.tools is not None
+        tools = reading.tools or (HARMONY if reading.reasoning == HARMONY else None)
         may_answer = not use.required and answer is not None
         beside = Beside.ANSWER if may_answer else Beside.NOTHING if use.required else Beside.TEXT
         schemas = {n: schema for n, schema in use.schemas.items() if not use.required or n in use.required}
@@ -218,11 +216,11 @@ class Formats:
                 f"The schemas of 'tools' have {len(written)} bytes of JSON. Calls can be held to at most "
             )
             raise invalid(f"{message}{MAX_TOOLS_BYTES}.", "tools", "tools_too_large")
-        flags = reading.tools, use.one_call, thinking, reading.is_open, beside
+        flags = tools, use.one_call, thinking, reading.is_open, beside
 
         def make() -> str:
             return calls_grammar(
-                reading.tools or "",
+                tools,
                 schemas,
                 self._spelt,
                 one_call=use.one_call,

@@ -66,16 +66,16 @@ class Reasoned(Scanner):
         if self._is_open or (yield from self.begins(self._thinking.opening)):
             self.reasons = True
             yield from self.skip(self._thinking.opening)
-            yield from self.skip_space()
+            yield from self.skip()
             yield from self.said_until(self._thinking.closing, ReasoningDelta)
         self.is_over = True
         if self.reasons:
-            yield from self.skip_space()
+            yield from self.skip()
         if self._around and (yield from self.begins(self._around[0])):
             yield from self.skip(self._around[0])
-            yield from self.skip_space()
+            yield from self.skip()
             yield from self.said_until(self._around[1], say=self._answer.feed)
-            yield from self.skip_space()
+            yield from self.skip()
         yield from self.said_until(NO_MARKER, say=self._answer.feed)
         self._pieces += self._answer.finish()
 

@@ -46,14 +46,15 @@ class Layout(NamedTuple):
 _ONE = Layout()
 
 
-class Tags(NamedTuple):
-    """The texts before and after each part of a tagged call, and `pad` on both sides of an argument's value."""
+class Argument(NamedTuple):
+    """The texts around an argument's key and its value, `pad` on both sides of a value, and the text between two."""
 
-    name: tuple[str, str]
     key: tuple[str, str]
-    value: tuple[str, str]
-    end: str = ""
+    value: tuple[str, str] = ("", "")
     pad: str = ""
+    quote: str = ""
+    """The mark on both sides of a value that is text; without it, text ends where the value does."""
+    between: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +62,25 @@ class Format:
     """A section of calls stands between an opening and its closing; a reply may have several."""
 
     style: Style
-    signs: tuple[str, ...]
-    """A chat template that has one of these in it speaks of this format."""
     opening: str = ""
     """The marker of a section; without it calls are all of a reply, and only names of the request's tools make one."""
     closing: str = ""
     layout: Layout = _ONE
     _: KW_ONLY
+    name: tuple[str, str] = ('{"name": "', '", "arguments": ')
+    """The texts before a call's name and after it."""
+    argument: Argument | None = None
+    """The form of each argument; None if all of them are one object in JSON."""
+    end: tuple[str, ...] = ("}",)
+    """The texts after the arguments."""
+    signs: tuple[str, ...] = ()
+    """A chat template that has one of these in it, or the opening if there are none, speaks of this format."""
     has_lines: bool = False
     """Newlines may stand inside the opening and the closing."""
     tag: str = ""
     """The marker that may stand before calls that are all of a reply, in JSON or as Python writes them."""
-    lead: str = ""
-    """The members of a call's object before the name."""
-    name_key: str = "name"
-    arguments_key: str = "arguments"
     after_name: str = ""
-    around: tuple[str, ...] = ()
-    """The texts before a call's name and after its arguments."""
-    tags: Tags | None = None
+    """The text after a name that no object has, where a model writes either form."""
     has_cdata: bool = False
     """A value between tags may stand between the markers of XML's CDATA, and then end at these only."""
     others: tuple[str, ...] = ()
@@ -90,128 +91,146 @@ class Format:
     @property
     def markers(self) -> tuple[str, ...]:
         """The texts that the format is written with; some vocabularies have special tokens for them."""
-        tags = self.tags
-        of_tags = () if tags is None else (*tags.name, *tags.key, *tags.value, tags.end)
-        texts = (
-            *(self.opening, self.closing, self.tag, self.after_name),
-            *(*self.around, *of_tags, *self.others),
-        )
+        texts = (self.opening, self.closing, self.tag, self.after_name, *self.others)
+        if self.style in (Style.NAMED, Style.FENCED, Style.TAGGED, Style.HARMONY):
+            texts += (*self.name, *self.end)
+            texts += () if self.argument is None else (*self.argument.key, *self.argument.value)
         return tuple(filter(None, texts))
 
 
 _LIST = Layout("[", ", ", "]")
-_ACTIONS = Layout("[\n    ", ",\n    ", "\n]")
-_SEED = Tags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>")
-_QWEN = _SEED._replace(pad="\n")
-_INVOKE = Tags(('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>")
-_PARAM = Tags(("", '">'), ('<param name="', '">'), ("", "</param>"))
-_GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
+_LINES = Layout(between="\n")
+_PARAMETER = Argument(("<parameter=", ">"), ("", "</parameter>"))
+_SEED = Format(
+    Style.TAGGED,
+    "<seed:tool_call>",
+    "</seed:tool_call>",
+    name=("<function=", ">"),
+    argument=_PARAMETER,
+    end=("</function>",),
+    has_lines=True,
+)
 _MISTRAL = Format(
     Style.JSON,
-    ("[TOOL_CALLS]",),
     "[TOOL_CALLS]",
     layout=_LIST,
     after_name="[ARGS]",
     others=("[CALL_ID]",),
     has_short_ids=True,
 )
+_PYTHON = Format(
+    Style.PYTHON, name=("", "("), argument=Argument(("", "="), between=", "), end=(")",), layout=_LIST
+)
 _LLAMA_3 = Format(
     Style.JSON,
-    ('{"name": function name, "parameters": ', "<|python_tag|>"),
     layout=Layout(between="; "),
+    name=('{"name": "', '", "parameters": '),
+    signs=('{"name": function name, "parameters": ', "<|python_tag|>"),
     tag="<|python_tag|>",
-    arguments_key="parameters",
 )
 
 TOOL_FORMATS: Mapping[str, Format] = {
     HARMONY: Format(
         Style.HARMONY,
-        ("<|channel|>commentary",),
         "<|channel|>commentary to=functions.",
-        after_name=" <|constrain|>json<|message|>",
+        name=("", " <|constrain|>json<|message|>"),
+        end=(),
+        signs=("<|channel|>commentary",),
         others=("<|start|>", "<|end|>", "<|call|>"),
     ),
-    "mistral_args": replace(_MISTRAL, style=Style.NAMED, signs=("[ARGS]",), layout=_ONE),
-    "mistral": _MISTRAL,
-    "seed_oss": Format(
-        Style.TAGGED,
-        ("<seed:tool_call>",),
-        "<seed:tool_call>",
-        "</seed:tool_call>",
-        has_lines=True,
-        tags=_SEED,
+    "mistral_args": replace(
+        _MISTRAL, style=Style.NAMED, name=("", "[ARGS]"), end=(), signs=("[ARGS]",), layout=_ONE
     ),
+    "mistral": _MISTRAL,
+    "seed_oss": _SEED,
     "minimax_m2": Format(
         Style.TAGGED,
-        ("<minimax:tool_call>",),
         "<minimax:tool_call>",
         "</minimax:tool_call>",
-        Layout(between="\n"),
+        _LINES,
+        name=('<invoke name="', '">'),
+        argument=Argument(('<parameter name="', '">'), ("", "</parameter>")),
+        end=("</invoke>",),
         has_lines=True,
-        tags=_INVOKE,
     ),
-    "glm45": Format(Style.TAGGED, ("<arg_key>",), "<tool_call>", "</tool_call>", tags=_GLM),
-    "qwen3_coder": Format(
-        Style.TAGGED, ("<parameter=",), "<tool_call>", "</tool_call>", has_lines=True, tags=_QWEN
+    "glm45": Format(
+        Style.TAGGED,
+        "<tool_call>",
+        "</tool_call>",
+        name=("", ""),
+        argument=Argument(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")),
+        end=(),
+        signs=("<arg_key>",),
     ),
-    "functionary": Format(Style.NAMED, ("<function=",), "<function=", "</function>", after_name=">"),
+    "qwen3_coder": replace(
+        _SEED,
+        opening="<tool_call>",
+        closing="</tool_call>",
+        argument=_PARAMETER._replace(pad="\n"),
+        signs=("<parameter=",),
+    ),
+    "functionary": Format(Style.NAMED, "<function=", "</function>", name=("", ">"), end=()),
     "minicpm5": Format(
-        Style.TAGGED, ('<param name="',), '<function name="', "</function>", tags=_PARAM, has_cdata=True
+        Style.TAGGED,
+        '<function name="',
+        "</function>",
+        name=("", '">'),
+        argument=Argument(('<param name="', '">'), ("", "</param>")),
+        end=(),
+        signs=('<param name="',),
+        has_cdata=True,
     ),
-    "gemma4": Format(Style.GEMMA, ("<|tool_call>",), "<|tool_call>", "<tool_call|>", others=(QUOTE,)),
+    "gemma4": Format(
+        Style.GEMMA,
+        "<|tool_call>",
+        "<tool_call|>",
+        name=("call:", "{"),
+        argument=Argument(("", ":"), quote=QUOTE, between=","),
+        end=("}",),
+        others=(QUOTE,),
+    ),
     "cohere2": Format(
         Style.JSON,
-        ("<|START_ACTION|>",),
         "<|START_ACTION|>",
         "<|END_ACTION|>",
-        _ACTIONS,
-        lead='"tool_call_id": "0", ',
-        name_key="tool_name",
-        arguments_key="parameters",
+        Layout("[\n    ", ",\n    ", "\n]"),
+        name=('{"tool_call_id": "0", "tool_name": "', '", "parameters": '),
     ),
-    "hunyuan": Format(Style.JSON, ("<tool_calls>[",), "<tool_calls>", "</tool_calls>", _LIST, has_lines=True),
+    "hunyuan": Format(
+        Style.JSON, "<tool_calls>", "</tool_calls>", _LIST, signs=("<tool_calls>[",), has_lines=True
+    ),
     "hunyuan_dense": Format(
         Style.FENCED,
-        ("```</tool_call>",),
         "<tool_calls>",
         "</tool_calls>",
-        Layout(between="\n"),
-        after_name="\n```json\n",
-        around=("<tool_call>", "\n```", "</tool_call>"),
+        _LINES,
+        name=("<tool_call>", "\n```json\n"),
+        end=("\n```", "</tool_call>"),
+        signs=("```</tool_call>",),
     ),
-    "olmo3": Format(
-        Style.PYTHON,
-        ("<function_calls>",),
-        "<function_calls>",
-        "</function_calls>",
-        Layout(between="\n"),
-        has_lines=True,
+    "olmo3": replace(
+        _PYTHON, opening="<function_calls>", closing="</function_calls>", layout=_LINES, has_lines=True
     ),
-    "lfm2": Format(
-        Style.PYTHON,
-        ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
-        "<|tool_call_start|>",
-        "<|tool_call_end|>",
-        _LIST,
+    "lfm2": replace(
+        _PYTHON,
+        opening="<|tool_call_start|>",
+        closing="<|tool_call_end|>",
+        signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
-    "nemotron": Format(Style.JSON, ("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _LIST),
-    "functools": Format(Style.JSON, ("functools[",), "functools", layout=_LIST),
+    "nemotron": Format(Style.JSON, "<TOOLCALL>", "</TOOLCALL>", _LIST),
+    "functools": Format(Style.JSON, "functools", layout=_LIST, signs=("functools[",)),
     "phi4_mini": Format(
-        Style.JSON, ("<|/tool_call|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>", _LIST
+        Style.JSON, "<|tool_call|>", "<|/tool_call|>", _LIST, signs=("<|/tool_call|>", "<|/tool|>")
     ),
-    "granite": Format(Style.JSON, ("<|tool_call|>",), "<|tool_call|>", layout=_LIST),
-    "hermes": Format(Style.JSON, ("<tool_call>",), "<tool_call>", "</tool_call>", has_lines=True),
-    "llama_pythonic": Format(
-        Style.PYTHON,
-        ("[func_name1(",),
-        closing="<|python_end|>",
-        layout=_LIST,
-        tag="<|python_start|>",
+    "granite": Format(Style.JSON, "<|tool_call|>", layout=_LIST),
+    "hermes": Format(Style.JSON, "<tool_call>", "</tool_call>", has_lines=True),
+    "llama_pythonic": replace(
+        _PYTHON, closing="<|python_end|>", signs=("[func_name1(",), tag="<|python_start|>"
     ),
     "llama4_json": replace(
         _LLAMA_3, signs=("<|python_start|>",), tag="<|python_start|>", closing="<|python_end|>"
     ),
     "llama3_json": _LLAMA_3,
-    "glm4": Format(Style.NAMED, ("Json 格式表示调用的参数",), after_name="\n"),
+    "glm4": Format(Style.NAMED, name=("", "\n"), end=(), signs=("Json 格式表示调用的参数",)),
 }
 """The formats of calls, in order: the first with a sign in a chat template is its format."""

@@ -14,7 +14,6 @@ from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Said, 
 
 _START, _CHANNEL, _MESSAGE, _END, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]+)")
-_BEGINS_TEXT = re.compile(re.escape(_MESSAGE))
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -50,7 +49,7 @@ class Harmony(FormatParser):
 
     def _comes(self) -> Generator[None, None, bool]:
         """Returns whether another message comes; until its header is read nobody knows what it is."""
-        yield from self.skip_space()
+        yield from self.skip()
         self.reasons = None
         return self._at < len(self._text)
 
@@ -59,22 +58,19 @@ class Harmony(FormatParser):
         if not (yield from self.begins(_START, _CHANNEL, _MESSAGE, "to=")):
             return ""
         try:
-            match = yield from self.until(_BEGINS_TEXT, len(_MESSAGE), self._at)
+            yield from self.until(_MESSAGE)
         except Malformed:
-            return self.consume(len(self._text)) + _MESSAGE
-        return self.consume(match.end())
+            return self.consume() + _MESSAGE
+        return self.consume(self._at + len(_MESSAGE))
 
     def _message(self, header: str) -> Steps:
         """Reads the text of a message; it is reasoning, too, if it is said to a tool and is no object."""
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         if header:
-            yield from self.skip_space()
-        if (
-            recipient
-            and self._has_tools
-            and (self._at == len(self._text) or (yield from self.begins("{", _END, _CALL)))
-        ):
-            yield from self._called(recipient[1])
+            yield from self.skip()
+        callee = recipient[1] if recipient and self._has_tools else ""
+        if callee and ((yield from self.begins("{", _END, _CALL)) or self._at == len(self._text)):
+            yield from self._called(callee)
         elif recipient or (channel and channel[1] == "analysis"):
             yield from self._said(self._reasoning)
         else:
