@@ -57,22 +57,30 @@ class Argument(NamedTuple):
     between: str = ""
 
 
+class Call(NamedTuple):
+    """The way in which a call is written."""
+
+    style: Style
+    before: str = ""
+    """The text before the tool's name."""
+    after: str = ""
+    """The text after it."""
+    argument: Argument | None = None
+    """The form of each argument; None if all of them are one object in JSON."""
+    end: tuple[str, ...] = ()
+    """The texts after the arguments."""
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """A section of calls stands between an opening and its closing; a reply may have several."""
 
-    style: Style
+    call: Call
     opening: str = ""
     """The marker of a section; without it calls are all of a reply, and only names of the request's tools make one."""
     closing: str = ""
     layout: Layout = _ONE
     _: KW_ONLY
-    name: tuple[str, str] = ('{"name": "', '", "arguments": ')
-    """The texts before a call's name and after it."""
-    argument: Argument | None = None
-    """The form of each argument; None if all of them are one object in JSON."""
-    end: tuple[str, ...] = ("}",)
-    """The texts after the arguments."""
     signs: tuple[str, ...] = ()
     """A chat template that has one of these in it, or the opening if there are none, speaks of this format."""
     has_lines: bool = False
@@ -89,148 +97,95 @@ class Format:
     """Templates take ids of nine letters and digits only."""
 
     @property
+    def style(self) -> Style:
+        return self.call.style
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """The texts that the format is written with; some vocabularies have special tokens for them."""
-        texts = (self.opening, self.closing, self.tag, self.after_name, *self.others)
+        call, texts = self.call, (self.opening, self.closing, self.tag, self.after_name, *self.others)
         if self.style in (Style.NAMED, Style.FENCED, Style.TAGGED, Style.HARMONY):
-            texts += (*self.name, *self.end)
-            texts += () if self.argument is None else (*self.argument.key, *self.argument.value)
+            texts += (call.before, call.after, *call.end)
+            texts += () if call.argument is None else (*call.argument.key, *call.argument.value)
         return tuple(filter(None, texts))
 
 
 _LIST = Layout("[", ", ", "]")
 _LINES = Layout(between="\n")
 _PARAMETER = Argument(("<parameter=", ">"), ("", "</parameter>"))
-_SEED = Format(
-    Style.TAGGED,
-    "<seed:tool_call>",
-    "</seed:tool_call>",
-    name=("<function=", ">"),
-    argument=_PARAMETER,
-    end=("</function>",),
-    has_lines=True,
-)
+_INVOKED = Argument(('<parameter name="', '">'), ("", "</parameter>"))
+_PARAM = Argument(('<param name="', '">'), ("", "</param>"))
+_ARG = Argument(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
+
+_JSON = Call(Style.JSON, '{"name": "', '", "arguments": ', end=("}",))
+_LLAMA_JSON = _JSON._replace(after='", "parameters": ')
+_COHERE = _LLAMA_JSON._replace(before='{"tool_call_id": "0", "tool_name": "')
+_FENCED = Call(Style.FENCED, "<tool_call>", "\n```json\n", end=("\n```", "</tool_call>"))
+_PYTHON = Call(Style.PYTHON, "", "(", Argument(("", "="), between=", "), (")",))
+_GEMMA = Call(Style.GEMMA, "call:", "{", Argument(("", ":"), quote=QUOTE, between=","), ("}",))
+_FUNCTION = Call(Style.TAGGED, "<function=", ">", _PARAMETER, ("</function>",))
+_PADDED = _FUNCTION._replace(argument=_PARAMETER._replace(pad="\n"))
+_INVOKE = Call(Style.TAGGED, '<invoke name="', '">', _INVOKED, ("</invoke>",))
+
 _MISTRAL = Format(
-    Style.JSON,
-    "[TOOL_CALLS]",
-    layout=_LIST,
-    after_name="[ARGS]",
-    others=("[CALL_ID]",),
-    has_short_ids=True,
-)
-_PYTHON = Format(
-    Style.PYTHON, name=("", "("), argument=Argument(("", "="), between=", "), end=(")",), layout=_LIST
+    _JSON, "[TOOL_CALLS]", layout=_LIST, after_name="[ARGS]", others=("[CALL_ID]",), has_short_ids=True
 )
 _LLAMA_3 = Format(
-    Style.JSON,
+    _LLAMA_JSON,
     layout=Layout(between="; "),
-    name=('{"name": "', '", "parameters": '),
     signs=('{"name": function name, "parameters": ', "<|python_tag|>"),
     tag="<|python_tag|>",
 )
 
 TOOL_FORMATS: Mapping[str, Format] = {
     HARMONY: Format(
-        Style.HARMONY,
+        Call(Style.HARMONY, after=" <|constrain|>json<|message|>"),
         "<|channel|>commentary to=functions.",
-        name=("", " <|constrain|>json<|message|>"),
-        end=(),
         signs=("<|channel|>commentary",),
         others=("<|start|>", "<|end|>", "<|call|>"),
     ),
-    "mistral_args": replace(
-        _MISTRAL, style=Style.NAMED, name=("", "[ARGS]"), end=(), signs=("[ARGS]",), layout=_ONE
-    ),
+    "mistral_args": replace(_MISTRAL, call=Call(Style.NAMED, after="[ARGS]"), signs=("[ARGS]",), layout=_ONE),
     "mistral": _MISTRAL,
-    "seed_oss": _SEED,
-    "minimax_m2": Format(
-        Style.TAGGED,
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        _LINES,
-        name=('<invoke name="', '">'),
-        argument=Argument(('<parameter name="', '">'), ("", "</parameter>")),
-        end=("</invoke>",),
-        has_lines=True,
-    ),
-    "glm45": Format(
-        Style.TAGGED,
-        "<tool_call>",
-        "</tool_call>",
-        name=("", ""),
-        argument=Argument(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")),
-        end=(),
-        signs=("<arg_key>",),
-    ),
-    "qwen3_coder": replace(
-        _SEED,
-        opening="<tool_call>",
-        closing="</tool_call>",
-        argument=_PARAMETER._replace(pad="\n"),
-        signs=("<parameter=",),
-    ),
-    "functionary": Format(Style.NAMED, "<function=", "</function>", name=("", ">"), end=()),
+    "seed_oss": Format(_FUNCTION, "<seed:tool_call>", "</seed:tool_call>", has_lines=True),
+    "minimax_m2": Format(_INVOKE, "<minimax:tool_call>", "</minimax:tool_call>", _LINES, has_lines=True),
+    "glm45": Format(Call(Style.TAGGED, argument=_ARG), "<tool_call>", "</tool_call>", signs=("<arg_key>",)),
+    "qwen3_coder": Format(_PADDED, "<tool_call>", "</tool_call>", signs=("<parameter=",), has_lines=True),
+    "functionary": Format(Call(Style.NAMED, after=">"), "<function=", "</function>"),
     "minicpm5": Format(
-        Style.TAGGED,
+        Call(Style.TAGGED, after='">', argument=_PARAM),
         '<function name="',
         "</function>",
-        name=("", '">'),
-        argument=Argument(('<param name="', '">'), ("", "</param>")),
-        end=(),
         signs=('<param name="',),
         has_cdata=True,
     ),
-    "gemma4": Format(
-        Style.GEMMA,
-        "<|tool_call>",
-        "<tool_call|>",
-        name=("call:", "{"),
-        argument=Argument(("", ":"), quote=QUOTE, between=","),
-        end=("}",),
-        others=(QUOTE,),
-    ),
-    "cohere2": Format(
-        Style.JSON,
-        "<|START_ACTION|>",
-        "<|END_ACTION|>",
-        Layout("[\n    ", ",\n    ", "\n]"),
-        name=('{"tool_call_id": "0", "tool_name": "', '", "parameters": '),
-    ),
+    "gemma4": Format(_GEMMA, "<|tool_call>", "<tool_call|>", others=(QUOTE,)),
+    "cohere2": Format(_COHERE, "<|START_ACTION|>", "<|END_ACTION|>", Layout("[\n    ", ",\n    ", "\n]")),
     "hunyuan": Format(
-        Style.JSON, "<tool_calls>", "</tool_calls>", _LIST, signs=("<tool_calls>[",), has_lines=True
+        _JSON, "<tool_calls>", "</tool_calls>", _LIST, signs=("<tool_calls>[",), has_lines=True
     ),
-    "hunyuan_dense": Format(
-        Style.FENCED,
-        "<tool_calls>",
-        "</tool_calls>",
-        _LINES,
-        name=("<tool_call>", "\n```json\n"),
-        end=("\n```", "</tool_call>"),
-        signs=("```</tool_call>",),
-    ),
-    "olmo3": replace(
-        _PYTHON, opening="<function_calls>", closing="</function_calls>", layout=_LINES, has_lines=True
-    ),
-    "lfm2": replace(
+    "hunyuan_dense": Format(_FENCED, "<tool_calls>", "</tool_calls>", _LINES, signs=("```</tool_call>",)),
+    "olmo3": Format(_PYTHON, "<function_calls>", "</function_calls>", _LINES, has_lines=True),
+    "lfm2": Format(
         _PYTHON,
-        opening="<|tool_call_start|>",
-        closing="<|tool_call_end|>",
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        _LIST,
         signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
-    "nemotron": Format(Style.JSON, "<TOOLCALL>", "</TOOLCALL>", _LIST),
-    "functools": Format(Style.JSON, "functools", layout=_LIST, signs=("functools[",)),
+    "nemotron": Format(_JSON, "<TOOLCALL>", "</TOOLCALL>", _LIST),
+    "functools": Format(_JSON, "functools", layout=_LIST, signs=("functools[",)),
     "phi4_mini": Format(
-        Style.JSON, "<|tool_call|>", "<|/tool_call|>", _LIST, signs=("<|/tool_call|>", "<|/tool|>")
+        _JSON, "<|tool_call|>", "<|/tool_call|>", _LIST, signs=("<|/tool_call|>", "<|/tool|>")
     ),
-    "granite": Format(Style.JSON, "<|tool_call|>", layout=_LIST),
-    "hermes": Format(Style.JSON, "<tool_call>", "</tool_call>", has_lines=True),
-    "llama_pythonic": replace(
-        _PYTHON, closing="<|python_end|>", signs=("[func_name1(",), tag="<|python_start|>"
+    "granite": Format(_JSON, "<|tool_call|>", layout=_LIST),
+    "hermes": Format(_JSON, "<tool_call>", "</tool_call>", has_lines=True),
+    "llama_pythonic": Format(
+        _PYTHON, "", "<|python_end|>", _LIST, signs=("[func_name1(",), tag="<|python_start|>"
     ),
     "llama4_json": replace(
         _LLAMA_3, signs=("<|python_start|>",), tag="<|python_start|>", closing="<|python_end|>"
     ),
     "llama3_json": _LLAMA_3,
-    "glm4": Format(Style.NAMED, name=("", "\n"), end=(), signs=("Json 格式表示调用的参数",)),
+    "glm4": Format(Call(Style.NAMED, after="\n"), signs=("Json 格式表示调用的参数",)),
 }
 """The formats of calls, in order: the first with a sign in a chat template is its format."""

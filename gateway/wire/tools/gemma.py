@@ -18,7 +18,7 @@ class Gemma(FormatParser):
     """Passes on what comes as JSON: keys and texts get quotation marks, numbers and words stand as they are."""
 
     def section(self) -> Steps:
-        yield from self.expect(self._format.name[0])
+        yield from self.expect(self._format.call.before)
         name = yield from self.tool_name()
         if (yield from self.peek()) != "{":
             raise Malformed

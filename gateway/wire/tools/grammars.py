@@ -11,7 +11,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from penstock.engine.planning.exact_numbers import exact_rules
-from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Argument, Format, Style
+from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Argument, Call, Format, Style
 from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema
 
 Spell = Callable[[str], str]
@@ -21,7 +21,7 @@ Schemas = Mapping[str, Any]
 _TIGHT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ANY = "/(?s:.*)/"
 _LINE = r'"\n"?'
-_NO_CALLS = Format(Style.JSON)
+_NO_CALLS = Format(Call(Style.JSON))
 
 
 class Beside(Enum):
@@ -190,12 +190,12 @@ class _Rules:
     def _call(self, name: str, schema: Any, *, lenient: bool) -> str:
         """The rule of a call of one tool, without the marker that opens it."""
         format, rule = self._format, f"call_{len(self._rules)}"
-        before, after = format.name
-        if format.argument is None:
+        before, after, argument = format.call.before, format.call.after, format.call.argument
+        if argument is None:
             arguments = self._json(_object(schema), lenient=lenient)
         else:
-            arguments = self._arguments(format.argument, schema, lenient=lenient)
-        rest = self.add(f"after_{rule}", f"{arguments} {self._written(*format.end)}")
+            arguments = self._arguments(argument, schema, lenient=lenient)
+        rest = self.add(f"after_{rule}", f"{arguments} {self._written(*format.call.end)}")
         self._heads[rest] = begun = f"{before}{name}{after}"
         head = self._written(before, name, after)
         if format.style is Style.JSON and not format.opening:

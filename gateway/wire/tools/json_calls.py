@@ -51,7 +51,7 @@ class JsonCalls(FormatParser):
         name = yield from self.tool_name()
         if (yield from self.take("[CALL_ID]")):
             yield from self.word(_ID)
-        yield from self.take(self._format.after_name or self._format.name[1])
+        yield from self.take(self._format.after_name or self._format.call.after)
         if (yield from self.peek()) != "{":
             raise Malformed
         self.begin(name)
@@ -115,8 +115,8 @@ class Fenced(JsonCalls):
     section = FormatParser.section
 
     def call(self) -> Steps:
-        yield from self.expect(self._format.name[0])
+        yield from self.expect(self._format.call.before)
         yield from self.peek()
         yield from self.named()
-        for text in self._format.end:
+        for text in self._format.call.end:
             yield from self.skip(text.lstrip())

@@ -363,9 +363,9 @@ class FormatParser(Scanner):
         Raises:
             Malformed: there is no call, and nothing was consumed; or the last one broke off.
         """
-        before, end = self._format.name[0], self._format.end
+        call = self._format.call
         yield from self.call()
-        while end and before and (yield from self.begins(before)):
+        while call.end and call.before and (yield from self.begins(call.before)):
             yield from self.call()
 
     def call(self) -> Steps:

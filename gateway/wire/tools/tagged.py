@@ -32,22 +32,22 @@ class Tagged(FormatParser):
 
     def __init__(self, format: Format, tools: Tools) -> None:
         super().__init__(format, tools)
-        assert format.argument is not None
-        self._key, self._value, self._pad, *_ = format.argument
-        ends = (self._value[1], self._key[0], *format.end, format.closing)
+        assert format.call.argument is not None
+        self._key, self._value, self._pad, *_ = format.call.argument
+        ends = (self._value[1], self._key[0], *format.call.end, format.closing)
         self._ends = tuple(filter(None, ends))
 
     def call(self) -> Steps:
-        before, after = self._format.name
-        yield from self.expect(before)
+        call = self._format.call
+        yield from self.expect(call.before)
         character = yield from self.peek()
         quote = character if character in _QUOTES else ""
         self._at += len(quote)
         name = yield from self.tool_name()
         if not (yield from self.take(quote)):
             raise Malformed
-        yield from self.expect(after)
-        if not after and not (yield from self.begins(self._key[0], self._format.closing)):
+        yield from self.expect(call.after)
+        if not call.after and not (yield from self.begins(self._key[0], self._format.closing)):
             raise Malformed
         self.begin(name)
         opening = "{"
@@ -59,7 +59,7 @@ class Tagged(FormatParser):
                 opening = ", "
         finally:
             self.argue("}" if opening == ", " else "{}")
-        for text in self._format.end:
+        for text in call.end:
             yield from self.skip(text)
 
     def _argument(self) -> Generator[None, None, str]:
