@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
-from penstock.gateway.wire.parsing import CallBegun, Piece, ReasoningDelta, ReplyParser, TextDelta
-from penstock.gateway.wire.tools.formats import HARMONY, Format
-from penstock.gateway.wire.tools.scanning import NO_MARKER, Scanner, Steps
+from penstock.gateway.wire.parsing import Piece, ReasoningDelta, ReplyParser, TextDelta
+from penstock.gateway.wire.tools.formats import HARMONY
+from penstock.gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps
 
 
 class Thinking(NamedTuple):
@@ -39,6 +39,14 @@ ANSWERS: Mapping[str | None, tuple[str, str]] = {
     "cohere2_text": ("<|START_TEXT|>", "<|END_TEXT|>"),
 }
 """The markers around the answer in some of these formats."""
+_SIGNS = {"minimax_m2": ("<minimax:tool_call>",)}
+"""Further texts by which a chat template shows its format of reasoning."""
+
+
+def is_in(name: str, template: str) -> bool:
+    """Returns whether a chat template speaks of this format."""
+    signs = (REASONING_FORMATS[name].closing, *ANSWERS.get(name, ()), *_SIGNS.get(name, ()))
+    return all(sign in template for sign in signs)
 
 
 class Plain:
@@ -61,13 +69,16 @@ class Reasoned(Scanner):
         self._is_open = is_open
         self._answer = answer
         self.reasons = is_open or None
+        if isinstance(answer, FormatParser) and answer.has_ends:
+            self.said = []
 
     def parse(self) -> Steps:
         if self._is_open or (yield from self.begins(self._thinking.opening)):
             self.reasons = True
             yield from self.skip(self._thinking.opening)
             yield from self.skip()
-            yield from self.said_until(self._thinking.closing, ReasoningDelta)
+            if not (yield from self.said_until(self._thinking.closing, ReasoningDelta)):
+                self._pieces += self._last_calls()
         self.is_over = True
         if self.reasons:
             yield from self.skip()
@@ -79,38 +90,58 @@ class Reasoned(Scanner):
         yield from self.said_until(NO_MARKER, say=self._answer.feed)
         self._pieces += self._answer.finish()
 
+    def _last_calls(self) -> list[Piece]:
+        """Returns the calls with which reasoning ends that is never closed, as Qwen 3.5 may write it.
 
-class Unclosed:
-    """Adds the calls with which a reply ends whose reasoning never does, as Qwen 3.5 may write it.
+        Their text counts as reasoning, too: until the end they might be an example.
+        """
+        if self.said is None or not isinstance(self._answer, FormatParser):
+            return []
+        return self._answer.last_calls("".join(self.said))
 
-    Their text counts as reasoning, too: until the end they might be an example.
-    """
+
+class Thoughts:
+    """Counts the tokens of a reply's choices that are reasoning, its markers included."""
 
     def __init__(
-        self, parser: Reasoned, format: Format, names: Collection[str], make: Callable[[], ReplyParser]
+        self, make: Callable[[], Scanner], first: str, token_bytes: Callable[[int], bytes], without: set[int]
     ) -> None:
-        self._parser = parser
-        self._format = format
-        self._names = names
+        """
+        Args:
+            make: it makes a parser of reasoning.
+            first: the character with which the marker begins that ends reasoning.
+            without: tokens without that character, as far as they were looked at; further ones are added.
+        """
         self._make = make
-        """Returns a parser of calls."""
-        self._thoughts = parser.said = []
-        self.feed = parser.feed
+        self._first = first
+        self._token_bytes = token_bytes
+        self._without = without
+        self._choices: dict[Hashable, Scanner] = {}
+        self.num_over = 0
+        """The choices that reason no more."""
 
-    def finish(self) -> list[Piece]:
-        is_unclosed = bool(self._parser.reasons) and not self._parser.is_over
-        pieces = self._parser.finish()
-        return pieces + self._calls() if is_unclosed else pieces
-
-    def _calls(self) -> list[Piece]:
-        text, (opening, closing) = "".join(self._thoughts), (self._format.opening, self._format.closing)
-        start = len(text)
-        while (end := text.rfind(closing, 0, start)) >= 0 and not text[end + len(closing) : start].strip():
-            start = text.rfind(opening, 0, end)
-            if start < 0:
-                return []
-        parser = self._make()
-        pieces = parser.feed(text[start:]) + parser.finish()
-        calls: list[Piece] = [piece for piece in pieces if not isinstance(piece, TextDelta)]
-        begun = [piece.name for piece in calls if isinstance(piece, CallBegun)]
-        return calls if all(name in self._names for name in begun) else []
+    def count(self, choice: Hashable, token_ids: Iterable[int]) -> int:
+        """Returns how many of a choice's next tokens are reasoning, earlier undecided ones included."""
+        read = self._choices.get(choice)
+        if read is None:
+            read = self._choices[choice] = self._make()
+        if read.is_over:
+            return 0
+        number = 0
+        for token_id in token_ids:
+            if token_id in self._without and read.quick is not None and read.quick[0] == self._first:
+                number += bool(read.reasons)
+                continue
+            read.num_undecided += 1
+            # A byte a character: a token may end within one.
+            text = self._token_bytes(token_id).decode("latin-1")
+            if self._first not in text:
+                self._without.add(token_id)
+            read.feed(text)
+            if read.reasons is not None:
+                number += read.num_undecided * read.reasons
+                read.num_undecided = 0
+            if read.is_over:
+                self.num_over += 1
+                break
+        return number

@@ -100,6 +100,10 @@ class Format:
     def style(self) -> Style:
         return self.call.style
 
+    def is_in(self, template: str) -> bool:
+        """Returns whether a chat template speaks of this format."""
+        return any(sign in template for sign in self.signs or (self.opening,))
+
     @property
     def markers(self) -> tuple[str, ...]:
         """The texts that the format is written with; some vocabularies have special tokens for them."""

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from enum import Enum
-from functools import cache
+from functools import cache, partial
+from hashlib import sha256
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from penstock.engine.planning.exact_numbers import exact_rules
+import orjson
+
+from penstock.engine.planning.exact_numbers import TooComplex, exact_rules
+from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.gateway.errors import invalid
+from penstock.gateway.wire.memo import Memo
 from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Argument, Call, Format, Style
 from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema
+from penstock.gateway.wire.tools.use import ToolUse
 
+MAX_TOOLS_BYTES = 1024 * 1024
+"""The JSON of the schemas for which a grammar of calls is made: 30 tools of an agent have some 40 KiB, 512 some 800."""
+_GRAMMARS_BYTES = 16 * 1024 * 1024
 Spell = Callable[[str], str]
 """A function that writes a marker as grammars do: as the special token that it is, or as text."""
 Schemas = Mapping[str, Any]
@@ -38,7 +48,6 @@ def calls_grammar(
     format: str | None,
     schemas: Schemas,
     spell: Spell,
-    *,
     one_call: bool,
     thinking: tuple[str, str] | None = None,
     is_open: bool = False,
@@ -67,6 +76,49 @@ def calls_grammar(
         return rules.text(f"{before} ({' | '.join(ends)})")
     opening = "" if thinking is None or is_open else thinking[0]
     return rules.text(rules.free(before, opening, one_call=one_call))
+
+
+class ReplyGrammars:
+    """The grammars of one model's replies; those of the latest tools are remembered."""
+
+    def __init__(self, spell: Spell) -> None:
+        self._spell = spell
+        self._texts = Memo[Hashable, str](_GRAMMARS_BYTES)
+
+    def grammar(
+        self,
+        format: str | None,
+        thinking: tuple[str, str] | None,
+        is_open: bool,
+        use: ToolUse,
+        answer: Grammar | None,
+        tenant: str,
+    ) -> Grammar:
+        """Returns the grammar of a reply, reasoning and then calls or an answer; see `calls_grammar`.
+
+        Args:
+            answer: what an answer has to match; a reply that has to call a tool has none.
+            tenant: whose request it is: nobody learns from the time that it takes what tools others have.
+
+        Raises:
+            ApiError: 400, if the tools are too large for a grammar.
+        """
+        may_answer = not use.required and answer is not None
+        beside = Beside.ANSWER if may_answer else Beside.NOTHING if use.required else Beside.TEXT
+        schemas = {n: schema for n, schema in use.schemas.items() if not use.required or n in use.required}
+        lenient = () if use.required else sorted(schemas.keys() - use.strict)
+        written = orjson.dumps([schemas, lenient])
+        if len(written) > MAX_TOOLS_BYTES:
+            size = f"The schemas of 'tools' have {len(written)} bytes of JSON."
+            message = f"{size} Calls can be held to at most {MAX_TOOLS_BYTES}."
+            raise invalid(message, "tools", "tools_too_large")
+        flags = use.one_call, thinking, is_open, beside
+        write = partial(calls_grammar, format, schemas, self._spell, *flags, lenient)
+        try:
+            text = self._texts.get((tenant, format, *flags, sha256(written).digest()), write)
+        except TooComplex as error:
+            raise invalid(f"Invalid 'tools': {error}.", "tools", "invalid_grammar") from None
+        return Grammar(GrammarKind.LARK, text, answer if may_answer else None)
 
 
 class _Rules:

@@ -372,6 +372,23 @@ class FormatParser(Scanner):
         """Reads one call; raises as `section` does."""
         raise NotImplementedError
 
+    @property
+    def has_ends(self) -> bool:
+        """Whether calls have markers on both sides."""
+        return bool(self._format.opening and self._format.closing)
+
+    def last_calls(self, text: str) -> list[Piece]:
+        """Returns the calls with which a whole text ends; none, if it does not, or one of them calls no known tool."""
+        opening, closing, start = self._format.opening, self._format.closing, len(text)
+        while (end := text.rfind(closing, 0, start)) >= 0 and not text[end + len(closing) : start].strip():
+            start = text.rfind(opening, 0, end)
+            if start < 0:
+                return []
+        pieces = self.feed(text[start:]) + self.finish()
+        calls: list[Piece] = [piece for piece in pieces if not isinstance(piece, TextDelta)]
+        names = [piece.name for piece in calls if isinstance(piece, CallBegun)]
+        return calls if self._tools.schemas.keys() >= set(names) else []
+
     def tool_name(self) -> Generator[None, None, str]:
         """Moves past the name that comes next, and returns it."""
         name = yield from self.word(_NAME)

@@ -10,8 +10,8 @@ from typing import SupportsIndex
 import pytest
 
 from penstock.gateway.wire.parsing import ReplyParser
-from penstock.gateway.wire.reading import NONE, Formats, Reading, Thoughts
-from penstock.gateway.wire.reasoning import REASONING_FORMATS
+from penstock.gateway.wire.reading import NONE, Formats, Reading
+from penstock.gateway.wire.reasoning import REASONING_FORMATS, Thoughts
 from penstock.gateway.wire.tools import scanning
 from penstock.gateway.wire.tools.formats import TOOL_FORMATS
 from tests.gateway.harness import make_tokenizer
