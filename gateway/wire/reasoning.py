@@ -85,9 +85,9 @@ class Reasoned(Scanner):
         if self._around and (yield from self.begins(self._around[0])):
             yield from self.skip(self._around[0])
             yield from self.skip()
-            yield from self.said_until(self._around[1], say=self._answer.feed)
+            yield from self.said_until(self._around[1], self._answer.feed)
             yield from self.skip()
-        yield from self.said_until(NO_MARKER, say=self._answer.feed)
+        yield from self.said_until(NO_MARKER, self._answer.feed)
         self._pieces += self._answer.finish()
 
     def _last_calls(self) -> list[Piece]:

@@ -69,7 +69,7 @@ class Gemma(FormatParser):
         elif (yield from self.take(QUOTE)):
             self.consume()
             self.argue('"')
-            if not (yield from self.said_until(QUOTE, say=self.argued_text, trim=str)):
+            if not (yield from self.said_until(QUOTE, self.argued_text, str)):
                 raise Malformed
             self.argue('"')
         else:

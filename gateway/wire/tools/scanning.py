@@ -20,8 +20,10 @@ from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, Reas
 from penstock.gateway.wire.tools.formats import Format
 
 Steps = Generator[None, None, None]
-Said = type[TextDelta | ReasoningDelta]
+Kind = type[TextDelta | ReasoningDelta]
 Say = Callable[[str], list[Piece]]
+Out = Kind | Say
+"""What becomes of text: a piece of this kind, or the pieces that a function makes."""
 Trim = Callable[[str], str]
 
 NO_MARKER = "\ud800"
@@ -74,7 +76,7 @@ class Scanner:
         self._argues = False
         """Whether all that the cursor passes is passed on as arguments."""
         self._steps = self.parse()
-        self.quick: tuple[str, str, Said, Say | None] | None = None
+        self.quick: tuple[str, str, Kind, Say | None] | None = None
         """While text is passed on: two characters with which something else may begin, and what other text makes."""
         self.said: list[str] | None = None
         """The texts of the pieces that this parser made up to markers; a list if they are to be kept."""
@@ -96,7 +98,7 @@ class Scanner:
                 said, self._text, self._at = self._text + text, "", 0
                 if say is not None:
                     return say(said)
-                if self.said is not None:  # not by `_tell`: a call for every token
+                if self.said is not None:  # not by `say`: a call for every token
                     self.said += (said,)
                 return [kind(said)]
         return self._go_on(text)
@@ -115,9 +117,15 @@ class Scanner:
 
     # What comes out
 
-    def say(self, text: str, kind: Said = TextDelta) -> None:
-        if text:
-            self._pieces.append(kind(text))
+    def say(self, text: str, out: Out = TextDelta) -> None:
+        if not text:
+            return
+        if not isinstance(out, type):
+            self._pieces += out(text)
+            return
+        self._pieces.append(out(text))
+        if self.said is not None:
+            self.said.append(text)
 
     def argue(self, text: str) -> None:
         if text:
@@ -140,21 +148,15 @@ class Scanner:
             raise Malformed
         if self._argues:
             self.argue(self.consume())
-            yield from self.pass_on(first, second, say=self.argued)
+            yield from self.pass_on(first, second, self.argued)
         else:
             yield
 
-    def pass_on(
-        self, first: str, second: str = NO_MARKER, kind: Said = TextDelta, say: Say | None = None
-    ) -> Steps:
-        """Waits for more text; until one of two characters comes, text that ends in no space is a piece of this kind.
-
-        Args:
-            say: it makes other pieces of such text.
-        """
+    def pass_on(self, first: str, second: str, out: Out) -> Steps:
+        """Waits for more text; until one of two characters comes, text that ends in no space is passed on at once."""
         if self._done:
             self._text, self._at, self._done = self._text[self._done :], self._at - self._done, 0
-        self.quick = first, second, kind, say
+        self.quick = (first, second, out, None) if isinstance(out, type) else (first, second, TextDelta, out)
         yield
         self.quick = None
 
@@ -239,16 +241,11 @@ class Scanner:
         return ""
 
     def stream(
-        self,
-        *markers: str,
-        kind: Said = TextDelta,
-        say: Say | None = None,
-        trim: Trim = str.rstrip,
+        self, *markers: str, out: Out = TextDelta, trim: Trim = str.rstrip
     ) -> Generator[None, None, str]:
-        """Says text up to the first of some markers, which all begin alike; returns it, or "" if all was said.
+        """Passes on text up to the first of some markers, which all begin alike; returns it, or "" if there is none.
 
         Args:
-            say: it makes other pieces of the text.
             trim: it removes from the end of a text what belongs to the marker after it. By default, space.
         """
         unsaid = self._done  # from `_done` up to here there is nothing but what may be trimmed
@@ -256,32 +253,24 @@ class Scanner:
         self._at = max(self._done, self._at - longest + 1)  # a marker may be what was not understood
         while not (marker := self.near(markers)) and not self._ended:
             if said := trim(self._text[unsaid : self._at]):
-                self._tell(self.consume(unsaid + len(said)), kind, say)
+                self.say(self.consume(unsaid + len(said)), out)
             is_begun = self._at < len(self._text)
-            yield from self.pass_on("" if is_begun else markers[0][0], NO_MARKER, kind, say)
+            yield from self.pass_on("" if is_begun else markers[0][0], NO_MARKER, out)
             unsaid = self._at
         before = self.consume()
         said = trim(before) if marker else before
-        self._tell(said, kind, say)
+        self.say(said, out)
         self._opening = before[len(said) :] + marker
         return marker
 
     def said_until(
-        self, marker: str, kind: Said = TextDelta, say: Say | None = None, trim: Trim = str.rstrip
+        self, marker: str, out: Out = TextDelta, trim: Trim = str.rstrip
     ) -> Generator[None, None, bool]:
-        """Says what comes before a marker, which is consumed; returns False if all was said, and there is none."""
-        is_there = bool((yield from self.stream(marker, kind=kind, say=say, trim=trim)))
+        """Passes on text up to a marker, which is consumed; returns False if all is passed on, and there is none."""
+        is_there = bool((yield from self.stream(marker, out=out, trim=trim)))
         self._at += len(marker) * is_there
         self.consume()
         return is_there
-
-    def _tell(self, text: str, kind: Said, say: Say | None) -> None:
-        if text and say is not None:
-            self._pieces += say(text)
-        elif text:
-            self._pieces.append(kind(text))
-            if self.said is not None:
-                self.said.append(text)
 
     # JSON
 

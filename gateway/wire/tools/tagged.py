@@ -87,7 +87,7 @@ class Tagged(FormatParser):
         ends = _CDATA[1:] if is_quoted else self._ends
         if types <= {TEXT} or (yield from self._is_text(types, ends)):
             self.argue('"')
-            yield from self.stream(*ends, say=self.argued_text, trim=self._trimmed)
+            yield from self.stream(*ends, out=self.argued_text, trim=self._trimmed)
             self.argue('"')
         else:
             is_whole = self._at < len(self._text)
