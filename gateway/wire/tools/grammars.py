@@ -75,7 +75,7 @@ def calls_grammar(
         ends = ["calls"] * bool(schemas) + ["@answer"] * (beside is Beside.ANSWER)
         return rules.text(f"{before} ({' | '.join(ends)})")
     opening = "" if thinking is None or is_open else thinking[0]
-    return rules.text(rules.free(before, opening, one_call=one_call))
+    return rules.text(rules.free(before, opening))
 
 
 class ReplyGrammars:
@@ -143,11 +143,12 @@ class _Rules:
         format = self._format
         calls = [self._call(name, schema, lenient=name in lenient) for name, schema in schemas.items()]
         self.add("call", " | ".join(calls))
-        others = f" ({quoted(format.layout.between)} call)*" if format.layout.between and not one_call else ""
+        has_others = format.layout.between and not one_call
+        self.add("others", f"({quoted(format.layout.between)} call)*" if has_others else '""')
         line = _LINE if format.has_lines else ""
         start, end = self._written(format.layout.start), self._written(format.layout.end)
         closing = self._written(format.closing if format.opening else "")
-        self.add("opened", f"{line} {start} call{others} {end} {line} {closing}")
+        self.add("opened", f"{line} {start} call others {end} {line} {closing}")
         opener = self._written(format.opening)
         has_one = one_call or format.layout.between or not format.opening
         self.add("calls", f"{opener} opened{'' if has_one else f' ({_LINE} {opener} opened)*'}")
@@ -187,7 +188,7 @@ class _Rules:
             ends.append(f"{final} {_ANY if beside is Beside.TEXT else '@answer'}")
         return f"{before * is_open} message* ({' | '.join(ends)})"
 
-    def free(self, before: str, thinking: str, *, one_call: bool) -> str:
+    def free(self, before: str, thinking: str) -> str:
         """Any text in which every call is one of those that were added.
 
         Args:
@@ -195,7 +196,7 @@ class _Rules:
             thinking: the marker that it begins with, if it may.
         """
         if not self._format.opening:
-            return f"{before} ({self._tag} {self._led_calls(one_call=one_call)} | {self._no_call(thinking)})"
+            return f"{before} ({self._alone(thinking)})"
         opener = self._written(self._format.opening)
         self.add("said", _ANY)
         if self._is_token(self._format.opening):  # it is no part of a text
@@ -209,29 +210,18 @@ class _Rules:
         self.add(f"begun_first[suffix={opener}]", "ANSWERED")
         return f"{before.removesuffix('?')} {rest} | begun_first opened {rest} | ANSWERED"
 
-    @property
-    def _tag(self) -> str:
-        """Returns the special token that may stand before calls that are all of a reply, if no other has to end it."""
-        tag = "" if self._format.closing else self._format.tag
-        return f"{self._spell(tag)}?" if tag and self._is_token(tag) else ""
+    def _alone(self, thinking: str) -> str:
+        """Calls that are all of a reply, or a text that begins neither like one of them nor like reasoning.
 
-    def _led_calls(self, *, one_call: bool) -> str:
-        """Calls that are all of a reply: all up to the first one's arguments is one lexeme, as any text would be."""
-        between, end = self._format.layout.between, self._format.layout.end
-        led = " | ".join(f"/{begun}/ {rest}" for rest, begun in self._beginnings.items())
-        others = "" if one_call or not between else f"({quoted(between)} call)*"
-        return f"({led}) {others} {quoted(end)}"
-
-    def _no_call(self, thinking: str) -> str:
-        """A text that does not begin like a call, or like reasoning."""
-        begun = "|".join([*self._beginnings.values(), *([_escaped(thinking)] if thinking else [])])
-        return self.add("SAID", f"{_ANY} & ~/({begun})(?s:.*)/")
-
-    @property
-    def _beginnings(self) -> dict[str, str]:
-        """Returns regular expressions of how calls begin that are all of a reply, by the rule of what follows."""
-        start = self._format.layout.start
-        return {rest: rf"[ \n]*{_escaped(start + begun)}" for rest, begun in self._heads.items()}
+        All up to the first call's arguments is one lexeme, as any text would be.
+        """
+        format, layout = self._format, self._format.layout
+        heads = {rest: rf"[ \n]*{_escaped(layout.start + head)}" for rest, head in self._heads.items()}
+        first = " | ".join(f"/{head}/ {rest}" for rest, head in heads.items())
+        begun = "|".join([*heads.values(), *([_escaped(thinking)] if thinking else [])])
+        self.add("SAID", f"{_ANY} & ~/({begun})(?s:.*)/")
+        is_token = format.tag and not format.closing and self._is_token(format.tag)
+        return f"{f'{self._spell(format.tag)}?' if is_token else ''} ({first}) others {quoted(layout.end)} | SAID"
 
     def reasoning(self, opening: str, closing: str, *, is_open: bool) -> str:
         """Reasoning, with the newline that GLM-4.5 writes before it, and with space after it."""
