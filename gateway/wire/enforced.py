@@ -62,15 +62,15 @@ def _shown(names: list[str], field: str) -> list[str]:
     return sorted({name if SHOWN.fullmatch(name) else field for name in names})[:MOST_SHOWN]
 
 
-def _kept(schema: Any, place: str, left_out: list[str]) -> Any:
+def _kept(schema: Any, path: str, left_out: list[str]) -> Any:
     """Returns a schema without the keywords that are left out, whose places are added to `left_out`."""
     if isinstance(schema, list):
-        return [_kept(part, f"{place}[{i}]", left_out) for i, part in enumerate(schema)]
+        return [_kept(part, f"{path}[{i}]", left_out) for i, part in enumerate(schema)]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, Any] = {}
     for key, value in schema.items():
-        at = f"{place}.{key}"
+        at = f"{path}.{key}"
         if _is_beyond(key, value, schema.get("type")):
             left_out.append(at)
         elif key in _BY_NAME and isinstance(value, dict):

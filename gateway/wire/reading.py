@@ -18,9 +18,9 @@ from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, Reas
 from penstock.gateway.wire.reasoning import (
     ANSWERS,
     REASONING_FORMATS,
-    Plain,
-    Reasoned,
-    Thinking,
+    PlainParser,
+    ReasoningMarkers,
+    ReasoningScanner,
     Thoughts,
     is_in,
 )
@@ -79,7 +79,7 @@ class Reading:
 
     def parser(self, reply_id: str, choice: int = 0) -> ReplyParser:
         """Returns the parser of one choice of the reply with that id, from which the ids of its calls follow."""
-        parser: ReplyParser = Plain()
+        parser: ReplyParser = PlainParser()
         if self.tools is not None:
             parser = self._calls_parser(self.tools, partial(_call_id, self.tools, f"{reply_id}/{choice}"))
         if self.reasoning is not None and not isinstance(parser, Harmony):
@@ -91,7 +91,7 @@ class Reading:
         assert self.reasoning is not None
         if self.reasoning == HARMONY:
             return self._harmony(None if self.tools is None else Tools(self.schemas, str))
-        return Reasoned(self.reasoning, self.is_open, answer)
+        return ReasoningScanner(self.reasoning, self.is_open, answer)
 
     def _calls_parser(self, name: str, new_id: Callable[[int], str]) -> FormatParser:
         tools, format = Tools(self.schemas, new_id), TOOL_FORMATS[name]
@@ -174,7 +174,7 @@ class Formats:
         tools = reading.tools or (HARMONY if reading.reasoning == HARMONY else None)
         return self._grammars.grammar(tools, thinking, reading.is_open, use, answer, tenant)
 
-    def _thinking(self, prompt: Sequence[int], reading: Reading) -> Thinking | None:
+    def _thinking(self, prompt: Sequence[int], reading: Reading) -> ReasoningMarkers | None:
         """Returns the markers of the reasoning that may come, or that a prompt has begun; None if it is over."""
         name, tail = HARMONY if reading.tools == HARMONY else reading.reasoning, self._tail(prompt)
         if name is None:
@@ -239,7 +239,7 @@ class Formats:
         if reading.reasoning is None:
             return None
         first = REASONING_FORMATS[reading.reasoning].closing[0]
-        make = partial(reading.reasoning_parser, Plain())
+        make = partial(reading.reasoning_parser, PlainParser())
         return Thoughts(make, first, self._tokenizer.token_bytes, self._without.setdefault(first, set()))
 
     def closing(self, prompt: Sequence[int]) -> list[int]:

@@ -10,25 +10,25 @@ from penstock.gateway.wire.tools.formats import HARMONY
 from penstock.gateway.wire.tools.scanning import NO_MARKER, FormatParser, Scanner, Steps
 
 
-class Thinking(NamedTuple):
+class ReasoningMarkers(NamedTuple):
     """The markers that reasoning is written between."""
 
     opening: str
     closing: str
 
 
-REASONING_FORMATS: Mapping[str, Thinking] = {
-    HARMONY: Thinking("<|channel|>analysis<|message|>", "<|end|>"),
-    "minimax_m2": Thinking("<think>", "</think>"),
-    "think_answer": Thinking("<think>", "</think>"),
-    "think_response": Thinking("<think>", "</think>"),
-    "think": Thinking("<think>", "</think>"),
-    "mistral": Thinking("[THINK]", "[/THINK]"),
-    "seed_oss": Thinking("<seed:think>", "</seed:think>"),
-    "gemma4": Thinking("<|channel>thought", "<channel|>"),
-    "cohere2": Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
-    "cohere2_text": Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
-    "granite_words": Thinking("Here is my thought process:", "Here is my response:"),
+REASONING_FORMATS: Mapping[str, ReasoningMarkers] = {
+    HARMONY: ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|>"),
+    "minimax_m2": ReasoningMarkers("<think>", "</think>"),
+    "think_answer": ReasoningMarkers("<think>", "</think>"),
+    "think_response": ReasoningMarkers("<think>", "</think>"),
+    "think": ReasoningMarkers("<think>", "</think>"),
+    "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
+    "gemma4": ReasoningMarkers("<|channel>thought", "<channel|>"),
+    "cohere2": ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
+    "cohere2_text": ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
+    "granite_words": ReasoningMarkers("Here is my thought process:", "Here is my response:"),
 }
 """The formats of reasoning; a chat template's is the first one whose closing, answer markers and sign are in it."""
 ANSWERS: Mapping[str | None, tuple[str, str]] = {
@@ -49,7 +49,7 @@ def is_in(name: str, template: str) -> bool:
     return all(sign in template for sign in signs)
 
 
-class Plain:
+class PlainParser:
     """The parser of replies that are nothing but text."""
 
     def feed(self, text: str) -> list[Piece]:
@@ -59,7 +59,7 @@ class Plain:
         return []
 
 
-class Reasoned(Scanner):
+class ReasoningScanner(Scanner):
     """The parser of a reply that may begin with reasoning. Space around reasoning is part of neither."""
 
     def __init__(self, format: str, is_open: bool, answer: ReplyParser) -> None:

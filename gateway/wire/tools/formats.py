@@ -34,7 +34,7 @@ HARMONY = "harmony"
 """The name of gpt-oss's format, of calls and of reasoning; see `gateway.wire.tools.harmony`."""
 
 
-class Layout(NamedTuple):
+class SectionLayout(NamedTuple):
     """The texts before the first call of a section, between two of them, and after the last."""
 
     start: str = ""
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     end: str = ""
 
 
-_ONE = Layout()
+_ONE = SectionLayout()
 
 
 class Argument(NamedTuple):
@@ -57,7 +57,7 @@ class Argument(NamedTuple):
     between: str = ""
 
 
-class Call(NamedTuple):
+class CallForm(NamedTuple):
     """The way in which a call is written."""
 
     style: Style
@@ -72,14 +72,14 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ToolFormat:
     """A section of calls stands between an opening and its closing; a reply may have several."""
 
-    call: Call
+    call: CallForm
     opening: str = ""
     """The marker of a section; without it calls are all of a reply, and only names of the request's tools make one."""
     closing: str = ""
-    layout: Layout = _ONE
+    layout: SectionLayout = _ONE
     _: KW_ONLY
     signs: tuple[str, ...] = ()
     """A chat template that has one of these in it, or the opening if there are none, speaks of this format."""
@@ -114,82 +114,88 @@ class Format:
         return tuple(filter(None, texts))
 
 
-_LIST = Layout("[", ", ", "]")
-_LINES = Layout(between="\n")
+_LIST = SectionLayout("[", ", ", "]")
+_LINES = SectionLayout(between="\n")
 _PARAMETER = Argument(("<parameter=", ">"), ("", "</parameter>"))
 _INVOKED = Argument(('<parameter name="', '">'), ("", "</parameter>"))
 _PARAM = Argument(('<param name="', '">'), ("", "</param>"))
 _ARG = Argument(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
 
-_JSON = Call(Style.JSON, '{"name": "', '", "arguments": ', end=("}",))
+_JSON = CallForm(Style.JSON, '{"name": "', '", "arguments": ', end=("}",))
 _LLAMA_JSON = _JSON._replace(after='", "parameters": ')
 _COHERE = _LLAMA_JSON._replace(before='{"tool_call_id": "0", "tool_name": "')
-_FENCED = Call(Style.FENCED, "<tool_call>", "\n```json\n", end=("\n```", "</tool_call>"))
-_PYTHON = Call(Style.PYTHON, "", "(", Argument(("", "="), between=", "), (")",))
-_GEMMA = Call(Style.GEMMA, "call:", "{", Argument(("", ":"), quote=QUOTE, between=","), ("}",))
-_FUNCTION = Call(Style.TAGGED, "<function=", ">", _PARAMETER, ("</function>",))
+_FENCED = CallForm(Style.FENCED, "<tool_call>", "\n```json\n", end=("\n```", "</tool_call>"))
+_PYTHON = CallForm(Style.PYTHON, "", "(", Argument(("", "="), between=", "), (")",))
+_GEMMA = CallForm(Style.GEMMA, "call:", "{", Argument(("", ":"), quote=QUOTE, between=","), ("}",))
+_FUNCTION = CallForm(Style.TAGGED, "<function=", ">", _PARAMETER, ("</function>",))
 _PADDED = _FUNCTION._replace(argument=_PARAMETER._replace(pad="\n"))
-_INVOKE = Call(Style.TAGGED, '<invoke name="', '">', _INVOKED, ("</invoke>",))
+_INVOKE = CallForm(Style.TAGGED, '<invoke name="', '">', _INVOKED, ("</invoke>",))
 
-_MISTRAL = Format(
+_MISTRAL = ToolFormat(
     _JSON, "[TOOL_CALLS]", layout=_LIST, after_name="[ARGS]", others=("[CALL_ID]",), has_short_ids=True
 )
-_LLAMA_3 = Format(
+_LLAMA_3 = ToolFormat(
     _LLAMA_JSON,
-    layout=Layout(between="; "),
+    layout=SectionLayout(between="; "),
     signs=('{"name": function name, "parameters": ', "<|python_tag|>"),
     tag="<|python_tag|>",
 )
 
-TOOL_FORMATS: Mapping[str, Format] = {
-    HARMONY: Format(
-        Call(Style.HARMONY, after=" <|constrain|>json<|message|>"),
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    HARMONY: ToolFormat(
+        CallForm(Style.HARMONY, after=" <|constrain|>json<|message|>"),
         "<|channel|>commentary to=functions.",
         signs=("<|channel|>commentary",),
         others=("<|start|>", "<|end|>", "<|call|>"),
     ),
-    "mistral_args": replace(_MISTRAL, call=Call(Style.NAMED, after="[ARGS]"), signs=("[ARGS]",), layout=_ONE),
+    "mistral_args": replace(
+        _MISTRAL, call=CallForm(Style.NAMED, after="[ARGS]"), signs=("[ARGS]",), layout=_ONE
+    ),
     "mistral": _MISTRAL,
-    "seed_oss": Format(_FUNCTION, "<seed:tool_call>", "</seed:tool_call>", has_lines=True),
-    "minimax_m2": Format(_INVOKE, "<minimax:tool_call>", "</minimax:tool_call>", _LINES, has_lines=True),
-    "glm45": Format(Call(Style.TAGGED, argument=_ARG), "<tool_call>", "</tool_call>", signs=("<arg_key>",)),
-    "qwen3_coder": Format(_PADDED, "<tool_call>", "</tool_call>", signs=("<parameter=",), has_lines=True),
-    "functionary": Format(Call(Style.NAMED, after=">"), "<function=", "</function>"),
-    "minicpm5": Format(
-        Call(Style.TAGGED, after='">', argument=_PARAM),
+    "seed_oss": ToolFormat(_FUNCTION, "<seed:tool_call>", "</seed:tool_call>", has_lines=True),
+    "minimax_m2": ToolFormat(_INVOKE, "<minimax:tool_call>", "</minimax:tool_call>", _LINES, has_lines=True),
+    "glm45": ToolFormat(
+        CallForm(Style.TAGGED, argument=_ARG), "<tool_call>", "</tool_call>", signs=("<arg_key>",)
+    ),
+    "qwen3_coder": ToolFormat(_PADDED, "<tool_call>", "</tool_call>", signs=("<parameter=",), has_lines=True),
+    "functionary": ToolFormat(CallForm(Style.NAMED, after=">"), "<function=", "</function>"),
+    "minicpm5": ToolFormat(
+        CallForm(Style.TAGGED, after='">', argument=_PARAM),
         '<function name="',
         "</function>",
         signs=('<param name="',),
         has_cdata=True,
     ),
-    "gemma4": Format(_GEMMA, "<|tool_call>", "<tool_call|>", others=(QUOTE,)),
-    "cohere2": Format(_COHERE, "<|START_ACTION|>", "<|END_ACTION|>", Layout("[\n    ", ",\n    ", "\n]")),
-    "hunyuan": Format(
+    "gemma4": ToolFormat(_GEMMA, "<|tool_call>", "<tool_call|>", others=(QUOTE,)),
+    "cohere2": ToolFormat(
+        _COHERE, "<|START_ACTION|>", "<|END_ACTION|>", SectionLayout("[\n    ", ",\n    ", "\n]")
+    ),
+    "hunyuan": ToolFormat(
         _JSON, "<tool_calls>", "</tool_calls>", _LIST, signs=("<tool_calls>[",), has_lines=True
     ),
-    "hunyuan_dense": Format(_FENCED, "<tool_calls>", "</tool_calls>", _LINES, signs=("```</tool_call>",)),
-    "olmo3": Format(_PYTHON, "<function_calls>", "</function_calls>", _LINES, has_lines=True),
-    "lfm2": Format(
+    "hunyuan_dense": ToolFormat(_FENCED, "<tool_calls>", "</tool_calls>", _LINES, signs=("```</tool_call>",)),
+    "olmo3": ToolFormat(_PYTHON, "<function_calls>", "</function_calls>", _LINES, has_lines=True),
+    "lfm2": ToolFormat(
         _PYTHON,
         "<|tool_call_start|>",
         "<|tool_call_end|>",
         _LIST,
         signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
-    "nemotron": Format(_JSON, "<TOOLCALL>", "</TOOLCALL>", _LIST),
-    "functools": Format(_JSON, "functools", layout=_LIST, signs=("functools[",)),
-    "phi4_mini": Format(
+    "nemotron": ToolFormat(_JSON, "<TOOLCALL>", "</TOOLCALL>", _LIST),
+    "functools": ToolFormat(_JSON, "functools", layout=_LIST, signs=("functools[",)),
+    "phi4_mini": ToolFormat(
         _JSON, "<|tool_call|>", "<|/tool_call|>", _LIST, signs=("<|/tool_call|>", "<|/tool|>")
     ),
-    "granite": Format(_JSON, "<|tool_call|>", layout=_LIST),
-    "hermes": Format(_JSON, "<tool_call>", "</tool_call>", has_lines=True),
-    "llama_pythonic": Format(
+    "granite": ToolFormat(_JSON, "<|tool_call|>", layout=_LIST),
+    "hermes": ToolFormat(_JSON, "<tool_call>", "</tool_call>", has_lines=True),
+    "llama_pythonic": ToolFormat(
         _PYTHON, "", "<|python_end|>", _LIST, signs=("[func_name1(",), tag="<|python_start|>"
     ),
     "llama4_json": replace(
         _LLAMA_3, signs=("<|python_start|>",), tag="<|python_start|>", closing="<|python_end|>"
     ),
     "llama3_json": _LLAMA_3,
-    "glm4": Format(Call(Style.NAMED, after="\n"), signs=("Json 格式表示调用的参数",)),
+    "glm4": ToolFormat(CallForm(Style.NAMED, after="\n"), signs=("Json 格式表示调用的参数",)),
 }
 """The formats of calls, in order: the first with a sign in a chat template is its format."""

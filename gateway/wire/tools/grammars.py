@@ -17,7 +17,7 @@ from penstock.engine.planning.exact_numbers import TooComplex, exact_rules
 from penstock.engine.planning.grammar import Grammar, GrammarKind
 from penstock.gateway.errors import invalid
 from penstock.gateway.wire.memo import Memo
-from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Argument, Call, Format, Style
+from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Argument, CallForm, Style, ToolFormat
 from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema
 from penstock.gateway.wire.tools.use import ToolUse
 
@@ -31,7 +31,7 @@ Schemas = Mapping[str, Any]
 _TIGHT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ANY = "/(?s:.*)/"
 _LINE = r'"\n"?'
-_NO_CALLS = Format(Call(Style.JSON))
+_NO_CALLS = ToolFormat(CallForm(Style.JSON))
 
 
 class Beside(Enum):
@@ -124,7 +124,7 @@ class ReplyGrammars:
 class _Rules:
     """The rules of one grammar, as they are added."""
 
-    def __init__(self, format: Format, spell: Spell) -> None:
+    def __init__(self, format: ToolFormat, spell: Spell) -> None:
         self._format = format
         self._spell = cache(spell)
         self._rules: list[str] = []

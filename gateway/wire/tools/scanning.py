@@ -17,7 +17,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
-from penstock.gateway.wire.tools.formats import Format
+from penstock.gateway.wire.tools.formats import ToolFormat
 
 Steps = Generator[None, None, None]
 Kind = type[TextDelta | ReasoningDelta]
@@ -318,7 +318,7 @@ class Scanner:
 class FormatParser(Scanner):
     """The parser of one format; subclasses add `call`, which is their style's."""
 
-    def __init__(self, format: Format, tools: Tools) -> None:
+    def __init__(self, format: ToolFormat, tools: Tools) -> None:
         super().__init__()
         self._format = format
         self._tools = tools
@@ -420,7 +420,7 @@ def search(pattern: re.Pattern[str], text: str, start: int) -> re.Match[str] | N
 
 def num_begun(text: str, marker: str, start: int) -> int:
     """Returns how many characters at the end of a text, from `start` on, a marker begins with."""
-    place = text.find(marker[0], max(start, len(text) - len(marker) + 1))
-    while place >= 0 and not marker.startswith(text[place:]):
-        place = text.find(marker[0], place + 1)
-    return len(text) - place if place >= 0 else 0
+    i = text.find(marker[0], max(start, len(text) - len(marker) + 1))
+    while i >= 0 and not marker.startswith(text[i:]):
+        i = text.find(marker[0], i + 1)
+    return len(text) - i if i >= 0 else 0

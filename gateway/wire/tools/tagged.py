@@ -6,7 +6,7 @@ from collections.abc import Collection, Generator
 from json.encoder import encode_basestring
 from typing import Any
 
-from penstock.gateway.wire.tools.formats import Format
+from penstock.gateway.wire.tools.formats import ToolFormat
 from penstock.gateway.wire.tools.literals import json_text
 from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Steps, Tools
 from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema
@@ -30,7 +30,7 @@ class Tagged(FormatParser):
     The tool's schema says which values are JSON; all others are strings, passed on as they come.
     """
 
-    def __init__(self, format: Format, tools: Tools) -> None:
+    def __init__(self, format: ToolFormat, tools: Tools) -> None:
         super().__init__(format, tools)
         assert format.call.argument is not None
         self._key, self._value, self._pad, *_ = format.call.argument
