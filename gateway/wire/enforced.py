@@ -29,7 +29,8 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 def enforced_form(form: Form) -> tuple[Form, list[str]]:
     """Returns a form without the keywords that are left out of its schema, and their names."""
     grammar = form.grammar
-    if grammar.kind is not GrammarKind.JSON_SCHEMA or not _may_have_any(grammar.text):
+    may_have_any = '"pattern"' in grammar.text or '"format"' in grammar.text
+    if grammar.kind is not GrammarKind.JSON_SCHEMA or not may_have_any:
         return form, []
     left_out: list[str] = []
     try:
@@ -51,10 +52,6 @@ def enforced_tools(use: ToolUse) -> tuple[ToolUse, list[str]]:
         tools.append({**tool, "function": {**function, "parameters": parameters}} if names else tool)
         left_out += names if function["name"] in held else []
     return replace(use, tools=tools), _shown(left_out, "tools")
-
-
-def _may_have_any(text: str) -> bool:
-    return '"pattern"' in text or '"format"' in text
 
 
 def _shown(names: list[str], field: str) -> list[str]:

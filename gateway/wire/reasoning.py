@@ -69,16 +69,18 @@ class ReasoningScanner(Scanner):
         self._is_open = is_open
         self._answer = answer
         self.reasons = is_open or None
-        if isinstance(answer, FormatParser) and answer.has_ends:
-            self.said = []
+        self._calls = answer if isinstance(answer, FormatParser) and answer.has_ends else None
+        self.said = None if self._calls is None else []
 
     def parse(self) -> Steps:
         if self._is_open or (yield from self.begins(self._thinking.opening)):
             self.reasons = True
             yield from self.skip(self._thinking.opening)
             yield from self.skip()
-            if not (yield from self.said_until(self._thinking.closing, ReasoningDelta)):
-                self._pieces += self._last_calls()
+            is_closed = yield from self.said_until(self._thinking.closing, ReasoningDelta)
+            if not is_closed and self._calls is not None:
+                # As Qwen 3.5 may write it. Its text counts as reasoning, too: until the end it might be an example.
+                self._pieces += self._calls.last_calls("".join(self.said or ()))
         self.is_over = True
         if self.reasons:
             yield from self.skip()
@@ -89,15 +91,6 @@ class ReasoningScanner(Scanner):
             yield from self.skip()
         yield from self.said_until(NO_MARKER, self._answer.feed)
         self._pieces += self._answer.finish()
-
-    def _last_calls(self) -> list[Piece]:
-        """Returns the calls with which reasoning ends that is never closed, as Qwen 3.5 may write it.
-
-        Their text counts as reasoning, too: until the end they might be an example.
-        """
-        if self.said is None or not isinstance(self._answer, FormatParser):
-            return []
-        return self._answer.last_calls("".join(self.said))
 
 
 class Thoughts:

@@ -73,8 +73,8 @@ class Scanner:
         """The last marker that ended text, with the space before it."""
         self._ended = False
         self._pieces: list[Piece] = []
-        self._argues = False
-        """Whether all that the cursor passes is passed on as arguments."""
+        self._out: Out | None = None
+        """What becomes of all that the cursor passes; None if it is only looked at."""
         self._steps = self.parse()
         self.quick: tuple[str, str, Kind, Say | None] | None = None
         """While text is passed on: two characters with which something else may begin, and what other text makes."""
@@ -127,14 +127,6 @@ class Scanner:
         if self.said is not None:
             self.said.append(text)
 
-    def argue(self, text: str) -> None:
-        if text:
-            self._pieces += self.argued(text)
-
-    def argued(self, text: str) -> list[Piece]:
-        """Returns the pieces of a part of the latest call's arguments."""
-        raise NotImplementedError
-
     # What goes in
 
     def wait(self, first: str = "", second: str = NO_MARKER) -> Steps:
@@ -146,11 +138,11 @@ class Scanner:
         if self._ended:
             self._at = len(self._text)
             raise Malformed
-        if self._argues:
-            self.argue(self.consume())
-            yield from self.pass_on(first, second, self.argued)
-        else:
+        if self._out is None:
             yield
+        else:
+            self.say(self.consume(), self._out)
+            yield from self.pass_on(first, second, self._out)
 
     def pass_on(self, first: str, second: str, out: Out) -> Steps:
         """Waits for more text; until one of two characters comes, text that ends in no space is passed on at once."""
@@ -301,19 +293,6 @@ class Scanner:
             self._at += 1
         self._at += 1
 
-    def json_argue(self) -> Steps:
-        """Passes on the object that comes next as the arguments of the call that was begun last.
-
-        Raises:
-            Malformed: it broke off; what came of it is passed on.
-        """
-        self._argues = True
-        try:
-            yield from self.json()
-        finally:
-            self._argues = False
-            self.argue(self.consume())
-
 
 class FormatParser(Scanner):
     """The parser of one format; subclasses add `call`, which is their style's."""
@@ -395,12 +374,29 @@ class FormatParser(Scanner):
         self._pieces.append(CallBegun(self._num_calls, self._tools.new_id(self._num_calls), name))
         self._num_calls += 1
 
+    def argue(self, text: str) -> None:
+        self.say(text, self.argued)
+
     def argued(self, text: str) -> list[Piece]:
+        """Returns the pieces of a part of the latest call's arguments."""
         return [ArgumentsDelta(self._num_calls - 1, text)]
 
     def argued_text(self, text: str) -> list[Piece]:
         """Returns the pieces of a part of an argument that is a string."""
         return self.argued(encode_basestring(text)[1:-1])
+
+    def json_argue(self) -> Steps:
+        """Passes on the object that comes next as the arguments of the call that was begun last.
+
+        Raises:
+            Malformed: it broke off; what came of it is passed on.
+        """
+        self._out = self.argued
+        try:
+            yield from self.json()
+        finally:
+            self._out = None
+            self.argue(self.consume())
 
 
 @cache
