@@ -13,39 +13,34 @@ _BARE = re.compile(r"[A-Za-z0-9+.-]*")
 _ID = re.compile(r"[A-Za-z0-9_-]*")
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
+Form = tuple[Callable[[str], Steps], str, str]
+"""What reads a call of a section by its first character; the characters between two calls, and those of a call."""
 
 
 class JsonCalls(FormatParser):
     """Reads objects like `{"name": "clock", "arguments": {"zone": "UTC"}}`, lists of them, and `clock[ARGS]{...}`."""
 
     def section(self) -> Steps:
-        yield from self.calls(self.call, (yield from self.opens_list()), ",;", "{")
-
-    def opens_list(self) -> Generator[None, None, bool]:
-        """Moves past the bracket of a list, if one comes next, up to what follows."""
         is_list = (yield from self.peek()) == "["
         self._at += is_list
-        yield from self.peek()
-        return is_list
-
-    def calls(self, call: Callable[[], Steps], is_list: bool, separators: str, first: str) -> Steps:
-        """Reads calls up to the end of a list, or to what is neither a separator nor a call's first character."""
+        call, separators, firsts = self.form((yield from self.peek()), is_list)
         while True:
-            yield from call()
+            yield from call((yield from self.peek()))
             following = yield from self.peek()
             if following in separators:
                 self._at += 1
-            elif following not in first:
+            elif following not in firsts:
                 self._at += is_list and following == "]"
                 return
             self.consume()
 
-    def call(self) -> Steps:
+    def form(self, first: str, is_list: bool) -> Form:  # noqa: ARG002
+        return self.json_call, ",;", "{"
+
+    def json_call(self, first: str) -> Steps:
+        """Reads the call that begins with this character."""
         is_named = self._format.style is Style.NAMED or self._format.after_name
-        if is_named and (yield from self.peek()) != "{":
-            yield from self.named()
-        else:
-            yield from self._object()
+        return self.named() if is_named and first != "{" else self._object()
 
     def named(self) -> Steps:
         name = yield from self.tool_name()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Generator
 from string import ascii_letters
 
-from penstock.gateway.wire.tools.json_calls import JsonCalls
+from penstock.gateway.wire.tools.json_calls import Form, JsonCalls
 from penstock.gateway.wire.tools.literals import json_of, json_of_text
 from penstock.gateway.wire.tools.scanning import SPACE, Malformed, Steps
 
@@ -25,18 +25,14 @@ class Pythonic(JsonCalls):
     the text, as newlines do.
     """
 
-    def section(self) -> Steps:
-        is_list = yield from self.opens_list()
-        if self._text[self._at] == "{":
-            yield from self.calls(self.call, is_list, ",;", "{")
-        elif is_list:
-            yield from self.calls(self._python_call, is_list, ",", "")
-        elif self._format.layout.start:
+    def form(self, first: str, is_list: bool) -> Form:
+        if first == "{":
+            return super().form(first, is_list)
+        if self._format.layout.start and not is_list:
             raise Malformed
-        else:
-            yield from self.calls(self._python_call, is_list, "", _FIRST)
+        return self._python_call, "," * is_list, "" if is_list else _FIRST
 
-    def _python_call(self) -> Steps:
+    def _python_call(self, _first: str) -> Steps:
         """Reads one call, which is begun when its first argument, or its end, is certain."""
         name, opening = (yield from self._identifier()), "{"
         if (yield from self.peek()) != "(" or name not in self._tools.schemas:

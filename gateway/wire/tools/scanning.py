@@ -110,7 +110,7 @@ class Scanner:
     def _go_on(self, text: str) -> list[Piece]:
         whole, self._text = self._text, ""  # with no other reference to it, it grows in its place
         whole += text
-        self._text = whole
+        self._text, self.quick = whole, None
         next(self._steps, None)
         pieces, self._pieces = self._pieces, []
         return pieces
@@ -129,8 +129,8 @@ class Scanner:
 
     # What goes in
 
-    def wait(self, first: str = "", second: str = NO_MARKER) -> Steps:
-        """Waits for more text; see `pass_on`.
+    def wait(self, first: str = "", second: str = NO_MARKER) -> None:
+        """Gets ready for more text, for which the caller yields; see `pass_on`.
 
         Raises:
             Malformed: none comes.
@@ -138,19 +138,15 @@ class Scanner:
         if self._ended:
             self._at = len(self._text)
             raise Malformed
-        if self._out is None:
-            yield
-        else:
+        if self._out is not None:
             self.say(self.consume(), self._out)
-            yield from self.pass_on(first, second, self._out)
+            self.pass_on(first, second, self._out)
 
-    def pass_on(self, first: str, second: str, out: Out) -> Steps:
-        """Waits for more text; until one of two characters comes, text that ends in no space is passed on at once."""
+    def pass_on(self, first: str, second: str, out: Out) -> None:
+        """Until one of two characters comes, further text that does not end in space is passed on at once."""
         if self._done:
             self._text, self._at, self._done = self._text[self._done :], self._at - self._done, 0
         self.quick = (first, second, out, None) if isinstance(out, type) else (first, second, TextDelta, out)
-        yield
-        self.quick = None
 
     def consume(self, end: int | None = None) -> str:
         """Returns the text up to the cursor, or up to `end`, which is read."""
@@ -158,19 +154,26 @@ class Scanner:
         taken, self._done, self._at = self._text[self._done : end], end, max(end, self._at)
         return taken
 
-    def run(self, pattern: re.Pattern[str], *stops: str) -> Steps:
-        """Moves to the end of a run of characters, of which the pattern matches any part; see `pass_on`."""
-        while (at := end_of(pattern, self._text, self._at)) == len(self._text) and not self._ended:
-            self._at = at
-            yield from self.wait(*stops)
-        self._at = at
-
     def past(self, pattern: re.Pattern[str], *stops: str) -> Generator[None, None, str]:
-        """Moves to the end of a run and returns the character after it, or raises Malformed."""
-        yield from self.run(pattern, *stops)
-        if self._at == len(self._text):
-            raise Malformed
-        return self._text[self._at]
+        """Moves to the end of a run of characters and returns the one after it, or raises Malformed.
+
+        Args:
+            pattern: it matches any part of a run.
+            stops: see `pass_on`.
+        """
+        while (at := end_of(pattern, self._text, self._at)) == len(self._text):
+            self._at = at
+            self.wait(*stops)
+            yield
+        self._at = at
+        return self._text[at]
+
+    def run(self, pattern: re.Pattern[str]) -> Steps:
+        """Moves to the end of a run of characters, or of the reply."""
+        try:
+            yield from self.past(pattern)
+        except Malformed:
+            return
 
     def peek(self) -> Generator[None, None, str]:
         """Moves past space and returns the next character, or raises Malformed."""
@@ -220,17 +223,16 @@ class Scanner:
     def until(self, *markers: str) -> Generator[None, None, str]:
         """Moves to the first of some markers and returns it, or raises Malformed."""
         while not (marker := self.near(markers)):
-            yield from self.wait()
+            self.wait()
+            yield
         return marker
 
     def near(self, markers: tuple[str, ...]) -> str:
         """Moves to the first of some markers and returns it, or to where one may begin, if none is there."""
-        if match := search(_any_of(markers), self._text, self._at):
-            self._at = match.start()
-            return match[0]
-        held = (0,) if self._ended else (num_begun(self._text, marker, self._at) for marker in markers)
-        self._at = len(self._text) - max(held)
-        return ""
+        match = search(_any_of(markers), self._text, self._at)
+        marker = match[1] if match else None
+        self._at = match.start() if match and (marker or not self._ended) else len(self._text)
+        return marker or ""
 
     def stream(
         self, *markers: str, out: Out = TextDelta, trim: Trim = str.rstrip
@@ -247,7 +249,8 @@ class Scanner:
             if said := trim(self._text[unsaid : self._at]):
                 self.say(self.consume(unsaid + len(said)), out)
             is_begun = self._at < len(self._text)
-            yield from self.pass_on("" if is_begun else markers[0][0], NO_MARKER, out)
+            self.pass_on("" if is_begun else markers[0][0], NO_MARKER, out)
+            yield
             unsaid = self._at
         before = self.consume()
         said = trim(before) if marker else before
@@ -401,7 +404,14 @@ class FormatParser(Scanner):
 
 @cache
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)))
+    """Returns a pattern whose group is one of these markers; without it, one may begin at the end of the text."""
+    begun = [NO_MARKER]
+    for marker in markers:
+        pattern = ""
+        for character in reversed(marker[:-1]):
+            pattern = f"(?:{re.escape(character)}{pattern})?"
+        begun += [pattern.removesuffix("?")] * bool(pattern)
+    return re.compile(rf"({'|'.join(map(re.escape, markers))})|(?:{'|'.join(begun)})\Z")
 
 
 def end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
@@ -412,11 +422,3 @@ def end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 def search(pattern: re.Pattern[str], text: str, start: int) -> re.Match[str] | None:
     return pattern.search(text, start)
-
-
-def num_begun(text: str, marker: str, start: int) -> int:
-    """Returns how many characters at the end of a text, from `start` on, a marker begins with."""
-    i = text.find(marker[0], max(start, len(text) - len(marker) + 1))
-    while i >= 0 and not marker.startswith(text[i:]):
-        i = text.find(marker[0], i + 1)
-    return len(text) - i if i >= 0 else 0
