@@ -89,7 +89,7 @@ class Harmony(FormatParser):
         self.begin(name)
         if self._text.startswith("{", self._at):
             try:
-                yield from self.json_argue()
+                yield from self.json(self.argued)
             except Malformed:
                 return
         else:

@@ -50,7 +50,7 @@ class JsonCalls(FormatParser):
         if (yield from self.peek()) != "{":
             raise Malformed
         self.begin(name)
-        yield from self.json_argue()
+        yield from self.json(self.argued)
 
     def _object(self) -> Steps:
         """Reads an object; its arguments are passed on as they come, if the name is known before them."""
@@ -67,7 +67,7 @@ class JsonCalls(FormatParser):
             yield from self.expect(":")
             if (yield from self.peek()) == "{" and key in _ARGUMENTS_KEYS and name is not None:
                 self.begin(name)
-                yield from self.json_argue()
+                yield from self.json(self.argued)
                 yield from self._rest_of_object()
                 return
             value = yield from self._value()

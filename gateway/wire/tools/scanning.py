@@ -61,7 +61,7 @@ class Scanner:
     """A `gateway.wire.parsing.ReplyParser` whose subclasses add `parse`.
 
     Places are indexes into `_text`: all before `_done` is consumed, and the cursor is at `_at`. They hold until the
-    next call of `stream`, `pass_on` or `json_argue`, which drop what is consumed.
+    next call of `stream`, `pass_on` or `json`, which drop what is consumed.
     """
 
     def __init__(self) -> None:
@@ -269,23 +269,33 @@ class Scanner:
 
     # JSON
 
-    def json(self) -> Steps:
-        """Moves past the JSON string, object or array that comes next, or raises Malformed."""
+    def json(self, out: Out | None = None) -> Steps:
+        """Moves past the JSON string, object or array that comes next, and passes it on if there is a way out.
+
+        Raises:
+            Malformed: it broke off; what came of it is passed on.
+        """
+        self._out = out
         closing: list[str] = []
-        while True:
-            character = self._text[self._at]
-            if character == '"':
-                yield from self.string(character)
-            elif character in _CLOSING:
-                closing.append(_CLOSING[character])
-                self._at += 1
-            elif closing and character == closing.pop():
-                self._at += 1
-            else:
-                raise Malformed
-            if not closing:
-                return
-            yield from self.past(_STRUCTURE)
+        try:
+            while True:
+                character = self._text[self._at]
+                if character == '"':
+                    yield from self.string(character)
+                elif character in _CLOSING:
+                    closing.append(_CLOSING[character])
+                    self._at += 1
+                elif closing and character == closing.pop():
+                    self._at += 1
+                else:
+                    raise Malformed
+                if not closing:
+                    return
+                yield from self.past(_STRUCTURE)
+        finally:
+            self._out = None
+            if out is not None:
+                self.say(self.consume(), out)
 
     def string(self, quote: str) -> Steps:
         """Moves past the string that comes next; a backslash takes a quotation mark its meaning."""
@@ -387,19 +397,6 @@ class FormatParser(Scanner):
     def argued_text(self, text: str) -> list[Piece]:
         """Returns the pieces of a part of an argument that is a string."""
         return self.argued(encode_basestring(text)[1:-1])
-
-    def json_argue(self) -> Steps:
-        """Passes on the object that comes next as the arguments of the call that was begun last.
-
-        Raises:
-            Malformed: it broke off; what came of it is passed on.
-        """
-        self._out = self.argued
-        try:
-            yield from self.json()
-        finally:
-            self._out = None
-            self.argue(self.consume())
 
 
 @cache
