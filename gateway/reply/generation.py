@@ -9,7 +9,7 @@ from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.errors import ApiError, internal
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.correlation import CORRELATION
-from penstock.gateway.wire.reading import Thoughts
+from penstock.gateway.wire.reasoning import Thoughts
 from penstock.gateway.wire.writing import ANSWERED, Delta
 from penstock.priority.lanes import Lane
 from penstock.priority.verdict import Forecast

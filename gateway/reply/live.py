@@ -15,7 +15,7 @@ from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.correlation import log_fault
 from penstock.gateway.reply.generation import Generation
-from penstock.gateway.wire.reading import Thoughts
+from penstock.gateway.wire.reasoning import Thoughts
 from penstock.gateway.wire.writing import Counts, Delta, Outputs, WholeWriter, Writer
 
 MAX_PENDING_BYTES = 1024 * 1024

@@ -35,8 +35,8 @@ class Compiling:
             ApiError: 400 that names the field, if it is none that an answer can be held to; 503, if too many wait or
                 are in use.
         """
-        if (found := self._grammars.find(tenant, form.grammar)) is not None:
-            return found
+        if (compiled := self._grammars.find(tenant, form.grammar)) is not None:
+            return compiled
         try:
             with anyio.fail_after(self._patience_s) as waiting:
                 async with self._turns.of(tenant):

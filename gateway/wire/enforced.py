@@ -29,7 +29,8 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 def enforced_form(form: Form) -> tuple[Form, list[str]]:
     """Returns a form without the keywords that are left out of its schema, and their names."""
     grammar = form.grammar
-    if grammar.kind is not GrammarKind.JSON_SCHEMA or not _may_have_any(grammar.text):
+    may_have_any = '"pattern"' in grammar.text or '"format"' in grammar.text
+    if grammar.kind is not GrammarKind.JSON_SCHEMA or not may_have_any:
         return form, []
     left_out: list[str] = []
     try:
@@ -53,24 +54,20 @@ def enforced_tools(use: ToolUse) -> tuple[ToolUse, list[str]]:
     return replace(use, tools=tools), _shown(left_out, "tools")
 
 
-def _may_have_any(text: str) -> bool:
-    return '"pattern"' in text or '"format"' in text
-
-
 def _shown(names: list[str], field: str) -> list[str]:
     """Returns names as a header may have them."""
     return sorted({name if SHOWN.fullmatch(name) else field for name in names})[:MOST_SHOWN]
 
 
-def _kept(schema: Any, place: str, left_out: list[str]) -> Any:
+def _kept(schema: Any, path: str, left_out: list[str]) -> Any:
     """Returns a schema without the keywords that are left out, whose places are added to `left_out`."""
     if isinstance(schema, list):
-        return [_kept(part, f"{place}[{i}]", left_out) for i, part in enumerate(schema)]
+        return [_kept(part, f"{path}[{i}]", left_out) for i, part in enumerate(schema)]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, Any] = {}
     for key, value in schema.items():
-        at = f"{place}.{key}"
+        at = f"{path}.{key}"
         if _is_beyond(key, value, schema.get("type")):
             left_out.append(at)
         elif key in _BY_NAME and isinstance(value, dict):

@@ -33,8 +33,8 @@ def label_branches(
     """
     steps: list[list[Steps]] = [[[] for _ in labels] for _, labels in questions]
     pending = deque(
-        _Growing(0, tuple(token_ids), list(zip(own, labels, strict=True)))
-        for (token_ids, labels), own in zip(questions, steps, strict=True)
+        _Growing(0, tuple(token_ids), list(zip(steps_of, labels, strict=True)))
+        for (token_ids, labels), steps_of in zip(questions, steps, strict=True)
     )
     num_named = len(questions)
     branches: list[Branch] = []
@@ -69,11 +69,11 @@ def _take_step(
             by_token.setdefault(left[0], []).append((steps, left[1:]))
         else:
             ending.append(steps)
-    for place, going_on in enumerate(by_token.values()):
+    for i, going_on in enumerate(by_token.values()):
         for steps, _ in going_on:
-            steps.append((branch, (place,)))
+            steps.append((branch, (i,)))
     candidates = (*by_token, *(end_token_ids if ending else ()))
     for steps in ending:
         steps.append((branch, range(len(by_token), len(candidates))))
-    further = [(token, found) for token, found in by_token.items() if len(found) > 1 or found[0][1]]
+    further = [(token, group) for token, group in by_token.items() if len(group) > 1 or group[0][1]]
     return further, candidates

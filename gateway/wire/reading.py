@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
+from itertools import groupby
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-import orjson
-
-from penstock.engine.planning.exact_numbers import TooComplex
-from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.gateway.errors import invalid
 from penstock.gateway.wire.memo import Memo
-from penstock.gateway.wire.parsing import (
-    ArgumentsDelta,
-    CallBegun,
-    Piece,
-    ReasoningDelta,
-    ReplyParser,
+from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, ReplyParser
+from penstock.gateway.wire.reasoning import (
+    ANSWERS,
+    REASONING_FORMATS,
+    PlainParser,
+    ReasoningMarkers,
+    ReasoningScanner,
+    Thoughts,
+    is_in,
 )
-from penstock.gateway.wire.reasoning import ANSWERS, REASONING_FORMATS, Plain, Reasoned, Thinking, Unclosed
 from penstock.gateway.wire.tokenizer import Tokenizer
 from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Style
 from penstock.gateway.wire.tools.gemma import Gemma
-from penstock.gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
+from penstock.gateway.wire.tools.grammars import ReplyGrammars
 from penstock.gateway.wire.tools.harmony import Harmony
 from penstock.gateway.wire.tools.json_calls import Fenced, JsonCalls
-from penstock.gateway.wire.tools.llama import Either, Llama
+from penstock.gateway.wire.tools.pythonic import Llama, Pythonic
 from penstock.gateway.wire.tools.scanning import FormatParser, Scanner, Tools
 from penstock.gateway.wire.tools.tagged import Tagged
 from penstock.gateway.wire.tools.use import ToolUse
 
 AUTO, NONE = "auto", "none"
-MAX_TOOLS_BYTES = 1024 * 1024
-"""The JSON of the schemas for which a grammar of calls is made: 30 tools of an agent have some 40 KiB, 512 some 800."""
 _TOKENS_BYTES = 1024 * 1024
-_GRAMMARS_BYTES = 16 * 1024 * 1024
 _TAIL_TOKENS = 16
 """The tokens at the end of a prompt among which a marker is looked for."""
 
@@ -50,11 +46,9 @@ _PARSERS: Mapping[Style, type[FormatParser]] = {
     Style.NAMED: JsonCalls,
     Style.FENCED: Fenced,
     Style.TAGGED: Tagged,
-    Style.PYTHON: Either,
+    Style.PYTHON: Pythonic,
     Style.GEMMA: Gemma,
 }
-_SIGNS = {"minimax_m2": ("<minimax:tool_call>",)}
-"""Further texts by which a chat template shows its format of reasoning."""
 _NEXT = "<|start|>assistant"
 """The marker before each of harmony's messages except the first, for which the prompt ends with it."""
 
@@ -85,32 +79,28 @@ class Reading:
 
     def parser(self, reply_id: str, choice: int = 0) -> ReplyParser:
         """Returns the parser of one choice of the reply with that id, from which the ids of its calls follow."""
-        parser: ReplyParser = Plain()
-        make = partial(self._calls_parser, reply_id, choice)
+        parser: ReplyParser = PlainParser()
         if self.tools is not None:
-            parser = make()
+            parser = self._calls_parser(self.tools, partial(_call_id, self.tools, f"{reply_id}/{choice}"))
         if self.reasoning is not None and not isinstance(parser, Harmony):
             parser = self.reasoning_parser(parser)
-            format = None if self.tools is None else TOOL_FORMATS[self.tools]
-            if isinstance(parser, Reasoned) and format is not None and format.opening and format.closing:
-                parser = Unclosed(parser, format, self.schemas, make)
         return _Filtered(self, parser) if self.one_call or not self.shows_reasoning else parser
-
-    def _calls_parser(self, reply_id: str, choice: int) -> ReplyParser:
-        assert self.tools is not None
-        tools = Tools(self.schemas, partial(_call_id, self.tools, f"{reply_id}/{choice}"))
-        if self.tools == HARMONY:
-            return Harmony(tools, tells_reasoning=self.reasoning == HARMONY, is_open=self.is_open)
-        format = TOOL_FORMATS[self.tools]
-        return (Llama if format.tag else _PARSERS[format.style])(format, tools)
 
     def reasoning_parser(self, answer: ReplyParser) -> Scanner:
         """Returns the parser of reasoning, which gives what follows it to another."""
         assert self.reasoning is not None
         if self.reasoning == HARMONY:
-            tools = None if self.tools is None else Tools(self.schemas, str)
-            return Harmony(tools, tells_reasoning=True, is_open=self.is_open)
-        return Reasoned(self.reasoning, self.is_open, answer)
+            return self._harmony(None if self.tools is None else Tools(self.schemas, str))
+        return ReasoningScanner(self.reasoning, self.is_open, answer)
+
+    def _calls_parser(self, name: str, new_id: Callable[[int], str]) -> FormatParser:
+        tools, format = Tools(self.schemas, new_id), TOOL_FORMATS[name]
+        if name == HARMONY:
+            return self._harmony(tools)
+        return (Llama if format.tag else _PARSERS[format.style])(format, tools)
+
+    def _harmony(self, tools: Tools | None) -> Harmony:
+        return Harmony(tools, tells_reasoning=self.reasoning == HARMONY, is_open=self.is_open)
 
 
 PLAIN = Reading()
@@ -133,20 +123,15 @@ class Formats:
         template = tokenizer.chat_template or ""
         self._tokenizer = tokenizer
         self._tokens = Memo[str, tuple[int, ...]](_TOKENS_BYTES)
-        self._texts = Memo[Hashable, str](_GRAMMARS_BYTES)
+        self._grammars = ReplyGrammars(self._spelt)
         self._shown: dict[tuple[str | None, str | None], frozenset[int]] = {}
         special = map(tokenizer.token_bytes, tokenizer.special_ids)
         self._special_firsts = frozenset(text.decode(errors="replace")[:1] for text in special)
         """The characters with which special tokens begin."""
         self._without: dict[str, set[int]] = {}
         """The tokens without a character that begins a marker, as far as they were looked at; see Thoughts."""
-        signs = {name: [(sign,) for sign in format.signs] for name, format in TOOL_FORMATS.items()}
-        self.tools = _chosen(tools, template, signs)
-        ends = {
-            name: [(format.closing, *ANSWERS.get(name, ()), *_SIGNS.get(name, ()))]
-            for name, format in REASONING_FORMATS.items()
-        }
-        self.reasoning = _chosen(reasoning, template, ends)
+        self.tools = _chosen(tools, (name for name, format in TOOL_FORMATS.items() if format.is_in(template)))
+        self.reasoning = _chosen(reasoning, (name for name in REASONING_FORMATS if is_in(name, template)))
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -184,16 +169,12 @@ class Formats:
             ApiError: 400, if the tools are too large for a grammar.
         """
         thinking = self._thinking(prompt, reading)
-        if needs_grammar(use, answer):
-            return self._with_calls(reading, use, answer, thinking, tenant)
-        if answer is None or thinking is None:
+        if not needs_grammar(use, answer) and (answer is None or thinking is None):
             return answer
-        if reading.reasoning == HARMONY:
-            return self._with_calls(replace(reading, tools=HARMONY), use, answer, thinking, tenant)
-        text = answer_grammar(self._spelt, thinking, is_open=reading.is_open)
-        return Grammar(GrammarKind.LARK, text, answer)
+        tools = reading.tools or (HARMONY if reading.reasoning == HARMONY else None)
+        return self._grammars.grammar(tools, thinking, reading.is_open, use, answer, tenant)
 
-    def _thinking(self, prompt: Sequence[int], reading: Reading) -> Thinking | None:
+    def _thinking(self, prompt: Sequence[int], reading: Reading) -> ReasoningMarkers | None:
         """Returns the markers of the reasoning that may come, or that a prompt has begun; None if it is over."""
         name, tail = HARMONY if reading.tools == HARMONY else reading.reasoning, self._tail(prompt)
         if name is None:
@@ -204,54 +185,20 @@ class Formats:
             is_over = not (reading.is_open or tail.endswith(_NEXT))
         return None if is_over else thinking
 
-    def _with_calls(
-        self, reading: Reading, use: ToolUse, answer: Grammar | None, thinking: Thinking | None, tenant: str
-    ) -> Grammar:
-        assert reading.tools is not None
-        may_answer = not use.required and answer is not None
-        beside = Beside.ANSWER if may_answer else Beside.NOTHING if use.required else Beside.TEXT
-        schemas = {n: schema for n, schema in use.schemas.items() if not use.required or n in use.required}
-        lenient = () if use.required else sorted(schemas.keys() - use.strict)
-        written = orjson.dumps([schemas, lenient])
-        if len(written) > MAX_TOOLS_BYTES:
-            message = (
-                f"The schemas of 'tools' have {len(written)} bytes of JSON. Calls can be held to at most "
-            )
-            raise invalid(f"{message}{MAX_TOOLS_BYTES}.", "tools", "tools_too_large")
-        flags = reading.tools, use.one_call, thinking, reading.is_open, beside
-
-        def make() -> str:
-            return calls_grammar(
-                reading.tools or "",
-                schemas,
-                self._spelt,
-                one_call=use.one_call,
-                thinking=thinking,
-                is_open=reading.is_open,
-                beside=beside,
-                lenient=lenient,
-            )
-
-        try:
-            text = self._texts.get((tenant, *flags, sha256(written).digest()), make)
-        except TooComplex as error:
-            raise invalid(f"Invalid 'tools': {error}.", "tools", "invalid_grammar") from None
-        return Grammar(GrammarKind.LARK, text, answer if may_answer else None)
-
     def _spelt(self, marker: str) -> str:
         """Returns a marker as grammars write it: special tokens by their ids, the text between them as it is."""
-        if self._special_firsts.isdisjoint(marker):
+        special = self._tokenizer.special_ids
+        token_ids = () if self._special_firsts.isdisjoint(marker) else self._encoded(marker)
+        if special.isdisjoint(token_ids):
             return encode_basestring_ascii(marker)
-        parts, text = [], b""
-        for token_id in self._encoded(marker):
-            if token_id not in self._tokenizer.special_ids:
-                text += self._tokenizer.token_bytes(token_id)
-                continue
-            parts += [json.dumps(text.decode()), f"<[{token_id}]>"] if text else [f"<[{token_id}]>"]
-            text = b""
-        if not parts:
-            return json.dumps(marker)
-        return " ".join(parts + [json.dumps(text.decode())] * bool(text))
+        parts: list[str] = []
+        for is_special, run in groupby(token_ids, special.__contains__):
+            if is_special:
+                parts += [f"<[{token_id}]>" for token_id in run]
+            else:
+                text = b"".join(map(self._tokenizer.token_bytes, run))
+                parts.append(encode_basestring_ascii(text.decode()))
+        return " ".join(parts)
 
     def budget(
         self,
@@ -292,7 +239,8 @@ class Formats:
         if reading.reasoning is None:
             return None
         first = REASONING_FORMATS[reading.reasoning].closing[0]
-        return Thoughts(reading, self._tokenizer.token_bytes, self._without.setdefault(first, set()))
+        make = partial(reading.reasoning_parser, PlainParser())
+        return Thoughts(make, first, self._tokenizer.token_bytes, self._without.setdefault(first, set()))
 
     def closing(self, prompt: Sequence[int]) -> list[int]:
         """The tokens that end the reasoning which a prompt has begun, and those that begin an answer."""
@@ -323,52 +271,6 @@ class Formats:
         return shown
 
 
-class Thoughts:
-    """Counts the tokens of a reply's choices that are reasoning, its markers included."""
-
-    def __init__(
-        self, reading: Reading, token_bytes: Callable[[int], bytes], without: set[int] | None = None
-    ) -> None:
-        """
-        Args:
-            without: tokens in which no marker that ends reasoning begins; further ones are added.
-        """
-        assert reading.reasoning is not None
-        self._reading = reading
-        self._token_bytes = token_bytes
-        self._without = set() if without is None else without
-        self._first = REASONING_FORMATS[reading.reasoning].closing[0]
-        self._choices: dict[Hashable, Scanner] = {}
-        self.num_over = 0
-        """The choices that reason no more."""
-
-    def count(self, choice: Hashable, token_ids: Iterable[int]) -> int:
-        """Returns how many of a choice's next tokens are reasoning, earlier undecided ones included."""
-        read = self._choices.get(choice)
-        if read is None:
-            read = self._choices[choice] = self._reading.reasoning_parser(Plain())
-        if read.is_over:
-            return 0
-        number = 0
-        for token_id in token_ids:
-            if token_id in self._without and read.quick is not None and read.quick[0] == self._first:
-                number += bool(read.reasons)
-                continue
-            read.num_undecided += 1
-            # A byte a character: a token may end within one.
-            text = self._token_bytes(token_id).decode("latin-1")
-            if self._first not in text:
-                self._without.add(token_id)
-            read.feed(text)
-            if read.reasons is not None:
-                number += read.num_undecided * read.reasons
-                read.num_undecided = 0
-            if read.is_over:
-                self.num_over += 1
-                break
-        return number
-
-
 class _Filtered:
     """A parser that leaves out what the client does not want to see."""
 
@@ -388,12 +290,11 @@ class _Filtered:
         return self._reading.shows_reasoning or not isinstance(piece, ReasoningDelta)
 
 
-def _chosen(name: str, template: str, signs: Mapping[str, Iterable[Iterable[str]]]) -> str | None:
-    """Returns the format of that name; with AUTO, the first one of which some signs are all in the template."""
-    if name != AUTO:
-        return None if name == NONE else name
-    fits = (format for format, ways in signs.items() if any(all(s in template for s in way) for way in ways))
-    return next(fits, None)
+def _chosen(name: str, fitting: Iterator[str]) -> str | None:
+    """Returns the format of that name; with AUTO, the first one that fits."""
+    if name == AUTO:
+        return next(fitting, None)
+    return None if name == NONE else name
 
 
 def _call_id(format: str, choice: str, number: int) -> str:

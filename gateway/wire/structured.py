@@ -31,16 +31,16 @@ class Form(NamedTuple):
     grammar: Grammar
 
 
-def form_of(body: SamplingFields, limits: Limits, answer: Form | None) -> Form | None:
+def form_of(body: SamplingFields, limits: Limits, main: Form | None) -> Form | None:
     """Returns the one form that a body asks for; None if its answer is free.
 
     Args:
-        answer: what its `response_format` asks for.
+        main: the form that its `response_format` asks for.
 
     Raises:
         ApiError: 400 that names the field, if there are several, or one that is too large, or no grammar.
     """
-    forms = [*([] if answer is None else [answer]), *_guided(body, limits)]
+    forms = [*([] if main is None else [main]), *_guided(body, limits)]
     if not forms:
         return None
     if len(forms) > 1:

@@ -41,7 +41,8 @@ from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.batches import batch, files, run
 from penstock.gateway.sessions.recordings.registry import Keeping
 from penstock.gateway.store import interface, link, memory, pieces, redis, redis_records, time_budget
-from penstock.gateway.wire import compiling, reading
+from penstock.gateway.wire import compiling
+from penstock.gateway.wire.tools import grammars as call_grammars
 from penstock.priority import (
     coverage,
     lengths,
@@ -120,7 +121,7 @@ CLAIMS: dict[str, list[str]] = {
         f"at most {LIMITS.max_beams}, and at most as many as sequences may run",
     ],
     "docs/guide/tools.md": [
-        f"schemas of at most {reading.MAX_TOOLS_BYTES // MIB} MiB of JSON",
+        f"schemas of at most {call_grammars.MAX_TOOLS_BYTES // MIB} MiB of JSON",
     ],
     "docs/guide/structured.md": [
         f"a text of at most {LIMITS.max_grammar_bytes // KIB} KiB",

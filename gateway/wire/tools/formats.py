@@ -34,7 +34,7 @@ HARMONY = "harmony"
 """The name of gpt-oss's format, of calls and of reasoning; see `gateway.wire.tools.harmony`."""
 
 
-class Layout(NamedTuple):
+class SectionLayout(NamedTuple):
     """The texts before the first call of a section, between two of them, and after the last."""
 
     start: str = ""
@@ -43,43 +43,52 @@ class Layout(NamedTuple):
     end: str = ""
 
 
-_ONE = Layout()
+_ONE = SectionLayout()
 
 
-class Tags(NamedTuple):
-    """The texts before and after each part of a tagged call, and `pad` on both sides of an argument's value."""
+class Argument(NamedTuple):
+    """The texts around an argument's key and its value, `pad` on both sides of a value, and the text between two."""
 
-    name: tuple[str, str]
     key: tuple[str, str]
-    value: tuple[str, str]
-    end: str = ""
+    value: tuple[str, str] = ("", "")
     pad: str = ""
+    quote: str = ""
+    """The mark on both sides of a value that is text; without it, text ends where the value does."""
+    between: str = ""
+
+
+class CallForm(NamedTuple):
+    """The way in which a call is written."""
+
+    style: Style
+    before: str = ""
+    """The text before the tool's name."""
+    after: str = ""
+    """The text after it."""
+    argument: Argument | None = None
+    """The form of each argument; None if all of them are one object in JSON."""
+    end: tuple[str, ...] = ()
+    """The texts after the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ToolFormat:
     """A section of calls stands between an opening and its closing; a reply may have several."""
 
-    style: Style
-    signs: tuple[str, ...]
-    """A chat template that has one of these in it speaks of this format."""
+    call: CallForm
     opening: str = ""
     """The marker of a section; without it calls are all of a reply, and only names of the request's tools make one."""
     closing: str = ""
-    layout: Layout = _ONE
+    layout: SectionLayout = _ONE
     _: KW_ONLY
+    signs: tuple[str, ...] = ()
+    """A chat template that has one of these in it, or the opening if there are none, speaks of this format."""
     has_lines: bool = False
     """Newlines may stand inside the opening and the closing."""
     tag: str = ""
     """The marker that may stand before calls that are all of a reply, in JSON or as Python writes them."""
-    lead: str = ""
-    """The members of a call's object before the name."""
-    name_key: str = "name"
-    arguments_key: str = "arguments"
     after_name: str = ""
-    around: tuple[str, ...] = ()
-    """The texts before a call's name and after its arguments."""
-    tags: Tags | None = None
+    """The text after a name that no object has, where a model writes either form."""
     has_cdata: bool = False
     """A value between tags may stand between the markers of XML's CDATA, and then end at these only."""
     others: tuple[str, ...] = ()
@@ -88,130 +97,105 @@ class Format:
     """Templates take ids of nine letters and digits only."""
 
     @property
+    def style(self) -> Style:
+        return self.call.style
+
+    def is_in(self, template: str) -> bool:
+        """Returns whether a chat template speaks of this format."""
+        return any(sign in template for sign in self.signs or (self.opening,))
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """The texts that the format is written with; some vocabularies have special tokens for them."""
-        tags = self.tags
-        of_tags = () if tags is None else (*tags.name, *tags.key, *tags.value, tags.end)
-        texts = (
-            *(self.opening, self.closing, self.tag, self.after_name),
-            *(*self.around, *of_tags, *self.others),
-        )
+        call, texts = self.call, (self.opening, self.closing, self.tag, self.after_name, *self.others)
+        if self.style in (Style.NAMED, Style.FENCED, Style.TAGGED, Style.HARMONY):
+            texts += (call.before, call.after, *call.end)
+            texts += () if call.argument is None else (*call.argument.key, *call.argument.value)
         return tuple(filter(None, texts))
 
 
-_LIST = Layout("[", ", ", "]")
-_ACTIONS = Layout("[\n    ", ",\n    ", "\n]")
-_SEED = Tags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>")
-_QWEN = _SEED._replace(pad="\n")
-_INVOKE = Tags(('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>")
-_PARAM = Tags(("", '">'), ('<param name="', '">'), ("", "</param>"))
-_GLM = Tags(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
-_MISTRAL = Format(
-    Style.JSON,
-    ("[TOOL_CALLS]",),
-    "[TOOL_CALLS]",
-    layout=_LIST,
-    after_name="[ARGS]",
-    others=("[CALL_ID]",),
-    has_short_ids=True,
+_LIST = SectionLayout("[", ", ", "]")
+_LINES = SectionLayout(between="\n")
+_PARAMETER = Argument(("<parameter=", ">"), ("", "</parameter>"))
+_INVOKED = Argument(('<parameter name="', '">'), ("", "</parameter>"))
+_PARAM = Argument(('<param name="', '">'), ("", "</param>"))
+_ARG = Argument(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
+
+_JSON = CallForm(Style.JSON, '{"name": "', '", "arguments": ', end=("}",))
+_LLAMA_JSON = _JSON._replace(after='", "parameters": ')
+_COHERE = _LLAMA_JSON._replace(before='{"tool_call_id": "0", "tool_name": "')
+_FENCED = CallForm(Style.FENCED, "<tool_call>", "\n```json\n", end=("\n```", "</tool_call>"))
+_PYTHON = CallForm(Style.PYTHON, "", "(", Argument(("", "="), between=", "), (")",))
+_GEMMA = CallForm(Style.GEMMA, "call:", "{", Argument(("", ":"), quote=QUOTE, between=","), ("}",))
+_FUNCTION = CallForm(Style.TAGGED, "<function=", ">", _PARAMETER, ("</function>",))
+_PADDED = _FUNCTION._replace(argument=_PARAMETER._replace(pad="\n"))
+_INVOKE = CallForm(Style.TAGGED, '<invoke name="', '">', _INVOKED, ("</invoke>",))
+
+_MISTRAL = ToolFormat(
+    _JSON, "[TOOL_CALLS]", layout=_LIST, after_name="[ARGS]", others=("[CALL_ID]",), has_short_ids=True
 )
-_LLAMA_3 = Format(
-    Style.JSON,
-    ('{"name": function name, "parameters": ', "<|python_tag|>"),
-    layout=Layout(between="; "),
+_LLAMA_3 = ToolFormat(
+    _LLAMA_JSON,
+    layout=SectionLayout(between="; "),
+    signs=('{"name": function name, "parameters": ', "<|python_tag|>"),
     tag="<|python_tag|>",
-    arguments_key="parameters",
 )
 
-TOOL_FORMATS: Mapping[str, Format] = {
-    HARMONY: Format(
-        Style.HARMONY,
-        ("<|channel|>commentary",),
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    HARMONY: ToolFormat(
+        CallForm(Style.HARMONY, after=" <|constrain|>json<|message|>"),
         "<|channel|>commentary to=functions.",
-        after_name=" <|constrain|>json<|message|>",
+        signs=("<|channel|>commentary",),
         others=("<|start|>", "<|end|>", "<|call|>"),
     ),
-    "mistral_args": replace(_MISTRAL, style=Style.NAMED, signs=("[ARGS]",), layout=_ONE),
+    "mistral_args": replace(
+        _MISTRAL, call=CallForm(Style.NAMED, after="[ARGS]"), signs=("[ARGS]",), layout=_ONE
+    ),
     "mistral": _MISTRAL,
-    "seed_oss": Format(
-        Style.TAGGED,
-        ("<seed:tool_call>",),
-        "<seed:tool_call>",
-        "</seed:tool_call>",
-        has_lines=True,
-        tags=_SEED,
+    "seed_oss": ToolFormat(_FUNCTION, "<seed:tool_call>", "</seed:tool_call>", has_lines=True),
+    "minimax_m2": ToolFormat(_INVOKE, "<minimax:tool_call>", "</minimax:tool_call>", _LINES, has_lines=True),
+    "glm45": ToolFormat(
+        CallForm(Style.TAGGED, argument=_ARG), "<tool_call>", "</tool_call>", signs=("<arg_key>",)
     ),
-    "minimax_m2": Format(
-        Style.TAGGED,
-        ("<minimax:tool_call>",),
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        Layout(between="\n"),
-        has_lines=True,
-        tags=_INVOKE,
+    "qwen3_coder": ToolFormat(_PADDED, "<tool_call>", "</tool_call>", signs=("<parameter=",), has_lines=True),
+    "functionary": ToolFormat(CallForm(Style.NAMED, after=">"), "<function=", "</function>"),
+    "minicpm5": ToolFormat(
+        CallForm(Style.TAGGED, after='">', argument=_PARAM),
+        '<function name="',
+        "</function>",
+        signs=('<param name="',),
+        has_cdata=True,
     ),
-    "glm45": Format(Style.TAGGED, ("<arg_key>",), "<tool_call>", "</tool_call>", tags=_GLM),
-    "qwen3_coder": Format(
-        Style.TAGGED, ("<parameter=",), "<tool_call>", "</tool_call>", has_lines=True, tags=_QWEN
+    "gemma4": ToolFormat(_GEMMA, "<|tool_call>", "<tool_call|>", others=(QUOTE,)),
+    "cohere2": ToolFormat(
+        _COHERE, "<|START_ACTION|>", "<|END_ACTION|>", SectionLayout("[\n    ", ",\n    ", "\n]")
     ),
-    "functionary": Format(Style.NAMED, ("<function=",), "<function=", "</function>", after_name=">"),
-    "minicpm5": Format(
-        Style.TAGGED, ('<param name="',), '<function name="', "</function>", tags=_PARAM, has_cdata=True
+    "hunyuan": ToolFormat(
+        _JSON, "<tool_calls>", "</tool_calls>", _LIST, signs=("<tool_calls>[",), has_lines=True
     ),
-    "gemma4": Format(Style.GEMMA, ("<|tool_call>",), "<|tool_call>", "<tool_call|>", others=(QUOTE,)),
-    "cohere2": Format(
-        Style.JSON,
-        ("<|START_ACTION|>",),
-        "<|START_ACTION|>",
-        "<|END_ACTION|>",
-        _ACTIONS,
-        lead='"tool_call_id": "0", ',
-        name_key="tool_name",
-        arguments_key="parameters",
-    ),
-    "hunyuan": Format(Style.JSON, ("<tool_calls>[",), "<tool_calls>", "</tool_calls>", _LIST, has_lines=True),
-    "hunyuan_dense": Format(
-        Style.FENCED,
-        ("```</tool_call>",),
-        "<tool_calls>",
-        "</tool_calls>",
-        Layout(between="\n"),
-        after_name="\n```json\n",
-        around=("<tool_call>", "\n```", "</tool_call>"),
-    ),
-    "olmo3": Format(
-        Style.PYTHON,
-        ("<function_calls>",),
-        "<function_calls>",
-        "</function_calls>",
-        Layout(between="\n"),
-        has_lines=True,
-    ),
-    "lfm2": Format(
-        Style.PYTHON,
-        ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+    "hunyuan_dense": ToolFormat(_FENCED, "<tool_calls>", "</tool_calls>", _LINES, signs=("```</tool_call>",)),
+    "olmo3": ToolFormat(_PYTHON, "<function_calls>", "</function_calls>", _LINES, has_lines=True),
+    "lfm2": ToolFormat(
+        _PYTHON,
         "<|tool_call_start|>",
         "<|tool_call_end|>",
         _LIST,
+        signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
-    "nemotron": Format(Style.JSON, ("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>", _LIST),
-    "functools": Format(Style.JSON, ("functools[",), "functools", layout=_LIST),
-    "phi4_mini": Format(
-        Style.JSON, ("<|/tool_call|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>", _LIST
+    "nemotron": ToolFormat(_JSON, "<TOOLCALL>", "</TOOLCALL>", _LIST),
+    "functools": ToolFormat(_JSON, "functools", layout=_LIST, signs=("functools[",)),
+    "phi4_mini": ToolFormat(
+        _JSON, "<|tool_call|>", "<|/tool_call|>", _LIST, signs=("<|/tool_call|>", "<|/tool|>")
     ),
-    "granite": Format(Style.JSON, ("<|tool_call|>",), "<|tool_call|>", layout=_LIST),
-    "hermes": Format(Style.JSON, ("<tool_call>",), "<tool_call>", "</tool_call>", has_lines=True),
-    "llama_pythonic": Format(
-        Style.PYTHON,
-        ("[func_name1(",),
-        closing="<|python_end|>",
-        layout=_LIST,
-        tag="<|python_start|>",
+    "granite": ToolFormat(_JSON, "<|tool_call|>", layout=_LIST),
+    "hermes": ToolFormat(_JSON, "<tool_call>", "</tool_call>", has_lines=True),
+    "llama_pythonic": ToolFormat(
+        _PYTHON, "", "<|python_end|>", _LIST, signs=("[func_name1(",), tag="<|python_start|>"
     ),
     "llama4_json": replace(
         _LLAMA_3, signs=("<|python_start|>",), tag="<|python_start|>", closing="<|python_end|>"
     ),
     "llama3_json": _LLAMA_3,
-    "glm4": Format(Style.NAMED, ("Json 格式表示调用的参数",), after_name="\n"),
+    "glm4": ToolFormat(CallForm(Style.NAMED, after="\n"), signs=("Json 格式表示调用的参数",)),
 }
 """The formats of calls, in order: the first with a sign in a chat template is its format."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from json.encoder import encode_basestring
 
 from penstock.gateway.wire.tools.formats import QUOTE
-from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Steps, num_begun
-from penstock.gateway.wire.tools.tagged import json_text
+from penstock.gateway.wire.tools.literals import json_text
+from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Steps
 
-_CALL = "call:"
 _MOST_DEEP = 64
 _BARE = re.compile(r"[^\s:,{}\[\]<\"]*")
 
@@ -19,80 +18,60 @@ class Gemma(FormatParser):
     """Passes on what comes as JSON: keys and texts get quotation marks, numbers and words stand as they are."""
 
     def section(self) -> Steps:
-        i = yield from self.past_space()
-        if not (yield from self.ahead(_CALL, i)):
+        yield from self.expect(self._format.call.before)
+        name = yield from self.tool_name()
+        if (yield from self.peek()) != "{":
             raise Malformed
-        start = i + len(_CALL)
-        i = yield from self.tool_name(start)
-        name = self._text[start:i]
-        i = yield from self.past_space(i)
-        if self._text[i] != "{":
-            raise Malformed
-        self.consume(i)
         self.begin(name)
         yield from self._value(0)
 
+    def _next(self) -> Generator[None, None, str]:
+        """Passes over space and returns the character after it."""
+        character = yield from self.peek()
+        self.consume()
+        return character
+
     def _value(self, depth: int) -> Steps:
         """Passes on the value that comes next."""
-        yield from self._space()
-        if self._text[self._at] in "{[":
+        if (yield from self._next()) in "{[":
             yield from self._members(depth + 1)
-        elif self._text[self._at] == '"' or (yield from self.ahead(QUOTE)):
-            yield from self._string()
         else:
-            end = yield from self.match(_BARE, self._at)
-            self.argue(json_text(self.consume(end)))
+            yield from self._scalar(json_text)
 
     def _members(self, depth: int) -> Steps:
         """Passes on an object or a list."""
         if depth > _MOST_DEEP:
             raise Malformed
-        bracket = self.consume(self._at + 1)
-        closing, comma = "}" if bracket == "{" else "]", ""
+        self._at += 1
+        bracket, comma = self.consume(), ""
+        closing = "}" if bracket == "{" else "]"
         self.argue(bracket)
-        yield from self._space()
-        while self._text[self._at] != closing:
+        while (yield from self._next()) != closing:
             self.argue(comma)
             if bracket == "{":
-                yield from self._key()
+                yield from self._scalar(encode_basestring)
+                yield from self.expect(":")
+                self.argue(": ")
             yield from self._value(depth)
-            yield from self._space()
-            if self._text[self._at] not in ("," + closing):
+            following = yield from self._next()
+            if following not in ("," + closing):
                 raise Malformed
-            if self._text[self._at] == ",":
-                self.consume(self._at + 1)
-                yield from self._space()
+            self._at += following == ","
             comma = ", "
-        self.argue(self.consume(self._at + 1))
+        self._at += 1
+        self.argue(self.consume())
 
-    def _key(self) -> Steps:
-        if self._text[self._at] == '"' or (yield from self.ahead(QUOTE)):
-            yield from self._string()
-        else:
-            end = yield from self.match(_BARE, self._at)
-            self.argue(encode_basestring(self.consume(end)))
-        yield from self._space()
-        if self.consume(self._at + 1) != ":":
-            raise Malformed
-        self.argue(": ")
-
-    def _string(self) -> Steps:
-        """Passes on a text as it comes, up to its closing mark."""
+    def _scalar(self, written: Callable[[str], str]) -> Steps:
+        """Passes on a text as it comes, or what stands without quotation marks, as it is written in JSON."""
         if self._text[self._at] == '"':
-            self.argue(self.consume((yield from self.json_end(self._at))))
-            return
-        self.consume(self._at + len(QUOTE))
-        self.argue('"')
-        while (end := self._text.find(QUOTE, self._at)) < 0:
-            num_held = num_begun(self._text, QUOTE, self._at)
-            self.argue_text(self.consume(len(self._text) - num_held))
-            if self._ended:
+            yield from self.json()
+            self.argue(self.consume())
+        elif (yield from self.take(QUOTE)):
+            self.consume()
+            self.argue('"')
+            if not (yield from self.said_until(QUOTE, self.argued_text, str)):
                 raise Malformed
-            yield from self.pass_on("" if num_held else QUOTE[0], say=self.argued_text)
-        self.argue_text(self.consume(end))
-        self.consume(end + len(QUOTE))
-        self.argue('"')
-
-    def _space(self) -> Generator[None, None, None]:
-        """Passes over space; Malformed if nothing follows it."""
-        self.consume((yield from self.past_space()))
+            self.argue('"')
+        else:
+            yield from self.word(_BARE)
+            self.argue(written(self.consume()))

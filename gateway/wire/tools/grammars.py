@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from enum import Enum
-from functools import cache
+from functools import cache, partial
+from hashlib import sha256
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from penstock.engine.planning.exact_numbers import exact_rules
-from penstock.gateway.wire.tools.formats import QUOTE, TOOL_FORMATS, Format, Style
-from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema
+import orjson
 
+from penstock.engine.planning.exact_numbers import TooComplex, exact_rules
+from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.gateway.errors import invalid
+from penstock.gateway.wire.memo import Memo
+from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Argument, CallForm, Style, ToolFormat
+from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema
+from penstock.gateway.wire.tools.use import ToolUse
+
+MAX_TOOLS_BYTES = 1024 * 1024
+"""The JSON of the schemas for which a grammar of calls is made: 30 tools of an agent have some 40 KiB, 512 some 800."""
+_GRAMMARS_BYTES = 16 * 1024 * 1024
 Spell = Callable[[str], str]
 """A function that writes a marker as grammars do: as the special token that it is, or as text."""
 Schemas = Mapping[str, Any]
@@ -21,6 +31,7 @@ Schemas = Mapping[str, Any]
 _TIGHT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ANY = "/(?s:.*)/"
 _LINE = r'"\n"?'
+_NO_CALLS = ToolFormat(CallForm(Style.JSON))
 
 
 class Beside(Enum):
@@ -34,103 +45,135 @@ class Beside(Enum):
 
 
 def calls_grammar(
-    format: str,
+    format: str | None,
     schemas: Schemas,
     spell: Spell,
-    *,
     one_call: bool,
     thinking: tuple[str, str] | None = None,
     is_open: bool = False,
     beside: Beside = Beside.NOTHING,
     lenient: Collection[str] = (),
 ) -> str:
-    """A call of one of these tools, or several calls.
+    """Returns the grammar of replies that call one of these tools, or several times, after reasoning if there is any.
 
     Args:
-        schemas: the JSON schema of its arguments, by the name of each tool; harmony's messages may do without.
-        thinking: what reasoning, which may come first, is written between.
-        is_open: it has begun already.
+        format: the format of calls; None for no calls.
+        schemas: the JSON schema of its arguments, by the name of each tool; without one a reply may only do otherwise.
+        thinking: the markers of the reasoning that may come first.
+        is_open: the prompt has begun reasoning.
         lenient: tools whose schemas may have keywords that nothing can be held to; these are passed over.
     """
-    rules = _Rules(TOOL_FORMATS[format], spell)
-    has_channels = TOOL_FORMATS[format].style is Style.HARMONY
+    rules = _Rules(_NO_CALLS if format is None else TOOL_FORMATS[format], spell)
+    has_channels = format == HARMONY
     if schemas:
         rules.calls(schemas, one_call=one_call or has_channels, lenient=lenient)
     if has_channels and thinking is not None:
-        return rules.text(f"start: {rules.messages(beside, calls=bool(schemas), is_open=is_open)}")
+        return rules.text(rules.messages(beside, calls=bool(schemas), is_open=is_open))
     thought = "" if thinking is None else rules.reasoning(*thinking, is_open=is_open)
     before = f"({thought}){'' if is_open else '?'}" if thought else ""
-    if beside is Beside.NOTHING:
-        return rules.text(f"start: {before} calls")
-    if beside is Beside.ANSWER:
-        return rules.text(f"start: {before} (calls | @answer)")
+    if beside is not Beside.TEXT:
+        ends = ["calls"] * bool(schemas) + ["@answer"] * (beside is Beside.ANSWER)
+        return rules.text(f"{before} ({' | '.join(ends)})")
     opening = "" if thinking is None or is_open else thinking[0]
-    return rules.text(f"start: {rules.free(before, opening, one_call=one_call)}")
+    return rules.text(rules.free(before, opening))
 
 
-def answer_grammar(spell: Spell, thinking: tuple[str, str], *, is_open: bool) -> str:
-    """Reasoning, and then what the grammar `@answer` says."""
-    rules = _Rules(None, spell)
-    thought = rules.reasoning(*thinking, is_open=is_open)
-    return rules.text(f"start: ({thought}){'' if is_open else '?'} @answer")
+class ReplyGrammars:
+    """The grammars of one model's replies; those of the latest tools are remembered."""
+
+    def __init__(self, spell: Spell) -> None:
+        self._spell = spell
+        self._texts = Memo[Hashable, str](_GRAMMARS_BYTES)
+
+    def grammar(
+        self,
+        format: str | None,
+        thinking: tuple[str, str] | None,
+        is_open: bool,
+        use: ToolUse,
+        answer: Grammar | None,
+        tenant: str,
+    ) -> Grammar:
+        """Returns the grammar of a reply, reasoning and then calls or an answer; see `calls_grammar`.
+
+        Args:
+            answer: what an answer has to match; a reply that has to call a tool has none.
+            tenant: whose request it is: nobody learns from the time that it takes what tools others have.
+
+        Raises:
+            ApiError: 400, if the tools are too large for a grammar.
+        """
+        may_answer = not use.required and answer is not None
+        beside = Beside.ANSWER if may_answer else Beside.NOTHING if use.required else Beside.TEXT
+        schemas = {n: schema for n, schema in use.schemas.items() if not use.required or n in use.required}
+        lenient = () if use.required else sorted(schemas.keys() - use.strict)
+        written = orjson.dumps([schemas, lenient])
+        if len(written) > MAX_TOOLS_BYTES:
+            size = f"The schemas of 'tools' have {len(written)} bytes of JSON."
+            message = f"{size} Calls can be held to at most {MAX_TOOLS_BYTES}."
+            raise invalid(message, "tools", "tools_too_large")
+        flags = use.one_call, thinking, is_open, beside
+        write = partial(calls_grammar, format, schemas, self._spell, *flags, lenient)
+        try:
+            text = self._texts.get((tenant, format, *flags, sha256(written).digest()), write)
+        except TooComplex as error:
+            raise invalid(f"Invalid 'tools': {error}.", "tools", "invalid_grammar") from None
+        return Grammar(GrammarKind.LARK, text, answer if may_answer else None)
 
 
 class _Rules:
     """The rules of one grammar, as they are added."""
 
-    def __init__(self, format: Format | None, spell: Spell) -> None:
-        self._maybe_format = format
+    def __init__(self, format: ToolFormat, spell: Spell) -> None:
+        self._format = format
         self._spell = cache(spell)
         self._rules: list[str] = []
-        self._begun: dict[str, str] = {}
-        """The beginnings of calls that may be a whole reply, by the rule for the rest."""
+        self._heads: dict[str, str] = {}
+        """The texts with which calls begin, by the rule for the rest."""
 
     def add(self, name: str, expression: str) -> str:
         self._rules.append(f"{name}: {expression}")
         return name
 
     def text(self, start: str) -> str:
-        return "\n".join([start, *self._rules, ""])
+        return "\n".join([f"start: {start}", *self._rules, ""])
 
     def calls(self, schemas: Schemas, *, one_call: bool, lenient: Collection[str]) -> None:
         """Adds `calls`, and `opened`: what follows the marker that opens calls."""
-        calls = [self.call(name, schema, lenient=name in lenient) for name, schema in schemas.items()]
-        self.add("call", " | ".join(calls))
         format = self._format
-        others = f" ({quoted(format.layout.between)} call)*" if format.layout.between and not one_call else ""
+        calls = [self._call(name, schema, lenient=name in lenient) for name, schema in schemas.items()]
+        self.add("call", " | ".join(calls))
+        has_others = format.layout.between and not one_call
+        self.add("others", f"({quoted(format.layout.between)} call)*" if has_others else '""')
         line = _LINE if format.has_lines else ""
         start, end = self._written(format.layout.start), self._written(format.layout.end)
         closing = self._written(format.closing if format.opening else "")
-        self.add("opened", f"{line} {start} call{others} {end} {line} {closing}")
+        self.add("opened", f"{line} {start} call others {end} {line} {closing}")
         opener = self._written(format.opening)
-        more = (
-            "" if one_call or format.layout.between or not format.opening else f" ({_LINE} {opener} opened)*"
-        )
-        self.add("calls", f"{opener} opened{more}")
+        has_one = one_call or format.layout.between or not format.opening
+        self.add("calls", f"{opener} opened{'' if has_one else f' ({_LINE} {opener} opened)*'}")
 
-    @property
-    def _format(self) -> Format:
-        assert self._maybe_format is not None
-        return self._maybe_format
+    def _is_token(self, text: str) -> bool:
+        """Returns whether a special token is written in a text."""
+        return self._spell(text) != quoted(text)
 
     def _written(self, *texts: str) -> str:
         """Returns texts one after another: special tokens, and one lexeme for all that stands between two of them."""
         parts, plain = [], ""
         for text in filter(None, texts):
-            spelt = self._spell(text)
-            if spelt == quoted(text):
+            if not self._is_token(text):
                 plain += text
                 continue
-            parts += [quoted(plain), spelt] if plain else [spelt]
+            parts += [quoted(plain), self._spell(text)] if plain else [self._spell(text)]
             plain = ""
         return " ".join(parts + [quoted(plain)] * bool(plain)) or '""'
 
     def _up_to(self, name: str, marker: str) -> str:
         """The rule of any text up to a marker: a special token is no part of any text, another marker ends it."""
-        if self._spell(marker) == quoted(marker):
-            self.add(f"{name}[suffix={quoted(marker)}]", _ANY)
-            return name
-        return self.add(name, f"{_ANY} {self._spell(marker)}")
+        if self._is_token(marker):
+            return self.add(name, f"{_ANY} {self._spell(marker)}")
+        self.add(f"{name}[suffix={quoted(marker)}]", _ANY)
+        return name
 
     def messages(self, beside: Beside, *, calls: bool, is_open: bool) -> str:
         """Harmony's messages: reasoning and what is said to the user before a call, and then a call or the answer."""
@@ -145,7 +188,7 @@ class _Rules:
             ends.append(f"{final} {_ANY if beside is Beside.TEXT else '@answer'}")
         return f"{before * is_open} message* ({' | '.join(ends)})"
 
-    def free(self, before: str, thinking: str, *, one_call: bool) -> str:
+    def free(self, before: str, thinking: str) -> str:
         """Any text in which every call is one of those that were added.
 
         Args:
@@ -153,43 +196,32 @@ class _Rules:
             thinking: the marker that it begins with, if it may.
         """
         if not self._format.opening:
-            return f"{before} ({self._tag} {self._led_calls(one_call=one_call)} | {self._no_call(thinking)})"
+            return f"{before} ({self._alone(thinking)})"
         opener = self._written(self._format.opening)
         self.add("said", _ANY)
-        if opener != quoted(self._format.opening):  # a special token is no part of a text
+        if self._is_token(self._format.opening):  # it is no part of a text
             return f"{before} (said {opener} opened)* said"
         self.add(f"begun[suffix={opener}]", _ANY)
         rest = "(begun opened)* said"
-        if not thinking or self._spell(thinking) != quoted(thinking):
+        if not thinking or self._is_token(thinking):
             return f"{before} {rest}"
         # Reasoning may have the marker in it, so that nothing else may begin as it does.
         self.add("ANSWERED", f"{_ANY} & ~/{_escaped(thinking)}(?s:.*)/")
         self.add(f"begun_first[suffix={opener}]", "ANSWERED")
         return f"{before.removesuffix('?')} {rest} | begun_first opened {rest} | ANSWERED"
 
-    @property
-    def _tag(self) -> str:
-        """Returns the special token that may stand before calls that are all of a reply, if no other has to end it."""
-        tag = "" if self._format.closing else self._format.tag
-        return f"{self._spell(tag)}?" if tag and self._spell(tag) != quoted(tag) else ""
+    def _alone(self, thinking: str) -> str:
+        """Calls that are all of a reply, or a text that begins neither like one of them nor like reasoning.
 
-    def _led_calls(self, *, one_call: bool) -> str:
-        """Calls that are all of a reply: all up to the first one's arguments is one lexeme, as any text would be."""
-        between, end = self._format.layout.between, self._format.layout.end
-        led = " | ".join(f"/{begun}/ {rest}" for rest, begun in self._beginnings.items())
-        others = "" if one_call or not between else f"({quoted(between)} call)*"
-        return f"({led}) {others} {quoted(end)}"
-
-    def _no_call(self, thinking: str) -> str:
-        """A text that does not begin like a call, or like reasoning."""
-        begun = "|".join([*self._beginnings.values(), *([_escaped(thinking)] if thinking else [])])
-        return self.add("SAID", f"{_ANY} & ~/({begun})(?s:.*)/")
-
-    @property
-    def _beginnings(self) -> dict[str, str]:
-        """Returns regular expressions of how calls begin that are all of a reply, by the rule of what follows."""
-        start = self._format.layout.start
-        return {rest: rf"[ \n]*{_escaped(start + begun)}" for rest, begun in self._begun.items()}
+        All up to the first call's arguments is one lexeme, as any text would be.
+        """
+        format, layout = self._format, self._format.layout
+        heads = {rest: rf"[ \n]*{_escaped(layout.start + head)}" for rest, head in self._heads.items()}
+        first = " | ".join(f"/{head}/ {rest}" for rest, head in heads.items())
+        begun = "|".join([*heads.values(), *([_escaped(thinking)] if thinking else [])])
+        self.add("SAID", f"{_ANY} & ~/({begun})(?s:.*)/")
+        is_token = format.tag and not format.closing and self._is_token(format.tag)
+        return f"{f'{self._spell(format.tag)}?' if is_token else ''} ({first}) others {quoted(layout.end)} | SAID"
 
     def reasoning(self, opening: str, closing: str, *, is_open: bool) -> str:
         """Reasoning, with the newline that GLM-4.5 writes before it, and with space after it."""
@@ -197,34 +229,61 @@ class _Rules:
         whole = r"reasoned /[ \n]{0,4}/"
         return whole if is_open else f"{_LINE} {self._spell(opening)} {whole}"
 
-    def call(self, name: str, schema: Any, *, lenient: bool) -> str:
+    def _call(self, name: str, schema: Any, *, lenient: bool) -> str:
         """The rule of a call of one tool, without the marker that opens it."""
-        rule, format = f"call_{len(self._rules)}", self._format
-        if format.style is Style.TAGGED:
-            return self.add(rule, self._tagged(name, schema, lenient=lenient))
-        if format.style is Style.GEMMA:
-            members = self._keywords(schema, ":", ",", lenient=lenient)
-            return self.add(rule, f"{quoted(f'call:{name}' + '{')} {members} {quoted('}')}")
-        if format.style is Style.PYTHON:
-            keywords = self._keywords(schema, "=", ", ", lenient=lenient)
-            return self._begin(rule, [f"{name}("], f"{keywords} {quoted(')')}")
-        arguments = self._json(_object(schema), lenient=lenient)
-        if format.style is Style.FENCED:
-            before, *after = format.around
-            return self._begin(
-                rule, [before + name, format.after_name], f"{arguments} {self._written(*after)}"
-            )
-        if format.style in (Style.NAMED, Style.HARMONY):
-            return self._begin(rule, [name, format.after_name], arguments)
-        begun = f'{{{format.lead}"{format.name_key}": {json.dumps(name)}, "{format.arguments_key}": '
-        # As lexemes of JSON, for an answer in JSON may begin in the same way.
-        lexemes = [begun] if format.opening else re.findall(r'"[^"]*"|[{:,] ?', begun)
-        return self._begin(rule, lexemes, f'{arguments} "}}"')
+        format, rule = self._format, f"call_{len(self._rules)}"
+        before, after, argument = format.call.before, format.call.after, format.call.argument
+        if argument is None:
+            arguments = self._json(_object(schema), lenient=lenient)
+        else:
+            arguments = self._arguments(argument, schema, lenient=lenient)
+        rest = self.add(f"after_{rule}", f"{arguments} {self._written(*format.call.end)}")
+        self._heads[rest] = begun = f"{before}{name}{after}"
+        head = self._written(before, name, after)
+        if format.style is Style.JSON and not format.opening:
+            # As lexemes of JSON, for an answer in JSON may begin in the same way.
+            head = " ".join(map(quoted, re.findall(r'"[^"]*"|[{:,] ?', begun)))
+        return self.add(rule, f"{head} {rest}")
 
-    def _begin(self, rule: str, lexemes: Sequence[str], rest: str) -> str:
-        after = self.add(f"after_{rule}", rest)
-        self._begun[after] = "".join(lexemes)
-        return self.add(rule, f"{' '.join(map(self._spell, lexemes))} {after}")
+    def _arguments(self, argument: Argument, schema: Any, *, lenient: bool) -> str:
+        """Arguments in the schema's order, those that are not required left out at will."""
+        first = rest = '""'
+        for key, of_value, is_required in reversed(_properties(schema)):
+            value = self._argument(argument, key, of_value, lenient=lenient)
+            if not argument.between:
+                first = f"({value}){'' if is_required else '?'} {first}"
+                continue
+            alone = f"{value} {rest}"
+            first = self.add(f"first_{len(self._rules)}", alone if is_required else f"{alone} | {first}")
+            after = f"{quoted(argument.between)} {value}"
+            rest = self.add(f"rest_{len(self._rules)}", f"{after if is_required else f'({after})?'} {rest}")
+        return first if argument.between else f"{_LINE} {first}"
+
+    def _argument(self, argument: Argument, key: str, schema: Any, *, lenient: bool) -> str:
+        opening = self._written(argument.key[0], key, argument.key[1], argument.pad)
+        if argument.value[0]:
+            opening += f" {_LINE} {self._written(argument.value[0])}"
+        return (
+            f"{opening} {self._value(argument, schema, lenient=lenient)} {'' if argument.between else _LINE}"
+        )
+
+    def _value(self, argument: Argument, schema: Any, *, lenient: bool) -> str:
+        """A value as JSON, or as text up to a marker."""
+        types, words = admitted(schema, schema)
+        marker, after = argument.quote or argument.value[1], self._written(argument.pad, argument.value[1])
+        if TEXT not in types or not marker:
+            return f"{self._json(schema, lenient=lenient)} {after}"
+        text = self._written(argument.quote) + " "
+        if words:
+            text += f"({' | '.join(map(quoted, sorted(words)))}) {self._written(argument.pad, marker)}"
+        else:
+            text += self._up_to(f"text_{len(self._rules)}", marker)
+        if types == {TEXT} or (words is None and not argument.quote):  # any other value is text as well
+            return text
+        keywords = schema if isinstance(schema, dict) else {}
+        no_text = {"type": sorted(types - {TEXT})}
+        others = {**keywords, "allOf": [*keywords.get("allOf", ()), no_text]}
+        return f"({text} | {self._json(others, lenient=lenient)} {after})"
 
     def _json(self, schema: Any, *, lenient: bool) -> str:
         style = {**_TIGHT, "lenient": True} if lenient else _TIGHT
@@ -234,53 +293,6 @@ class _Rules:
             return name
         styled = {**schema, "x-guidance": style} if isinstance(schema, dict) else schema
         return self.add(name, f"%json {json.dumps(styled)}")
-
-    def _keywords(self, schema: Any, assigns: str, separator: str, *, lenient: bool) -> str:
-        """Arguments in the schema's order, those that are not required left out at will."""
-        first, rest = '""', '""'
-        for key, of_value, is_required in reversed(list(_properties(schema))):
-            value = f"{quoted(key + assigns)} {self._literal(of_value, lenient=lenient)}"
-            alone = f"{value} {rest}"
-            first = self.add(f"first_{len(self._rules)}", alone if is_required else f"{alone} | {first}")
-            after = f"{quoted(separator)} {value}"
-            rest = self.add(f"rest_{len(self._rules)}", f"{after if is_required else f'({after})?'} {rest}")
-        return first
-
-    def _literal(self, schema: Any, *, lenient: bool) -> str:
-        if self._format.style is Style.PYTHON:
-            return self._json(schema, lenient=lenient)
-        return self._value(schema, QUOTE, (QUOTE,), lenient=lenient)
-
-    def _value(self, schema: Any, before: str, after: tuple[str, ...], *, lenient: bool) -> str:
-        """A value as JSON, or as text between two markers; without the first one, text has no bounds of its own."""
-        types, words = admitted(schema, schema)
-        if TEXT in types:
-            text = f"{self._written(before)} {self._text(sorted(words or ()), after[-1], *after[:-1])}"
-            if types == {TEXT} or (words is None and not before):  # any other value is text as well
-                return text
-            keywords = schema if isinstance(schema, dict) else {}
-            no_text = {"type": sorted(types - {TEXT})}
-            schema = {**keywords, "allOf": [*keywords.get("allOf", ()), no_text]}
-        others = f"{self._json(schema, lenient=lenient)} {'' if before else self._written(*after)}"
-        return f"({text} | {others})" if TEXT in types else others
-
-    def _text(self, listed: Sequence[str], marker: str, before: str = "") -> str:
-        """A text as it is, up to a marker."""
-        if listed:
-            return f"({' | '.join(map(quoted, listed))}) {self._written(before, marker)}"
-        return self._up_to(f"text_{len(self._rules)}", marker)
-
-    def _tagged(self, name: str, schema: Any, *, lenient: bool) -> str:
-        tags = self._format.tags
-        assert tags is not None
-        parts = [self._written(tags.name[0], name, tags.name[1]), _LINE]
-        for key, of_value, is_required in _properties(schema):
-            opening = self._written(tags.key[0], key, tags.key[1], tags.pad)
-            if tags.value[0]:
-                opening += f" {_LINE} {self._written(tags.value[0])}"
-            value = self._value(of_value, "", (tags.pad, tags.value[1]), lenient=lenient)
-            parts.append(f"({opening} {value} {_LINE}){'' if is_required else '?'}")
-        return " ".join([*parts, self._written(tags.end)])
 
 
 def _properties(schema: Any) -> list[tuple[str, Any, bool]]:

@@ -10,11 +10,10 @@ from collections.abc import Generator
 
 from penstock.gateway.wire.parsing import ReasoningDelta, TextDelta
 from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS
-from penstock.gateway.wire.tools.scanning import FormatParser, Malformed, Said, Steps, Tools
+from penstock.gateway.wire.tools.scanning import FormatParser, Kind, Malformed, Steps, Tools
 
 _START, _CHANNEL, _MESSAGE, _END, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]+)")
-_BEGINS_TEXT = re.compile(re.escape(_MESSAGE))
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -34,9 +33,9 @@ class Harmony(FormatParser):
         """
         super().__init__(TOOL_FORMATS[HARMONY], tools or Tools({}, str))
         self._has_tools = tools is not None
-        self._reasoning: Said = ReasoningDelta if tells_reasoning else TextDelta
+        self._reasoning: Kind = ReasoningDelta if tells_reasoning else TextDelta
         self._is_open = is_open
-        self._kinds: set[Said] = set()
+        self._kinds: set[Kind] = set()
 
     def parse(self) -> Steps:
         self.reasons = self._is_open or None
@@ -50,7 +49,7 @@ class Harmony(FormatParser):
 
     def _comes(self) -> Generator[None, None, bool]:
         """Returns whether another message comes; until its header is read nobody knows what it is."""
-        yield from self.skip_space()
+        yield from self.skip()
         self.reasons = None
         return self._at < len(self._text)
 
@@ -59,29 +58,26 @@ class Harmony(FormatParser):
         if not (yield from self.begins(_START, _CHANNEL, _MESSAGE, "to=")):
             return ""
         try:
-            match = yield from self.until(_BEGINS_TEXT, len(_MESSAGE), self._at)
+            yield from self.until(_MESSAGE)
         except Malformed:
-            return self.consume(len(self._text)) + _MESSAGE
-        return self.consume(match.end())
+            return self.consume() + _MESSAGE
+        return self.consume(self._at + len(_MESSAGE))
 
     def _message(self, header: str) -> Steps:
         """Reads the text of a message; it is reasoning, too, if it is said to a tool and is no object."""
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         if header:
-            yield from self.skip_space()
-        if (
-            recipient
-            and self._has_tools
-            and (self._at == len(self._text) or (yield from self.begins("{", _END, _CALL)))
-        ):
-            yield from self._called(recipient[1])
+            yield from self.skip()
+        callee = recipient[1] if recipient and self._has_tools else ""
+        if callee and ((yield from self.begins("{", _END, _CALL)) or self._at == len(self._text)):
+            yield from self._called(callee)
         elif recipient or (channel and channel[1] == "analysis"):
             yield from self._said(self._reasoning)
         else:
             self.is_over = channel is None or channel[1] == "final"
             yield from self._said(TextDelta)
 
-    def _said(self, kind: Said) -> Steps:
+    def _said(self, kind: Kind) -> Steps:
         self.reasons = kind is ReasoningDelta
         if kind in self._kinds:
             self.say("\n", kind)
@@ -93,7 +89,7 @@ class Harmony(FormatParser):
         self.begin(name)
         if self._text.startswith("{", self._at):
             try:
-                yield from self.json_argue()
+                yield from self.json(self.argued)
             except Malformed:
                 return
         else:

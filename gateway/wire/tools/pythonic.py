@@ -1,193 +1,152 @@
-"""Calls as Python writes them: `[clock(zone="UTC"), add(a=1, b=2)]`, and literals of Python as JSON."""
+"""Calls as Python writes them: `[clock(zone="UTC"), add(a=1, b=2)]`, and those of the Llama models."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
+from string import ascii_letters
 
-from penstock.gateway.wire.tools.scanning import SPACE, FormatParser, Malformed, Steps
+from penstock.gateway.wire.tools.json_calls import Form, JsonCalls
+from penstock.gateway.wire.tools.literals import json_of, json_of_text
+from penstock.gateway.wire.tools.scanning import SPACE, Malformed, Steps
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_AFTER = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
-"""The run of characters after a quotation mark in which no string ends."""
 _LITERAL = re.compile(r"""[^"'()\[\]{},<]*""")
-_NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-"""Matches the numbers of JSON."""
-_IN_TEXT = re.compile(r'\\[^\n\r]|[\\"\n\r]')
-_AS_WRITTEN = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"}
-_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-_ESCAPABLE = "\\'\"abfnrtvxuUN0\n"
-_WORDS = ("true", "false", "null")
+_FIRST = f"{ascii_letters}_"
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
-class Pythonic(FormatParser):
+class Pythonic(JsonCalls):
     """Reads a list of calls, or one call per line, up to other text. An argument is passed on when it is complete.
 
-    LFM2.5's template puts quotation marks around any text and escapes nothing in it: those that neither an argument of
-    the tool nor the end of the call follows belong to the text, as newlines do.
+    Llama 4 and LFM2 may write JSON instead, whichever is asked for. LFM2.5's template puts quotation marks around any
+    text and escapes nothing in it: those that neither an argument of the tool nor the end of the call follows belong to
+    the text, as newlines do.
     """
 
-    def section(self) -> Steps:
-        i = yield from self.past_space()
-        is_list = self._text[i] == "["
-        if not is_list and self._format.layout.start:
+    def form(self, first: str, is_list: bool) -> Form:
+        if first == "{":
+            return super().form(first, is_list)
+        if self._format.layout.start and not is_list:
             raise Malformed
-        i += is_list
-        while True:
-            yield from self._call((yield from self.past_space(i)))
-            i = yield from self.past_space()
-            if is_list and self._text[i] not in ",]":
-                raise Malformed
-            if is_list and self.consume(i + 1).endswith("]"):
-                return
-            i = self._at
+        return self._python_call, "," * is_list, "" if is_list else _FIRST
 
-    def _call(self, i: int) -> Steps:
+    def _python_call(self, _first: str) -> Steps:
         """Reads one call, which is begun when its first argument, or its end, is certain."""
-        end = yield from self._name_end(i)
-        name, opening = self._text[i:end], "{"
-        i = yield from self.past_space(end)
-        if self._text[i] != "(" or name not in self._tools.schemas:
+        name, opening = (yield from self._identifier()), "{"
+        if (yield from self.peek()) != "(" or name not in self._tools.schemas:
             raise Malformed
-        i = yield from self.past_space(i + 1)
-        while self._text[i] != ")":
-            end = yield from self._name_end(i)
-            key = self._text[i:end]
-            i = yield from self.past_space(end)
-            if self._text[i] != "=":
-                raise Malformed
-            i = yield from self.past_space(i + 1)
-            if self._text[i] in "\"'":
-                end = yield from self._text_end(i, name)
-                value = _json_of_text(self._text[i:end])
-            else:
-                end = yield from self._literal_end(i)
-                value = json_of(self._text[i:end])
-            self.consume(end)
+        self._at += 1
+        while (yield from self.peek()) != ")":
+            key = yield from self._identifier()
+            yield from self.expect("=")
+            is_text = (yield from self.peek()) in "\"'"
+            start = self._at
+            yield from self._text_argument(name) if is_text else self._literal()
+            value = (json_of_text if is_text else json_of)(self._text[start : self._at])
+            self.consume()
             if opening == "{":
                 self.begin(name)
             self.argue(f"{opening}{json.dumps(key)}: {value}")
             opening = ", "
-            i = yield from self.past_space()
-            if self._text[i] == ",":
-                i = yield from self.past_space(i + 1)
+            self._at += (yield from self.peek()) == ","
+        self._at += 1
         if opening == "{":
             self.begin(name)
-            self.argue("{}")
-        else:
-            self.argue("}")
-        self.consume(i + 1)
+        self.argue("{}" if opening == "{" else "}")
+        self.consume()
 
-    def _name_end(self, i: int) -> Generator[None, None, int]:
-        end = yield from self.match(_NAME, i)
-        if not (self._text[i].isalpha() or self._text[i] == "_"):
+    def _identifier(self) -> Generator[None, None, str]:
+        """Moves past space and the name of a call or an argument, and returns it."""
+        yield from self.peek()
+        name = yield from self.word(_NAME)
+        if name[0] not in _FIRST:
             raise Malformed
-        return end
+        return name
 
-    def _text_end(self, i: int, name: str) -> Generator[None, None, int]:
-        """Returns the end of an argument that is a string."""
-        quote = self._text[i]
+    def _text_argument(self, name: str) -> Steps:
+        """Moves past an argument that is a string."""
+        quote = self._text[self._at]
         while True:
-            i = yield from self._string_end(i, quote)
-            if (yield from self._may_end(i, name)):
-                return i
-            i -= 1
+            yield from self.string(quote)
+            end = self._at
+            may_end = yield from self._may_end(name)
+            self._at = end - (not may_end)
+            if may_end:
+                return
 
-    def _may_end(self, i: int, name: str) -> Generator[None, None, bool]:
-        """Returns whether an argument can end at `i`, judging by the text after it: another one, or the call's end."""
-        after = yield from self._next(i)
-        if self._text.startswith(",", after):
-            start = yield from self._next(after + 1)
-            end = yield from self.run_end(_NAME, start)
-            if end > start:
-                schema, assigns = self._tools.schemas[name], (yield from self._next(end))
+    def _may_end(self, name: str) -> Generator[None, None, bool]:
+        """Returns whether an argument can end here, judging by the text after it: another one, or the call's end."""
+        if (yield from self._comes(",")):
+            key = yield from self._following()
+            if key:
+                schema = self._tools.schemas[name]
                 properties = schema.get("properties") if isinstance(schema, dict) else None
-                is_key = not properties or self._text[start:end] in properties
-                return is_key and self._text.startswith("=", assigns)
-            after = start
-        if not self._text.startswith(")", after):
+                return (yield from self._comes("=")) and (not properties or key in properties)
+        if not (yield from self._comes(")")):
             return False
-        return not self._format.layout.start or (yield from self._may_end_call(after + 1))
+        return not self._format.layout.start or (yield from self._may_end_call())
 
-    def _may_end_call(self, i: int) -> Generator[None, None, bool]:
-        """Returns whether a call in a list can end at `i`: before another one, the list's end, or a marker."""
-        after = yield from self._next(i)
-        if not self._text.startswith(",", after):
-            return self._text[after : after + 1] in ("", "]") or (yield from self.ahead("<|", after))
-        start = yield from self._next(after + 1)
-        end = yield from self.run_end(_NAME, start)
-        opening = yield from self._next(end)
-        return end > start and self._text.startswith("(", opening)
+    def _may_end_call(self) -> Generator[None, None, bool]:
+        """Returns whether a call in a list can end here: before another one, the list's end, or a marker."""
+        if (yield from self._comes(",")):
+            return bool((yield from self._following())) and (yield from self._comes("("))
+        return self._text[self._at : self._at + 1] in ("", "]") or (yield from self.take("<|"))
 
-    def _next(self, i: int) -> Generator[None, None, int]:
-        """Returns the place of the first character from `i` on that is no space, or the end of the reply."""
-        return (yield from self.run_end(SPACE, i))
+    def _comes(self, character: str) -> Generator[None, None, bool]:
+        """Moves past space, and past this character if it comes next."""
+        yield from self.run(SPACE)
+        is_there = self._text.startswith(character, self._at)
+        self._at += is_there
+        return is_there
 
-    def _literal_end(self, i: int) -> Generator[None, None, int]:
-        """Returns the end of a literal: the place of the comma or bracket after it."""
+    def _following(self) -> Generator[None, None, str]:
+        """Moves past space and a name, which may be empty, and returns it."""
+        yield from self.run(SPACE)
+        start = self._at
+        yield from self.run(_NAME)
+        return self._text[start : self._at]
+
+    def _literal(self) -> Steps:
+        """Moves past a literal, up to the comma or bracket after it."""
         closing: list[str] = []
         while True:
-            i = yield from self.past(_LITERAL, i)
-            character = self._text[i]
+            character = yield from self.past(_LITERAL)
             if character in "\"'":
-                i = yield from self._string_end(i, character)
+                yield from self.string(character)
                 continue
             if not closing and character in ",)":
-                return i
+                return
             if character in _CLOSING:
                 closing.append(_CLOSING[character])
             elif character != "," and (not closing or closing.pop() != character):
                 raise Malformed
-            i += 1
-
-    def _string_end(self, start: int, quote: str) -> Generator[None, None, int]:
-        """Returns the place after the next quotation mark behind `start`; a backslash takes one its meaning."""
-        i = yield from self.past(_AFTER[quote], start + 1)
-        while self._text[i] != quote:
-            while len(self._text) < i + 2:
-                yield from self.more()
-            i = yield from self.past(_AFTER[quote], i + 2)
-        return i + 1
+            self._at += 1
 
 
-def _json_of_text(literal: str) -> str:
-    length = 3 if len(literal) > 5 and literal[:3] == literal[-3:] == literal[0] * 3 else 1
-    text = _IN_TEXT.sub(lambda match: _AS_WRITTEN.get(match[0], match[0]), literal[length:-length])
-    return json_of(f'"{text}"')
+class Llama(Pythonic):
+    """Reads calls that begin a reply, or stand behind the markers of the format."""
 
+    _before = ""
+    """Text that is said when a call begins behind it."""
 
-def json_of(literal: str) -> str:
-    """Returns a literal of Python as JSON; raises Malformed for what is no literal, or none that JSON has."""
-    source = _ESCAPE.sub(_escaped, literal.strip())
-    try:
-        return _json(ast.parse(source, mode="eval").body, source.encode().splitlines(keepends=True))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise Malformed from None
+    def section(self) -> Steps:
+        before, closing = self._num_calls, self._format.closing
+        self._before = ""
+        try:
+            yield from super().section()
+        except Malformed:
+            if self._num_calls > before or not self._opening or not closing:
+                raise
+            # Llama 4's template writes what is said before calls between the markers.
+            if (yield from self.until(closing, self._format.tag)) != closing:
+                raise
+            self._before = self._text[self._done : self._at].rstrip()
+            self._at += len(closing)
+            yield from super().section()
 
-
-def _escaped(match: re.Match[str]) -> str:
-    """A backslash before what it does not escape stands for itself."""
-    return match[0] if match[1] in _ESCAPABLE else "\\" + match[0]
-
-
-def _json(node: ast.expr, lines: Sequence[bytes]) -> str:
-    """Returns a literal as JSON, numbers as they are written; JSON's true, false and null are understood, too."""
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return node.id
-    if isinstance(node, ast.List | ast.Tuple):
-        return f"[{', '.join(_json(item, lines) for item in node.elts)}]"
-    if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return f"{{{', '.join(f'{_key(key)}: {_json(value, lines)}' for key, value in pairs if key)}}}"
-    text = json.dumps(ast.literal_eval(node), ensure_ascii=False, allow_nan=False)
-    written = lines[node.lineno - 1][node.col_offset : node.end_col_offset]
-    return written.decode() if _NUMBER.fullmatch(written) else text
-
-
-def _key(node: ast.expr) -> str:
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return json.dumps(node.id)
-    return json.dumps(str(ast.literal_eval(node)), ensure_ascii=False)
+    def begin(self, name: str) -> None:
+        self.say(self._before)
+        self._before = ""
+        super().begin(name)

@@ -9,8 +9,9 @@ import pytest
 from penstock.engine.planning.grammar import Grammar
 from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.memo import Memo
-from penstock.gateway.wire.reading import MAX_TOOLS_BYTES, Formats
+from penstock.gateway.wire.reading import Formats
 from penstock.gateway.wire.tools.formats import TOOL_FORMATS
+from penstock.gateway.wire.tools.grammars import MAX_TOOLS_BYTES
 from penstock.gateway.wire.tools.use import ToolUse, tool_use
 from tests.gateway.harness import make_tokenizer
 

@@ -10,9 +10,9 @@ from typing import SupportsIndex
 import pytest
 
 from penstock.gateway.wire.parsing import ReplyParser
-from penstock.gateway.wire.reading import NONE, Formats, Reading, Thoughts
-from penstock.gateway.wire.reasoning import REASONING_FORMATS
-from penstock.gateway.wire.tools import scanning, tagged
+from penstock.gateway.wire.reading import NONE, Formats, Reading
+from penstock.gateway.wire.reasoning import REASONING_FORMATS, Thoughts
+from penstock.gateway.wire.tools import scanning
 from penstock.gateway.wire.tools.formats import TOOL_FORMATS
 from tests.gateway.harness import make_tokenizer
 from tests.gateway.wire.tools.test_formats import SCHEMAS
@@ -115,8 +115,7 @@ def search(pattern: re.Pattern[str], text: str, start: int) -> re.Match[str] | N
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scanning, "end_of", end_of)
-    for module in (scanning, tagged):
-        monkeypatch.setattr(module, "search", search)
+    monkeypatch.setattr(scanning, "search", search)
 
 
 def work(reading: Reading, text: str, step: int) -> int:
