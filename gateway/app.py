@@ -25,15 +25,15 @@ from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
 from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
-from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
+from penstock.gateway.endpoints.intake import Endpoints, Intake
 from penstock.gateway.endpoints.llama import LlamaApi
-from penstock.gateway.endpoints.lookups import counted
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
 from penstock.gateway.endpoints.models import ModelsApi, TokensApi
 from penstock.gateway.endpoints.ollama import OllamaApi
 from penstock.gateway.endpoints.openapi import OpenApi
-from penstock.gateway.endpoints.operator import OperatorApi, ServerInfoApi
+from penstock.gateway.endpoints.operation import Handler, routes_of
+from penstock.gateway.endpoints.operator import MetricsApi, OperatorApi, ServerInfoApi
 from penstock.gateway.endpoints.rendering import RenderApi
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
@@ -80,7 +80,6 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     answering = Answering(service, intake)
     completions = CompletionsApi(service, intake, answering)
     embeddings = EmbeddingsApi(service, intake, answering)
-    chats = StoredChatsApi(service, intake, completions)
     responses = ResponsesApi(service, intake, answering)
     messages = MessagesApi(service, intake, answering)
     handlers: dict[Endpoint, Handler] = {
@@ -91,32 +90,28 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         "/v1/messages": messages.create,
     }
     batches = BatchesApi(service, intake, files, handlers)
-    described: list[Endpoints] = [
-        RenderApi(service, intake),  # before those of a reply whose id it could be
-        chats,
+    apis: list[Endpoints] = [
         completions,
+        StoredChatsApi(service, intake, completions),
+        RenderApi(service, intake),
         embeddings,
         DecisionsApi(service, intake, answering),
         responses,
         FilesApi(service, intake, files),
         batches,
         ConversationsApi(service, intake),
-        MessageBatchesApi(service, intake, files, batches.batches),  # before a message whose id it could be
+        MessageBatchesApi(service, intake, files, batches.batches),
         messages,
         OllamaApi(service, intake, answering),
         LlamaApi(service, intake, answering),
-        ModelsApi(service, intake),
-        TokensApi(service, intake),
-        EventsApi(service, intake),
-        UsageApi(service, intake),
-        ServerInfoApi(service, intake),
+        *(
+            api(service, intake)
+            for api in (ModelsApi, TokensApi, EventsApi, UsageApi, ServerInfoApi, OperatorApi)
+        ),
+        *([StateApi(service, intake)] if service.options.cluster_secret else ()),
+        *(() if service.options.metrics_elsewhere else [MetricsApi(service)]),
     ]
-    routes = [
-        *(counted(route, intake) for endpoints in described for route in endpoints.routes()),
-        *StateApi(service).routes(),
-        *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),
-        *(_page_routes(static) if static else ()),
-    ]
+    routes = [*routes_of(*apis, wrapped=intake.counted_lookups), *(_page_routes(static) if static else ())]
     options = service.options
     openapi = OpenApi(routes, options.limits, with_keys=bool(options.clients))
     app = Starlette(
@@ -145,7 +140,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
 def create_metrics_app(service: Service) -> ASGIApp:
     """Returns the application for the separate metrics port."""
     return Starlette(
-        routes=OperatorApi(service).routes(with_metrics=True),
+        routes=MetricsApi(service).routes(),
         exception_handlers={HTTPException: answer_http_error},
     )
 

@@ -6,49 +6,31 @@ import contextlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.engine.planning.request import Request
 from penstock.gateway.access.idempotency import HEADER, RESUMABLE_HEADER, idempotency_key
 from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake
 from penstock.gateway.endpoints.replies import Sender, live
-from penstock.gateway.endpoints.requests import FREE, Guidance, RequestMaker
-from penstock.gateway.endpoints.scoring import Scoring
+from penstock.gateway.endpoints.requests import Made, RequestMaker
 from penstock.gateway.errors import invalid, unsupported
 from penstock.gateway.http.json_response import Json
-from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.reply.live import Live
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
 from penstock.gateway.sessions.owners import owned_id
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
-from penstock.gateway.wire.ask import Ask, Input, Turn
+from penstock.gateway.wire.ask import Ask, Turn
 from penstock.gateway.wire.beams import check_beams
-from penstock.gateway.wire.labels import Steps
-from penstock.gateway.wire.questions import Questions
 from penstock.gateway.wire.strict import Body
 from penstock.gateway.wire.writing import Counts, Head, WholeWriter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """The requests of an arrival, and what is known of their answers."""
-
-    requests: list[Request]
-    guidance: Guidance = FREE
-    echoes: Sequence[str] = ()
-    """The texts of the prompts, if choices begin with them."""
-    steps: Sequence[Sequence[Steps]] = ()
-    """The steps of each question's labels."""
-
 
 MakeWriter = Callable[[Head, Arrival, Made], WholeWriter[Counts]]
 """Makes the writer of a reply; where the ask may stream, it is a `Writer`."""
@@ -86,8 +68,7 @@ class Answering:
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
         self._intake = intake
-        self._maker = RequestMaker(service, intake.ignore)
-        self._scoring = Scoring(service, self._maker)
+        self._made = RequestMaker(service, intake).made
 
     async def answer(
         self,
@@ -136,7 +117,7 @@ class Answering:
             await self._intake.reserve(came.client, made.requests),
             write(self._head(ask, reply_id), came, made),
             streamed=ask.streams,
-            thoughts=self._service.formats.thoughts(made.guidance.reading),
+            thoughts=self._service.formats.thoughts(made.reading),
             echoes=made.echoes,
             in_full=ask.shown.extras.token_ids or ask.shown.usage_so_far,
             keeps=ask.streams and (ask.kept.output or stored is not None),
@@ -159,27 +140,6 @@ class Answering:
                 max_detached_s=None if kept.background else self._service.options.timeouts.detached_s,
                 reservation=await self._intake.reserve(came.client, made.requests),
             )
-
-    async def _made(self, came: Arrival, reply_id: str, thread: Thread = NO_THREAD) -> Made:
-        ask, prompting = came.ask, self._intake.prompting(came.tenant, came.urgency.lane)
-        if isinstance(ask.input, Questions):
-            request, steps = await self._scoring.request(came, ask.input, prompting, reply_id)
-            return Made(requests=[request], steps=steps)
-        answer = await self._maker.answer_grammar(came)
-        prompts = await prompting.prompts(ask, thread)
-        guidance = await self._maker.guidance(came, prompting, prompts[0], answer)
-        ids = [reply_id] if came.is_recorded else [f"{reply_id}-{i}" for i in range(len(prompts))]
-        requests = await self._maker.requests(came, dict(zip(ids, prompts, strict=True)), guidance)
-        echoes = await self._echoes(ask.input, prompts) if ask.shown.echo else ()
-        return Made(requests=requests, guidance=guidance, echoes=echoes)
-
-    async def _echoes(self, given: Input, prompts: list[list[int]]) -> Sequence[str]:
-        """Returns the text of each prompt: as it was sent, or spelt out."""
-        assert isinstance(given, tuple)
-        if texts := given[0].texts:
-            return texts
-        decode = partial(self._service.tokenizer.decode, skip_special=False)
-        return await off_loop(TOKEN_BYTES * sum(map(len, prompts)), lambda: list(map(decode, prompts)))
 
     def _check(self, ask: Ask) -> None:
         self._intake.check_model(ask.model)

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Message
 
-from penstock.gateway.endpoints.intake import CLIENT, Endpoints, Handler, Intake, route
+from penstock.gateway.endpoints.intake import CLIENT, Endpoints, Intake
+from penstock.gateway.endpoints.operation import ANY, BY_ID, ONCE, Handler, looks_up, serves
 from penstock.gateway.errors import ApiError, existing, internal, invalid
 from penstock.gateway.http.connections import ServerSendMiddleware
 from penstock.gateway.http.correlation import CORRELATION, Correlation, log_failed, log_fault
@@ -70,18 +70,13 @@ class BatchesApi(Endpoints):
             model=service.options.models[0],
         )
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/batches", GET=self.list_batches, POST=self.create),
-            route("/v1/batches/{batch_id}", GET=self.show),
-            route("/v1/batches/{batch_id}/cancel", POST=self.cancel),
-        ]
-
     def running(self) -> AbstractAsyncContextManager[None]:
         """Takes over batches of processes that are gone while it is entered."""
         return self.batches.running()
 
+    @serves("POST /v1/batches", ONCE, BatchBody, statuses=(404, 429, 503))
     async def create(self, http: HttpRequest) -> Response:
+        """Run the requests in a file."""
         tenant = self._intake.tenant(http)
         body = await self._intake.read(http, BatchBody)
         check_metadata(body.metadata)
@@ -102,7 +97,9 @@ class BatchesApi(Endpoints):
         await self.batches.create(tenant, batch)
         return Json(shown)
 
+    @looks_up("/v1/batches", ANY, query=PageQuery, statuses=(503,))
     async def list_batches(self, http: HttpRequest) -> Response:
+        """List batches."""
         tenant = self._intake.tenant(http)
         query, store = validated(PageQuery, http.query_params), self._service.store
         with answering():
@@ -114,14 +111,20 @@ class BatchesApi(Endpoints):
         found["data"] = [batch.as_json() for batch in read]
         return Json(found)
 
+    @looks_up("/v1/batches/{batch_id}", BY_ID)
     async def show(self, http: HttpRequest) -> Response:
+        """Show a batch."""
         tenant, batch_id = self._asked(http)
         with answering():
             batch = await BATCHES.get(self._service.store, tenant, batch_id, keep=False)
         return Json(_found(batch).as_json())
 
+    @serves("POST /v1/batches/{batch_id}/cancel", BY_ID)
     async def cancel(self, http: HttpRequest) -> Response:
-        """Cancels a batch, or shows it if it has ended."""
+        """Stop a batch.
+
+        If it has ended, it is shown.
+        """
         tenant, batch_id = self._asked(http)
         with answering():
             return Json(_found(await self.batches.cancel(tenant, batch_id)).as_json())

@@ -6,11 +6,12 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints
-from penstock.gateway.endpoints.intake import Arrival, Handler, Intake, route
+from penstock.gateway.endpoints.answering import Answering, ModelEndpoints
+from penstock.gateway.endpoints.intake import Arrival, Intake
+from penstock.gateway.endpoints.operation import BY_ID, answers, follows, serves
 from penstock.gateway.endpoints.recorded import ReplyRecorder
+from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.reply.whole import whole_json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
@@ -27,25 +28,29 @@ class CompletionsApi(ModelEndpoints):
 
     def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
         super().__init__(service, intake, answering)
-        self._chats = ReplyRecorder(service, intake, CHAT, _details)
-        self._texts = ReplyRecorder(service, intake, TEXT, _details)
+        self.chats = ReplyRecorder(service, intake, CHAT, _details, _deleted("chat.completion"))
+        self._texts = ReplyRecorder(service, intake, TEXT, _details, _deleted("text_completion"))
         service.recordings.on_end[CHAT] = self._keep_recorded
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/completions", POST=self.complete),
-            route("/v1/completions/{id}", **self._texts.by_id(deleted("text_completion"))),
-        ]
-
+    @answers("/v1/chat/completions", ChatBody)
     async def chat(self, http: HttpRequest) -> Response:
-        return await self._answer(http, ChatBody, self._chat_writer, PREFIXES[CHAT], self._chats)
+        """Answer a conversation, streamed or whole."""
+        return await self._answer(http, ChatBody, self._chat_writer, PREFIXES[CHAT], self.chats)
 
+    @answers("/v1/completions", CompletionBody)
     async def complete(self, http: HttpRequest) -> Response:
+        """Continue texts, streamed or whole."""
         return await self._answer(http, CompletionBody, self._text_writer, PREFIXES[TEXT], self._texts)
 
-    def by_id(self) -> dict[str, Handler]:
-        """Returns the handlers that follow recorded chats again, and stop and forget them."""
-        return self._chats.by_id(deleted("chat.completion"))
+    @follows("/v1/completions/{id}")
+    async def follow(self, http: HttpRequest) -> Response:
+        """Follow a resumable continuation, after the event that was seen last."""
+        return await self._texts.show(http)
+
+    @serves("DELETE /v1/completions/{id}", BY_ID)
+    async def forget(self, http: HttpRequest) -> Response:
+        """Stop and forget a resumable continuation."""
+        return await self._texts.discard(http)
 
     def _chat_writer(self, head: Head, came: Arrival, made: Made) -> CompletionWriter:
         return self._writer(ChatWriter, head, came, made)
@@ -61,7 +66,7 @@ class CompletionsApi(ModelEndpoints):
             self._service.tokenizer,
             head,
             shown.extras,
-            reading=made.guidance.reading,
+            reading=made.reading,
             include_usage=shown.usage,
             usage_so_far=shown.usage_so_far,
         )
@@ -73,7 +78,7 @@ class CompletionsApi(ModelEndpoints):
             await keep(self._service.store, recording.tenant, stored, completion, len(body))
 
 
-def deleted(name: str) -> dict[str, object]:
+def _deleted(name: str) -> dict[str, object]:
     return {"object": f"{name}.deleted", "deleted": True}
 
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from penstock.gateway.endpoints.answering import Made, ModelEndpoints
-from penstock.gateway.endpoints.intake import Arrival, route
+from penstock.gateway.endpoints.answering import ModelEndpoints
+from penstock.gateway.endpoints.intake import Arrival
+from penstock.gateway.endpoints.operation import BY_PROMPT, serves
+from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.wire.decided import DecisionsWriter, SystemOneWriter
 from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
 from penstock.gateway.wire.embeddings import (
@@ -30,20 +31,19 @@ from penstock.gateway.wire.writing import Head
 class EmbeddingsApi(ModelEndpoints):
     """Embeddings of one service."""
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/embeddings", POST=self.embed),
-            *(route(path, POST=self.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-            *(route(path, POST=self.score) for path in ("/score", "/v1/score")),
-        ]
-
+    @serves("POST /v1/embeddings", BY_PROMPT, EmbeddingsBody)
     async def embed(self, http: HttpRequest) -> Response:
+        """Turn texts into vectors."""
         return await self._answer(http, EmbeddingsBody, self._embedding_writer, "embd-")
 
+    @serves("POST /rerank /v1/rerank /v2/rerank", BY_PROMPT, RerankBody)
     async def rerank(self, http: HttpRequest) -> Response:
+        """Order documents by how like a query they are."""
         return await self._answer(http, RerankBody, _rerank_writer, "rerank-")
 
+    @serves("POST /score /v1/score", BY_PROMPT, ScoreBody)
     async def score(self, http: HttpRequest) -> Response:
+        """Say how alike texts are."""
         return await self._answer(http, ScoreBody, _score_writer, "score-")
 
     def _embedding_writer(self, _: Head, came: Arrival, __: Made) -> EmbeddingWriter:
@@ -53,15 +53,20 @@ class EmbeddingsApi(ModelEndpoints):
 class DecisionsApi(ModelEndpoints):
     """Decisions of one service."""
 
-    def routes(self) -> list[Route]:
-        return [route("/v1/decisions", POST=self.decide), route("/v1/systemone", POST=self.decide_systems)]
-
+    @serves("POST /v1/decisions", BY_PROMPT, DecisionsBody)
     async def decide(self, http: HttpRequest) -> Response:
-        """Answers in OpenAI's format."""
+        """Answer questions about an input with probabilities.
+
+        The format is OpenAI's.
+        """
         return await self._answer(http, DecisionsBody, _decisions_writer, "dec-")
 
+    @serves("POST /v1/systemone", BY_PROMPT, SystemOneBody)
     async def decide_systems(self, http: HttpRequest) -> Response:
-        """Answers in TypeSafe's format."""
+        """Answer questions about a state with probabilities.
+
+        The format is TypeSafe's.
+        """
         return await self._answer(http, SystemOneBody, _system_writer, "dec-")
 
 

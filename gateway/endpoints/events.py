@@ -11,17 +11,19 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.requests import Request as HttpRequest
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from penstock.gateway.access.keys import Client
-from penstock.gateway.endpoints.intake import Endpoints, Intake, route
+from penstock.gateway.endpoints.intake import Endpoints, Intake
+from penstock.gateway.endpoints.operation import ANY, EVENTS, serves
 from penstock.gateway.endpoints.requests import salts_of
 from penstock.gateway.errors import invalid, refused
 from penstock.gateway.service import Service
@@ -43,6 +45,11 @@ MAX_HASHES = 1000
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
+class EventsQuery(TypedDict, total=False):
+    request_id: str
+    detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
+
+
 class EventsApi(Endpoints):
     """The event streams of one service."""
 
@@ -56,11 +63,11 @@ class EventsApi(Endpoints):
         self._listeners: Counter[str] = Counter()
         """The open event streams by tenant."""
 
-    def routes(self) -> list[Route]:
-        return [route("/v1/events", GET=self.server), route("/v1/prefixes/events", GET=self.prefixes)]
-
+    @serves("GET /v1/events", ANY, query=EventsQuery, answers=(EVENTS,), statuses=(429,))
     async def server(self, http: HttpRequest) -> EventSourceResponse:
-        """Streams the state of the server.
+        """Tell of the server's state; of a request that waits; in detail, of steps, KV blocks and tenants.
+
+        Streams the state of the server.
 
         With `request_id`, also the place in the queue of the caller's request of that name; with `detail`, also the
         engine's steps, its KV blocks, and the tenants that take most.
@@ -122,8 +129,12 @@ class EventsApi(Endpoints):
             self._map_due_s = now + max(MAP_EVERY_S - EVERY_S / 2, took_s / MAP_PART)
         return self._map
 
+    @serves("GET /v1/prefixes/events", ANY, answers=(EVENTS,), statuses=(429,))
     async def prefixes(self, http: HttpRequest) -> EventSourceResponse:
-        """Streams the hashes of the caller's cached blocks, then changes to them."""
+        """Tell of blocks as they are stored and removed.
+
+        The hashes of the caller's cached blocks come first, then changes to them.
+        """
         client = self._intake.client(http)
         return await self._listened(client, self._prefix_events(salts_of(client.tenant)))
 

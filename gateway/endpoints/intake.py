@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +18,12 @@ from penstock.engine.planning.request import Request
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.endpoints.asks import read_ask
+from penstock.gateway.endpoints.operation import Handler, Operation, routes_of
 from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.endpoints.replies import Sender
 from penstock.gateway.errors import ApiError, model_not_found, not_found, unavailable, unsupported
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.fair_threads import FairThreads
-from penstock.gateway.http.limits import forget_body
 from penstock.gateway.http.refusals import OLLAMA_PATH
 from penstock.gateway.limits import parse_object
 from penstock.gateway.off_loop import off_loop
@@ -215,6 +215,23 @@ class Intake:
         with self._noting_refusals(client.tenant.sure_lane):
             return await self._service.quotas.count(client)
 
+    def counted_lookups(self, operation: Operation, handle: Handler) -> Handler:
+        """Returns a handler that counts each request for what is kept.
+
+        To follow a long reply takes as much of the server as a short one.
+        """
+        if not operation.is_lookup:
+            return handle
+
+        async def counting(http: HttpRequest) -> Response:
+            headers = await self.count(self.client(http))
+            response = await handle(http)
+            if not isinstance(response, Sender):  # that has the headers of its own reservation
+                response.headers.update(headers)
+            return response
+
+        return counting
+
     async def recording(self, tenant: str, recording_id: str) -> Recording:
         """Returns the tenant's recording; raises 404 if there is none, 503 if that cannot be said now."""
         recording = await self.find_recording(tenant, recording_id)
@@ -260,26 +277,12 @@ def _is_of_a_page(http: HttpRequest) -> bool:
     return "origin" in http.headers or "sec-fetch-site" in http.headers
 
 
-Handler = Callable[[HttpRequest], Awaitable[Response]]
-
-
-def route(path: str, **handlers: Handler) -> Route:
-    """Makes one route for all methods of a path, so that a 405 names them all."""
-
-    async def handle(http: HttpRequest) -> Response:
-        response = await handlers["GET" if http.method == "HEAD" else http.method](http)
-        forget_body(http)
-        return response
-
-    return Route(path, handle, methods=list(handlers))
-
-
-class Endpoints(ABC):
+class Endpoints:
     """Some endpoints of one service."""
 
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
         self._intake = intake
 
-    @abstractmethod
-    def routes(self) -> list[Route]: ...
+    def routes(self) -> list[Route]:
+        return routes_of(self)

@@ -7,10 +7,11 @@ from importlib.metadata import version
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from penstock.gateway.endpoints.answering import Made, ModelEndpoints
-from penstock.gateway.endpoints.intake import Arrival, route
+from penstock.gateway.endpoints.answering import ModelEndpoints
+from penstock.gateway.endpoints.intake import Arrival
+from penstock.gateway.endpoints.operation import ANY, BY_PROMPT, STREAMED, serves
+from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.wire.llama.bodies import InfillBody, LlamaBody, TemplateBody
@@ -21,26 +22,25 @@ from penstock.gateway.wire.writing import Head
 class LlamaApi(ModelEndpoints):
     """The llama.cpp API of one service."""
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/completion", POST=self.complete),
-            route("/infill", POST=self.fill),
-            route("/apply-template", POST=self.apply),
-            route("/props", GET=self.props),
-            route("/slots", GET=self.slots),
-        ]
-
+    @serves("POST /completion", BY_PROMPT, LlamaBody, answers=STREAMED, json_types=("object", "array"))
     async def complete(self, http: HttpRequest) -> Response:
+        """Continue texts, for llama.cpp's clients."""
         return await self._answer(http, LlamaBody, self._writer, "cmpl-")
 
+    @serves("POST /infill", BY_PROMPT, InfillBody, answers=STREAMED, json_types=("object", "array"))
     async def fill(self, http: HttpRequest) -> Response:
+        """Fill in the text between two others, for llama.cpp's clients."""
         return await self._answer(http, InfillBody, self._writer, "cmpl-")
 
     def _writer(self, head: Head, came: Arrival, _: Made) -> LlamaWriter:
         return LlamaWriter(head, came.body, self._service.tokenizer, self._service.dispatch.context_length)
 
+    @serves("POST /apply-template", ANY, TemplateBody, statuses=(404, 429))
     async def apply(self, http: HttpRequest) -> Response:
-        """Answers the text of a conversation, without what the tokenizer puts before every text."""
+        """Give the text of a conversation.
+
+        What the tokenizer puts before every text is left out.
+        """
         came, [prompt], headers = await self._intake.counted_prompts(http, TemplateBody)
         spell = partial(self._spelt, prompt)
         text = await self._intake.counting(came.tenant).run(len(prompt), spell)
@@ -53,7 +53,9 @@ class LlamaApi(ModelEndpoints):
 
     # The server
 
+    @serves("GET /props", ANY)
     async def props(self, http: HttpRequest) -> Response:
+        """Say what llama.cpp's clients ask of a server."""
         self._intake.client(http)
         tokenizer, options = self._service.tokenizer, self._service.options
         defaults = options.defaults
@@ -87,8 +89,12 @@ class LlamaApi(ModelEndpoints):
             }
         )
 
+    @serves("GET /slots", ANY, json_types=("array",))
     async def slots(self, http: HttpRequest) -> Response:
-        """Lists the caller's generations, or for an operator's key all of them, and seats without one."""
+        """List the caller's generations, as llama.cpp does.
+
+        An operator's key is shown all of them, and seats without one.
+        """
         client = self._intake.client(http)
         shown = [
             generation

@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from penstock.gateway.endpoints.batches import MAX_LISTED
 from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from penstock.gateway.endpoints.files import begun
-from penstock.gateway.endpoints.intake import Endpoints, Intake, route
+from penstock.gateway.endpoints.intake import Endpoints, Intake
+from penstock.gateway.endpoints.operation import ANY, BY_ID, ONCE, looks_up, serves
 from penstock.gateway.errors import existing, invalid
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
 from penstock.gateway.http.json_response import Json
@@ -59,16 +59,9 @@ class MessageBatchesApi(Endpoints):
         self._files = files
         self._batches = batches
 
-    def routes(self) -> list[Route]:
-        one = "/v1/messages/batches/{message_batch_id}"
-        return [
-            route("/v1/messages/batches", GET=self.list_batches, POST=self.create),
-            route(one, GET=self.show, DELETE=self.delete),
-            route(f"{one}/cancel", POST=self.cancel),
-            route(f"{one}/results", GET=self.results),
-        ]
-
+    @serves("POST /v1/messages/batches", ONCE, MessageBatchBody, statuses=(429, 503))
     async def create(self, http: HttpRequest) -> Response:
+        """Run requests for messages."""
         tenant = self._intake.tenant(http)
         body = await self._intake.read(http, MessageBatchBody)
         _check_requests(body.requests)
@@ -93,7 +86,9 @@ class MessageBatchesApi(Endpoints):
             raise
         return Json(shown)
 
+    @looks_up("/v1/messages/batches", ANY, query=CursorQuery, statuses=(503,))
     async def list_batches(self, http: HttpRequest) -> Response:
+        """List batches of messages."""
         tenant = self._intake.tenant(http)
         query = validated(CursorQuery, http.query_params)
         with answering():
@@ -103,16 +98,24 @@ class MessageBatchesApi(Endpoints):
         shown = [message_batch(batch, _url(http, batch.id)) for batch in read]
         return Json(cursor_page(shown, ids, has_more=has_more))
 
+    @looks_up("/v1/messages/batches/{message_batch_id}", BY_ID)
     async def show(self, http: HttpRequest) -> Response:
+        """Show a batch of messages."""
         return self._shown(http, await self._found(http))
 
+    @serves("POST /v1/messages/batches/{message_batch_id}/cancel", BY_ID)
     async def cancel(self, http: HttpRequest) -> Response:
-        """Cancels a batch, or shows it if it has ended."""
+        """Stop a batch of messages.
+
+        If it has ended, it is shown.
+        """
         found = await self._found(http)
         with answering():
             return self._shown(http, await self._batches.cancel(self._intake.tenant(http), found.id) or found)
 
+    @serves("DELETE /v1/messages/batches/{message_batch_id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
+        """Forget a batch of messages that has ended."""
         tenant, batch = self._intake.tenant(http), await self._ended(http)
         for file in await self._files.all(tenant):
             if file.id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
@@ -121,7 +124,14 @@ class MessageBatchesApi(Endpoints):
             await self._store.delete(Key(KIND, tenant, batch.id))
         return Json({"id": batch.id, "type": "message_batch_deleted"})
 
+    @looks_up(
+        "/v1/messages/batches/{message_batch_id}/results",
+        BY_ID,
+        answers=("application/x-jsonl",),
+        statuses=(410,),
+    )
     async def results(self, http: HttpRequest) -> Response:
+        """Give the results of a batch of messages that has ended."""
         tenant, batch = self._intake.tenant(http), await self._ended(http)
         parts = await begun(self._results(tenant, batch))
         return StreamingResponse(parts, media_type="application/x-jsonl")

@@ -6,11 +6,12 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints
-from penstock.gateway.endpoints.intake import Arrival, Intake, route
+from penstock.gateway.endpoints.answering import Answering, ModelEndpoints
+from penstock.gateway.endpoints.intake import Arrival, Intake
+from penstock.gateway.endpoints.operation import ANY, BY_ID, answers, follows, serves
 from penstock.gateway.endpoints.recorded import ReplyRecorder
+from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.kinds import MESSAGE, PREFIXES
@@ -25,26 +26,32 @@ class MessagesApi(ModelEndpoints):
 
     def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
         super().__init__(service, intake, answering)
-        self._recorder = ReplyRecorder(service, intake, MESSAGE, _details)
+        self._recorder = ReplyRecorder(service, intake, MESSAGE, _details, {"type": "message_deleted"})
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/messages", POST=self.create),
-            route("/v1/messages/count_tokens", POST=self.count),
-            route("/v1/messages/{id}", **self._recorder.by_id({"type": "message_deleted"})),
-        ]
-
+    @answers("/v1/messages", MessagesBody)
     async def create(self, http: HttpRequest) -> Response:
+        """Answer a conversation in Anthropic's format, streamed or whole."""
         return await self._answer(http, MessagesBody, _writer, PREFIXES[MESSAGE], self._recorder)
 
+    @serves("POST /v1/messages/count_tokens", ANY, CountTokensBody, statuses=(404, 429))
     async def count(self, http: HttpRequest) -> Response:
-        """Answers how many tokens the prompt of such a message has."""
+        """Count the tokens of such a conversation."""
         _, [prompt], headers = await self._intake.counted_prompts(http, CountTokensBody)
         return Json({"input_tokens": len(prompt)}, headers=headers)
 
+    @follows("/v1/messages/{id}")
+    async def follow(self, http: HttpRequest) -> Response:
+        """Follow a resumable message, after the event that was seen last."""
+        return await self._recorder.show(http)
+
+    @serves("DELETE /v1/messages/{id}", BY_ID)
+    async def forget(self, http: HttpRequest) -> Response:
+        """Stop and forget a resumable message."""
+        return await self._recorder.discard(http)
+
 
 def _writer(head: Head, came: Arrival, made: Made) -> MessageWriter:
-    return MessageWriter(head, came.body.max_tokens, made.guidance.reading)
+    return MessageWriter(head, came.body.max_tokens, made.reading)
 
 
 def _details(ask: Ask) -> dict[str, Any]:

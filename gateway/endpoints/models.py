@@ -6,14 +6,16 @@ from collections.abc import Collection
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
-from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.endpoints.intake import Endpoints
+from penstock.gateway.endpoints.operation import ANY, looks_up, serves
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import salt_of, salts_of
 from penstock.gateway.errors import invalid
@@ -35,13 +37,9 @@ _MOST_PREFIXES = 100
 class ModelsApi(Endpoints):
     """The names under which one service serves its model."""
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/models", GET=self.list_models),
-            route("/v1/models/{name:path}", GET=self.show),
-        ]
-
+    @serves("GET /v1/models", ANY)
     async def list_models(self, http: HttpRequest) -> Response:
+        """List the names of the model, in Anthropic's format to its clients."""
         tenant = self._intake.client(http).tenant
         names = self._service.options.models
         if not speaks_anthropic(http):
@@ -49,7 +47,9 @@ class ModelsApi(Endpoints):
         ids, has_more = window(names, validated(CursorQuery, http.query_params))
         return Json(cursor_page([self._model_info(name) for name in ids], ids, has_more=has_more))
 
+    @serves("GET /v1/models/{name:path}", ANY, statuses=(404,))
     async def show(self, http: HttpRequest) -> Response:
+        """Show the model under one of its names."""
         tenant = self._intake.client(http).tenant
         name = http.path_params["name"]
         self._intake.check_model(name)
@@ -90,18 +90,19 @@ def reasoning_of(variables: Collection[str]) -> Literal["effort", "switch"] | No
     return "switch" if any(name in variables for name in thinking_switches(True)) else None
 
 
+class LocateQuery(TypedDict, total=False):
+    """A prompt in one of two forms."""
+
+    tokens: Annotated[str, Field(pattern="^[0-9]+(,[0-9]+)*$")]
+    messages: Annotated[str, Field(json_schema_extra={"contentMediaType": "application/json"})]
+
+
 class TokensApi(Endpoints):
     """The tokens of one service's model, and the prefixes that it has cached."""
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/tokenize", POST=self.tokenize),
-            route("/detokenize", POST=self.detokenize),
-            route("/v1/prefixes", GET=self.list_prefixes),
-            route("/v1/prefixes/locate", GET=self.locate, POST=self.locate),
-        ]
-
+    @serves("POST /tokenize", ANY, TokenizeBody, statuses=(404, 429))
     async def tokenize(self, http: HttpRequest) -> Response:
+        """Give the tokens of a text or of messages."""
         client = self._intake.client(http)
         async with self._intake.counted(client) as headers:
             body = await self._intake.read(http, TokenizeBody)
@@ -159,7 +160,9 @@ class TokensApi(Endpoints):
             return []
         return await counting.encode_text(body.prompt, "prompt", add_special=body.add_special_tokens)
 
+    @serves("POST /detokenize", ANY, DetokenizeBody, statuses=(404, 429))
     async def detokenize(self, http: HttpRequest) -> Response:
+        """Give the text of tokens."""
         client = self._intake.client(http)
         async with self._intake.counted(client) as headers:
             body = await self._intake.read(http, DetokenizeBody)
@@ -176,8 +179,12 @@ class TokensApi(Endpoints):
         check_token_ids(token_ids, tokenizer.vocab_size, "tokens")
         return tokenizer.decode(token_ids, skip_special=False)
 
+    @looks_up("/v1/prefixes", ANY)
     async def list_prefixes(self, http: HttpRequest) -> Response:
-        """Lists the caller's cached prefixes that were found most often, and last."""
+        """List the prefixes that are cached.
+
+        The caller's that were found most often, and last, are shown.
+        """
         salts = salts_of(self._intake.client(http).tenant)
         data = [
             {
@@ -191,8 +198,10 @@ class TokensApi(Endpoints):
         ]
         return Json({"object": "list", "data": data})
 
+    @serves("GET /v1/prefixes/locate", ANY, query=LocateQuery, statuses=(429,))
+    @serves("POST /v1/prefixes/locate", ANY, LocateBody, statuses=(429,))
     async def locate(self, http: HttpRequest) -> Response:
-        """Says which replica has most of a prompt of the caller's in its cache."""
+        """Say which replica is warm for a prompt."""
         client = self._intake.client(http)
         async with self._intake.counted(client) as headers:
             body = await self._locate_body(http)

@@ -9,11 +9,12 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints
-from penstock.gateway.endpoints.intake import Arrival, Intake, route
+from penstock.gateway.endpoints.answering import Answering, ModelEndpoints
+from penstock.gateway.endpoints.intake import Arrival, Intake
+from penstock.gateway.endpoints.operation import ANY, BY_ID, BY_PROMPT, LINED, answers, follows, serves
 from penstock.gateway.endpoints.recorded import ReplyRecorder
+from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.errors import invalid
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.service import Service
@@ -45,35 +46,24 @@ class OllamaApi(ModelEndpoints):
 
     def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
         super().__init__(service, intake, answering)
-        self._chats = ReplyRecorder(service, intake, LINES, partial(_details, is_chat=True))
-        self._prompts = ReplyRecorder(service, intake, LINES, partial(_details, is_chat=False))
+        self._chats = ReplyRecorder(service, intake, LINES, partial(_details, is_chat=True), _DELETED)
+        self._prompts = ReplyRecorder(service, intake, LINES, partial(_details, is_chat=False), _DELETED)
 
-    def routes(self) -> list[Route]:
-        by_id = self._chats.by_id({"deleted": True})
-        return [
-            route("/api/chat", POST=self.chat),
-            route("/api/generate", POST=self.generate),
-            route("/api/embed", POST=self.embed),
-            route("/api/embeddings", POST=self.embed_prompt),
-            route("/api/tags", GET=self.list_models),
-            route("/api/ps", GET=self.list_loaded),
-            route("/api/show", POST=self.show),
-            route("/api/pull", POST=self.pull),
-            route("/api/create", POST=self.create),
-            route("/api/copy", POST=self.copy),
-            route("/api/version", GET=self.version),
-            *(route(f"/api/{name}/{{id}}", **by_id) for name in ("chat", "generate")),
-        ]
-
+    @answers("/api/chat", OllamaChatBody, LINED)
     async def chat(self, http: HttpRequest) -> Response:
+        """Answer a conversation in Ollama's format, streamed or whole."""
         write, load = partial(self._writer, is_chat=True), partial(_loaded, is_chat=True)
         return await self._answer(http, OllamaChatBody, write, "", self._chats, load)
 
+    @answers("/api/generate", OllamaGenerateBody, LINED)
     async def generate(self, http: HttpRequest) -> Response:
+        """Answer a prompt in Ollama's format, streamed or whole."""
         write, load = partial(self._writer, is_chat=False), partial(_loaded, is_chat=False)
         return await self._answer(http, OllamaGenerateBody, write, "", self._prompts, load)
 
+    @serves("POST /api/embed", BY_PROMPT, OllamaEmbedBody)
     async def embed(self, http: HttpRequest) -> Response:
+        """Turn texts into vectors, for Ollama's clients."""
         return await self._answer(
             http,
             OllamaEmbedBody,
@@ -82,7 +72,9 @@ class OllamaApi(ModelEndpoints):
             load=lambda ask: {"model": ask.model, "embeddings": []},
         )
 
+    @serves("POST /api/embeddings", BY_PROMPT, OllamaEmbeddingBody)
     async def embed_prompt(self, http: HttpRequest) -> Response:
+        """Turn a text into a vector, for Ollama's older clients."""
         return await self._answer(
             http, OllamaEmbeddingBody, _embedding_writer, "embd-", load=lambda _: {"embedding": []}
         )
@@ -93,19 +85,33 @@ class OllamaApi(ModelEndpoints):
             head,
             is_chat=is_chat,
             tells_context=ask.kept.output,
-            reading=made.guidance.reading,
+            reading=made.reading,
             tokens=None if ask.num_logprobs is None else self._service.tokenizer,
             num_top=ask.shown.extras.num_top,
         )
 
+    @follows("/api/chat/{id} /api/generate/{id}", LINED)
+    async def follow(self, http: HttpRequest) -> Response:
+        """Follow a resumable answer, after the line that was seen last."""
+        return await self._chats.show(http)
+
+    @serves("DELETE /api/chat/{id} /api/generate/{id}", BY_ID)
+    async def forget(self, http: HttpRequest) -> Response:
+        """Stop and forget a resumable answer."""
+        return await self._chats.discard(http)
+
     # The model
 
+    @serves("GET /api/tags", ANY)
     async def list_models(self, http: HttpRequest) -> Response:
+        """List the names of the model, for Ollama's clients."""
         self._intake.client(http)
         modified = timestamp(self._service.options.created)
         return Json({"models": [{**self._model(name), "modified_at": modified} for name in self._names]})
 
+    @serves("GET /api/ps", ANY)
     async def list_loaded(self, http: HttpRequest) -> Response:
+        """List the same as loaded, for Ollama's clients."""
         self._intake.client(http)
         context_length = self._service.dispatch.context_length
         loaded = {
@@ -115,7 +121,9 @@ class OllamaApi(ModelEndpoints):
         }
         return Json({"models": [{**self._model(name), **loaded} for name in self._names]})
 
+    @serves("POST /api/show", ANY, OllamaShowBody, statuses=(404,))
     async def show(self, http: HttpRequest) -> Response:
+        """Show the model, for Ollama's clients."""
         self._intake.client(http)
         name = shown_name(await self._intake.read(http, OllamaShowBody))
         self._intake.check_model(name)
@@ -137,11 +145,17 @@ class OllamaApi(ModelEndpoints):
             }
         )
 
+    @serves("POST /api/pull", ANY, OllamaPullBody, answers=LINED, statuses=(404,))
     async def pull(self, http: HttpRequest) -> Response:
-        """Reports success for a model that is served; raises 404 for others."""
+        """Report that a model is there.
+
+        Raises 404 for a model that is not served.
+        """
         return await self._there(http, OllamaPullBody)
 
+    @serves("POST /api/create", ANY, OllamaCreateBody, answers=LINED, statuses=(404,))
     async def create(self, http: HttpRequest) -> Response:
+        """Report that a model is there; none is made of it."""
         return await self._there(http, OllamaCreateBody)
 
     async def _there(self, http: HttpRequest, kind: type[OllamaPullBody | OllamaCreateBody]) -> Response:
@@ -154,7 +168,9 @@ class OllamaApi(ModelEndpoints):
             return Json({"status": "success"})
         return Response('{"status": "success"}\n', media_type=LineWriter.media_type)
 
+    @serves("POST /api/copy", ANY, OllamaCopyBody, statuses=(404,))
     async def copy(self, http: HttpRequest) -> Response:
+        """Report that both names are the model's."""
         self._intake.client(http)
         body = await self._intake.read(http, OllamaCopyBody)
         self._intake.check_model(plain_name(body.source))
@@ -170,7 +186,9 @@ class OllamaApi(ModelEndpoints):
         able = {"completion": True, "tools": formats.tools, "thinking": formats.reasoning}
         return [name for name, is_there in able.items() if is_there]
 
+    @serves("GET /api/version", ANY, is_open=True)
     async def version(self, _: HttpRequest) -> Response:
+        """Say the version of Ollama whose API this is."""
         return Json({"version": VERSION})
 
     @property
@@ -204,6 +222,7 @@ def _embedding_writer(_: Head, __: Arrival, ___: Made) -> EmbeddingWriter:
     return EmbeddingWriter()
 
 
+_DELETED = {"deleted": True}
 _DETAILS = {
     "parent_model": "",
     "format": "safetensors",

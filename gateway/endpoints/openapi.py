@@ -39,15 +39,11 @@ class OpenApi:
 
     def __init__(self, routes: Sequence[Route], limits: Limits, *, with_keys: bool) -> None:
         """`with_keys` says whether clients need a key."""
-        self._routes = [Route("/openapi.json", self.show, methods=["GET"]), *routes]
+        self.routes = [Route("/openapi.json", self.show, methods=["GET"]), *routes]
+        """The routes that are described, that of the description included."""
         self._limits = limits
         self._with_keys = with_keys
         self._document = b""
-
-    @property
-    def routes(self) -> list[Route]:
-        """The routes that are described, that of the description included."""
-        return self._routes
 
     async def show(self, _: HttpRequest) -> Response:
         self._document = self._document or await anyio.to_thread.run_sync(self._render)
@@ -58,11 +54,10 @@ class OpenApi:
 
     def document(self) -> JsonSchema:
         """Returns the description; raises LookupError if a route is not in OPERATIONS."""
-        named = [(re.sub(r":\w+}", "}", route.path), route.methods or set()) for route in self._routes]
         found = [
-            (path, method, OPERATIONS[path][method])
-            for path, methods in named
-            for method in sorted(methods - {"HEAD"})
+            (route.path_format, method, OPERATIONS[route.path_format][method])
+            for route in self.routes
+            for method in sorted((route.methods or set()) - {"HEAD"})
         ]
         schemas = _Schemas((operation for _, _, operation in found), self._limits)
         paths: dict[str, JsonSchema] = {}

@@ -8,9 +8,9 @@ from importlib.metadata import version
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.endpoints.intake import Endpoints
+from penstock.gateway.endpoints.operation import ANY, OWN, serves
 from penstock.gateway.errors import ApiError
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.instruments import CONTENT_TYPE
@@ -20,10 +20,9 @@ from penstock.gateway.service import Service
 class ServerInfoApi(Endpoints):
     """The settings of one service, for its operator alone."""
 
-    def routes(self) -> list[Route]:
-        return [route("/server_info", GET=self.show)]
-
+    @serves("GET /server_info", ANY, statuses=(403,))
     async def show(self, http: HttpRequest) -> Response:
+        """Show the server's settings to its operator."""
         if not self._intake.client(http).is_operator:
             message = "Only a key of the operator's may see the server's settings."
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="operator_only")
@@ -44,42 +43,51 @@ class ServerInfoApi(Endpoints):
         )
 
 
-class OperatorApi:
+class OperatorApi(Endpoints):
     """The state of one service, for its operator's programs."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def routes(self, *, with_metrics: bool) -> list[Route]:
-        return [
-            route("/health", GET=self.health),
-            route("/ping", GET=self.health),
-            route("/ready", GET=self.ready),
-            route("/load", GET=self.load),
-            route("/version", GET=self.version),
-            *([route("/metrics", GET=self.metrics)] if with_metrics else ()),
-        ]
-
+    @serves("GET /health", OWN, is_open=True, is_probe=True)
     async def health(self, http: HttpRequest) -> Response:
-        """Answers 503 if this process has to be started again or, where the operator wants it, like `ready`."""
+        """Red means: restart this process; with --health ready, what /ready says."""
         if self._service.options.health_is_ready:
             return await self.ready(http)
         health = self._service.health
         status = HTTPStatus.OK if health == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
         return Json({"status": health}, status)
 
+    @serves("GET /ping", OWN, is_open=True, is_probe=True)
+    async def ping(self, http: HttpRequest) -> Response:
+        """Say what /health says, for SageMaker."""
+        return await self.health(http)
+
+    @serves("GET /ready", OWN, is_open=True, is_probe=True)
     async def ready(self, _: HttpRequest) -> Response:
-        """Answers 503 if requests have to be sent elsewhere."""
+        """Red means: send requests elsewhere."""
         readiness = self._service.readiness
         status = HTTPStatus.OK if readiness == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
         return Json({"status": readiness}, status)
 
+    @serves("GET /load", ANY, is_open=True)
     async def load(self, _: HttpRequest) -> Response:
-        """Says how many requests wait or run, as vLLM's routers ask for it."""
+        """Say how many requests wait or run.
+
+        vLLM's routers ask for it.
+        """
         return Json({"server_load": len(self._service.dispatch)})
 
+    @serves("GET /version", ANY, is_open=True)
     async def version(self, _: HttpRequest) -> Response:
+        """Say the version of Penstock."""
         return Json({"version": version("penstock")})
 
+
+class MetricsApi(Endpoints):
+    """The metrics of one service; they may have a port of their own."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @serves("GET /metrics", OWN, answers=("text/plain",), is_open=True)
     async def metrics(self, _: HttpRequest) -> Response:
+        """Give the metrics, for Prometheus."""
         return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE})

@@ -9,9 +9,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.gateway.access.idempotency import not_here
-from penstock.gateway.endpoints.answering import Made, Recorder
-from penstock.gateway.endpoints.intake import Arrival, Handler, Intake
+from penstock.gateway.endpoints.answering import Recorder
+from penstock.gateway.endpoints.intake import Arrival, Intake
 from penstock.gateway.endpoints.replies import Sender, follow, position_asked
+from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.errors import invalid
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.service import Service
@@ -29,16 +30,26 @@ class ReplyRecorder(Recorder):
     num_digits = 32
 
     def __init__(
-        self, service: Service, intake: Intake, kind: str, more: Callable[[Ask], dict[str, Any]]
+        self,
+        service: Service,
+        intake: Intake,
+        kind: str,
+        more: Callable[[Ask], dict[str, Any]],
+        deleted: Mapping[str, object],
     ) -> None:
-        """`more` returns the further details that the writers of this kind are made of."""
+        """
+        Args:
+            more: returns the further details that the writers of this kind are made of.
+            deleted: what is said of a reply that was forgotten, beside its id.
+        """
         self._service = service
         self._intake = intake
         self._more = more
+        self._deleted = deleted
         self.kind, self.prefix = kind, PREFIXES[kind]
 
     def details(self, came: Arrival, made: Made, thread: Thread, head: Head) -> dict[str, Any]:  # noqa: ARG002
-        return details_of(head, made.guidance.reading, stream=came.ask.streams, **self._more(came.ask))
+        return details_of(head, made.reading, stream=came.ask.streams, **self._more(came.ask))
 
     def reply(self, recording: Recording, _: Any) -> Response:
         return self._follow(recording, -1)
@@ -49,23 +60,16 @@ class ReplyRecorder(Recorder):
             raise not_here()
         return self._follow(recording, -1)
 
-    def by_id(self, deleted: Mapping[str, object]) -> dict[str, Handler]:
-        """Returns the handlers that follow a reply again, and stop and forget it.
+    async def show(self, http: HttpRequest) -> Response:
+        """Follows a reply again."""
+        position = position_asked(http)
+        return self._follow(await self._recording(http), position)
 
-        Args:
-            deleted: what is said of one that was forgotten, beside its id.
-        """
-
-        async def show(http: HttpRequest) -> Response:
-            position = position_asked(http)
-            return self._follow(await self._recording(http), position)
-
-        async def discard(http: HttpRequest) -> Response:
-            recording = await self._recording(http)
-            await self._service.recordings.discard(recording)
-            return Json({"id": recording.id, **deleted})
-
-        return {"GET": show, "DELETE": discard}
+    async def discard(self, http: HttpRequest) -> Response:
+        """Stops and forgets a reply."""
+        recording = await self._recording(http)
+        await self._service.recordings.discard(recording)
+        return Json({"id": recording.id, **self._deleted})
 
     def _follow(self, recording: Recording, position: int) -> Sender:
         return follow(self._service, Reader(recording, position), streamed=recording.is_streamed)

@@ -10,10 +10,10 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.engine.planning.request import SamplingParams
-from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake, route
+from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake
+from penstock.gateway.endpoints.operation import ANY, serves
 from penstock.gateway.endpoints.requests import RequestMaker
 from penstock.gateway.errors import invalid
 from penstock.gateway.http.json_response import Json
@@ -34,19 +34,17 @@ class RenderApi(Endpoints):
 
     def __init__(self, service: Service, intake: Intake) -> None:
         super().__init__(service, intake)
-        self._sampling = RequestMaker(service, intake.ignore).sampling
+        self._sampling = RequestMaker(service, intake).sampling
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/completions/render", POST=self.completions),
-            route("/v1/chat/completions/render", POST=self.chat),
-        ]
-
+    @serves("POST /v1/chat/completions/render", ANY, ChatBody, statuses=(404, 429))
     async def chat(self, http: HttpRequest) -> Response:
+        """Give a conversation's tokens and sampling parameters, for routers."""
         [rendered], headers = await self._rendered(http, ChatBody, PREFIXES[CHAT])
         return Json(rendered, headers=headers)
 
+    @serves("POST /v1/completions/render", ANY, CompletionBody, statuses=(404, 429), json_types=("array",))
     async def completions(self, http: HttpRequest) -> Response:
+        """Give each prompt's tokens and sampling parameters, for routers."""
         rendered, headers = await self._rendered(http, CompletionBody, PREFIXES[TEXT])
         return Json(rendered, headers=headers)
 

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.gateway.access.idempotency import not_here
-from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints, Recorder
-from penstock.gateway.endpoints.intake import Arrival, Intake, route
+from penstock.gateway.endpoints.answering import Answering, ModelEndpoints, Recorder
+from penstock.gateway.endpoints.intake import Arrival, Intake
+from penstock.gateway.endpoints.operation import ANY, BY_ID, RECORDED, STREAMED, answers, looks_up, serves
 from penstock.gateway.endpoints.replies import follow
+from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.errors import ApiError, gone, invalid
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.off_loop import off_loop
@@ -33,6 +34,7 @@ from penstock.gateway.sessions.responses.records import KIND, Record
 from penstock.gateway.sessions.responses.schemas import (
     PageQuery,
     ResponseBody,
+    StreamQuery,
     check_id,
     previous_not_found,
     read_stream_query,
@@ -58,23 +60,16 @@ class ResponsesApi(ModelEndpoints, Recorder):
         self._locks = ConversationLocks()
         service.recordings.on_end[KIND] = self.on_end
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/responses", POST=self.create),
-            # Before that of a response whose id it could be.
-            route("/v1/responses/input_tokens", POST=self.count),
-            route("/v1/responses/{id}", GET=self.show, DELETE=self.delete),
-            route("/v1/responses/{id}/cancel", POST=self.cancel),
-            route("/v1/responses/{id}/input_items", GET=self.list_input),
-        ]
-
     # A new response
 
+    @answers("/v1/responses", ResponseBody)
     async def create(self, http: HttpRequest) -> Response:
+        """Take a turn of a conversation, waited for or in the background."""
         return await self._answer(http, ResponseBody, _no_writer, self.prefix, self)
 
+    @serves("POST /v1/responses/input_tokens", ANY, InputTokensBody, statuses=(404, 429, 503))
     async def count(self, http: HttpRequest) -> Response:
-        """Answers how many tokens the prompt of such a response has."""
+        """Count the tokens of a turn."""
         _, [prompt], headers = await self._intake.counted_prompts(http, InputTokensBody, self._thread_of)
         return Json({"object": "response.input_tokens", "input_tokens": len(prompt)}, headers=headers)
 
@@ -99,7 +94,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
     def details(self, came: Arrival, made: Made, thread: Thread, head: Head) -> JsonObject:  # noqa: ARG002
         turn, [request] = came.ask.input, made.requests
         assert isinstance(turn, ResponseTurn)
-        details = details_of(came.body, turn.items, thread.messages, made.guidance.reading)
+        details = details_of(came.body, turn.items, thread.messages, made.reading)
         return {**details, "shared_tokens": records.shared_tokens(thread, request.prompt_token_ids)}
 
     def reply(self, recording: Recording, body: ResponseBody) -> Response:
@@ -151,7 +146,9 @@ class ResponsesApi(ModelEndpoints, Recorder):
 
     # Those there are
 
+    @looks_up("/v1/responses/{id}", BY_ID | RECORDED, query=StreamQuery, answers=STREAMED, statuses=(410,))
     async def show(self, http: HttpRequest) -> Response:
+        """Show a response as it is now, or its events."""
         tenant, response_id = self._named(http)
         query = read_stream_query(http.query_params)
         if query.include_obfuscation:
@@ -167,14 +164,20 @@ class ResponsesApi(ModelEndpoints, Recorder):
         found = await self._existing(tenant, response_id)
         return Json(found.object if isinstance(found, Record) else response(found))
 
+    @looks_up("/v1/responses/{id}/input_items", BY_ID, query=PageQuery)
     async def list_input(self, http: HttpRequest) -> Response:
+        """List what a response was given."""
         tenant, response_id = self._named(http)
         query = validated(PageQuery, http.query_params)
         found = await self._existing(tenant, response_id)
         return Json(page(found.input if isinstance(found, Record) else found.details["input"], query))
 
+    @serves("POST /v1/responses/{id}/cancel", BY_ID)
     async def cancel(self, http: HttpRequest) -> Response:
-        """Once a response has ended, this is as good as asking for it."""
+        """End a response in the background.
+
+        Once a response has ended, this is as good as asking for it.
+        """
         asked = self._named(http)
         found = await self._visible(*asked) or await self._existing(*asked)
         if isinstance(found, Record):
@@ -184,8 +187,12 @@ class ResponsesApi(ModelEndpoints, Recorder):
         self._service.recordings.cancel(found)
         return Json(response(found))
 
+    @serves("DELETE /v1/responses/{id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
-        """Ends a running response; its conversation keeps the output so far."""
+        """End and forget a response.
+
+        Ends a running response; its conversation keeps the output so far.
+        """
         tenant, response_id = self._named(http)
         recording = await self._visible(tenant, response_id)
         if recording is not None:

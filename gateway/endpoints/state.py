@@ -11,13 +11,16 @@ import hmac
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from typing import Annotated
 
 import orjson
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from typing_extensions import TypedDict
 
-from penstock.gateway.endpoints.intake import route
+from penstock.gateway.endpoints.intake import Endpoints, Intake
+from penstock.gateway.endpoints.operation import LINES, OWN, serves
 from penstock.gateway.errors import invalid, unauthorized
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.tracker import MAX_TRACKED
@@ -34,20 +37,24 @@ MOST_BLOCKS = 2048
 _SWITCH = re.compile(r"[0-9a-f]{1,64}")
 
 
-class StateApi:
+class StateQuery(TypedDict):
+    switch: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
+
+
+class StateApi(Endpoints):
     """The state of one service."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, intake: Intake) -> None:
+        super().__init__(service, intake)
         self._epoch = secrets.token_hex(8)
         self._load: Load | None = None
         self._load_s = float("-inf")
 
-    def routes(self) -> list[Route]:
-        return [route(PATH, GET=self.stream)] if self._service.options.cluster_secret else []
-
+    @serves("GET /internal/state", OWN, query=StateQuery, answers=(LINES,), statuses=(503,))
     async def stream(self, http: HttpRequest) -> Response:
-        """A snapshot, then changes, to the end of the last token stream of a server that drains.
+        """Tell a switch of the state of a replica.
+
+        A snapshot, then changes, to the end of the last token stream of a server that drains.
 
         Without `switch`, the snapshot alone.
         """

@@ -8,24 +8,30 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import utc
-from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.endpoints.intake import Endpoints
+from penstock.gateway.endpoints.operation import ANY, serves
 from penstock.gateway.errors import not_found
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.store.interface import Allotment, Grant, Window
 
 
+class UsageQuery(TypedDict, total=False):
+    tenant: str
+
+
 class UsageApi(Endpoints):
     """The usage of one service's tenants."""
 
-    def routes(self) -> list[Route]:
-        return [route("/v1/usage", GET=self.show)]
-
+    @serves("GET /v1/usage", ANY, query=UsageQuery, statuses=(404,))
     async def show(self, http: HttpRequest) -> Response:
-        """Lists the caller's usage; for an operator's key, that of all tenants, or of the one that it names."""
+        """Say what tenants used of their limits, and what is left.
+
+        Lists the caller's usage; for an operator's key, that of all tenants, or of the one that it names.
+        """
         clients = self._chosen(self._intake.client(http), http.query_params.get("tenant"))
         standings = await self._service.quotas.standings(clients)
         return Json(
