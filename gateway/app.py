@@ -18,27 +18,16 @@ from starlette.types import ASGIApp
 
 from penstock.gateway.access import quotas
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
-from penstock.gateway.endpoints.answering import Answering
+from penstock.gateway.endpoints.answering import counted_lookups
 from penstock.gateway.endpoints.batches import BatchesApi
-from penstock.gateway.endpoints.completions import CompletionsApi
-from penstock.gateway.endpoints.conversations import ConversationsApi
-from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
-from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints, Intake
-from penstock.gateway.endpoints.llama import LlamaApi
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
-from penstock.gateway.endpoints.messages import MessagesApi
-from penstock.gateway.endpoints.models import ModelsApi, TokensApi
-from penstock.gateway.endpoints.ollama import OllamaApi
 from penstock.gateway.endpoints.openapi import OpenApi
-from penstock.gateway.endpoints.operation import Handler, routes_of
-from penstock.gateway.endpoints.operator import MetricsApi, OperatorApi, ServerInfoApi
-from penstock.gateway.endpoints.rendering import RenderApi
-from penstock.gateway.endpoints.responses import ResponsesApi
+from penstock.gateway.endpoints.operation import handlers_of, routes_of
+from penstock.gateway.endpoints.operations import PLAIN_APIS
+from penstock.gateway.endpoints.operator import MetricsApi
 from penstock.gateway.endpoints.state import StateApi
-from penstock.gateway.endpoints.stored_chats import StoredChatsApi
-from penstock.gateway.endpoints.usage import UsageApi
 from penstock.gateway.errors import DROPPED_HEADER, ApiError
 from penstock.gateway.http.connections import ServerSendMiddleware
 from penstock.gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
@@ -51,7 +40,6 @@ from penstock.gateway.http.refusals import (
     answer_http_error,
 )
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.batches.batch import Endpoint
 from penstock.gateway.sessions.batches.files import Files
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 
@@ -77,41 +65,19 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         static: folder of the chat page, served at `/` and `/static/`; without it there is none.
     """
     intake, files = Intake(service), Files(service.store)
-    answering = Answering(service, intake)
-    completions = CompletionsApi(service, intake, answering)
-    embeddings = EmbeddingsApi(service, intake, answering)
-    responses = ResponsesApi(service, intake, answering)
-    messages = MessagesApi(service, intake, answering)
-    handlers: dict[Endpoint, Handler] = {
-        "/v1/chat/completions": completions.chat,
-        "/v1/completions": completions.complete,
-        "/v1/embeddings": embeddings.embed,
-        "/v1/responses": responses.create,
-        "/v1/messages": messages.create,
-    }
-    batches = BatchesApi(service, intake, files, handlers)
-    apis: list[Endpoints] = [
-        completions,
-        StoredChatsApi(service, intake, completions),
-        RenderApi(service, intake),
-        embeddings,
-        DecisionsApi(service, intake, answering),
-        responses,
+    apis: list[Endpoints] = [api(service, intake) for api in PLAIN_APIS]
+    batches = BatchesApi(service, intake, files, handlers_of(*apis))
+    apis += [
         FilesApi(service, intake, files),
         batches,
-        ConversationsApi(service, intake),
         MessageBatchesApi(service, intake, files, batches.batches),
-        messages,
-        OllamaApi(service, intake, answering),
-        LlamaApi(service, intake, answering),
-        *(
-            api(service, intake)
-            for api in (ModelsApi, TokensApi, EventsApi, UsageApi, ServerInfoApi, OperatorApi)
-        ),
         *([StateApi(service, intake)] if service.options.cluster_secret else ()),
         *(() if service.options.metrics_elsewhere else [MetricsApi(service)]),
     ]
-    routes = [*routes_of(*apis, wrapped=intake.counted_lookups), *(_page_routes(static) if static else ())]
+    routes = [
+        *routes_of(*apis, wrapped=partial(counted_lookups, intake)),
+        *(_page_routes(static) if static else ()),
+    ]
     options = service.options
     openapi = OpenApi(routes, options.limits, with_keys=bool(options.clients))
     app = Starlette(

@@ -28,7 +28,6 @@ from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
 from penstock.gateway.limits import Limits
 from penstock.gateway.metrics import Metrics
-from penstock.gateway.promises import shown
 from penstock.gateway.sessions.owners import tag_of
 from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
@@ -44,6 +43,7 @@ from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.reading import AUTO, Formats
 from penstock.gateway.wire.sampling import SamplingDefaults
+from penstock.priority.coverage import Coverage
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
 from penstock.priority.queue import LaneQueue
 from penstock.priority.routing.state import Load
@@ -278,7 +278,7 @@ class Service:
                 "waiting": depth,
                 "forecast_ttft_ms": self._forecast_ms(lane),
                 "promised_ttft_ms": _ms(self.options.promises.get(lane)),
-                **shown(coverage.get(lane)),
+                **_coverage(coverage.get(lane)),
             }
             for lane, depth in self._queue.depths().items()
         }
@@ -374,6 +374,17 @@ class Service:
         self.dispatch.draining = True
         if self._warm_up is not None:
             self._warm_up.cancel()
+
+
+def _coverage(coverage: Coverage | None) -> dict[str, object]:
+    """Returns a lane's coverage for `/v1/events`."""
+    if coverage is None or not coverage.num:
+        return {"attainment": None, "coverage": None}
+    low, high = coverage.interval
+    return {
+        "attainment": coverage.num_kept / coverage.num,
+        "coverage": {"promised": coverage.num, "kept": coverage.num_kept, "low": low, "high": high},
+    }
 
 
 def _states(use: StateUse) -> dict[str, int] | None:

@@ -1,12 +1,14 @@
-"""The answer to a request: it is let in, its prompts are made, and its reply begins, live or recorded."""
+"""The answer to a request: it is let in, its reply begins, live or recorded, and is sent, streamed or whole."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
@@ -14,24 +16,35 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.access.idempotency import HEADER, RESUMABLE_HEADER, idempotency_key
+from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.background import meanwhile
 from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake
-from penstock.gateway.endpoints.replies import Sender, live
+from penstock.gateway.endpoints.operation import Handler, Operation
 from penstock.gateway.endpoints.requests import Made, RequestMaker
 from penstock.gateway.errors import invalid, unsupported
+from penstock.gateway.http.connections import Connection
 from penstock.gateway.http.json_response import Json
-from penstock.gateway.reply.live import Live
+from penstock.gateway.reply.generation import Live
+from penstock.gateway.reply.whole import whole, whole_json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
 from penstock.gateway.sessions.owners import owned_id
+from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
 from penstock.gateway.wire.ask import Ask, Turn
 from penstock.gateway.wire.beams import check_beams
+from penstock.gateway.wire.frames import json_pieces
 from penstock.gateway.wire.strict import Body
-from penstock.gateway.wire.writing import Counts, Head, WholeWriter
+from penstock.gateway.wire.writing import Counts, Head, WholeWriter, Writer
 
+_PIECE_BYTES = 64 * 1024
+
+Keep = Callable[[dict[str, Any], int], Awaitable[None]]
+"""A Keep takes a whole reply's JSON and its size in bytes."""
 MakeWriter = Callable[[Head, Arrival, Made], WholeWriter[Counts]]
 """Makes the writer of a reply; where the ask may stream, it is a `Writer`."""
 
@@ -62,27 +75,28 @@ class Recorder(ABC):
         """Returns the reply to a request that was sent before."""
 
 
-class Answering:
-    """Answers the requests for one service's model."""
+class ModelEndpoints(Endpoints):
+    """Some endpoints whose requests the model answers."""
 
     def __init__(self, service: Service, intake: Intake) -> None:
-        self._service = service
-        self._intake = intake
+        super().__init__(service, intake)
         self._made = RequestMaker(service, intake).made
 
-    async def answer(
+    async def _answer(
         self,
         http: HttpRequest,
         kind: type[Body],
         write: MakeWriter,
-        prefix: str,
         recorder: Recorder | None = None,
-        load: Callable[[Ask], dict[str, object]] = lambda _: {},
+        *,
+        prefix: str = "",
+        load: Callable[[Arrival], dict[str, object]] = lambda _: {},
     ) -> Response:
         """Answers a request whose body is of a kind.
 
         Args:
-            prefix: the beginning of the reply's id.
+            recorder: records replies that outlive their connection.
+            prefix: the beginning of the ids of replies that are never recorded.
             load: returns the reply to an ask for nothing but that the model be loaded.
 
         Raises:
@@ -92,17 +106,18 @@ class Answering:
         ask = came.ask
         self._check(ask)
         if not ask.input:
-            return Json(load(ask))
-        key = None if recorder is None else idempotency_key(http)
+            return Json(load(came))
+        key = idempotency_key(http) if recorder is not None and HEADER in http.headers else None
         outlives = recorder is not None and (
             key is not None or ask.kept.background or _is_resumable(http, ask)
         )
         if recorder is None or not (recorder.always or outlives):
+            prefix = prefix if recorder is None else recorder.prefix
             return await self._live(came, write, prefix + secrets.token_hex(16))
         check_recordable(ask, recorder, key)
         came = replace(came, is_recorded=True)
         reply_id = owned_id(recorder.prefix, self._service.tag, recorder.num_digits)
-        start = partial(self._recording, came, recorder, reply_id, outlives)
+        start = partial(self._begin_recording, came, recorder, reply_id, outlives)
         recording = await self._service.idempotency.once(came.tenant.name, key, came.body, reply_id, start)
         if isinstance(recording, str):
             return await recorder.repeat(came.tenant.name, recording, came.body)
@@ -123,9 +138,11 @@ class Answering:
             keeps=ask.streams and (ask.kept.output or stored is not None),
         )
         keep_whole = None if stored is None else partial(keep, self._service.store, came.tenant.name, stored)
-        return live(self._service, reply, keep_whole)
+        return LiveSender(self._service, reply, keep_whole)
 
-    async def _recording(self, came: Arrival, recorder: Recorder, reply_id: str, outlives: bool) -> Recording:
+    async def _begin_recording(
+        self, came: Arrival, recorder: Recorder, reply_id: str, outlives: bool
+    ) -> Recording:
         self._check_room(came)
         kept, head = came.ask.kept, self._head(came.ask, reply_id)
         async with recorder.thread(came) as thread:
@@ -196,9 +213,175 @@ def check_recordable(ask: Ask, recorder: Recorder, key: str | None) -> None:
         raise invalid(f"There can only be one prompt together with {way}.", ask.field)
 
 
-class ModelEndpoints(Endpoints):
-    """Some endpoints whose requests go to the model."""
+class Sender(Response, ABC):
+    """Sends the output of a reply to one reader, as a stream or as a whole."""
 
-    def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
-        super().__init__(service, intake)
-        self._answer = answering.answer
+    def __init__(
+        self,
+        service: Service,
+        reader: Live | Reader,
+        reservation: Reservation | None,
+        *,
+        streamed: bool,
+        at_once: bool = False,
+        keep: Keep | None = None,
+    ) -> None:
+        """
+        Args:
+            at_once: the status is not held back until there is something to show.
+            keep: is given the whole reply before the last of it is sent.
+        """
+        self._service = service
+        self._reader = reader
+        self._writer: Writer[Any] = reader.writer
+        self._quota_headers = dict({} if reservation is None else reservation.headers)
+        self._streamed = streamed
+        self._at_once = at_once
+        self._keep = keep
+        self.background = None
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Connects the reader and starts its work."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Detaches the connection when it is gone or has everything; idempotent."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
+        self._reader.connection = connection
+        self._begin()
+        async with meanwhile(connection.watch(receive, self._leave)):
+            try:
+                if self._streamed:
+                    await self._send_stream(connection)
+                else:
+                    await self._send_whole(connection)
+            finally:
+                self._leave()
+
+    async def _send_stream(self, connection: Connection) -> None:
+        reader = self._reader
+        if self._at_once:
+            await self._commit(connection)
+        while not reader.at_end:
+            await reader.news()
+            if connection.gone:
+                return
+            if not connection.committed:
+                self._check()  # from here on the status is 200: an error before this is a plain one
+                await self._commit(connection)
+            body = reader.take()
+            if reader.at_end and reader.finished and reader.refusal is None and self._keep is not None:
+                await self._kept(self._keep)
+            if connection.overdue:
+                connection.overdue = False
+                body = body or self._writer.keepalive
+            if body or reader.at_end:
+                await connection.send(body, more=not reader.at_end)
+            if reader.is_behind:
+                await asyncio.sleep(0)
+
+    async def _commit(self, connection: Connection) -> None:
+        media_type = self._writer.media_type
+        await connection.commit(({"content-type": media_type} if media_type else {}) | self._quota_headers)
+
+    async def _send_whole(self, connection: Connection) -> None:
+        await self._reader.end()
+        self._check()
+        if not self._reader.finished:
+            return
+        headers = dict(self._quota_headers)
+        if isinstance(self._reader, Live):
+            arrival_s = self._reader.requests[0].arrival_s
+            headers["openai-processing-ms"] = str(math.ceil((self._service.clock() - arrival_s) * 1000))
+        reader = self._reader
+        if self._keep is not None:
+            body = await self._kept(self._keep)
+            pieces: Iterator[bytes] = (
+                body[start : start + _PIECE_BYTES] for start in range(0, len(body), _PIECE_BYTES)
+            )
+        else:
+            pieces = json_pieces(await whole(self._writer, reader.reply, reader.outputs()))
+        await connection.send_whole(pieces, headers)
+
+    def _check(self) -> None:
+        if self._reader.refusal is not None:
+            raise self._reader.refusal
+
+    async def _kept(self, keep: Keep) -> bytes:
+        """Has the whole reply kept, and returns its JSON."""
+        reader = self._reader
+        body, completion = await whole_json(self._writer, reader.reply, reader.outputs())
+        await keep(completion, len(body))
+        return body
+
+
+class LiveSender(Sender):
+    """Submits a reply when the server calls it, and sends its output.
+
+    Its requests are cancelled the moment their client is gone, whatever state they are in.
+    """
+
+    def __init__(self, service: Service, reply: Live, keep: Keep | None = None) -> None:
+        """A stream of which the whole reply is kept `keeps` its output."""
+        super().__init__(service, reply, reply.reservation, streamed=reply.is_streamed, keep=keep)
+        self._live = reply
+
+    def _begin(self) -> None:
+        self._service.dispatch.submit(self._live)
+
+    def _leave(self) -> None:
+        self._service.dispatch.release(self._live)
+
+
+class RecordedSender(Sender):
+    """Sends the events that a reader lacks and new ones, or the whole reply at its end."""
+
+    def __init__(
+        self, service: Service, reader: Reader, *, streamed: bool = True, at_once: bool = False
+    ) -> None:
+        super().__init__(service, reader, reader.recording.reservation, streamed=streamed, at_once=at_once)
+        self._recorded = reader
+
+    def _begin(self) -> None:
+        if self._recorded.position >= 0:
+            self._service.metrics.follows.inc()
+        self._recorded.recording.attach(self._recorded)
+
+    def _leave(self) -> None:
+        recording, now = self._recorded.recording, self._service.clock()
+        recording.detach(self._recorded, now)
+        if recording.is_abandoned(now):
+            self._service.recordings.cancel(recording)
+
+
+def position_asked(http: HttpRequest) -> int:
+    """Returns the last event that the client has, as `starting_after` or a browser's EventSource says; -1 for none.
+
+    Raises:
+        ApiError: 400, if it is not a number.
+    """
+    text = http.query_params.get("starting_after") or http.headers.get("last-event-id")
+    if text is None or text == "-1":
+        return -1
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise invalid("'starting_after' must be the number of an event.", "starting_after")
+    return int(text)
+
+
+def counted_lookups(intake: Intake, operation: Operation, handle: Handler) -> Handler:
+    """Returns a handler that counts each request for what is kept: following a reply takes as much as making one."""
+    if not operation.is_lookup:
+        return handle
+
+    async def counting(http: HttpRequest) -> Response:
+        headers = await intake.count(intake.client(http))
+        response = await handle(http)
+        if not isinstance(response, Sender):  # that has the headers of its own reservation
+            response.headers.update(headers)
+        return response
+
+    return counting

@@ -54,9 +54,9 @@ class BatchesApi(Endpoints):
     """The batches of one service."""
 
     def __init__(
-        self, service: Service, intake: Intake, files: Files, handlers: Mapping[Endpoint, Handler]
+        self, service: Service, intake: Intake, files: Files, handlers: Mapping[str, Mapping[str, Handler]]
     ) -> None:
-        """`handlers` are the endpoints that lines can be sent to."""
+        """`handlers` are those of the paths that lines can be sent to, by HTTP method."""
         super().__init__(service, intake)
         self._files = files
         self._handlers = handlers
@@ -178,7 +178,7 @@ class BatchesApi(Endpoints):
             "headers": [(b"content-type", b"application/json")],
             CLIENT: client,
         }
-        response = await self._handlers[endpoint](HttpRequest(scope, receive))
+        response = await self._handlers[endpoint]["POST"](HttpRequest(scope, receive))
         await ServerSendMiddleware(response)(scope, receive, send)
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.gateway.endpoints.answering import Answering, ModelEndpoints
+from penstock.gateway.endpoints.answering import ModelEndpoints
 from penstock.gateway.endpoints.intake import Arrival, Intake
 from penstock.gateway.endpoints.operation import BY_ID, answers, follows, serves
 from penstock.gateway.endpoints.recorded import ReplyRecorder
@@ -15,9 +16,8 @@ from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.reply.whole import whole_json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
-from penstock.gateway.sessions.recordings.kinds import CHAT, PREFIXES, TEXT
+from penstock.gateway.sessions.recordings.kinds import CHAT, TEXT
 from penstock.gateway.sessions.recordings.recording import Recording
-from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.completions import ChatWriter, CompletionWriter, TextWriter
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody
 from penstock.gateway.wire.writing import Head
@@ -26,21 +26,21 @@ from penstock.gateway.wire.writing import Head
 class CompletionsApi(ModelEndpoints):
     """Chat and text completions of one service."""
 
-    def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
-        super().__init__(service, intake, answering)
-        self.chats = ReplyRecorder(service, intake, CHAT, _details, _deleted("chat.completion"))
+    def __init__(self, service: Service, intake: Intake) -> None:
+        super().__init__(service, intake)
+        self._chats = chat_recorder(service, intake)
         self._texts = ReplyRecorder(service, intake, TEXT, _details, _deleted("text_completion"))
         service.recordings.on_end[CHAT] = self._keep_recorded
 
     @answers("/v1/chat/completions", ChatBody)
     async def chat(self, http: HttpRequest) -> Response:
         """Answer a conversation, streamed or whole."""
-        return await self._answer(http, ChatBody, self._chat_writer, PREFIXES[CHAT], self.chats)
+        return await self._answer(http, ChatBody, partial(self._writer, ChatWriter), self._chats)
 
     @answers("/v1/completions", CompletionBody)
     async def complete(self, http: HttpRequest) -> Response:
         """Continue texts, streamed or whole."""
-        return await self._answer(http, CompletionBody, self._text_writer, PREFIXES[TEXT], self._texts)
+        return await self._answer(http, CompletionBody, partial(self._writer, TextWriter), self._texts)
 
     @follows("/v1/completions/{id}")
     async def follow(self, http: HttpRequest) -> Response:
@@ -51,12 +51,6 @@ class CompletionsApi(ModelEndpoints):
     async def forget(self, http: HttpRequest) -> Response:
         """Stop and forget a resumable continuation."""
         return await self._texts.discard(http)
-
-    def _chat_writer(self, head: Head, came: Arrival, made: Made) -> CompletionWriter:
-        return self._writer(ChatWriter, head, came, made)
-
-    def _text_writer(self, head: Head, came: Arrival, made: Made) -> CompletionWriter:
-        return self._writer(TextWriter, head, came, made)
 
     def _writer(
         self, make: type[CompletionWriter], head: Head, came: Arrival, made: Made
@@ -78,10 +72,14 @@ class CompletionsApi(ModelEndpoints):
             await keep(self._service.store, recording.tenant, stored, completion, len(body))
 
 
+def chat_recorder(service: Service, intake: Intake) -> ReplyRecorder:
+    return ReplyRecorder(service, intake, CHAT, _details, _deleted("chat.completion"))
+
+
 def _deleted(name: str) -> dict[str, object]:
     return {"object": f"{name}.deleted", "deleted": True}
 
 
-def _details(ask: Ask) -> dict[str, Any]:
-    stored = {} if ask.kept.stored is None else {"stored": ask.kept.stored}
-    return {"include_usage": ask.shown.usage, **stored}
+def _details(came: Arrival) -> dict[str, Any]:
+    stored = came.ask.kept.stored
+    return {"include_usage": came.ask.shown.usage, **({} if stored is None else {"stored": stored})}

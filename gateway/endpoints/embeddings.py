@@ -5,7 +5,8 @@ Embeddings, and the scores made of them, are hidden states; decisions are the lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -24,8 +25,9 @@ from penstock.gateway.wire.embeddings import (
     ScoreBody,
     ScoreWriter,
 )
+from penstock.gateway.wire.labels import Steps
 from penstock.gateway.wire.questions import Question, Questions
-from penstock.gateway.wire.writing import Head
+from penstock.gateway.wire.writing import Counts, Head, WholeWriter
 
 
 class EmbeddingsApi(ModelEndpoints):
@@ -34,20 +36,30 @@ class EmbeddingsApi(ModelEndpoints):
     @serves("POST /v1/embeddings", BY_PROMPT, EmbeddingsBody)
     async def embed(self, http: HttpRequest) -> Response:
         """Turn texts into vectors."""
-        return await self._answer(http, EmbeddingsBody, self._embedding_writer, "embd-")
+        is_normalised = self._service.options.embedding.is_normalised
+        return await self._answer(
+            http,
+            EmbeddingsBody,
+            lambda _, came, __: EmbeddingWriter(came.body, is_normalised=is_normalised),
+            prefix="embd-",
+        )
 
     @serves("POST /rerank /v1/rerank /v2/rerank", BY_PROMPT, RerankBody)
     async def rerank(self, http: HttpRequest) -> Response:
         """Order documents by how like a query they are."""
-        return await self._answer(http, RerankBody, _rerank_writer, "rerank-")
+        return await self._answer(
+            http, RerankBody, lambda head, came, _: RerankWriter(head.id, came.body), prefix="rerank-"
+        )
 
     @serves("POST /score /v1/score", BY_PROMPT, ScoreBody)
     async def score(self, http: HttpRequest) -> Response:
         """Say how alike texts are."""
-        return await self._answer(http, ScoreBody, _score_writer, "score-")
-
-    def _embedding_writer(self, _: Head, came: Arrival, __: Made) -> EmbeddingWriter:
-        return EmbeddingWriter(came.body, is_normalised=self._service.options.embedding.is_normalised)
+        return await self._answer(
+            http,
+            ScoreBody,
+            lambda head, came, _: ScoreWriter(head.id, head.created, head.model, len(came.body.sides()[0])),
+            prefix="score-",
+        )
 
 
 class DecisionsApi(ModelEndpoints):
@@ -59,7 +71,7 @@ class DecisionsApi(ModelEndpoints):
 
         The format is OpenAI's.
         """
-        return await self._answer(http, DecisionsBody, _decisions_writer, "dec-")
+        return await self._answer(http, DecisionsBody, partial(_writer, DecisionsWriter), prefix="dec-")
 
     @serves("POST /v1/systemone", BY_PROMPT, SystemOneBody)
     async def decide_systems(self, http: HttpRequest) -> Response:
@@ -67,25 +79,14 @@ class DecisionsApi(ModelEndpoints):
 
         The format is TypeSafe's.
         """
-        return await self._answer(http, SystemOneBody, _system_writer, "dec-")
+        return await self._answer(http, SystemOneBody, partial(_writer, SystemOneWriter), prefix="dec-")
 
 
-def _rerank_writer(head: Head, came: Arrival, _: Made) -> RerankWriter:
-    return RerankWriter(head.id, came.body)
-
-
-def _score_writer(head: Head, came: Arrival, _: Made) -> ScoreWriter:
-    return ScoreWriter(head.id, head.created, head.model, len(came.body.sides()[0]))
-
-
-def _decisions_writer(head: Head, came: Arrival, made: Made) -> DecisionsWriter:
-    return DecisionsWriter(head.model, _questions(came), made.steps)
-
-
-def _system_writer(head: Head, came: Arrival, made: Made) -> SystemOneWriter:
-    return SystemOneWriter(head.model, _questions(came), made.steps)
-
-
-def _questions(came: Arrival) -> Sequence[Question]:
+def _writer(
+    make: Callable[[str, Sequence[Question], Sequence[Sequence[Steps]]], WholeWriter[Counts]],
+    head: Head,
+    came: Arrival,
+    made: Made,
+) -> WholeWriter[Counts]:
     assert isinstance(came.ask.input, Questions)
-    return came.ask.input.questions
+    return make(head.model, came.ask.input.questions, made.steps)

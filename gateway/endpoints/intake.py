@@ -11,16 +11,13 @@ from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
-from penstock.gateway.endpoints.asks import read_ask
-from penstock.gateway.endpoints.operation import Handler, Operation, routes_of
-from penstock.gateway.endpoints.prompting import Prompting
-from penstock.gateway.endpoints.replies import Sender
+from penstock.gateway.endpoints.operation import routes_of
+from penstock.gateway.endpoints.prompting import Prompting, read_ask
 from penstock.gateway.errors import ApiError, model_not_found, not_found, unavailable, unsupported
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.fair_threads import FairThreads
@@ -74,24 +71,22 @@ class Intake:
         self._prompts = FairThreads(2, _PROMPT_BYTES)
         self._counts = FairThreads(1, _COUNTED_BYTES)
 
-    def prompting(self, tenant: Tenant, lane: Lane) -> Prompting:
-        return self._prompting(tenant, lane, self._prompts)
+    def prompting(self, tenant: Tenant, lane: Lane | None = None) -> Prompting:
+        """Returns the maker of a tenant's prompts.
 
-    def counting(self, tenant: Tenant) -> Prompting:
-        """Returns a Prompting for counting tokens, in a separate thread so that no prompt has to wait for it."""
-        return self._prompting(tenant, tenant.sure_lane, self._counts)
-
-    def _prompting(self, tenant: Tenant, lane: Lane, threads: FairThreads) -> Prompting:
-        note_refused = partial(self._service.metrics.note_refused, lane)
+        Args:
+            lane: None, if their tokens are only counted: in a separate thread, so that no prompt has to wait for it.
+        """
+        refused_in = tenant.sure_lane if lane is None else lane
         return Prompting(
             self._service.prompts,
             self._service.options.limits,
-            threads,
+            self._counts if lane is None else self._prompts,
             tenant.name,
             context_length=self._service.dispatch.context_length,
             vocab_size=self._service.vocab_size,
             ignore=self.ignore,
-            note_refused=note_refused,
+            note_refused=partial(self._service.metrics.note_refused, refused_in),
         )
 
     def client(self, http: HttpRequest) -> Client:
@@ -132,12 +127,11 @@ class Intake:
         Returns:
             the request, its prompts, and the quota's headers.
         """
-        client = self.client(http)
-        async with self.counted(client) as headers:
+        async with self.counted(http) as (client, counting, headers):
             came = await self._arrival(http, kind, client)
             self.check_model(came.ask.model)
             thread = NO_THREAD if find_thread is None else await find_thread(client.tenant.name, came.ask)
-            return came, await self.counting(client.tenant).prompts(came.ask, thread), headers
+            return came, await counting.prompts(came.ask, thread), headers
 
     async def _arrival(
         self, http: HttpRequest, kind: type[Body], client: Client, slo: Slo | None = None
@@ -170,8 +164,9 @@ class Intake:
         body, limits = await http.body(), self._service.options.limits
         return len(body), await off_loop(len(body), lambda: work(parse_object(body, limits)))
 
-    def check_model(self, name: str) -> None:
-        if name not in self._service.options.models:
+    def check_model(self, name: str | None) -> None:
+        """Raises 404 for a name that is not the model's; a body that gives none means the only one there is."""
+        if name is not None and name not in self._service.options.models:
             raise model_not_found(name)
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
@@ -193,20 +188,25 @@ class Intake:
             raise
 
     @contextlib.asynccontextmanager
-    async def counted(self, client: Client) -> AsyncIterator[Mapping[str, str]]:
-        """Counts a request that needs no model against its client's quota; gives the quota's headers.
+    async def counted(self, http: HttpRequest) -> AsyncIterator[tuple[Client, Prompting, Mapping[str, str]]]:
+        """Counts a request that needs no model against its client's quota.
 
         It counts as a request and, while it is answered, as one at work; it costs no tokens.
 
+        Yields:
+            the client, the maker of its prompts, and the quota's headers.
+
         Raises:
-            ApiError: 429, if the quota has no room for it.
+            ApiError: 401, if the client has no key; 429, if the quota has no room for the request.
         """
+        client = self.client(http)
         requests_only = replace(client, quota=client.quota.of_requests())
-        lease_id = f"count-{secrets.token_hex(16)}"
         with self._noting_refusals(client.tenant.sure_lane):
-            reservation = await self._service.quotas.reserve(requests_only, 0, 0, lease_id)
+            reservation = await self._service.quotas.reserve(
+                requests_only, 0, 0, f"count-{secrets.token_hex(16)}"
+            )
         try:
-            yield reservation.headers
+            yield client, self.prompting(client.tenant), reservation.headers
         finally:
             reservation.end(0)
 
@@ -214,23 +214,6 @@ class Intake:
         """Counts a request that looks something up; see `Quotas.count`."""
         with self._noting_refusals(client.tenant.sure_lane):
             return await self._service.quotas.count(client)
-
-    def counted_lookups(self, operation: Operation, handle: Handler) -> Handler:
-        """Returns a handler that counts each request for what is kept.
-
-        To follow a long reply takes as much of the server as a short one.
-        """
-        if not operation.is_lookup:
-            return handle
-
-        async def counting(http: HttpRequest) -> Response:
-            headers = await self.count(self.client(http))
-            response = await handle(http)
-            if not isinstance(response, Sender):  # that has the headers of its own reservation
-                response.headers.update(headers)
-            return response
-
-        return counting
 
     async def recording(self, tenant: str, recording_id: str) -> Recording:
         """Returns the tenant's recording; raises 404 if there is none, 503 if that cannot be said now."""

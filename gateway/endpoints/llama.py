@@ -25,12 +25,12 @@ class LlamaApi(ModelEndpoints):
     @serves("POST /completion", BY_PROMPT, LlamaBody, answers=STREAMED, json_types=("object", "array"))
     async def complete(self, http: HttpRequest) -> Response:
         """Continue texts, for llama.cpp's clients."""
-        return await self._answer(http, LlamaBody, self._writer, "cmpl-")
+        return await self._answer(http, LlamaBody, self._writer, prefix="cmpl-")
 
     @serves("POST /infill", BY_PROMPT, InfillBody, answers=STREAMED, json_types=("object", "array"))
     async def fill(self, http: HttpRequest) -> Response:
         """Fill in the text between two others, for llama.cpp's clients."""
-        return await self._answer(http, InfillBody, self._writer, "cmpl-")
+        return await self._answer(http, InfillBody, self._writer, prefix="cmpl-")
 
     def _writer(self, head: Head, came: Arrival, _: Made) -> LlamaWriter:
         return LlamaWriter(head, came.body, self._service.tokenizer, self._service.dispatch.context_length)
@@ -43,7 +43,7 @@ class LlamaApi(ModelEndpoints):
         """
         came, [prompt], headers = await self._intake.counted_prompts(http, TemplateBody)
         spell = partial(self._spelt, prompt)
-        text = await self._intake.counting(came.tenant).run(len(prompt), spell)
+        text = await self._intake.prompting(came.tenant).run(len(prompt), spell)
         return Json({"prompt": text}, headers=headers)
 
     def _spelt(self, prompt: list[int]) -> str:

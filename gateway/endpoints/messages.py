@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.gateway.endpoints.answering import Answering, ModelEndpoints
+from penstock.gateway.endpoints.answering import ModelEndpoints
 from penstock.gateway.endpoints.intake import Arrival, Intake
 from penstock.gateway.endpoints.operation import ANY, BY_ID, answers, follows, serves
 from penstock.gateway.endpoints.recorded import ReplyRecorder
 from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.recordings.kinds import MESSAGE, PREFIXES
+from penstock.gateway.sessions.recordings.kinds import MESSAGE
 from penstock.gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
 from penstock.gateway.wire.anthropic.messages import MessageWriter
-from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.writing import Head
 
 
 class MessagesApi(ModelEndpoints):
     """Messages of one service."""
 
-    def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
-        super().__init__(service, intake, answering)
-        self._recorder = ReplyRecorder(service, intake, MESSAGE, _details, {"type": "message_deleted"})
+    def __init__(self, service: Service, intake: Intake) -> None:
+        super().__init__(service, intake)
+        self._recorder = ReplyRecorder(
+            service,
+            intake,
+            MESSAGE,
+            lambda came: {"max_tokens": came.ask.max_tokens.number},
+            {"type": "message_deleted"},
+        )
 
     @answers("/v1/messages", MessagesBody)
     async def create(self, http: HttpRequest) -> Response:
         """Answer a conversation in Anthropic's format, streamed or whole."""
-        return await self._answer(http, MessagesBody, _writer, PREFIXES[MESSAGE], self._recorder)
+        return await self._answer(http, MessagesBody, _writer, self._recorder)
 
     @serves("POST /v1/messages/count_tokens", ANY, CountTokensBody, statuses=(404, 429))
     async def count(self, http: HttpRequest) -> Response:
@@ -52,7 +55,3 @@ class MessagesApi(ModelEndpoints):
 
 def _writer(head: Head, came: Arrival, made: Made) -> MessageWriter:
     return MessageWriter(head, came.body.max_tokens, made.reading)
-
-
-def _details(ask: Ask) -> dict[str, Any]:
-    return {"max_tokens": ask.max_tokens.number}

@@ -103,11 +103,9 @@ class TokensApi(Endpoints):
     @serves("POST /tokenize", ANY, TokenizeBody, statuses=(404, 429))
     async def tokenize(self, http: HttpRequest) -> Response:
         """Give the tokens of a text or of messages."""
-        client = self._intake.client(http)
-        async with self._intake.counted(client) as headers:
+        async with self._intake.counted(http) as (_, counting, headers):
             body = await self._intake.read(http, TokenizeBody)
-            self._intake.check_model(body.model or self._service.options.models[0])
-            counting = self._intake.counting(client.tenant)
+            self._intake.check_model(body.model or None)
             if body.content is not None:
                 return Json(await self._contents(body, body.content, counting), headers=headers)
             token_ids = await self._encode_either(body, counting)
@@ -163,15 +161,14 @@ class TokensApi(Endpoints):
     @serves("POST /detokenize", ANY, DetokenizeBody, statuses=(404, 429))
     async def detokenize(self, http: HttpRequest) -> Response:
         """Give the text of tokens."""
-        client = self._intake.client(http)
-        async with self._intake.counted(client) as headers:
+        async with self._intake.counted(http) as (_, counting, headers):
             body = await self._intake.read(http, DetokenizeBody)
-            self._intake.check_model(body.model or self._service.options.models[0])
+            self._intake.check_model(body.model or None)
             most = self._service.dispatch.context_length
             if len(body.tokens) > most:
                 raise invalid(f"'tokens' may have at most {most} tokens, as many as the context.", "tokens")
             decode = partial(self._decode, body.tokens)
-            text = await self._intake.counting(client.tenant).run(4 * len(body.tokens), decode)
+            text = await counting.run(4 * len(body.tokens), decode)
             return Json({"prompt": text}, headers=headers)
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -202,12 +199,11 @@ class TokensApi(Endpoints):
     @serves("POST /v1/prefixes/locate", ANY, LocateBody, statuses=(429,))
     async def locate(self, http: HttpRequest) -> Response:
         """Say which replica is warm for a prompt."""
-        client = self._intake.client(http)
-        async with self._intake.counted(client) as headers:
+        async with self._intake.counted(http) as (client, counting, headers):
             body = await self._locate_body(http)
             if (body.tokens is None) == (body.messages is None):
                 raise invalid("Give either 'tokens' or 'messages'.", "tokens")
-            counting, token_ids = self._intake.counting(client.tenant), body.tokens or []
+            token_ids = body.tokens or []
             if body.messages is None:
                 counting.check_prompt_ids(token_ids, "tokens")
             else:

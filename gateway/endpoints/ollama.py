@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.gateway.endpoints.answering import Answering, ModelEndpoints
+from penstock.gateway.endpoints.answering import ModelEndpoints
 from penstock.gateway.endpoints.intake import Arrival, Intake
 from penstock.gateway.endpoints.operation import ANY, BY_ID, BY_PROMPT, LINED, answers, follows, serves
 from penstock.gateway.endpoints.recorded import ReplyRecorder
@@ -19,7 +18,6 @@ from penstock.gateway.errors import invalid
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.kinds import LINES
-from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.ollama.bodies import (
     OllamaChatBody,
     OllamaCopyBody,
@@ -44,22 +42,19 @@ _NEVER = "9999-12-31T23:59:59Z"
 class OllamaApi(ModelEndpoints):
     """The Ollama API of one service."""
 
-    def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
-        super().__init__(service, intake, answering)
-        self._chats = ReplyRecorder(service, intake, LINES, partial(_details, is_chat=True), _DELETED)
-        self._prompts = ReplyRecorder(service, intake, LINES, partial(_details, is_chat=False), _DELETED)
+    def __init__(self, service: Service, intake: Intake) -> None:
+        super().__init__(service, intake)
+        self._recorder = ReplyRecorder(service, intake, LINES, _details, {"deleted": True})
 
     @answers("/api/chat", OllamaChatBody, LINED)
     async def chat(self, http: HttpRequest) -> Response:
         """Answer a conversation in Ollama's format, streamed or whole."""
-        write, load = partial(self._writer, is_chat=True), partial(_loaded, is_chat=True)
-        return await self._answer(http, OllamaChatBody, write, "", self._chats, load)
+        return await self._answer(http, OllamaChatBody, self._writer, self._recorder, load=_loaded)
 
     @answers("/api/generate", OllamaGenerateBody, LINED)
     async def generate(self, http: HttpRequest) -> Response:
         """Answer a prompt in Ollama's format, streamed or whole."""
-        write, load = partial(self._writer, is_chat=False), partial(_loaded, is_chat=False)
-        return await self._answer(http, OllamaGenerateBody, write, "", self._prompts, load)
+        return await self._answer(http, OllamaGenerateBody, self._writer, self._recorder, load=_loaded)
 
     @serves("POST /api/embed", BY_PROMPT, OllamaEmbedBody)
     async def embed(self, http: HttpRequest) -> Response:
@@ -67,24 +62,27 @@ class OllamaApi(ModelEndpoints):
         return await self._answer(
             http,
             OllamaEmbedBody,
-            _embed_writer,
-            "embd-",
-            load=lambda ask: {"model": ask.model, "embeddings": []},
+            lambda _, came, __: EmbedWriter(came.ask),
+            prefix="embd-",
+            load=lambda came: {"model": came.ask.model, "embeddings": []},
         )
 
     @serves("POST /api/embeddings", BY_PROMPT, OllamaEmbeddingBody)
     async def embed_prompt(self, http: HttpRequest) -> Response:
         """Turn a text into a vector, for Ollama's older clients."""
         return await self._answer(
-            http, OllamaEmbeddingBody, _embedding_writer, "embd-", load=lambda _: {"embedding": []}
+            http,
+            OllamaEmbeddingBody,
+            lambda *_: EmbeddingWriter(),
+            prefix="embd-",
+            load=lambda _: {"embedding": []},
         )
 
-    def _writer(self, head: Head, came: Arrival, made: Made, *, is_chat: bool) -> LineWriter:
+    def _writer(self, head: Head, came: Arrival, made: Made) -> LineWriter:
         ask = came.ask
         return LineWriter(
             head,
-            is_chat=is_chat,
-            tells_context=ask.kept.output,
+            **_details(came),
             reading=made.reading,
             tokens=None if ask.num_logprobs is None else self._service.tokenizer,
             num_top=ask.shown.extras.num_top,
@@ -93,12 +91,12 @@ class OllamaApi(ModelEndpoints):
     @follows("/api/chat/{id} /api/generate/{id}", LINED)
     async def follow(self, http: HttpRequest) -> Response:
         """Follow a resumable answer, after the line that was seen last."""
-        return await self._chats.show(http)
+        return await self._recorder.show(http)
 
     @serves("DELETE /api/chat/{id} /api/generate/{id}", BY_ID)
     async def forget(self, http: HttpRequest) -> Response:
         """Stop and forget a resumable answer."""
-        return await self._chats.discard(http)
+        return await self._recorder.discard(http)
 
     # The model
 
@@ -206,23 +204,18 @@ class OllamaApi(ModelEndpoints):
         }
 
 
-def _details(ask: Ask, *, is_chat: bool) -> dict[str, Any]:
-    return {"is_chat": is_chat, "tells_context": ask.kept.output}
+def _details(came: Arrival) -> dict[str, Any]:
+    return {"is_chat": _is_chat(came), "tells_context": came.ask.kept.output}
 
 
-def _loaded(ask: Ask, *, is_chat: bool) -> dict[str, object]:
-    return unasked(ask.model, int(time.time()), is_chat=is_chat)
+def _loaded(came: Arrival) -> dict[str, object]:
+    return unasked(came.ask.model, int(time.time()), is_chat=_is_chat(came))
 
 
-def _embed_writer(_: Head, came: Arrival, __: Made) -> EmbedWriter:
-    return EmbedWriter(came.ask)
+def _is_chat(came: Arrival) -> bool:
+    return isinstance(came.body, OllamaChatBody)
 
 
-def _embedding_writer(_: Head, __: Arrival, ___: Made) -> EmbeddingWriter:
-    return EmbeddingWriter()
-
-
-_DELETED = {"deleted": True}
 _DETAILS = {
     "parent_model": "",
     "format": "safetensors",

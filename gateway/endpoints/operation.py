@@ -163,18 +163,27 @@ def served(kind: type) -> Iterator[tuple[str, str, Operation, str]]:
             yield path, verb, operation, name
 
 
-def routes_of(
-    *apis: object, wrapped: Callable[[Operation, Handler], Handler] = lambda _, handler: handler
-) -> list[Route]:
-    """Makes one route for all methods of a path, so that a 405 names them all.
+Wrapped = Callable[[Operation, Handler], Handler]
 
-    Paths without parameters come first: what they name could be an id.
-    """
+
+def handlers_of(
+    *apis: object, wrapped: Wrapped = lambda _, handler: handler
+) -> dict[str, dict[str, Handler]]:
+    """Returns the handlers of some endpoints by path and HTTP method."""
     handlers: dict[str, dict[str, Handler]] = {}
     for api in apis:
         for path, verb, operation, name in served(type(api)):
             handlers.setdefault(path, {})[verb] = wrapped(operation, getattr(api, name))
-    return [_route(*each) for each in sorted(handlers.items(), key=lambda each: "{" in each[0])]
+    return handlers
+
+
+def routes_of(*apis: object, wrapped: Wrapped = lambda _, handler: handler) -> list[Route]:
+    """Makes one route for all methods of a path, so that a 405 names them all.
+
+    Paths without parameters come first: what they name could be an id.
+    """
+    handlers = handlers_of(*apis, wrapped=wrapped)
+    return [_route(path, handlers[path]) for path in sorted(handlers, key=lambda path: "{" in path)]
 
 
 def _route(path: str, handlers: Mapping[str, Handler]) -> Route:

@@ -10,6 +10,7 @@ from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
 from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
+from penstock.gateway.endpoints.intake import Endpoints
 from penstock.gateway.endpoints.llama import LlamaApi
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
@@ -23,20 +24,22 @@ from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.endpoints.stored_chats import StoredChatsApi
 from penstock.gateway.endpoints.usage import UsageApi
 
-_APIS = (
+PLAIN_APIS: tuple[type[Endpoints], ...] = (
+    *(CompletionsApi, StoredChatsApi, RenderApi, DecisionsApi, EmbeddingsApi, MessagesApi, ResponsesApi),
     *(
-        CompletionsApi,
-        StoredChatsApi,
-        RenderApi,
-        DecisionsApi,
-        EmbeddingsApi,
-        FilesApi,
-        BatchesApi,
-        MessagesApi,
+        ConversationsApi,
+        OllamaApi,
+        LlamaApi,
+        ModelsApi,
+        TokensApi,
+        EventsApi,
+        UsageApi,
+        OperatorApi,
+        ServerInfoApi,
     ),
-    *(MessageBatchesApi, ResponsesApi, ConversationsApi, OllamaApi, LlamaApi, ModelsApi, TokensApi, StateApi),
-    *(EventsApi, UsageApi, OperatorApi, ServerInfoApi, MetricsApi),
 )
+"""The endpoints that are made of a service and its intake alone."""
+_APIS = (*PLAIN_APIS, FilesApi, BatchesApi, MessageBatchesApi, StateApi, MetricsApi)
 _PAGE = "Give the chat page, or to a client that does not take pages, Ollama's greeting"
 
 OPERATIONS: dict[str, dict[str, Operation]] = {}

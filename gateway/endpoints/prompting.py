@@ -1,27 +1,37 @@
-"""Prompts: the input of an Ask as tokens, bounded before any work and tokenised off the event loop."""
+"""Bodies as Asks, and the inputs of Asks as prompts: tokens, bounded before any work and made off the event loop.
+
+Replicas and switches do this alike.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from penstock.gateway.endpoints.shortening import answer_room, shortened
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.limits import Limits
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.sessions.responses import asks as responses
+from penstock.gateway.sessions.responses.schemas import ResponseBody
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread, extend, num_chars, since, turns
+from penstock.gateway.wire import decisions, embeddings, schemas, translation
+from penstock.gateway.wire.anthropic import bodies as anthropic
 from penstock.gateway.wire.ask import Ask, Conversation, Infill, Texts, Turn
 from penstock.gateway.wire.conversation import as_dict, check_messages, num_chars_of, thinking_switches
 from penstock.gateway.wire.efforts import Reasoned
+from penstock.gateway.wire.llama import bodies as llama
+from penstock.gateway.wire.ollama import bodies as ollama
 from penstock.gateway.wire.prompts import Prompts, check_token_ids
 from penstock.gateway.wire.questions import LEAD, Questions
-from penstock.gateway.wire.sampling import context_exceeded
+from penstock.gateway.wire.sampling import MaxTokens, context_exceeded
 from penstock.gateway.wire.schemas import Message
+from penstock.gateway.wire.strict import Body, StrictBody, read
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse
 
 MESSAGE_CHARS = 100
@@ -30,6 +40,43 @@ TEXT_CHARS = 80
 """The tokenizer's work per text, in characters."""
 
 _Result = TypeVar("_Result")
+_ANSWER_SHARE = 8
+"""An answer gets at least this part of the context where a prompt is shortened."""
+
+_TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
+    schemas.ChatBody: translation.chat_ask,
+    schemas.CompletionBody: translation.completion_ask,
+    ResponseBody: responses.turn_ask,
+    responses.InputTokensBody: responses.turn_ask,
+    anthropic.MessagesBody: anthropic.message_ask,
+    anthropic.CountTokensBody: anthropic.message_ask,
+    ollama.OllamaChatBody: ollama.ollama_chat_ask,
+    ollama.OllamaGenerateBody: ollama.prompt_ask,
+    ollama.OllamaEmbedBody: ollama.embed_ask,
+    ollama.OllamaEmbeddingBody: ollama.embedding_ask,
+    llama.LlamaBody: llama.llama_ask,
+    llama.InfillBody: llama.infill_ask,
+    llama.TemplateBody: translation.chat_ask,
+    embeddings.EmbeddingsBody: embeddings.embeddings_ask,
+    embeddings.RerankBody: embeddings.rerank_ask,
+    embeddings.ScoreBody: embeddings.score_ask,
+    decisions.DecisionsBody: decisions.decisions_ask,
+    decisions.SystemOneBody: decisions.system_ask,
+}
+
+
+def read_ask(
+    kind: type[Body],
+    values: Mapping[str, object],
+    limits: Limits,
+    ignore: Callable[[str], None] = lambda _: None,
+) -> tuple[Body, Ask]:
+    """Returns a checked body, and its translation; raises 400 that names the first field that is wrong."""
+    body = read(kind, values, limits, ignore)
+    ask = _TRANSLATORS[kind](body, limits)
+    for field in ask.ignored:
+        ignore(field)
+    return body, ask
 
 
 class Prompting:
@@ -152,7 +199,7 @@ class Prompting:
 
         if not conversation.shortens:
             return await encode()
-        return await shortened(encode, turns(messages, _role), ask.max_tokens, self._context_length)
+        return await _shortened(encode, turns(messages, _role), ask.max_tokens, self._context_length)
 
     def _check_documents(self, documents: Sequence[Mapping[str, Any]]) -> None:
         if "documents" not in self._prompts.variables:
@@ -206,7 +253,7 @@ class Prompting:
 
         if not turn.shortens:
             return await encode()
-        return await shortened(encode, turns(longer.messages), ask.max_tokens, self._context_length)
+        return await _shortened(encode, turns(longer.messages), ask.max_tokens, self._context_length)
 
     async def _extended(
         self, ask: Ask, turn: Turn, thread: Thread, variables: Mapping[str, Any]
@@ -222,14 +269,10 @@ class Prompting:
             tools=ask.tools.tools,
             variables=variables,
         )
-        try:
+        with _naming(ask.field, instead_of="messages"):
             return await self.run(
                 num_said + MESSAGE_CHARS * len(thread.messages) + len(thread.token_ids), make
             )
-        except ApiError as error:
-            if error.param != "messages":
-                raise
-            raise invalid(error.message, ask.field, error.code) from None
 
     # Questions
 
@@ -249,12 +292,8 @@ class Prompting:
         texts = given.prefix, given.suffix, given.middle
         size = sum(map(len, texts)) + sum(len(name) + len(text) for name, text in given.files)
         self.check_length(size, field)
-        try:
+        with _naming("input_suffix", instead_of="suffix"):
             prompt = await self.run(size, partial(self._prompts.infill, *texts, given.files))
-        except ApiError as error:
-            if error.param != "suffix":
-                raise
-            raise invalid(error.message, "input_suffix", error.code) from None
         self.check_prompt_ids(prompt, field)
         return prompt
 
@@ -304,7 +343,7 @@ class Prompting:
         """Returns the last tokens of a prompt: as many as the ask has or, for -1, as leave room to answer."""
         num = ask.truncate
         if ask.cuts_start and len(prompt) >= self._context_length:
-            num = self._context_length - answer_room(ask.max_tokens, self._context_length)
+            num = self._context_length - _answer_room(ask.max_tokens, self._context_length)
         if num is None:
             return prompt
         return prompt[-(num if num > 0 else max(1, self._context_length - ask.max_tokens.least)) :]
@@ -324,5 +363,60 @@ class Prompting:
             raise context_exceeded(self._context_length, f"{num_chars} characters", field, least)
 
 
+@contextmanager
+def _naming(field: str, *, instead_of: str) -> Iterator[None]:
+    """Names the field of a mistake as the body has it."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param != instead_of:
+            raise
+        raise invalid(error.message, field, error.code) from None
+
+
 def _role(message: Message) -> str:
     return message.role
+
+
+def _answer_room(asked: MaxTokens, context_length: int) -> int:
+    """Returns the tokens of the answer that a shortened prompt leaves room for."""
+    share = max(1, context_length // _ANSWER_SHARE)
+    if asked.number is None:
+        return share
+    return max(1, min(share, asked.number) if asked.may_be_fewer else asked.number)
+
+
+async def _shortened(
+    encode: Callable[[int], Awaitable[list[int]]],
+    starts: Sequence[int],
+    asked: MaxTokens,
+    context_length: int,
+) -> list[int]:
+    """Returns the prompt without as many of the oldest turns as it takes to fit, but with the last one.
+
+    Args:
+        encode: returns the prompt that begins with the turn at a place.
+        starts: the places at which turns begin.
+    """
+
+    async def fitting(start: int, room: int) -> list[int] | None:
+        try:
+            prompt = await encode(start)
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return None
+        return prompt if len(prompt) + room <= context_length else None
+
+    if (prompt := await fitting(0, asked.least)) is not None:
+        return prompt
+    later, room = [start for start in starts if start], _answer_room(asked, context_length)
+    longest, low, high = None, 0, len(later)
+    while low < high:
+        middle = (low + high) // 2
+        prompt = await fitting(later[middle], room)
+        if prompt is None:
+            low = middle + 1
+        else:
+            longest, high = prompt, middle
+    return longest or await encode(max(later, default=0))

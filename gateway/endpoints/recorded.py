@@ -9,9 +9,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.gateway.access.idempotency import not_here
-from penstock.gateway.endpoints.answering import Recorder
+from penstock.gateway.endpoints.answering import RecordedSender, Recorder, Sender, position_asked
 from penstock.gateway.endpoints.intake import Arrival, Intake
-from penstock.gateway.endpoints.replies import Sender, follow, position_asked
 from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.errors import invalid
 from penstock.gateway.http.json_response import Json
@@ -20,7 +19,6 @@ from penstock.gateway.sessions.recordings.kinds import IDS, PREFIXES, details_of
 from penstock.gateway.sessions.recordings.reader import Reader
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.threads import Thread
-from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.writing import Head
 
 
@@ -34,7 +32,7 @@ class ReplyRecorder(Recorder):
         service: Service,
         intake: Intake,
         kind: str,
-        more: Callable[[Ask], dict[str, Any]],
+        more: Callable[[Arrival], dict[str, Any]],
         deleted: Mapping[str, object],
     ) -> None:
         """
@@ -49,7 +47,7 @@ class ReplyRecorder(Recorder):
         self.kind, self.prefix = kind, PREFIXES[kind]
 
     def details(self, came: Arrival, made: Made, thread: Thread, head: Head) -> dict[str, Any]:  # noqa: ARG002
-        return details_of(head, made.reading, stream=came.ask.streams, **self._more(came.ask))
+        return details_of(head, made.reading, stream=came.ask.streams, **self._more(came))
 
     def reply(self, recording: Recording, _: Any) -> Response:
         return self._follow(recording, -1)
@@ -72,7 +70,7 @@ class ReplyRecorder(Recorder):
         return Json({"id": recording.id, **self._deleted})
 
     def _follow(self, recording: Recording, position: int) -> Sender:
-        return follow(self._service, Reader(recording, position), streamed=recording.is_streamed)
+        return RecordedSender(self._service, Reader(recording, position), streamed=recording.is_streamed)
 
     async def _recording(self, http: HttpRequest) -> Recording:
         client, recording_id = self._intake.client(http), http.path_params["id"]

@@ -17,7 +17,7 @@ from penstock.gateway.endpoints.intake import Arrival, Intake
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.errors import invalid
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
-from penstock.gateway.reply.live import LOGPROB_BYTES
+from penstock.gateway.reply.generation import LOGPROB_BYTES
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from penstock.gateway.sessions.recordings.frames import MAX_KEPT_BYTES

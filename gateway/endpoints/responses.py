@@ -9,10 +9,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.gateway.access.idempotency import not_here
-from penstock.gateway.endpoints.answering import Answering, ModelEndpoints, Recorder
+from penstock.gateway.endpoints.answering import ModelEndpoints, RecordedSender, Recorder
 from penstock.gateway.endpoints.intake import Arrival, Intake
 from penstock.gateway.endpoints.operation import ANY, BY_ID, RECORDED, STREAMED, answers, looks_up, serves
-from penstock.gateway.endpoints.replies import follow
 from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.errors import ApiError, gone, invalid
 from penstock.gateway.http.json_response import Json
@@ -55,8 +54,8 @@ class ResponsesApi(ModelEndpoints, Recorder):
 
     kind, prefix, num_digits, always = KIND, "resp_", 48, True
 
-    def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
-        super().__init__(service, intake, answering)
+    def __init__(self, service: Service, intake: Intake) -> None:
+        super().__init__(service, intake)
         self._locks = ConversationLocks()
         service.recordings.on_end[KIND] = self.on_end
 
@@ -65,7 +64,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
     @answers("/v1/responses", ResponseBody)
     async def create(self, http: HttpRequest) -> Response:
         """Take a turn of a conversation, waited for or in the background."""
-        return await self._answer(http, ResponseBody, _no_writer, self.prefix, self)
+        return await self._answer(http, ResponseBody, _no_writer, self)
 
     @serves("POST /v1/responses/input_tokens", ANY, InputTokensBody, statuses=(404, 429, 503))
     async def count(self, http: HttpRequest) -> Response:
@@ -101,7 +100,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
         if body.background and not body.stream:
             return Json(response(recording))
         at_once = bool(body.background)
-        return follow(self._service, Reader(recording), streamed=bool(body.stream), at_once=at_once)
+        return RecordedSender(self._service, Reader(recording), streamed=bool(body.stream), at_once=at_once)
 
     async def repeat(self, tenant: str, reply_id: str, body: ResponseBody) -> Response:
         recording = await self._recording(tenant, reply_id)
@@ -157,7 +156,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
             recording = await self._visible(tenant, response_id)
             if recording is not None:
                 after = -1 if query.starting_after is None else query.starting_after
-                return follow(self._service, Reader(recording, after), at_once=True)
+                return RecordedSender(self._service, Reader(recording, after), at_once=True)
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.gateway.endpoints.completions import CompletionsApi
+from penstock.gateway.endpoints.completions import chat_recorder
 from penstock.gateway.endpoints.intake import Endpoints, Intake
 from penstock.gateway.endpoints.operation import ANY, BY_ID, follows, looks_up, serves
 from penstock.gateway.errors import ApiError, answering_unavailable, existing
@@ -49,10 +49,11 @@ class ChatUpdateBody(StrictBody):
 class StoredChatsApi(Endpoints):
     """The stored chat completions of one service."""
 
-    def __init__(self, service: Service, intake: Intake, completions: CompletionsApi) -> None:
+    def __init__(self, service: Service, intake: Intake) -> None:
         super().__init__(service, intake)
         self._store = service.store
-        self._follow, self._discard = completions.chats.show, completions.chats.discard
+        recorder = chat_recorder(service, intake)
+        self._follow, self._discard = recorder.show, recorder.discard
 
     @looks_up("/v1/chat/completions", ANY, query=ChatsQuery, statuses=(503,))
     async def list_chats(self, http: HttpRequest) -> Response:
