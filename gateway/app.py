@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -96,7 +95,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
             ClientDisconnect: answer_disconnect,
             Exception: answer_fault,
         },
-        lifespan=_lifespan(service, batches),
+        lifespan=partial(_running, service, batches),
     )
     app.router.redirect_slashes = False
     named = RequestIdMiddleware(app, service.tenants.note_refused)
@@ -139,12 +138,7 @@ def _page_routes(static: Path) -> list[Route]:
     return [Route("/", page.index), Route("/static/{path:path}", page.file)]
 
 
-def _lifespan(
-    service: Service, batches: BatchesApi
-) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with service.running(), batches.running():
-            yield
-
-    return lifespan
+@contextlib.asynccontextmanager
+async def _running(service: Service, batches: BatchesApi, _: Starlette) -> AsyncIterator[None]:
+    async with service.running(), batches.running():
+        yield

@@ -11,25 +11,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
-
-
-class Instrument(Protocol):
-    """The measurements of one combination of labels."""
-
-    @property
-    def version(self) -> float:
-        """Changes whenever a sample does."""
-        ...
-
-    def names(self, name: str) -> list[tuple[str, Mapping[str, str]]]:
-        """Returns the name and the additional labels of each sample of a metric with this name."""
-        ...
-
-    def samples(self) -> Iterable[float]: ...
 
 
 class Gauge:
@@ -57,9 +42,11 @@ class Gauge:
 
     @property
     def version(self) -> float:
+        """Changes whenever a sample does."""
         return self.value
 
     def names(self, name: str) -> list[tuple[str, Mapping[str, str]]]:
+        """Returns the name and the additional labels of each sample of a metric with this name."""
         return [(name, {})]
 
     def samples(self) -> Iterable[float]:
@@ -70,9 +57,6 @@ class Counter(Gauge):
     """A value that only rises."""
 
     __slots__ = ()
-
-    def names(self, name: str) -> list[tuple[str, Mapping[str, str]]]:
-        return [(f"{name}_total", {})]
 
 
 class Histogram:
@@ -105,6 +89,8 @@ class Histogram:
         yield self._sum
 
 
+Instrument = Gauge | Histogram
+"""The measurements of one combination of labels."""
 Kind = Literal["counter", "gauge", "histogram"]
 Made = TypeVar("Made", bound=Instrument, covariant=True)
 
@@ -194,12 +180,11 @@ class _View:
         self, metric: Metric[Instrument], name: str, labels: Mapping[str, str], renamed: Mapping[str, str]
     ) -> None:
         self._metric = metric
-        self._name = name
+        self._name = f"{name}_total" if metric.kind == "counter" else name
         self._labels = labels
         self._label_names = [renamed.get(label, label) for label in metric.label_names]
-        shown = f"{name}_total" if metric.kind == "counter" else name
         help_text = metric.documentation.replace("\\", r"\\").replace("\n", r"\n")
-        self._head = f"# HELP {shown} {help_text}\n# TYPE {shown} {metric.kind}\n"
+        self._head = f"# HELP {self._name} {help_text}\n# TYPE {self._name} {metric.kind}\n"
         self._series: dict[tuple[str | int, ...], _Series] = {}
 
     def text(self) -> str:

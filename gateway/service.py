@@ -8,7 +8,7 @@ import logging
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -38,7 +38,7 @@ from penstock.gateway.sessions.recordings.registry import Recordings
 from penstock.gateway.sessions.responses import records, writer
 from penstock.gateway.store.interface import Store
 from penstock.gateway.tenants import Tenants
-from penstock.gateway.watch import StepWatch, Watches
+from penstock.gateway.watch import Watches
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.reading import AUTO, Formats
@@ -143,7 +143,7 @@ class Service:
         self.vocab_size = min(options.vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
         """Token ids are smaller than this."""
         self.store = store
-        self._watches = Watches()
+        self.watches = Watches(clock, lambda: self.metrics.num_output_tokens)
         self.prefixes = PrefixTracker()
         self.locator = PrefixLocator(store.durable, options.replica, options.block_size, engine.find_cached)
         self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces)
@@ -173,7 +173,7 @@ class Service:
         """Takes the report of a step, or of several if the event loop fell behind."""
         for report in reports:
             self.prefixes.take(report.prefix_events)
-            self._watches.note(report)
+            self.watches.note(report)
         self.dispatch.deliver(*reports)
 
     # Watching over
@@ -215,7 +215,7 @@ class Service:
     def note_loop_lag(self, lag_s: float) -> None:
         """Notes how late the event loop ran a timer."""
         self.metrics.loop_lag.observe(lag_s)
-        self._watches.note_lag(lag_s)
+        self.watches.note_lag(lag_s)
 
     def warm_up(self) -> None:
         """Begins to compute what the processes before this one had in their caches, while nobody needs the engine."""
@@ -306,14 +306,6 @@ class Service:
         """Returns the load of this replica, for switches."""
         num_free_kv = self._engine.stats().num_free_tokens
         return self._queue.load(self.clock(), num_free_kv=num_free_kv, is_draining=self.dispatch.draining)
-
-    def watching(self) -> AbstractContextManager[StepWatch]:
-        """While this is entered, what `watched` tells is kept."""
-        return self._watches.watching(self.clock(), self.metrics.num_output_tokens)
-
-    def watched(self, watch: StepWatch) -> dict[str, object]:
-        """Returns the work of the steps since the last call."""
-        return watch.take(self.clock(), self.metrics.num_output_tokens)
 
     def block_map(self) -> dict[str, object] | None:
         """Returns the KV blocks for `/v1/events`, in base64; None before the engine is ready."""

@@ -89,7 +89,7 @@ class ModelEndpoints(Endpoints):
         write: MakeWriter,
         recorder: Recorder | None = None,
         *,
-        prefix: str = "",
+        prefix: str = "reply-",
         load: Callable[[Arrival], dict[str, object]] = lambda _: {},
     ) -> Response:
         """Answers a request whose body is of a kind.

@@ -89,7 +89,7 @@ class EventsApi(Endpoints):
     ) -> AsyncIterator[ServerSentEvent]:
         service, told_map = self._service, b""
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(service.watching()) if "steps" in details else None
+            watch = stack.enter_context(service.watches.watching()) if "steps" in details else None
             async for _ in self._ticks():
                 yield _event("server", self._status_for(client))
                 if request_id and (found := service.dispatch.waiting(client.tenant.name, request_id)):
@@ -97,7 +97,7 @@ class EventsApi(Endpoints):
                 if "tenants" in details:
                     yield _event("tenants", orjson.dumps(service.tenants.told(client)))
                 if watch is not None:
-                    yield _event("steps", orjson.dumps(service.watched(watch)))
+                    yield _event("steps", orjson.dumps(watch()))
                 if "kv" in details and (drawn := self._map_now()) not in (b"", told_map):
                     yield _event("kv", drawn)
                     told_map = drawn

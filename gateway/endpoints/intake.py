@@ -18,7 +18,7 @@ from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.endpoints.operation import routes_of
 from penstock.gateway.endpoints.prompting import Prompting, read_ask
-from penstock.gateway.errors import ApiError, model_not_found, not_found, unavailable, unsupported
+from penstock.gateway.errors import ApiError, model_not_found, unavailable, unsupported
 from penstock.gateway.http.correlation import CORRELATION
 from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.http.refusals import OLLAMA_PATH
@@ -214,14 +214,6 @@ class Intake:
         """Counts a request that looks something up; see `Quotas.count`."""
         with self._noting_refusals(client.tenant.sure_lane):
             return await self._service.quotas.count(client)
-
-    async def recording(self, tenant: str, recording_id: str) -> Recording:
-        """Returns the tenant's recording; raises 404 if there is none, 503 if that cannot be said now."""
-        recording = await self.find_recording(tenant, recording_id)
-        if recording is None:
-            self._service.dispatch.check_open()  # what was interrupted is known when the model is loaded
-            raise not_found(f"There is no reply '{recording_id}'.", "id")
-        return recording
 
     async def find_recording(self, tenant: str, recording_id: str) -> Recording | None:
         """Raises 503 if it cannot be said now whether there is one."""

@@ -5,38 +5,23 @@ from __future__ import annotations
 from starlette.routing import compile_path
 
 from penstock.gateway.endpoints.batches import BatchesApi
-from penstock.gateway.endpoints.completions import CompletionsApi
 from penstock.gateway.endpoints.conversations import ConversationsApi
-from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
 from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints
-from penstock.gateway.endpoints.llama import LlamaApi
 from penstock.gateway.endpoints.message_batches import MessageBatchesApi
-from penstock.gateway.endpoints.messages import MessagesApi
-from penstock.gateway.endpoints.models import ModelsApi, TokensApi
-from penstock.gateway.endpoints.ollama import OllamaApi
+from penstock.gateway.endpoints.models import LlamaServerApi, ModelsApi, OllamaModelsApi
 from penstock.gateway.endpoints.operation import ANY, Operation, served
-from penstock.gateway.endpoints.operator import MetricsApi, OperatorApi, ServerInfoApi
-from penstock.gateway.endpoints.rendering import RenderApi
+from penstock.gateway.endpoints.operator import MetricsApi, OperatorApi, UsageApi
+from penstock.gateway.endpoints.replies import RepliesApi
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.endpoints.stored_chats import StoredChatsApi
-from penstock.gateway.endpoints.usage import UsageApi
+from penstock.gateway.endpoints.tokens import TokensApi
 
 PLAIN_APIS: tuple[type[Endpoints], ...] = (
-    *(CompletionsApi, StoredChatsApi, RenderApi, DecisionsApi, EmbeddingsApi, MessagesApi, ResponsesApi),
-    *(
-        ConversationsApi,
-        OllamaApi,
-        LlamaApi,
-        ModelsApi,
-        TokensApi,
-        EventsApi,
-        UsageApi,
-        OperatorApi,
-        ServerInfoApi,
-    ),
+    *(RepliesApi, StoredChatsApi, TokensApi, ResponsesApi, ConversationsApi, ModelsApi, OllamaModelsApi),
+    *(LlamaServerApi, EventsApi, UsageApi, OperatorApi),
 )
 """The endpoints that are made of a service and its intake alone."""
 _APIS = (*PLAIN_APIS, FilesApi, BatchesApi, MessageBatchesApi, StateApi, MetricsApi)

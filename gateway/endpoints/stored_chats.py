@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.gateway.endpoints.completions import chat_recorder
 from penstock.gateway.endpoints.intake import Endpoints, Intake
 from penstock.gateway.endpoints.operation import ANY, BY_ID, follows, looks_up, serves
+from penstock.gateway.endpoints.replies import chat_recorder
 from penstock.gateway.errors import ApiError, answering_unavailable, existing
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.off_loop import off_loop

@@ -9,7 +9,7 @@ from types import FrameType
 import pytest
 
 from penstock.gateway.dispatch import Dispatch
-from penstock.gateway.endpoints.completions import CompletionsApi
+from penstock.gateway.endpoints.replies import RepliesApi
 from tests.gateway.harness import Gateway, chat_body, client
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +27,7 @@ class Profile:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call":
             return
-        if frame.f_code is CompletionsApi.chat.__code__:
+        if frame.f_code is RepliesApi.chat.__code__:
             self._is_on = True
         elif frame.f_code is Dispatch.submit.__code__:
             self._is_on = False
