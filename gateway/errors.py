@@ -26,7 +26,7 @@ _ANTHROPIC_TYPES = {
     501: "api_error",
     503: "overloaded_error",
 }
-Found = TypeVar("Found")
+ObjectT = TypeVar("ObjectT")
 
 
 class ApiError(Exception):
@@ -125,11 +125,11 @@ def not_found(message: str, param: str | None = None) -> ApiError:
     return invalid(message, param, "not_found", HTTPStatus.NOT_FOUND)
 
 
-def existing(found: Found | None, message: str, param: str | None = None) -> Found:
+def existing(value: ObjectT | None, message: str, param: str | None = None) -> ObjectT:
     """Returns the object; raises 404 if there is none."""
-    if found is None:
+    if value is None:
         raise not_found(message, param)
-    return found
+    return value
 
 
 def gone(message: str, code: str) -> ApiError:

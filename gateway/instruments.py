@@ -92,23 +92,28 @@ class Histogram:
 Instrument = Gauge | Histogram
 """The measurements of one combination of labels."""
 Kind = Literal["counter", "gauge", "histogram"]
-Made = TypeVar("Made", bound=Instrument, covariant=True)
+InstrumentT = TypeVar("InstrumentT", bound=Instrument, covariant=True)
 
 
-class Metric(Generic[Made]):
+class Metric(Generic[InstrumentT]):
     """A metric: an instrument for each combination of its labels' values."""
 
     def __init__(
-        self, name: str, kind: Kind, documentation: str, labels: Sequence[str], make: Callable[[], Made]
+        self,
+        name: str,
+        kind: Kind,
+        documentation: str,
+        labels: Sequence[str],
+        make: Callable[[], InstrumentT],
     ) -> None:
         self.name = name
         self.kind = kind
         self.documentation = documentation
         self.label_names = tuple(labels)
-        self.instruments: dict[tuple[str | int, ...], Made] = {}
+        self.instruments: dict[tuple[str | int, ...], InstrumentT] = {}
         self._make = make
 
-    def labels(self, *values: str | int) -> Made:
+    def labels(self, *values: str | int) -> InstrumentT:
         """Returns the instrument of these labels; the same one at each call."""
         if (instrument := self.instruments.get(values)) is None:
             instrument = self.instruments[values] = self._make()
@@ -125,7 +130,7 @@ class Exposition:
         self._prefix = prefix
         self._views: list[_View] = []
 
-    def _add(self, metric: Metric[Made]) -> Callable[..., Made]:
+    def _add(self, metric: Metric[InstrumentT]) -> Callable[..., InstrumentT]:
         self.metrics[metric.name] = metric
         self.show(metric, self._prefix + metric.name)
         return metric.labels
@@ -137,7 +142,7 @@ class Exposition:
 
     def show(
         self,
-        metric: Metric[Made],
+        metric: Metric[InstrumentT],
         name: str,
         labels: Mapping[str, str] | None = None,
         renamed: Mapping[str, str] | None = None,
@@ -198,9 +203,9 @@ class _View:
 
     def _prefixes(self, values: tuple[str | int, ...], instrument: Instrument) -> list[str]:
         """Returns what comes before the value in each line."""
-        own = dict(zip(self._label_names, values, strict=True))
+        labels = dict(zip(self._label_names, values, strict=True))
         return [
-            f"{name}{_labels({**own, **self._labels, **more})} "
+            f"{name}{_labels({**labels, **self._labels, **more})} "
             for name, more in instrument.names(self._name)
         ]
 

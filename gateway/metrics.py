@@ -381,14 +381,14 @@ class _VllmNames:
     def __init__(self, metrics: Metrics, model: str, cache_config: Callable[[], Mapping[str, str]]) -> None:
         self._metrics = metrics
         self._cache_config = cache_config
-        page, own = metrics.page, {"model_name": model, "engine": "0"}
+        page, common = metrics.page, {"model_name": model, "engine": "0"}
         for name, others in _VLLM.items():
             for other in others:
-                page.show(page.metrics[name], f"vllm:{other}", own, {"finish_reason": "finished_reason"})
+                page.show(page.metrics[name], f"vllm:{other}", common, {"finish_reason": "finished_reason"})
 
         def derived(kind: Kind, name: str, documentation: str, labels: Sequence[str] = ()) -> Metric[Gauge]:
             metric = Metric(name, kind, documentation, labels, Counter if kind == "counter" else Gauge)
-            page.show(metric, f"vllm:{name}", own)
+            page.show(metric, f"vllm:{name}", common)
             return metric
 
         drafts, accepted = (page.metrics[f"{kind}_tokens"].documentation for kind in ("draft", "accepted"))

@@ -23,7 +23,7 @@ from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.keys import Access, Client
 from penstock.gateway.access.quotas import Quotas
 from penstock.gateway.background import end, meanwhile
-from penstock.gateway.dispatch import Dispatch, Engine, Tracing
+from penstock.gateway.dispatch import Dispatch, ServingEngine, Tracing
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
 from penstock.gateway.limits import Limits
@@ -116,7 +116,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServingEngine,
         queue: LaneQueue,
         prompts: Prompts,
         options: ServiceOptions,

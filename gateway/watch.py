@@ -56,7 +56,7 @@ class StepWatch:
             (_ms(started_s - self._began_s), _ms(duration_s), *numbers)
             for started_s, duration_s, *numbers in self._steps
         ]
-        told: dict[str, object] = {
+        event: dict[str, object] = {
             "at_ms": _ms(now - self._began_s),
             "num_steps": self._num_steps,
             "busy_ms": _ms(self._busy_s),
@@ -69,7 +69,7 @@ class StepWatch:
         }
         self._num_output_tokens = num_output_tokens
         self._clear()
-        return told
+        return event
 
 
 class Watches:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.gateway.access.idempotency import HEADER, RESUMABLE_HEADER, idempotency_key
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.background import meanwhile
-from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake
+from penstock.gateway.endpoints.intake import Endpoints, Inbound, Intake
 from penstock.gateway.endpoints.operation import Handler, Operation
 from penstock.gateway.endpoints.requests import Made, RequestMaker
 from penstock.gateway.errors import invalid, unsupported
@@ -45,7 +45,7 @@ _PIECE_BYTES = 64 * 1024
 
 Keep = Callable[[dict[str, Any], int], Awaitable[None]]
 """A Keep takes a whole reply's JSON and its size in bytes."""
-MakeWriter = Callable[[Head, Arrival, Made], WholeWriter[Counts]]
+MakeWriter = Callable[[Head, Inbound, Made], WholeWriter[Counts]]
 """Makes the writer of a reply; where the ask may stream, it is a `Writer`."""
 
 
@@ -59,12 +59,12 @@ class Recorder(ABC):
     always = False
     """Whether every reply is recorded."""
 
-    def thread(self, came: Arrival) -> AbstractAsyncContextManager[Thread]:  # noqa: ARG002
+    def thread(self, inbound: Inbound) -> AbstractAsyncContextManager[Thread]:  # noqa: ARG002
         """Holds the thread that a turn continues until its recording has begun."""
         return contextlib.nullcontext(NO_THREAD)
 
     @abstractmethod
-    def details(self, came: Arrival, made: Made, thread: Thread, head: Head) -> dict[str, Any]:
+    def details(self, inbound: Inbound, made: Made, thread: Thread, head: Head) -> dict[str, Any]:
         """Returns what a recording has to know of its request, as JSON."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class ModelEndpoints(Endpoints):
         recorder: Recorder | None = None,
         *,
         prefix: str = "reply-",
-        load: Callable[[Arrival], dict[str, object]] = lambda _: {},
+        load: Callable[[Inbound], dict[str, object]] = lambda _: {},
     ) -> Response:
         """Answers a request whose body is of a kind.
 
@@ -102,60 +102,64 @@ class ModelEndpoints(Endpoints):
         Raises:
             ApiError: 4xx or 503, for everything that a request may be refused for.
         """
-        came = await self._intake.begin(http, kind)
-        ask = came.ask
+        inbound = await self._intake.begin(http, kind)
+        ask = inbound.ask
         self._check(ask)
         if not ask.input:
-            return Json(load(came))
+            return Json(load(inbound))
         key = idempotency_key(http) if recorder is not None and HEADER in http.headers else None
         outlives = recorder is not None and (
             key is not None or ask.kept.background or _is_resumable(http, ask)
         )
         if recorder is None or not (recorder.always or outlives):
             prefix = prefix if recorder is None else recorder.prefix
-            return await self._live(came, write, prefix + secrets.token_hex(16))
+            return await self._live(inbound, write, prefix + secrets.token_hex(16))
         check_recordable(ask, recorder, key)
-        came = replace(came, is_recorded=True)
+        inbound = replace(inbound, is_recorded=True)
         reply_id = owned_id(recorder.prefix, self._service.tag, recorder.num_digits)
-        start = partial(self._begin_recording, came, recorder, reply_id, outlives)
-        recording = await self._service.idempotency.once(came.tenant.name, key, came.body, reply_id, start)
+        start = partial(self._begin_recording, inbound, recorder, reply_id, outlives)
+        recording = await self._service.idempotency.once(
+            inbound.tenant.name, key, inbound.body, reply_id, start
+        )
         if isinstance(recording, str):
-            return await recorder.repeat(came.tenant.name, recording, came.body)
-        return recorder.reply(recording, came.body)
+            return await recorder.repeat(inbound.tenant.name, recording, inbound.body)
+        return recorder.reply(recording, inbound.body)
 
-    async def _live(self, came: Arrival, write: MakeWriter, reply_id: str) -> Sender:
-        self._check_room(came)
-        ask, made = came.ask, await self._made(came, reply_id)
+    async def _live(self, inbound: Inbound, write: MakeWriter, reply_id: str) -> Sender:
+        self._check_room(inbound)
+        ask, made = inbound.ask, await self._made(inbound, reply_id)
         stored = ask.kept.stored
         reply = Live(
             made.requests,
-            await self._intake.reserve(came.client, made.requests),
-            write(self._head(ask, reply_id), came, made),
+            await self._intake.reserve(inbound.client, made.requests),
+            write(self._head(ask, reply_id), inbound, made),
             streamed=ask.streams,
             thoughts=self._service.formats.thoughts(made.reading),
             echoes=made.echoes,
             in_full=ask.shown.extras.token_ids or ask.shown.usage_so_far,
             keeps=ask.streams and (ask.kept.output or stored is not None),
         )
-        keep_whole = None if stored is None else partial(keep, self._service.store, came.tenant.name, stored)
+        keep_whole = (
+            None if stored is None else partial(keep, self._service.store, inbound.tenant.name, stored)
+        )
         return LiveSender(self._service, reply, keep_whole)
 
     async def _begin_recording(
-        self, came: Arrival, recorder: Recorder, reply_id: str, outlives: bool
+        self, inbound: Inbound, recorder: Recorder, reply_id: str, outlives: bool
     ) -> Recording:
-        self._check_room(came)
-        kept, head = came.ask.kept, self._head(came.ask, reply_id)
-        async with recorder.thread(came) as thread:
-            made = await self._made(came, reply_id, thread)
+        self._check_room(inbound)
+        kept, head = inbound.ask.kept, self._head(inbound.ask, reply_id)
+        async with recorder.thread(inbound) as thread:
+            made = await self._made(inbound, reply_id, thread)
             return await self._service.recordings.start(
                 made.requests[0],
                 kind=recorder.kind,
-                details=recorder.details(came, made, thread, head),
+                details=recorder.details(inbound, made, thread, head),
                 created=head.created,
                 detachable=outlives,
                 journalled=outlives,
                 max_detached_s=None if kept.background else self._service.options.timeouts.detached_s,
-                reservation=await self._intake.reserve(came.client, made.requests),
+                reservation=await self._intake.reserve(inbound.client, made.requests),
             )
 
     def _check(self, ask: Ask) -> None:
@@ -170,11 +174,11 @@ class ModelEndpoints(Endpoints):
     def _most_beams(self) -> int:
         return min(self._service.options.limits.max_beams, self._service.engine_stats().max_num_seqs)
 
-    def _check_room(self, came: Arrival) -> None:
+    def _check_room(self, inbound: Inbound) -> None:
         """Raises 429 or 503 if no prompt that the ask may have is let in, before it is tokenised."""
         dispatch = self._service.dispatch
-        most = dispatch.context_length if isinstance(came.ask.input, Turn) else came.num_bytes
-        dispatch.check_room(came.urgency, came.tenant.name, came.at_s, most)
+        most = dispatch.context_length if isinstance(inbound.ask.input, Turn) else inbound.num_bytes
+        dispatch.check_room(inbound.urgency, inbound.tenant.name, inbound.at_s, most)
 
     def _head(self, ask: Ask, reply_id: str) -> Head:
         fingerprint = self._service.options.system_fingerprint

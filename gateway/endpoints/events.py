@@ -67,8 +67,6 @@ class EventsApi(Endpoints):
     async def server(self, http: HttpRequest) -> EventSourceResponse:
         """Tell of the server's state; of a request that waits; in detail, of steps, KV blocks and tenants.
 
-        Streams the state of the server.
-
         With `request_id`, also the place in the queue of the caller's request of that name; with `detail`, also the
         engine's steps, its KV blocks, and the tenants that take most.
         """
@@ -87,20 +85,20 @@ class EventsApi(Endpoints):
     async def _server_events(
         self, client: Client, request_id: str | None, details: frozenset[str]
     ) -> AsyncIterator[ServerSentEvent]:
-        service, told_map = self._service, b""
+        service, sent_map = self._service, b""
         with contextlib.ExitStack() as stack:
             watch = stack.enter_context(service.watches.watching()) if "steps" in details else None
             async for _ in self._ticks():
                 yield _event("server", self._status_for(client))
-                if request_id and (found := service.dispatch.waiting(client.tenant.name, request_id)):
-                    yield _event("request", orjson.dumps({"request_id": request_id, **found}))
+                if request_id and (standing := service.dispatch.waiting(client.tenant.name, request_id)):
+                    yield _event("request", orjson.dumps({"request_id": request_id, **standing}))
                 if "tenants" in details:
-                    yield _event("tenants", orjson.dumps(service.tenants.told(client)))
+                    yield _event("tenants", orjson.dumps(service.tenants.shown(client)))
                 if watch is not None:
                     yield _event("steps", orjson.dumps(watch()))
-                if "kv" in details and (drawn := self._map_now()) not in (b"", told_map):
+                if "kv" in details and (drawn := self._map_now()) not in (b"", sent_map):
                     yield _event("kv", drawn)
-                    told_map = drawn
+                    sent_map = drawn
 
     def _status_for(self, client: Client) -> bytes:
         """Returns the status, made once for all listeners; tenants are shown their own streams and the promises."""
@@ -115,8 +113,8 @@ class EventsApi(Endpoints):
             name: {figure: lane[figure] for figure in _PROMISED}
             for name, lane in self._status["lanes"].items()
         }
-        own = {"state": self._status["state"], "streams": load.waiting + load.running, "lanes": lanes}
-        return orjson.dumps(own)
+        view = {"state": self._status["state"], "streams": load.waiting + load.running, "lanes": lanes}
+        return orjson.dumps(view)
 
     def _map_now(self) -> bytes:
         """Returns the block map, made once for all listeners and less often; empty before there is one."""
@@ -146,7 +144,7 @@ class EventsApi(Endpoints):
                     stored, removed = changes.take(MAX_HASHES)
                     for kind, hashes in (("removed", removed), ("stored", stored)):
                         if hashes:
-                            yield _event(kind, orjson.dumps({"blocks": [known.hex() for known in hashes]}))
+                            yield _event(kind, orjson.dumps({"blocks": [block.hex() for block in hashes]}))
                     most = max(len(stored), len(removed))
                     await asyncio.sleep(0)  # others have their turn
 
@@ -159,9 +157,9 @@ class EventsApi(Endpoints):
             await asyncio.sleep(EVERY_S)
 
 
-def _details(asked: str | None, client: Client) -> frozenset[str]:
+def _details(detail: str | None, client: Client) -> frozenset[str]:
     """Raises 400 if one of them is unknown, or not for this client."""
-    details = frozenset(asked.split(",")) if asked else frozenset[str]()
+    details = frozenset(detail.split(",")) if detail else frozenset[str]()
     if not details <= set(DETAILS):
         raise invalid(f"detail must be a list of {', '.join(DETAILS)}, with commas between them.", "detail")
     if details & _OF_EVERYBODY and not client.is_operator:

@@ -45,7 +45,7 @@ CLIENT = "penstock.client"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Inbound:
     """A request that was read and translated."""
 
     at_s: float
@@ -103,7 +103,7 @@ class Intake:
         """Returns the name of the client's tenant, and raises like `client`."""
         return self.client(http).tenant.name
 
-    async def begin(self, http: HttpRequest, kind: type[Body]) -> Arrival:
+    async def begin(self, http: HttpRequest, kind: type[Body]) -> Inbound:
         """Reads and translates a request for the model.
 
         Raises:
@@ -118,7 +118,7 @@ class Intake:
         http: HttpRequest,
         kind: type[Body],
         find_thread: Callable[[str, Ask], Awaitable[Thread]] | None = None,
-    ) -> tuple[Arrival, list[list[int]], Mapping[str, str]]:
+    ) -> tuple[Inbound, list[list[int]], Mapping[str, str]]:
         """Reads a request whose prompts are wanted, and not their answers.
 
         Args:
@@ -128,14 +128,14 @@ class Intake:
             the request, its prompts, and the quota's headers.
         """
         async with self.counted(http) as (client, counting, headers):
-            came = await self._arrival(http, kind, client)
-            self.check_model(came.ask.model)
-            thread = NO_THREAD if find_thread is None else await find_thread(client.tenant.name, came.ask)
-            return came, await counting.prompts(came.ask, thread), headers
+            inbound = await self._arrival(http, kind, client)
+            self.check_model(inbound.ask.model)
+            thread = NO_THREAD if find_thread is None else await find_thread(client.tenant.name, inbound.ask)
+            return inbound, await counting.prompts(inbound.ask, thread), headers
 
     async def _arrival(
         self, http: HttpRequest, kind: type[Body], client: Client, slo: Slo | None = None
-    ) -> Arrival:
+    ) -> Inbound:
         """Returns a request with the lane that it asks for; without `slo`, with one that its tenant may use."""
         at_s, policies = self._service.clock(), self._service.options.policies
         num_bytes, (body, ask) = await self._parsed(
@@ -145,7 +145,7 @@ class Intake:
         urgency, tenant = Urgency(client.tenant.sure_lane), client.tenant
         if slo is not None:
             urgency = urgency_of(ask.service_tier, tenant, streams=ask.streams, slo=slo, policies=policies)
-        return Arrival(at_s=at_s, client=client, body=body, ask=ask, num_bytes=num_bytes, urgency=urgency)
+        return Inbound(at_s=at_s, client=client, body=body, ask=ask, num_bytes=num_bytes, urgency=urgency)
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
         """Returns a checked body that asks nothing of the model."""

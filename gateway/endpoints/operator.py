@@ -125,7 +125,7 @@ class UsageApi(Endpoints):
         seen = self._service.access.clients() if client.is_operator else [client]
         if name is None:
             return seen
-        if not (named := [known for known in seen if known.tenant.name == name]):
+        if not (named := [one for one in seen if one.tenant.name == name]):
             raise not_found(f"There is no tenant '{name}'.", "tenant")
         return named
 
@@ -145,18 +145,18 @@ def _per_time(
     minute: Allotment | None, windows: Sequence[Window], grant: Grant, unit: str
 ) -> dict[str, dict[str, Any]]:
     """Returns the use of each window in which there is a limit of requests or tokens."""
-    found: dict[str, dict[str, Any]] = {}
+    uses: dict[str, dict[str, Any]] = {}
     if minute is not None:
         left = max(0, minute.remaining)
-        found["minute"] = {"limit": minute.limit, "used": minute.limit - left, "remaining": left}
+        uses["minute"] = {"limit": minute.limit, "used": minute.limit - left, "remaining": left}
     for window, use in zip(windows, grant.uses, strict=True):
         limit, used = (
             (window.max_requests, use.requests) if unit == "requests" else (window.max_tokens, use.tokens)
         )
-        found[window.name] = {
+        uses[window.name] = {
             "limit": limit,
             "used": used,
             "remaining": None if limit is None else max(0, limit - used),
             "ends_at": utc(window.ends_s),
         }
-    return found
+    return uses

@@ -222,22 +222,24 @@ class Prompting:
 
     def _reasoning(self, body: Reasoned) -> dict[str, Any]:
         """Returns the variables that say how much the model may reason."""
-        known, effort, number, is_on = self._prompts.variables, body.effort, body.num_thinking, body.is_on
-        budget = body.budget(known, self._context_length) if self._prompts.reasons else None
+        readable, effort, number, is_on = self._prompts.variables, body.effort, body.num_thinking, body.is_on
+        budget = body.budget(readable, self._context_length) if self._prompts.reasons else None
         variables: dict[str, Any] = {"thinking_budget": budget}
         if number == 0:
             variables |= thinking_switches(False)
-        elif effort is not None and "reasoning_effort" in known:
+        elif effort is not None and "reasoning_effort" in readable:
             variables["reasoning_effort"] = effort
         elif effort is not None:
             variables |= thinking_switches(effort != "none")
         if is_on and number != 0:
             variables |= thinking_switches(True)
-        found = {name: value for name, value in variables.items() if name in known and value is not None}
+        settings = {
+            name: value for name, value in variables.items() if name in readable and value is not None
+        }
         field = body.asked_by
-        if budget is None and not found and number != -1 and is_on is not False and field is not None:
+        if budget is None and not settings and number != -1 and is_on is not False and field is not None:
             self._ignore(field)
-        return found
+        return settings
 
     # Turns of threads
 
@@ -276,9 +278,9 @@ class Prompting:
 
     # Questions
 
-    async def branched(self, asked: Questions, field: str) -> tuple[list[int], list[list[int]]]:
+    async def branched(self, questions: Questions, field: str) -> tuple[list[int], list[list[int]]]:
         """Returns the tokens that all questions share, and the further ones of each."""
-        messages, texts = asked.messages, [question.text for question in asked.questions]
+        messages, texts = questions.messages, [question.text for question in questions.questions]
         num_shared = sum(len(message["content"]) for message in messages)
         self.check_length(num_shared + max(map(len, texts)), field)
         num_texts = len(messages) + len(texts)
@@ -378,18 +380,18 @@ def _role(message: Message) -> str:
     return message.role
 
 
-def _answer_room(asked: MaxTokens, context_length: int) -> int:
+def _answer_room(max_tokens: MaxTokens, context_length: int) -> int:
     """Returns the tokens of the answer that a shortened prompt leaves room for."""
     share = max(1, context_length // _ANSWER_SHARE)
-    if asked.number is None:
+    if max_tokens.number is None:
         return share
-    return max(1, min(share, asked.number) if asked.may_be_fewer else asked.number)
+    return max(1, min(share, max_tokens.number) if max_tokens.may_be_fewer else max_tokens.number)
 
 
 async def _shortened(
     encode: Callable[[int], Awaitable[list[int]]],
     starts: Sequence[int],
-    asked: MaxTokens,
+    max_tokens: MaxTokens,
     context_length: int,
 ) -> list[int]:
     """Returns the prompt without as many of the oldest turns as it takes to fit, but with the last one.
@@ -408,9 +410,9 @@ async def _shortened(
             return None
         return prompt if len(prompt) + room <= context_length else None
 
-    if (prompt := await fitting(0, asked.least)) is not None:
+    if (prompt := await fitting(0, max_tokens.least)) is not None:
         return prompt
-    later, room = [start for start in starts if start], _answer_room(asked, context_length)
+    later, room = [start for start in starts if start], _answer_room(max_tokens, context_length)
     longest, low, high = None, 0, len(later)
     while low < high:
         middle = (low + high) // 2

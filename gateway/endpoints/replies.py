@@ -18,7 +18,7 @@ from penstock.gateway.endpoints.answering import (
     Sender,
     position_asked,
 )
-from penstock.gateway.endpoints.intake import Arrival, Intake
+from penstock.gateway.endpoints.intake import Inbound, Intake
 from penstock.gateway.endpoints.operation import BY_ID, BY_PROMPT, LINED, STREAMED, answers, follows, serves
 from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.errors import invalid, not_found
@@ -70,15 +70,15 @@ class ReplyRecorder(Recorder):
         self._deleted = deleted
         self.kind, self.prefix = kind, PREFIXES[kind]
 
-    def details(self, came: Arrival, made: Made, thread: Thread, head: Head) -> dict[str, Any]:  # noqa: ARG002
-        ask, stored = came.ask, came.ask.kept.stored
+    def details(self, inbound: Inbound, made: Made, thread: Thread, head: Head) -> dict[str, Any]:  # noqa: ARG002
+        ask, stored = inbound.ask, inbound.ask.kept.stored
         return details_of(
             head,
             made.reading,
             stream=ask.streams,
             include_usage=ask.shown.usage,
             max_tokens=ask.max_tokens.number,
-            is_chat=_is_chat(came),
+            is_chat=_is_chat(inbound),
             tells_context=ask.kept.output,
             **({} if stored is None else {"stored": stored}),
         )
@@ -155,9 +155,9 @@ class RepliesApi(ModelEndpoints):
         return await self._texts.discard(http)
 
     def _completion_writer(
-        self, make: type[CompletionWriter], head: Head, came: Arrival, made: Made
+        self, make: type[CompletionWriter], head: Head, inbound: Inbound, made: Made
     ) -> CompletionWriter:
-        shown = came.ask.shown
+        shown = inbound.ask.shown
         return make(
             self._service.tokenizer,
             head,
@@ -208,8 +208,8 @@ class RepliesApi(ModelEndpoints):
         return await self._answer(
             http,
             OllamaEmbedBody,
-            lambda _, came, __: EmbedWriter(came.ask),
-            load=lambda came: {"model": came.ask.model, "embeddings": []},
+            lambda _, inbound, __: EmbedWriter(inbound.ask),
+            load=lambda inbound: {"model": inbound.ask.model, "embeddings": []},
         )
 
     @serves("POST /api/embeddings", BY_PROMPT, OllamaEmbeddingBody)
@@ -229,11 +229,11 @@ class RepliesApi(ModelEndpoints):
         """Stop and forget a resumable answer."""
         return await self._lines.discard(http)
 
-    def _line_writer(self, head: Head, came: Arrival, made: Made) -> LineWriter:
-        ask = came.ask
+    def _line_writer(self, head: Head, inbound: Inbound, made: Made) -> LineWriter:
+        ask = inbound.ask
         return LineWriter(
             head,
-            is_chat=_is_chat(came),
+            is_chat=_is_chat(inbound),
             tells_context=ask.kept.output,
             reading=made.reading,
             tokens=None if ask.num_logprobs is None else self._service.tokenizer,
@@ -252,8 +252,8 @@ class RepliesApi(ModelEndpoints):
         """Fill in the text between two others, for llama.cpp's clients."""
         return await self._answer(http, InfillBody, self._llama_writer)
 
-    def _llama_writer(self, head: Head, came: Arrival, _: Made) -> LlamaWriter:
-        return LlamaWriter(head, came.body, self._service.tokenizer, self._service.dispatch.context_length)
+    def _llama_writer(self, head: Head, inbound: Inbound, _: Made) -> LlamaWriter:
+        return LlamaWriter(head, inbound.body, self._service.tokenizer, self._service.dispatch.context_length)
 
     # Embeddings and the scores made of them are hidden states; decisions are the log probabilities of possible answers
 
@@ -262,14 +262,16 @@ class RepliesApi(ModelEndpoints):
         """Turn texts into vectors."""
         is_normalised = self._service.options.embedding.is_normalised
         return await self._answer(
-            http, EmbeddingsBody, lambda _, came, __: VectorWriter(came.body, is_normalised=is_normalised)
+            http,
+            EmbeddingsBody,
+            lambda _, inbound, __: VectorWriter(inbound.body, is_normalised=is_normalised),
         )
 
     @serves("POST /rerank /v1/rerank /v2/rerank", BY_PROMPT, RerankBody)
     async def rerank(self, http: HttpRequest) -> Response:
         """Order documents by how like a query they are."""
         return await self._answer(
-            http, RerankBody, lambda head, came, _: RerankWriter(head.id, came.body), prefix="rerank-"
+            http, RerankBody, lambda head, inbound, _: RerankWriter(head.id, inbound.body), prefix="rerank-"
         )
 
     @serves("POST /score /v1/score", BY_PROMPT, ScoreBody)
@@ -278,7 +280,9 @@ class RepliesApi(ModelEndpoints):
         return await self._answer(
             http,
             ScoreBody,
-            lambda head, came, _: ScoreWriter(head.id, head.created, head.model, len(came.body.sides()[0])),
+            lambda head, inbound, _: ScoreWriter(
+                head.id, head.created, head.model, len(inbound.body.sides()[0])
+            ),
             prefix="score-",
         )
 
@@ -307,23 +311,23 @@ def _deleted(name: str) -> dict[str, object]:
     return {"object": f"{name}.deleted", "deleted": True}
 
 
-def _message_writer(head: Head, came: Arrival, made: Made) -> MessageWriter:
-    return MessageWriter(head, came.body.max_tokens, made.reading)
+def _message_writer(head: Head, inbound: Inbound, made: Made) -> MessageWriter:
+    return MessageWriter(head, inbound.body.max_tokens, made.reading)
 
 
-def _loaded(came: Arrival) -> dict[str, object]:
-    return unasked(came.ask.model, int(time.time()), is_chat=_is_chat(came))
+def _loaded(inbound: Inbound) -> dict[str, object]:
+    return unasked(inbound.ask.model, int(time.time()), is_chat=_is_chat(inbound))
 
 
-def _is_chat(came: Arrival) -> bool:
-    return isinstance(came.body, OllamaChatBody)
+def _is_chat(inbound: Inbound) -> bool:
+    return isinstance(inbound.body, OllamaChatBody)
 
 
 def _decisions_writer(
     make: Callable[[str, Sequence[Question], Sequence[Sequence[Steps]]], WholeWriter[Counts]],
     head: Head,
-    came: Arrival,
+    inbound: Inbound,
     made: Made,
 ) -> WholeWriter[Counts]:
-    assert isinstance(came.ask.input, Questions)
-    return make(head.model, came.ask.input.questions, made.steps)
+    assert isinstance(inbound.ask.input, Questions)
+    return make(head.model, inbound.ask.input.questions, made.steps)

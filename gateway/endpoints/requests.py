@@ -13,7 +13,7 @@ from penstock.engine.planning.grammar import CompiledGrammar, Grammar
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Branch, Request, SamplingParams
 from penstock.engine.planning.thinking import ThinkingBudget
-from penstock.gateway.endpoints.intake import Arrival, Intake
+from penstock.gateway.endpoints.intake import Inbound, Intake
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.errors import invalid
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
@@ -78,7 +78,7 @@ class RequestMaker:
         self._service = service
         self._intake = intake
 
-    async def made(self, came: Arrival, reply_id: str, thread: Thread = NO_THREAD) -> Made:
+    async def made(self, inbound: Inbound, reply_id: str, thread: Thread = NO_THREAD) -> Made:
         """Makes the requests of an arrival.
 
         Args:
@@ -87,14 +87,14 @@ class RequestMaker:
         Raises:
             ApiError: 400, if a prompt or a bound on its answer does not fit, or the model cannot do what is asked for.
         """
-        ask, prompting = came.ask, self._intake.prompting(came.tenant, came.urgency.lane)
+        ask, prompting = inbound.ask, self._intake.prompting(inbound.tenant, inbound.urgency.lane)
         if isinstance(ask.input, Questions):
-            return await self._scored(came, ask.input, prompting, reply_id)
-        answer = await self._answer_grammar(came)
+            return await self._scored(inbound, ask.input, prompting, reply_id)
+        answer = await self._answer_grammar(inbound)
         prompts = await prompting.prompts(ask, thread)
-        guidance = await self._guidance(came, prompting, prompts[0], answer)
-        ids = [reply_id] if came.is_recorded else [f"{reply_id}-{i}" for i in range(len(prompts))]
-        requests = await self._requests(came, dict(zip(ids, prompts, strict=True)), guidance)
+        guidance = await self._guidance(inbound, prompting, prompts[0], answer)
+        ids = [reply_id] if inbound.is_recorded else [f"{reply_id}-{i}" for i in range(len(prompts))]
+        requests = await self._requests(inbound, dict(zip(ids, prompts, strict=True)), guidance)
         echoes = await self._echoes(ask, prompts) if ask.shown.echo else ()
         return Made(requests=requests, reading=guidance.reading, echoes=echoes)
 
@@ -108,17 +108,17 @@ class RequestMaker:
 
     # Guidance
 
-    async def _answer_grammar(self, came: Arrival) -> CompiledGrammar | None:
+    async def _answer_grammar(self, inbound: Inbound) -> CompiledGrammar | None:
         """Returns the grammar that answers without calls have to match; raises as Compiling does, or as `ignore`."""
-        if came.ask.form is None:
+        if inbound.ask.form is None:
             return None
-        form, left_out = await off_loop(len(came.ask.form.grammar.text), enforced_form, came.ask.form)
+        form, left_out = await off_loop(len(inbound.ask.form.grammar.text), enforced_form, inbound.ask.form)
         for field in left_out:
             self._intake.ignore(field)
-        return await self._service.compiling.compile(came.tenant.name, form)
+        return await self._service.compiling.compile(inbound.tenant.name, form)
 
     async def _guidance(
-        self, came: Arrival, prompting: Prompting, prompt: list[int], answer: CompiledGrammar | None
+        self, inbound: Inbound, prompting: Prompting, prompt: list[int], answer: CompiledGrammar | None
     ) -> Guidance:
         """Returns the guidance of the answers to a prompt.
 
@@ -127,30 +127,35 @@ class RequestMaker:
         Raises:
             ApiError: 400, if the model cannot call tools, or cannot be held to their schemas.
         """
-        ask, formats = came.ask, self._service.formats
+        ask, formats = inbound.ask, self._service.formats
         if not isinstance(ask.input, Conversation | Turn):
             return Guidance(grammar=answer)
         reading = formats.reading(prompt, ask.tools, shows_reasoning=ask.shows_reasoning)
-        form = await self._form(came, prompting, prompt, reading, answer and answer.plain)
+        form = await self._form(inbound, prompting, prompt, reading, answer and answer.plain)
         compile_form = self._service.compiling.compile
         return Guidance(
             reading=reading,
-            grammar=None if form is None else await compile_form(came.tenant.name, form),
+            grammar=None if form is None else await compile_form(inbound.tenant.name, form),
             thinking=None if ask.reasoning is None else self._thinking(ask.reasoning, prompt, reading),
         )
 
     async def _form(
-        self, came: Arrival, prompting: Prompting, prompt: list[int], reading: Reading, answer: Grammar | None
+        self,
+        inbound: Inbound,
+        prompting: Prompting,
+        prompt: list[int],
+        reading: Reading,
+        answer: Grammar | None,
     ) -> Form | None:
         """Returns the form of a whole reply, reasoning and then calls or an answer; None if it is free."""
-        use, formats = came.ask.tools, self._service.formats
+        use, formats = inbound.ask.tools, self._service.formats
         if not needs_grammar(use, answer):
             grammar = None if answer is None else formats.grammar(prompt, reading, use, answer)
             return None if grammar is None else Form("response_format", grammar)
 
         def write() -> tuple[Grammar | None, list[str]]:
             held, left_out = enforced_tools(use)
-            return formats.grammar(prompt, reading, held, answer, came.tenant.name), left_out
+            return formats.grammar(prompt, reading, held, answer, inbound.tenant.name), left_out
 
         grammar, left_out = await prompting.run(_GRAMMAR_WORK * use.num_chars, write)
         for field in left_out:
@@ -167,34 +172,36 @@ class RequestMaker:
     # Requests
 
     async def _requests(
-        self, came: Arrival, prompts: Mapping[str, list[int]], guidance: Guidance
+        self, inbound: Inbound, prompts: Mapping[str, list[int]], guidance: Guidance
     ) -> list[Request]:
         """Makes a request of each prompt, by request id, with the hashes of its blocks."""
-        sampling = came.ask.sampling
+        sampling = inbound.ask.sampling
         words = (sampling and sampling.bad_words) or ()
         num_allowed = len((sampling and sampling.allowed_token_ids) or ())
 
         def make() -> list[Request]:
             bad_words = bad_words_of(self._service.tokenizer, words) if words else ()
-            return [self._request(came, id, prompt, guidance, bad_words) for id, prompt in prompts.items()]
+            return [self._request(inbound, id, prompt, guidance, bad_words) for id, prompt in prompts.items()]
 
         num_tokens = sum(map(len, prompts.values())) + len(prompts) * num_allowed
         size = TOKEN_BYTES * num_tokens + _REQUEST_BYTES * len(prompts) + _BAD_WORD_BYTES * len(words)
         return await off_loop(size, make)
 
     def _request(
-        self, came: Arrival, id: str, prompt: list[int], guidance: Guidance, bad_words: Words
+        self, inbound: Inbound, id: str, prompt: list[int], guidance: Guidance, bad_words: Words
     ) -> Request:
-        body, options = came.ask.sampling, self._service.options
+        body, options = inbound.ask.sampling, self._service.options
         # A tokenizer can know tokens that the model does not.
         if max(prompt, default=0) >= self._service.vocab_size:
-            raise invalid("The prompt has tokens that the model does not know.", came.ask.field)
+            raise invalid("The prompt has tokens that the model does not know.", inbound.ask.field)
         fields: dict[str, Any] = {"sampling": _NO_OUTPUT, "pooling": options.embedding.pooling}
         if body is not None:
-            sampling = self.sampling(came.ask, len(prompt), guidance, bad_words, is_recorded=came.is_recorded)
+            sampling = self.sampling(
+                inbound.ask, len(prompt), guidance, bad_words, is_recorded=inbound.is_recorded
+            )
             beams = beams_of(body, options.eos_token_ids) if body.use_beam_search else None
             fields = {"sampling": sampling, "n": body.num_generated, "beams": beams}
-        return with_hashes(_common(came, id, prompt, **fields), options.block_size)
+        return with_hashes(_common(inbound, id, prompt, **fields), options.block_size)
 
     def sampling(
         self,
@@ -261,19 +268,21 @@ class RequestMaker:
 
     # Questions
 
-    async def _scored(self, came: Arrival, asked: Questions, prompting: Prompting, reply_id: str) -> Made:
+    async def _scored(
+        self, inbound: Inbound, questions: Questions, prompting: Prompting, reply_id: str
+    ) -> Made:
         """Makes one request whose one pass over the input scores the answers of all questions."""
-        prompt, rests = await self._prompt(came, asked, prompting)
-        branches, steps = await self._branches(asked.questions, rests, prompting)
-        request = _common(came, reply_id, prompt, sampling=_NO_OUTPUT, n=len(branches), branches=branches)
+        prompt, rests = await self._prompt(inbound, questions, prompting)
+        branches, steps = await self._branches(questions.questions, rests, prompting)
+        request = _common(inbound, reply_id, prompt, sampling=_NO_OUTPUT, n=len(branches), branches=branches)
         size = TOKEN_BYTES * request.num_prompt_tokens
-        return Made(requests=[await off_loop(size, self._checked, request, came.ask.field)], steps=steps)
+        return Made(requests=[await off_loop(size, self._checked, request, inbound.ask.field)], steps=steps)
 
     async def _prompt(
-        self, came: Arrival, asked: Questions, prompting: Prompting
+        self, inbound: Inbound, questions: Questions, prompting: Prompting
     ) -> tuple[list[int], list[list[int]]]:
         """Returns the tokens that all questions share, and the further ones of each up to its answer."""
-        shared, rests = await prompting.branched(asked, came.ask.field)
+        shared, rests = await prompting.branched(questions, inbound.ask.field)
         closing = self._service.formats.closing([*shared, *rests[0]])
         rests = [rest + closing for rest in rests]
         return (shared + rests[0], [[]]) if len(rests) == 1 else (shared, rests)
@@ -285,7 +294,7 @@ class RequestMaker:
 
         def branches() -> tuple[tuple[Branch, ...], list[list[Steps]]]:
             labels = [self._labels(question) for question in questions]
-            self._check_number(len(questions), sum(len(label) - 1 for own in labels for label in own))
+            self._check_number(len(questions), sum(len(label) - 1 for texts in labels for label in texts))
             return label_branches(list(zip(rests, labels, strict=True)), ends)
 
         options = [option for question in questions for option in question.options]
@@ -338,17 +347,17 @@ class RequestMaker:
         return with_hashes(request, self._service.options.block_size)
 
 
-def _common(came: Arrival, id: str, prompt: Sequence[int], **fields: Any) -> Request:
+def _common(inbound: Inbound, id: str, prompt: Sequence[int], **fields: Any) -> Request:
     """Returns a request with the fields that all requests of an arrival have in common."""
     return Request(
         request_id=id,
         prompt_token_ids=tuple(prompt),
-        arrival_s=came.at_s,
-        lane=came.urgency.lane,
-        tried_lane=came.urgency.tried,
-        ttft_s=came.urgency.ttft_s,
-        tenant=came.tenant.name,
-        salt=ask_salt(came.ask, came.tenant),
+        arrival_s=inbound.at_s,
+        lane=inbound.urgency.lane,
+        tried_lane=inbound.urgency.tried,
+        ttft_s=inbound.urgency.ttft_s,
+        tenant=inbound.tenant.name,
+        salt=ask_salt(inbound.ask, inbound.tenant),
         **fields,
     )
 
@@ -358,17 +367,17 @@ def ask_salt(ask: Ask, tenant: Tenant) -> bytes:
     body = ask.sampling
     if body is None:
         return salt_of(tenant)
-    return salt_of(tenant, is_private=body.store is False, asked=body.cache_salt)
+    return salt_of(tenant, is_private=body.store is False, cache_salt=body.cache_salt)
 
 
-def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = None) -> bytes:
+def salt_of(tenant: Tenant, *, is_private: bool = False, cache_salt: str | None = None) -> bytes:
     """Returns the hash salt of a tenant's blocks, so that nobody can find, or time, another's prompts.
 
-    Those of private prompts (`store: false`, or a salt that was `asked` for) are apart, for their tokens never leave
+    Those of private prompts (`store: false`, or a `cache_salt` of their own) are apart, for their tokens never leave
     the process.
     """
-    if asked is not None:
-        return tenant.name.encode() + b"\0salt:" + asked.encode(errors="surrogatepass") + PRIVATE
+    if cache_salt is not None:
+        return tenant.name.encode() + b"\0salt:" + cache_salt.encode(errors="surrogatepass") + PRIVATE
     return tenant.name.encode() + (PRIVATE if is_private else b"")
 
 

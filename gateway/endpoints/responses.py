@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from penstock.gateway.access.idempotency import not_here
 from penstock.gateway.endpoints.answering import ModelEndpoints, RecordedSender, Recorder
-from penstock.gateway.endpoints.intake import Arrival, Intake
+from penstock.gateway.endpoints.intake import Inbound, Intake
 from penstock.gateway.endpoints.operation import ANY, BY_ID, RECORDED, STREAMED, answers, looks_up, serves
 from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.errors import ApiError, gone, invalid
@@ -73,9 +73,9 @@ class ResponsesApi(ModelEndpoints, Recorder):
         return Json({"object": "response.input_tokens", "input_tokens": len(prompt)}, headers=headers)
 
     @contextlib.asynccontextmanager
-    async def thread(self, came: Arrival) -> AsyncIterator[Thread]:
+    async def thread(self, inbound: Inbound) -> AsyncIterator[Thread]:
         """Locks the conversation that a response belongs to, until it has ended or does not begin."""
-        turn, tenant = came.ask.input, came.tenant.name
+        turn, tenant = inbound.ask.input, inbound.tenant.name
         assert isinstance(turn, ResponseTurn)
         if turn.conversation is None:
             yield await self._previous(tenant, turn.previous_response_id)
@@ -90,10 +90,10 @@ class ResponsesApi(ModelEndpoints, Recorder):
             self._locks.release(tenant, turn.conversation)
             raise
 
-    def details(self, came: Arrival, made: Made, thread: Thread, head: Head) -> JsonObject:  # noqa: ARG002
-        turn, [request] = came.ask.input, made.requests
+    def details(self, inbound: Inbound, made: Made, thread: Thread, head: Head) -> JsonObject:  # noqa: ARG002
+        turn, [request] = inbound.ask.input, made.requests
         assert isinstance(turn, ResponseTurn)
-        details = details_of(came.body, turn.items, thread.messages, made.reading)
+        details = details_of(inbound.body, turn.items, thread.messages, made.reading)
         return {**details, "shared_tokens": records.shared_tokens(thread, request.prompt_token_ids)}
 
     def reply(self, recording: Recording, body: ResponseBody) -> Response:
@@ -140,7 +140,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
                 raise _cannot_continue(response_id, "has not ended yet")
             thread = records.continued(recording)
         if thread is None:
-            raise _cannot_continue(response_id, "came to no answer")
+            raise _cannot_continue(response_id, "inbound to no answer")
         return thread
 
     # Those there are
@@ -160,16 +160,18 @@ class ResponsesApi(ModelEndpoints, Recorder):
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
-        found = await self._existing(tenant, response_id)
-        return Json(found.object if isinstance(found, Record) else response(found))
+        existing = await self._existing(tenant, response_id)
+        return Json(existing.object if isinstance(existing, Record) else response(existing))
 
     @looks_up("/v1/responses/{id}/input_items", BY_ID, query=PageQuery)
     async def list_input(self, http: HttpRequest) -> Response:
         """List what a response was given."""
         tenant, response_id = self._named(http)
         query = validated(PageQuery, http.query_params)
-        found = await self._existing(tenant, response_id)
-        return Json(page(found.input if isinstance(found, Record) else found.details["input"], query))
+        existing = await self._existing(tenant, response_id)
+        return Json(
+            page(existing.input if isinstance(existing, Record) else existing.details["input"], query)
+        )
 
     @serves("POST /v1/responses/{id}/cancel", BY_ID)
     async def cancel(self, http: HttpRequest) -> Response:
@@ -177,14 +179,14 @@ class ResponsesApi(ModelEndpoints, Recorder):
 
         Once a response has ended, this is as good as asking for it.
         """
-        asked = self._named(http)
-        found = await self._visible(*asked) or await self._existing(*asked)
-        if isinstance(found, Record):
-            _check_background(bool(found.object.get("background")))
-            return Json(found.object)
-        _check_background(found.details["background"])
-        self._service.recordings.cancel(found)
-        return Json(response(found))
+        named = self._named(http)
+        existing = await self._visible(*named) or await self._existing(*named)
+        if isinstance(existing, Record):
+            _check_background(bool(existing.object.get("background")))
+            return Json(existing.object)
+        _check_background(existing.details["background"])
+        self._service.recordings.cancel(existing)
+        return Json(response(existing))
 
     @serves("DELETE /v1/responses/{id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
@@ -213,20 +215,20 @@ class ResponsesApi(ModelEndpoints, Recorder):
         Raises:
             ApiError: 404, if there is none; 503, if that cannot be said now.
         """
-        found = self._here(tenant, response_id) or await self._record(tenant, response_id)
-        found = found or await self._visible(tenant, response_id)
-        if found is None:
+        existing = self._here(tenant, response_id) or await self._record(tenant, response_id)
+        existing = existing or await self._visible(tenant, response_id)
+        if existing is None:
             raise self._unknown(response_id)
-        return found
+        return existing
 
     async def _record(self, tenant: str, response_id: str) -> Record | None:
         return await records.find(self._service.store, tenant, response_id)
 
     def _here(self, tenant: str, response_id: str) -> Recording | None:
         """Returns one that can be asked for and whose text this process has, whether or not there is a store to ask."""
-        found = self._service.recordings.here(tenant, response_id)
-        is_visible = found is not None and found.kind == KIND and found.details["store"]
-        return found if is_visible else None
+        recording = self._service.recordings.here(tenant, response_id)
+        is_visible = recording is not None and recording.kind == KIND and recording.details["store"]
+        return recording if is_visible else None
 
     async def _visible(self, tenant: str, response_id: str) -> Recording | None:
         """Finds a stored response; others cannot be requested."""
@@ -267,7 +269,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
                     raise
 
 
-def _no_writer(_: Head, __: Arrival, ___: Made) -> WholeWriter[Counts]:
+def _no_writer(_: Head, __: Inbound, ___: Made) -> WholeWriter[Counts]:
     raise AssertionError("every response is recorded")
 
 

@@ -79,32 +79,32 @@ class StateApi(Endpoints):
             service.metrics.switches.track_inprogress(),
         ):
             snapshot = self._snapshot(blocks.take(MOST_BLOCKS)[0])
-            told = snapshot.load
+            sent_load = snapshot.load
             yield state_line(snapshot)
             while not (service.dispatch.draining and not len(service.dispatch)):
-                await (asyncio.sleep(0) if blocks.is_behind else self._news(told, let_in))
+                await (asyncio.sleep(0) if blocks.is_behind else self._news(sent_load, let_in))
                 number += 1
                 load = self._load_now()
                 stored, removed = blocks.take(MOST_BLOCKS)
                 change = Change(
                     epoch=self._epoch,
                     number=number,
-                    load=None if load is told else load,
+                    load=None if load is sent_load else load,
                     stored=stored,
                     removed=removed,
                     counted=list(let_in),
                 )
-                told = load
+                sent_load = load
                 let_in.clear()
                 yield state_line(change)
 
-    async def _news(self, told: Load, let_in: Sequence[int]) -> None:
+    async def _news(self, sent_load: Load, let_in: Sequence[int]) -> None:
         """Returns when there is something to tell."""
         waited_s = 0.0
         while waited_s < CALM_S:
             await asyncio.sleep(EVERY_S)
             waited_s += EVERY_S
-            if let_in or _requests(self._load_now()) != _requests(told):
+            if let_in or _requests(self._load_now()) != _requests(sent_load):
                 return
 
     def _load_now(self) -> Load:

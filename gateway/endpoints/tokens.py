@@ -16,7 +16,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from penstock.engine.planning.request import SamplingParams
-from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake
+from penstock.gateway.endpoints.intake import Endpoints, Inbound, Intake
 from penstock.gateway.endpoints.operation import ANY, looks_up, serves
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import RequestMaker, salt_of, salts_of
@@ -194,9 +194,9 @@ class TokensApi(Endpoints):
 
         What the tokenizer puts before every text is left out.
         """
-        came, [prompt], headers = await self._intake.counted_prompts(http, TemplateBody)
+        inbound, [prompt], headers = await self._intake.counted_prompts(http, TemplateBody)
         spell = partial(self._spelt, prompt)
-        text = await self._intake.prompting(came.tenant).run(len(prompt), spell)
+        text = await self._intake.prompting(inbound.tenant).run(len(prompt), spell)
         return Json({"prompt": text}, headers=headers)
 
     def _spelt(self, prompt: list[int]) -> str:
@@ -219,19 +219,19 @@ class TokensApi(Endpoints):
     async def _rendered(
         self, http: HttpRequest, kind: type[Body], prefix: str
     ) -> tuple[list[dict[str, Any]], Any]:
-        came, prompts, headers = await self._intake.counted_prompts(http, kind)
-        assert came.ask.sampling is not None
-        if came.ask.sampling.use_beam_search:
+        inbound, prompts, headers = await self._intake.counted_prompts(http, kind)
+        assert inbound.ask.sampling is not None
+        if inbound.ask.sampling.use_beam_search:
             raise invalid("A search of beams cannot be rendered.", "use_beam_search")
-        return [self._render(came, prompt, prefix) for prompt in prompts], headers
+        return [self._render(inbound, prompt, prefix) for prompt in prompts], headers
 
-    def _render(self, came: Arrival, prompt: list[int], prefix: str) -> dict[str, Any]:
-        body, options = came.body, came.body.stream_options
+    def _render(self, inbound: Inbound, prompt: list[int], prefix: str) -> dict[str, Any]:
+        body, options = inbound.body, inbound.body.stream_options
         return {
             "request_id": prefix + secrets.token_hex(16),
             "token_ids": prompt,
             "features": None,  # of images, which no prompt has
-            "sampling_params": _sampling(body, self._sampling(came.ask, len(prompt))),
+            "sampling_params": _sampling(body, self._sampling(inbound.ask, len(prompt))),
             "model": body.model,
             "stream": bool(body.stream),
             "stream_options": None if options is None else options.model_dump(exclude_unset=True),
