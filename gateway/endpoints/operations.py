@@ -24,24 +24,29 @@ PLAIN_APIS: tuple[type[Endpoints], ...] = (
     *(LlamaServerApi, EventsApi, UsageApi, OperatorApi),
 )
 """The endpoints that are made of a service and its intake alone."""
-_APIS = (*PLAIN_APIS, FilesApi, BatchesApi, MessageBatchesApi, StateApi, MetricsApi)
-_PAGE = "Give the chat page, or to a client that does not take pages, Ollama's greeting"
 
-OPERATIONS: dict[str, dict[str, Operation]] = {}
+
+def _operations() -> dict[str, dict[str, Operation]]:
+    page = "Give the chat page, or to a client that does not take pages, Ollama's greeting"
+    operations = {
+        "/openapi.json": {"GET": Operation(ANY, "Give this description", is_open=True)},
+        "/": {"GET": Operation(ANY, page, answers=("text/html", "text/plain"), is_open=True, is_cached=True)},
+        "/static/{path}": {
+            "GET": Operation(
+                ANY,
+                "Give a file of the chat page",
+                answers=("*/*",),
+                statuses=(404,),
+                is_open=True,
+                is_cached=True,
+            )
+        },
+    }
+    for api in (*PLAIN_APIS, FilesApi, BatchesApi, MessageBatchesApi, StateApi, MetricsApi):
+        for path, verb, operation, _ in served(api):
+            operations.setdefault(compile_path(path)[1], {})[verb] = operation
+    return operations
+
+
+OPERATIONS = _operations()
 """The operations by path and method."""
-for _path, _verb, _operation, _ in (each for api in _APIS for each in served(api)):
-    OPERATIONS.setdefault(compile_path(_path)[1], {})[_verb] = _operation
-OPERATIONS |= {
-    "/openapi.json": {"GET": Operation(ANY, "Give this description", is_open=True)},
-    "/": {"GET": Operation(ANY, _PAGE, answers=("text/html", "text/plain"), is_open=True, is_cached=True)},
-    "/static/{path}": {
-        "GET": Operation(
-            ANY,
-            "Give a file of the chat page",
-            answers=("*/*",),
-            statuses=(404,),
-            is_open=True,
-            is_cached=True,
-        )
-    },
-}

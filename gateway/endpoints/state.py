@@ -50,13 +50,12 @@ class StateApi(Endpoints):
         self._load: Load | None = None
         self._load_s = float("-inf")
 
-    @serves("GET /internal/state", OWN, query=StateQuery, answers=(LINES,), statuses=(503,))
+    @serves(f"GET {PATH}", OWN, query=StateQuery, answers=(LINES,), statuses=(503,))
     async def stream(self, http: HttpRequest) -> Response:
         """Tell a switch of the state of a replica.
 
-        A snapshot, then changes, to the end of the last token stream of a server that drains.
-
-        Without `switch`, the snapshot alone.
+        A snapshot comes first, then changes, to the end of the last token stream of a server that drains; without
+        `switch`, the snapshot alone.
         """
         given, secret = http.headers.get(SECRET_HEADER, ""), self._service.options.cluster_secret or ""
         if not hmac.compare_digest(given.encode(), secret.encode()):
