@@ -164,15 +164,14 @@ class ModelEndpoints(Endpoints):
 
     def _check(self, ask: Ask) -> None:
         self._intake.check_model(ask.model)
+        options = self._service.options
         if ask.sampling is not None:
-            check_beams(ask.sampling, self._most_beams if ask.sampling.use_beam_search else 0)
-        size = self._service.options.embedding.size
+            is_search = ask.sampling.use_beam_search
+            most_seqs = self._service.engine_stats().max_num_seqs if is_search else 0
+            check_beams(ask.sampling, min(options.limits.max_beams, most_seqs))
+        size = options.embedding.size
         if ask.dimensions is not None and size is not None and ask.dimensions > size:
             raise invalid(f"'dimensions' may be at most {size} for this model.", "dimensions")
-
-    @property
-    def _most_beams(self) -> int:
-        return min(self._service.options.limits.max_beams, self._service.engine_stats().max_num_seqs)
 
     def _check_room(self, inbound: Inbound) -> None:
         """Raises 429 or 503 if no prompt that the ask may have is let in, before it is tokenised."""

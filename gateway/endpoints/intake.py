@@ -137,14 +137,16 @@ class Intake:
         self, http: HttpRequest, kind: type[Body], client: Client, slo: Slo | None = None
     ) -> Inbound:
         """Returns a request with the lane that it asks for; without `slo`, with one that its tenant may use."""
-        at_s, policies = self._service.clock(), self._service.options.policies
+        at_s = self._service.clock()
         num_bytes, (body, ask) = await self._parsed(
             http, lambda values: read_ask(kind, values, self._service.options.limits, self.ignore)
         )
         ask = ask if ask.model else replace(ask, model=self._service.options.models[0])
-        urgency, tenant = Urgency(client.tenant.sure_lane), client.tenant
-        if slo is not None:
-            urgency = urgency_of(ask.service_tier, tenant, streams=ask.streams, slo=slo, policies=policies)
+        if slo is None:
+            urgency = Urgency(client.tenant.sure_lane)
+        else:
+            tier, policies = ask.service_tier, self._service.options.policies
+            urgency = urgency_of(tier, client.tenant, streams=ask.streams, slo=slo, policies=policies)
         return Inbound(at_s=at_s, client=client, body=body, ask=ask, num_bytes=num_bytes, urgency=urgency)
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:

@@ -272,20 +272,14 @@ class RequestMaker:
         self, inbound: Inbound, questions: Questions, prompting: Prompting, reply_id: str
     ) -> Made:
         """Makes one request whose one pass over the input scores the answers of all questions."""
-        prompt, rests = await self._prompt(inbound, questions, prompting)
+        shared, rests = await prompting.branched(questions, inbound.ask.field)
+        closing = self._service.formats.closing([*shared, *rests[0]])
+        rests = [rest + closing for rest in rests]
+        prompt, rests = (shared + rests[0], [[]]) if len(rests) == 1 else (shared, rests)
         branches, steps = await self._branches(questions.questions, rests, prompting)
         request = _common(inbound, reply_id, prompt, sampling=_NO_OUTPUT, n=len(branches), branches=branches)
         size = TOKEN_BYTES * request.num_prompt_tokens
         return Made(requests=[await off_loop(size, self._checked, request, inbound.ask.field)], steps=steps)
-
-    async def _prompt(
-        self, inbound: Inbound, questions: Questions, prompting: Prompting
-    ) -> tuple[list[int], list[list[int]]]:
-        """Returns the tokens that all questions share, and the further ones of each up to its answer."""
-        shared, rests = await prompting.branched(questions, inbound.ask.field)
-        closing = self._service.formats.closing([*shared, *rests[0]])
-        rests = [rest + closing for rest in rests]
-        return (shared + rests[0], [[]]) if len(rests) == 1 else (shared, rests)
 
     async def _branches(
         self, questions: Sequence[Question], rests: list[list[int]], prompting: Prompting
@@ -367,17 +361,17 @@ def ask_salt(ask: Ask, tenant: Tenant) -> bytes:
     body = ask.sampling
     if body is None:
         return salt_of(tenant)
-    return salt_of(tenant, is_private=body.store is False, cache_salt=body.cache_salt)
+    return salt_of(tenant, is_private=body.store is False, asked=body.cache_salt)
 
 
-def salt_of(tenant: Tenant, *, is_private: bool = False, cache_salt: str | None = None) -> bytes:
+def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = None) -> bytes:
     """Returns the hash salt of a tenant's blocks, so that nobody can find, or time, another's prompts.
 
-    Those of private prompts (`store: false`, or a `cache_salt` of their own) are apart, for their tokens never leave
+    Those of private prompts (`store: false`, or a salt that was `asked` for) are apart, for their tokens never leave
     the process.
     """
-    if cache_salt is not None:
-        return tenant.name.encode() + b"\0salt:" + cache_salt.encode(errors="surrogatepass") + PRIVATE
+    if asked is not None:
+        return tenant.name.encode() + b"\0salt:" + asked.encode(errors="surrogatepass") + PRIVATE
     return tenant.name.encode() + (PRIVATE if is_private else b"")
 
 

@@ -133,8 +133,8 @@ async def test_a_salt_parts_the_blocks_of_one_tenant() -> None:
     ]
     assert len({one, other, none}) == 3
     tenant = Tenant(name="t")
-    assert salt_of(tenant, cache_salt="a") not in salts_of(tenant)
-    assert salt_of(tenant, cache_salt="a").endswith(b"\0private"), "its tokens stay in this process"
+    assert salt_of(tenant, asked="a") not in salts_of(tenant)
+    assert salt_of(tenant, asked="a").endswith(b"\0private"), "its tokens stay in this process"
 
 
 def with_fim(*names: str) -> Tokenizer:
