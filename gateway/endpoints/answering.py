@@ -376,7 +376,7 @@ def position_asked(http: HttpRequest) -> int:
 
 
 def counted_lookups(intake: Intake, operation: Operation, handle: Handler) -> Handler:
-    """Returns a handler that counts each request for what is kept: following a reply takes as much as making one."""
+    """Returns a handler that counts requests for what is kept: a long reply is as much work to follow as a short to make."""
     if not operation.is_lookup:
         return handle
 

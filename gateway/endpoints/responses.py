@@ -140,7 +140,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
                 raise _cannot_continue(response_id, "has not ended yet")
             thread = records.continued(recording)
         if thread is None:
-            raise _cannot_continue(response_id, "inbound to no answer")
+            raise _cannot_continue(response_id, "came to no answer")
         return thread
 
     # Those there are
