@@ -18,10 +18,9 @@ from starlette.types import ASGIApp
 from penstock.gateway.access import quotas
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
 from penstock.gateway.endpoints.answering import counted_lookups
-from penstock.gateway.endpoints.batches import BatchesApi
+from penstock.gateway.endpoints.batches import BatchesApi, MessageBatchesApi
 from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints, Intake
-from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.openapi import OpenApi
 from penstock.gateway.endpoints.operation import handlers_of, routes_of
 from penstock.gateway.endpoints.operations import PLAIN_APIS

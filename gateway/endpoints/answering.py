@@ -32,8 +32,7 @@ from penstock.gateway.reply.whole import whole, whole_json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
 from penstock.gateway.sessions.owners import owned_id
-from penstock.gateway.sessions.recordings.reader import Reader
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
 from penstock.gateway.wire.ask import Ask, Turn
 from penstock.gateway.wire.beams import check_beams
@@ -376,7 +375,10 @@ def position_asked(http: HttpRequest) -> int:
 
 
 def counted_lookups(intake: Intake, operation: Operation, handle: Handler) -> Handler:
-    """Returns a handler that counts requests for what is kept: a long reply is as much work to follow as a short to make."""
+    """Returns a handler that counts each request for what is kept.
+
+    To follow a long reply takes as much of the server as a short one.
+    """
     if not operation.is_lookup:
         return handle
 

@@ -86,11 +86,11 @@ class ConversationsApi(Endpoints):
         store = self._service.store
         with conversations.answering():
             newest_first = await store.list(KIND, tenant, MAX_LISTED_CONVERSATIONS)
-            found = page([{"id": conversation_id} for conversation_id in reversed(newest_first)], query)
-            read = await CONVERSATIONS.some(store, tenant, [entry["id"] for entry in found["data"]])
+            listed = page([{"id": conversation_id} for conversation_id in reversed(newest_first)], query)
+            read = await CONVERSATIONS.some(store, tenant, [entry["id"] for entry in listed["data"]])
         # The ids of the page stay, for the next one to go on after.
-        found["data"] = [{**one.as_json(), "title": one.title} for one in read]
-        return Json(found)
+        listed["data"] = [{**one.as_json(), "title": one.title} for one in read]
+        return Json(listed)
 
     @looks_up("/v1/conversations/{conversation_id}", BY_ID)
     async def show(self, http: HttpRequest) -> Response:

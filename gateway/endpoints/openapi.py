@@ -17,14 +17,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.gateway.endpoints.batches import BATCH_ID, MESSAGE_BATCH_ID
 from penstock.gateway.endpoints.operation import JSON, Operation, Passing, SloHeaders
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.http.correlation import ANTHROPIC_PATH
 from penstock.gateway.http.refusals import OLLAMA_PATH, OVERLOADED
 from penstock.gateway.limits import Limits
-from penstock.gateway.sessions.batches.batch import BATCH_ID
 from penstock.gateway.sessions.batches.files import FILE_ID
-from penstock.gateway.sessions.batches.messages import MESSAGE_BATCH_ID
 from penstock.gateway.sessions.recordings.kinds import CHAT, IDS, LINES, MESSAGE, TEXT
 from penstock.gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
 from penstock.gateway.wire.strict import steps_to

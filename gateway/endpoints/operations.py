@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from starlette.routing import compile_path
 
-from penstock.gateway.endpoints.batches import BatchesApi
+from penstock.gateway.endpoints.batches import BatchesApi, MessageBatchesApi
 from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints
-from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.models import LlamaServerApi, ModelsApi, OllamaModelsApi
 from penstock.gateway.endpoints.operation import ANY, Operation, served
 from penstock.gateway.endpoints.operator import MetricsApi, OperatorApi, UsageApi

@@ -17,8 +17,8 @@ from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.limits import Limits
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
-from penstock.gateway.sessions.responses import asks as responses
-from penstock.gateway.sessions.responses.schemas import ResponseBody
+from penstock.gateway.sessions.responses.objects import turn_ask
+from penstock.gateway.sessions.responses.schemas import InputTokensBody, ResponseBody
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread, extend, num_chars, since, turns
 from penstock.gateway.wire import decisions, embeddings, schemas, translation
 from penstock.gateway.wire.anthropic import bodies as anthropic
@@ -46,8 +46,8 @@ _ANSWER_SHARE = 8
 _TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
     schemas.ChatBody: translation.chat_ask,
     schemas.CompletionBody: translation.completion_ask,
-    ResponseBody: responses.turn_ask,
-    responses.InputTokensBody: responses.turn_ask,
+    ResponseBody: turn_ask,
+    InputTokensBody: turn_ask,
     anthropic.MessagesBody: anthropic.message_ask,
     anthropic.CountTokensBody: anthropic.message_ask,
     ollama.OllamaChatBody: ollama.ollama_chat_ask,

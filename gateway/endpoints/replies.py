@@ -27,8 +27,7 @@ from penstock.gateway.reply.whole import whole_json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
 from penstock.gateway.sessions.recordings.kinds import CHAT, IDS, LINES, MESSAGE, PREFIXES, TEXT, details_of
-from penstock.gateway.sessions.recordings.reader import Reader
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.sessions.responses.threads import Thread
 from penstock.gateway.wire.anthropic.bodies import MessagesBody
 from penstock.gateway.wire.anthropic.messages import MessageWriter

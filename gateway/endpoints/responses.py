@@ -19,18 +19,12 @@ from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import Conversation, ConversationLocks
-from penstock.gateway.sessions.recordings.reader import Reader
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.sessions.responses import records
-from penstock.gateway.sessions.responses.asks import InputTokensBody, ResponseTurn
-from penstock.gateway.sessions.responses.objects import (
-    JsonObject,
-    deleted,
-    details_of,
-    page,
-)
-from penstock.gateway.sessions.responses.records import KIND, Record
+from penstock.gateway.sessions.responses.objects import JsonObject, ResponseTurn, deleted, details_of, page
+from penstock.gateway.sessions.responses.records import KIND, StoredResponse
 from penstock.gateway.sessions.responses.schemas import (
+    InputTokensBody,
     PageQuery,
     ResponseBody,
     StreamQuery,
@@ -161,7 +155,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
         existing = await self._existing(tenant, response_id)
-        return Json(existing.object if isinstance(existing, Record) else response(existing))
+        return Json(existing.object if isinstance(existing, StoredResponse) else response(existing))
 
     @looks_up("/v1/responses/{id}/input_items", BY_ID, query=PageQuery)
     async def list_input(self, http: HttpRequest) -> Response:
@@ -170,7 +164,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
         query = validated(PageQuery, http.query_params)
         existing = await self._existing(tenant, response_id)
         return Json(
-            page(existing.input if isinstance(existing, Record) else existing.details["input"], query)
+            page(existing.input if isinstance(existing, StoredResponse) else existing.details["input"], query)
         )
 
     @serves("POST /v1/responses/{id}/cancel", BY_ID)
@@ -181,7 +175,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
         """
         named = self._named(http)
         existing = await self._visible(*named) or await self._existing(*named)
-        if isinstance(existing, Record):
+        if isinstance(existing, StoredResponse):
             _check_background(bool(existing.object.get("background")))
             return Json(existing.object)
         _check_background(existing.details["background"])
@@ -209,7 +203,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
         tenant = self._intake.tenant(http)
         return tenant, check_id("response_id", http.path_params["id"], "resp")
 
-    async def _existing(self, tenant: str, response_id: str) -> Recording | Record:
+    async def _existing(self, tenant: str, response_id: str) -> Recording | StoredResponse:
         """Finds a response in this process, or else in the store, or else in the journal of another process.
 
         Raises:
@@ -221,7 +215,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
             raise self._unknown(response_id)
         return existing
 
-    async def _record(self, tenant: str, response_id: str) -> Record | None:
+    async def _record(self, tenant: str, response_id: str) -> StoredResponse | None:
         return await records.find(self._service.store, tenant, response_id)
 
     def _here(self, tenant: str, response_id: str) -> Recording | None:

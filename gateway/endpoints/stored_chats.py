@@ -59,30 +59,30 @@ class StoredChatsApi(Endpoints):
     async def list_chats(self, http: HttpRequest) -> Response:
         """List stored answers."""
         tenant = self._intake.tenant(http)
-        asked = dict(http.query_params)
-        metadata = {name[9:-1]: asked.pop(name) for name in list(asked) if name.startswith("metadata[")}
-        query = validated(ChatsQuery, asked)
+        values = dict(http.query_params)
+        metadata = {name[9:-1]: values.pop(name) for name in list(values) if name.startswith("metadata[")}
+        query = validated(ChatsQuery, values)
         with _answering():
             newest_first = await self._store.list(KIND, tenant, MAX_LISTED)
             ids = newest_first if query.order == "desc" else newest_first[::-1]
             ids = ids[place_after(ids, query.after) :]
-            found = await self._fitting(tenant, ids, query, metadata)
-        shown = [chat.as_json() for chat in found[: query.limit]]
+            fitting = await self._fitting(tenant, ids, query, metadata)
+        shown = [chat.as_json() for chat in fitting[: query.limit]]
         ends = {"first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""}
-        listed = {"object": "list", "data": shown, **ends, "has_more": len(found) > len(shown)}
-        return await off_loop(sum(chat.num_bytes for chat in found), Json, listed)
+        listed = {"object": "list", "data": shown, **ends, "has_more": len(fitting) > len(shown)}
+        return await off_loop(sum(chat.num_bytes for chat in fitting), Json, listed)
 
     async def _fitting(
         self, tenant: str, ids: Sequence[str], query: ChatsQuery, metadata: Mapping[str, str]
     ) -> list[StoredChat]:
         """The completions of a page, and one beyond it if there is one."""
-        found: list[StoredChat] = []
+        fitting: list[StoredChat] = []
         for start in range(0, len(ids), _READ_AT_ONCE):
             read = await CHATS.some(self._store, tenant, ids[start:][:_READ_AT_ONCE])
-            found += [chat for chat in read if fits(chat, query.model, metadata)]
-            if len(found) > query.limit:
+            fitting += [chat for chat in read if fits(chat, query.model, metadata)]
+            if len(fitting) > query.limit:
                 break
-        return found[: query.limit + 1]
+        return fitting[: query.limit + 1]
 
     @follows("/v1/chat/completions/{id}")
     async def show(self, http: HttpRequest) -> Response:

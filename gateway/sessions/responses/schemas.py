@@ -297,6 +297,18 @@ class ResponseBody(Reasoned, Sampled):
         return self.store is not False
 
 
+class InputTokensBody(ResponseBody):
+    """The body of `POST /v1/responses/input_tokens`: that of a response, of which nothing is required."""
+
+    IGNORED = ResponseBody.IGNORED | {"personality"}
+
+    model: str = ""
+    input: Annotated[str | InputItems, BeforeValidator(lambda given: [] if given is None else given)] = Field(
+        default_factory=list
+    )
+    personality: str | None = None
+
+
 def check_response(body: ResponseBody, limits: Limits) -> None:
     """Raises 400 for fields that do not go together, or that this server does not honour."""
     _check_unsupported(body)

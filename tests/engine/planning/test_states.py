@@ -20,8 +20,8 @@ from penstock.engine.planning.state_slots import StateSlots
 from penstock.engine.planning.state_tables import StateTables
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.gateway.sessions.prefixes.sharing import choose_prefixes
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
-from penstock.gateway.sessions.prefixes.warming import choose_prefixes
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeProposer,
