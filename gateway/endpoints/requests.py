@@ -228,7 +228,7 @@ class RequestMaker:
         return sampling_params(
             body,
             NEUTRAL if body.use_beam_search else options.defaults,
-            max_tokens=self._bounded(ask, max_tokens, is_recorded=is_recorded),
+            max_tokens=self._bounded(ask, max_tokens, is_recorded=is_recorded or ask.kept.stored is not None),
             num_logprobs=ask.num_logprobs,
             num_prompt_logprobs=ask.num_prompt_logprobs,
             bad_words=bad_words,

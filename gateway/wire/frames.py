@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring_ascii
-from typing import Any
 
 import orjson
 
@@ -36,15 +35,6 @@ def json_pieces(value: object) -> Iterator[bytes]:
         yield b"}"
     else:
         yield orjson.dumps(value)
-
-
-def at_once(value: object) -> Any:
-    """Returns a value whose iterators are lists."""
-    if isinstance(value, Iterator):
-        return list(map(at_once, value))
-    if isinstance(value, dict):
-        return {name: at_once(item) for name, item in value.items()}
-    return value
 
 
 def ascii_json(value: object) -> str:

@@ -184,9 +184,9 @@ class EmbedWriter:
         arrival_s = timings[0].arrival_s
         return {
             "model": self._ask.model,
-            "embeddings": [
+            "embeddings": (
                 shortened(delta.embedding or [], dimensions, is_normalised=True) for _, delta in outputs
-            ],
+            ),
             "total_duration": _ns(max(one.finished_s for one in timings) - arrival_s),
             "load_duration": _ns(min(one.scheduled_s for one in timings) - arrival_s),
             "prompt_eval_count": reply.num_prompt_tokens,
