@@ -9,7 +9,6 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
@@ -27,9 +26,8 @@ from penstock.gateway.endpoints.operations import PLAIN_APIS
 from penstock.gateway.endpoints.operator import MetricsApi
 from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.errors import DROPPED_HEADER, ApiError
-from penstock.gateway.http.connections import ServerSendMiddleware
-from penstock.gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
-from penstock.gateway.http.limits import LimitsMiddleware
+from penstock.gateway.http.correlation import IGNORED_HEADER
+from penstock.gateway.http.entrance import Entrance
 from penstock.gateway.http.page import Page
 from penstock.gateway.http.refusals import (
     answer_api_error,
@@ -80,14 +78,6 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     openapi = OpenApi(routes, options.limits, with_keys=bool(options.clients))
     app = Starlette(
         routes=openapi.routes,
-        middleware=[
-            Middleware(
-                LimitsMiddleware,
-                limits=options.limits,
-                hosts=options.allowed_hosts,
-                uploads=frozenset({"/v1/files"}),
-            ),
-        ],
         exception_handlers={
             ApiError: partial(answer_api_error, overload_status=options.overload_status),
             HTTPException: answer_http_error,
@@ -97,8 +87,9 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         lifespan=partial(_running, service, batches),
     )
     app.router.redirect_slashes = False
-    named = RequestIdMiddleware(app, service.tenants.note_refused)
-    return ServerSendMiddleware(_with_origins(named, options.cors_origins))
+    uploads = frozenset({"/v1/files"})
+    entered = Entrance(app, options.limits, options.allowed_hosts, uploads, service.tenants.note_refused)
+    return _with_origins(entered, options.cors_origins)
 
 
 def create_metrics_app(service: Service) -> ASGIApp:

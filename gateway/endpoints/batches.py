@@ -27,7 +27,6 @@ from penstock.gateway.endpoints.files import begun
 from penstock.gateway.endpoints.intake import CLIENT, Endpoints, Intake
 from penstock.gateway.endpoints.operation import ANY, BY_ID, ONCE, Handler, looks_up, serves
 from penstock.gateway.errors import ApiError, existing, invalid
-from penstock.gateway.http.connections import ServerSendMiddleware
 from penstock.gateway.http.correlation import CORRELATION, Correlation
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
 from penstock.gateway.http.json_response import Json
@@ -209,7 +208,7 @@ class BatchesApi(_OneApi):
 
         try:
             response = await self._handlers[endpoint]["POST"](http)
-            await ServerSendMiddleware(response)(http.scope, http.receive, send)
+            await response(http.scope, http.receive, send)
         except ApiError as error:
             if self._service.dispatch.draining or error.code == "engine_failed":
                 return None

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from penstock.gateway.access.idempotency import MAX_KEY_CHARS, RESUMABLE_HEADER
-from penstock.gateway.http.limits import forget_body
+from penstock.gateway.http.entrance import forget_body
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 from penstock.gateway.wire.strict import StrictBody
 
